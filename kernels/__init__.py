@@ -20,7 +20,7 @@ it. A reference that the self-test of `native` also needs has its own module (``
     block_copy        copies of whole blocks: on the device, or between device and host
     scatter           writes scattered words of a state tensor on the device
     decode_inputs     the inputs of a decode step, computed on the device
-    kv_int8           a KV cache in int8, on a CPU
+    kv_quantised      a KV cache in int8 or fp8, with scales
     linear            matrix products over weights packed for a CPU, also int8 and int4
     decoder           all layers of a Llama-type decoder on a CPU, in one call
     native            the optional C++ library of CPU kernels

@@ -34,6 +34,7 @@ from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from kernels.experts import mix_experts
 from kernels.kv_cache import write_kv
+from kernels.kv_quantised import cached_size
 from kernels.machine_code import copies_ahead, disassemble, loop_instructions, num_instructions, resource_usage
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
@@ -58,6 +59,7 @@ _TYPE_NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.uint16: "u16",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -110,12 +112,13 @@ def cases() -> list[Case]:
     few = partial(_attention, 128, 4, 16, num_tokens=100)
     found.append(Case("attention bf16, head_dim 128, group 4, page 16, few tokens", few, True))
     for head_dim in HEAD_DIMS:
-        call = partial(_attention, head_dim, 4, 16, kv_dtype=torch.uint8)
-        found.append(
-            Case(f"attention bf16 over fp8, head_dim {head_dim}, group 4, page 16", call, head_dim in (64, 128))
-        )
+        for kind, kv_dtype in (("fp8", torch.uint8), ("int8", torch.int8)):
+            call = partial(_attention, head_dim, 4, 16, kv_dtype=kv_dtype)
+            name = f"attention bf16 over {kind}, head_dim {head_dim}, group 4, page 16"
+            found.append(Case(name, call, head_dim == 128 or (head_dim, kind) == (64, "fp8")))
     found.append(Case("write_kv 8x128, page 16", _write_kv, True))
     found.append(Case("write_kv 8x128, page 16, fp8", partial(_write_kv, torch.uint8), True))
+    found.append(Case("write_kv 8x128, page 16, int8", partial(_write_kv, torch.int8), True))
     found.append(Case("rms_norm 4096, residual", partial(_rms_norm, (4096,), True, 0.0), True))
     found.append(Case("rms_norm 1024", partial(_rms_norm, (1024,), False, 0.0), False))
     found.append(Case("rms_norm heads of 128", partial(_rms_norm, (32, 128), False, 0.0), False))
@@ -124,6 +127,7 @@ def cases() -> list[Case]:
     found.append(Case("rotary 32+8 heads of 80, partial", partial(_rotary, 80), False))
     found.append(Case("qkv 32+8 heads of 128, page 16", partial(_qkv, 32, False), True))
     found.append(Case("qkv 32+8 heads of 128, page 16, fp8", partial(_qkv, 32, False, torch.uint8), False))
+    found.append(Case("qkv 32+8 heads of 128, page 16, int8", partial(_qkv, 32, False, torch.int8), True))
     found.append(Case("qkv 16+8 heads of 128, page 16, norms", partial(_qkv, 16, True), True))
     found.append(Case("silu_mul 14336", _silu_mul, True))
     for tokens in (8, 512, 8192):
@@ -156,7 +160,8 @@ def _attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> None:
-    cache = _meta(1024, 8, block_size, head_dim, dtype=kv_dtype or dtype)
+    kept = kv_dtype or dtype
+    cache = _meta(1024, 8, block_size, cached_size(head_dim, kept), dtype=kept)
     paged_attention(
         _meta(num_tokens, 8 * group_size, head_dim, dtype=dtype),
         cache,
@@ -172,7 +177,7 @@ def _attention(
 
 
 def _write_kv(kv_dtype: torch.dtype = torch.bfloat16) -> None:
-    cache = _meta(1024, 8, 16, 128, dtype=kv_dtype)
+    cache = _meta(1024, 8, 16, cached_size(128, kv_dtype), dtype=kv_dtype)
     write_kv(_meta(32, 8, 128), _meta(32, 8, 128), cache, cache, _meta(32, dtype=torch.int64))
 
 
@@ -191,7 +196,7 @@ def _rotary(head_dim: int) -> None:
 
 def _qkv(num_heads: int, normed: bool, kv_dtype: torch.dtype = torch.bfloat16) -> None:
     norm = _meta(128) if normed else None
-    angles, cache = _meta(32, 64, dtype=torch.float32), _meta(1024, 8, 16, 128, dtype=kv_dtype)
+    angles, cache = _meta(32, 64, dtype=torch.float32), _meta(1024, 8, 16, cached_size(128, kv_dtype), dtype=kv_dtype)
     slots = _meta(32, dtype=torch.int64)
     rotate_and_cache(_meta(32, (num_heads + 16) * 128), norm, norm, 1e-5, angles, angles, cache, cache, slots)
 

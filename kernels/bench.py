@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.activation import silu_mul
+from kernels.kv_quantised import QUANTISED, cached_size, to_quantised
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention, schedule_decode
 from kernels.qkv import rotate_and_cache
@@ -135,8 +136,8 @@ def measurements(
 ) -> Iterator[tuple[str, Callable[[], Measurement]]]:
     """Yield the name of each measurement and the function that runs it, so that a caller can select some."""
     for rows, context in sizes.decode:
-        for kv_dtype in (dtype, torch.uint8):
-            kind = "fp8" if kv_dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+        for kv_dtype in (dtype, torch.uint8, torch.int8):
+            kind = "fp8" if kv_dtype == torch.uint8 else str(kv_dtype).removeprefix("torch.")
             name = f"decode attention, {rows} rows at {context}, {kind} KV"
             yield name, partial(_decode, name, device, dtype, kv_dtype, sizes, rows, context)
     for tokens in sizes.prefill:
@@ -160,8 +161,8 @@ def _paged(
     block_size = 16
     per_row = -(-context // block_size)
     shape = (2, rows * per_row, sizes.num_kv_heads, block_size, sizes.head_dim)
-    if kv_dtype == torch.uint8:
-        caches = torch.randint(0, 0x70, shape, dtype=torch.uint8, device=device)
+    if kv_dtype in QUANTISED:
+        caches = torch.stack([to_quantised(torch.randn(shape[1:], device=device), kv_dtype) for _ in range(2)])
     else:
         caches = torch.randn(shape, device=device, dtype=kv_dtype)
     tables = torch.randperm(rows * per_row, device=device).view(rows, per_row).int()
@@ -191,7 +192,7 @@ def _decode(
         lambda: scaled_dot_product_attention(one, dense[0], dense[1], scale=scale, enable_gqa=True), device
     )
     keys = rows * context * sizes.head_dim
-    kv_bytes = 2 * keys * sizes.num_kv_heads * kv_dtype.itemsize
+    kv_bytes = 2 * rows * context * sizes.num_kv_heads * cached_size(sizes.head_dim, kv_dtype) * kv_dtype.itemsize
     return Measurement(name, seconds, kv_bytes, 4 * keys * sizes.num_heads, "SDPA, dense", peer_s)
 
 

@@ -187,7 +187,7 @@ class PackedDecoder:
 
         token_ids, positions, slot_mapping: ``[T]`` int64, contiguous.
         caches: keys and values per layer, ``[num_blocks, num_kv_heads, block_size, head_dim]``, float32 or bfloat16,
-            or an int8 cache of `kernels.kv_int8`.
+            or an int8 cache of `kernels.kv_quantised`.
         kept_index: ``[K]`` int64, tokens to return logits or hidden states for; None: every token.
         num_logits: number of tokens at the front of ``kept_index`` to return logits for.
 

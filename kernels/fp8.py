@@ -1,8 +1,8 @@
-"""fp8 KV cache: the e4m3 format of OCP (one sign, four exponent, three mantissa bits; largest value 448).
+"""fp8 of a KV cache: the e4m3 format of OCP (one sign, four exponent, three mantissa bits; largest value 448).
 
-An fp8 cache is a ``uint8`` tensor with the bits, so that block copies need no special case. Values are rounded to
-nearest, ties to even; larger magnitudes saturate at 448; NaN stays NaN. There is no scale, because keys and values of
-common models are well within the range.
+Tensors of such values are ``uint8`` tensors with the bits, so that block copies need no special case. Values are
+rounded to nearest, ties to even; larger magnitudes saturate at 448; NaN stays NaN. `kernels.kv_quantised` has the
+scales.
 
 Reading is exact, because float16 can represent all values of the format. GPUs with compute capability 8.9 or higher
 convert in hardware (``NATIVE``). Older GPUs and the interpreter convert with integer operations, with the same result.
@@ -27,16 +27,6 @@ def quantize(x: torch.Tensor) -> torch.Tensor:
 def dequantize(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert e4m3 bits (uint8) to ``dtype``."""
     return bits.view(torch.float8_e4m3fn).to(dtype)
-
-
-def as_cached(x: torch.Tensor, cache_dtype: torch.dtype) -> torch.Tensor:
-    """Convert ``x`` to the dtype of a cache."""
-    return quantize(x) if cache_dtype == torch.uint8 else x.to(cache_dtype)
-
-
-def from_cache(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert elements of a cache to ``dtype``."""
-    return dequantize(x, dtype) if x.dtype == torch.uint8 else x.to(dtype)
 
 
 def native_fp8(tensor: torch.Tensor) -> bool:
@@ -78,6 +68,13 @@ def float_from_fp8(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def floats_from_int8_pairs(pairs: tl.tensor) -> tl.tuple:
+    """Return the low and the high elements of pairs (uint16) of int8 as float16."""
+    both = pairs.to(tl.int16, bitcast=True)
+    return ((both << 8) >> 8).to(tl.float16), (both >> 8).to(tl.float16)
+
+
+@jit
 def floats_from_fp8_pairs(pairs: tl.tensor, NATIVE: tl.constexpr) -> tl.tuple:
     """Return the low and the high elements of pairs (uint16) as float16.
 
@@ -108,9 +105,3 @@ def floats_from_fp8_pairs(pairs: tl.tensor, NATIVE: tl.constexpr) -> tl.tuple:
         low = float_from_fp8((pairs & 0xFF).to(tl.uint8), False)
         high = float_from_fp8((pairs >> 8).to(tl.uint8), False)
     return low, high
-
-
-@jit
-def as_cached_tile(x: tl.tensor, CACHE_TYPE: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
-    """Device function of `as_cached`, for a cache with elements of type CACHE_TYPE."""
-    return fp8_from_float(x, NATIVE) if CACHE_TYPE == tl.uint8 else x.to(CACHE_TYPE)  # noqa: SIM300

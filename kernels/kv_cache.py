@@ -5,7 +5,7 @@ inside a block. The tile of one (block, head) is contiguous, because attention r
 time. A *slot* is the place of one token: ``slot = block_id * block_size + offset``.
 
 Rules: a token with a negative slot is not written (padding of a captured graph). Slots within one call are distinct.
-Keys and values are cast to the cache's dtype, or converted by `kernels.fp8` for a uint8 cache. Slots that are not in
+Keys and values are cast to the cache's dtype, or quantised as `kernels.kv_quantised` says. Slots that are not in
 ``slot_mapping`` keep their content.
 """
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import kernel_with, next_power_of_2, runs_on_triton, tl
-from kernels.fp8 import as_cached, as_cached_tile, native_fp8
+from kernels._triton import jit, kernel_with, next_power_of_2, runs_on_triton, tl
+from kernels.fp8 import native_fp8
+from kernels.kv_quantised import QUANTISED, parts_of, quantise_heads, quantise_tile
 
 
 def write_kv(
@@ -29,7 +30,7 @@ def write_kv(
     """Write each token's key and value into its slot, in place.
 
     key, value: ``[num_tokens, num_kv_heads, head_dim]``, any strides over tokens and heads.
-    k_cache, v_cache: ``[num_blocks, num_kv_heads, block_size, head_dim]``.
+    k_cache, v_cache: ``[num_blocks, num_kv_heads, block_size, head_dim]``; quantised: see `kernels.kv_quantised`.
     slot_mapping: ``[num_tokens]`` int64; negative: do not write.
     """
     if not runs_on_triton(key):
@@ -50,7 +51,8 @@ def write_kv(
         BLOCK_SIZE=k_cache.shape[2],
         HEAD_DIM=head_dim,
         NATIVE_FP8=native_fp8(key),
-        TILE=next_power_of_2(num_kv_heads * head_dim),
+        HEADS=next_power_of_2(num_kv_heads),
+        TILE=next_power_of_2(head_dim),
     )
 
 
@@ -67,8 +69,12 @@ def write_kv_reference(
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     block_size = k_cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[block, :, offset] = as_cached(key, k_cache.dtype)
-    v_cache[block, :, offset] = as_cached(value, v_cache.dtype)
+    for cache, given in ((k_cache, key), (v_cache, value)):
+        if cache.dtype in QUANTISED:
+            codes, scales = parts_of(cache)
+            codes[block, :, offset], scales[block, :, offset] = quantise_heads(given, cache.dtype)
+        else:
+            cache[block, :, offset] = given.to(cache.dtype)
 
 
 @kernel_with(varying=("slot_mapping_ptr",))
@@ -86,6 +92,7 @@ def _write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    HEADS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """Write all heads of one token per program."""
@@ -93,12 +100,38 @@ def _write_kv_kernel(
     slot = tl.load(slot_mapping_ptr + token)
     if slot < 0:
         return
+    head = tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, TILE)[None, :]
+    inside = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
+    key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside, other=0.0)
+    store_heads(k_cache_ptr, key, slot, head, dim, head < NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, NATIVE_FP8)
+    value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=inside, other=0.0)
+    store_heads(
+        v_cache_ptr, value, slot, head, dim, head < NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, NATIVE_FP8
+    )
+
+
+@jit
+def store_heads(
+    cache_ptr: tl.tensor,
+    x: tl.tensor,
+    slot: tl.tensor,
+    head: tl.tensor,
+    dim: tl.tensor,
+    wanted: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+) -> None:
+    """Store heads of one token ``[heads, dims]``, padded with zeros, in a cache of any type, where ``wanted``."""
+    CACHE_TYPE: tl.constexpr = cache_ptr.dtype.element_ty  # noqa: N806
+    SCALED: tl.constexpr = tl.int8 == CACHE_TYPE or tl.uint8 == CACHE_TYPE  # noqa: N806
+    EXTRA: tl.constexpr = 4 if SCALED else 0  # noqa: N806
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    element = tl.arange(0, TILE)
-    head, dim = element // HEAD_DIM, element % HEAD_DIM
-    inside = element < NUM_KV_HEADS * HEAD_DIM
-    place = ((block * NUM_KV_HEADS + head) * BLOCK_SIZE + offset) * HEAD_DIM + dim
-    key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside)
-    tl.store(k_cache_ptr + place, as_cached_tile(key, k_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=inside)
-    value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=inside)
-    tl.store(v_cache_ptr + place, as_cached_tile(value, v_cache_ptr.dtype.element_ty, NATIVE_FP8), mask=inside)
+    first = (block * NUM_KV_HEADS + head) * (BLOCK_SIZE * (HEAD_DIM + EXTRA))
+    codes, scales = quantise_tile(x, CACHE_TYPE, NATIVE_FP8)
+    tl.store(cache_ptr + first + offset * HEAD_DIM + dim, codes, mask=wanted & (dim < HEAD_DIM))
+    if SCALED:
+        scales_ptr = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+        tl.store(scales_ptr + (first + BLOCK_SIZE * HEAD_DIM) // 4 + offset, scales, mask=wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.fp8 import from_cache
+from kernels.kv_quantised import from_cache
 
 
 def paged_attention_reference(
@@ -35,7 +35,7 @@ def paged_attention_reference(
         pages = block_tables[row, : -(-context // k_cache.shape[2])].long()
         # [context, num_kv_heads, head_dim]
         keys, values = (
-            from_cache(cache[pages].transpose(1, 2).flatten(0, 1)[:context].contiguous(), wide)
+            from_cache(cache[pages], wide).transpose(1, 2).flatten(0, 1)[:context].contiguous()
             for cache in (k_cache, v_cache)
         )
         keys, values = (x.repeat_interleave(group_size, dim=1) for x in (keys, values))

@@ -20,8 +20,9 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import jit, kernel_with, next_power_of_2, runs_on_triton, tl
-from kernels.fp8 import as_cached_tile, native_fp8
-from kernels.kv_cache import write_kv
+from kernels.fp8 import native_fp8
+from kernels.kv_cache import store_heads, write_kv
+from kernels.kv_quantised import head_size
 from kernels.norm import rms_norm
 from kernels.rotary import apply_rotary
 
@@ -40,7 +41,8 @@ def rotate_and_cache(
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Norm, rotate and cache a packed projection; return the queries ``[T, num_heads, head_dim]`` (see the module)."""
-    num_kv_heads, block_size, head_dim = k_cache.shape[1:]
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    head_dim = head_size(k_cache)
     num_tokens = qkv.shape[0]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     if not runs_on_triton(qkv):
@@ -86,7 +88,7 @@ def _unfused(
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
     """Compute `rotate_and_cache` with separate operations; the CPU path."""
-    num_kv_heads, _, head_dim = k_cache.shape[1:]
+    num_kv_heads, head_dim = k_cache.shape[1], head_size(k_cache)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if query_norm is not None and key_norm is not None:
@@ -149,15 +151,15 @@ def _rotate_and_cache_kernel(
     place = query_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dim
     tl.store(place, out, mask=inside & is_query)
     slot = tl.load(slot_mapping_ptr + token)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    cached = inside & (slot + head * 0 >= 0)
+    written = slot + head * 0 >= 0
     key_head = head - NUM_HEADS
-    place = ((block * NUM_KV_HEADS + key_head) * BLOCK_SIZE + offset) * HEAD_DIM + dim
-    bits = as_cached_tile(out, k_cache_ptr.dtype.element_ty, NATIVE_FP8)
-    tl.store(k_cache_ptr + place, bits, mask=cached & (key_head >= 0) & (key_head < NUM_KV_HEADS))
+    is_key = (key_head >= 0) & (key_head < NUM_KV_HEADS)
+    store_heads(k_cache_ptr, out, slot, key_head, dim, written & is_key, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, NATIVE_FP8)
     value_head = key_head - NUM_KV_HEADS
-    place = ((block * NUM_KV_HEADS + value_head) * BLOCK_SIZE + offset) * HEAD_DIM + dim
-    tl.store(v_cache_ptr + place, bits, mask=cached & is_value)
+    is_value = is_value & (value_head < NUM_KV_HEADS)
+    store_heads(
+        v_cache_ptr, out, slot, value_head, dim, written & is_value, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, NATIVE_FP8
+    )
 
 
 @jit

@@ -28,7 +28,7 @@ import torch
 
 from kernels._triton import architecture
 from kernels.bench import median_seconds
-from kernels.fp8 import quantize
+from kernels.kv_quantised import to_quantised
 from kernels.paged_attention import paged_attention, schedule_decode
 from kernels.paged_attention.tuning import TABLE, Key, Tuning, default_tuning, read_table, tried, write_table
 
@@ -74,7 +74,7 @@ def batches(key: Key, device: torch.device) -> list[Callable[[], torch.Tensor]]:
     for rows, context, *chunk in shapes:
         pages = rows * context // _BLOCK_SIZE
         drawn = torch.randn(2, pages, _KV_HEADS, _BLOCK_SIZE, key.dim_tile, device=device, dtype=torch.bfloat16)
-        caches = quantize(drawn) if key.kv_bytes == 1 else drawn
+        caches = [to_quantised(each, torch.uint8) for each in drawn] if key.kv_bytes == 1 else drawn
         tables = torch.randperm(pages, device=device).view(rows, -1).int()
         length = chunk[0] if chunk else 1
         query = torch.randn(rows * length, _HEADS, key.dim_tile, device=device, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from shared.config import ConfigError
 
-KV_ELEMENTS = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "fp8": (1, 0), "int8": (1, 4)}
+KV_ELEMENTS = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "fp8": (1, 4), "int8": (1, 4)}
 """Bytes of one element, and of the scale of one token and head, by the type of the cache."""
 
 

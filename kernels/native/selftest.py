@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.kv_int8 import from_int8, to_int8
+from kernels.kv_quantised import from_quantised, to_quantised
 from kernels.linear import (
     PackedLinear,
     dequantised,
@@ -87,8 +87,8 @@ def _attention_failure(kernels: Native, generator: torch.Generator, dtype: torch
     query = torch.randn(43, 4, 32, generator=generator)
     drawn = torch.randn(2, 5, 2, 16, 32, generator=generator)
     if dtype == torch.int8:
-        keys, values = to_int8(drawn[0]), to_int8(drawn[1])
-        exact_keys, exact_values = from_int8(keys).double(), from_int8(values).double()
+        keys, values = to_quantised(drawn[0], dtype), to_quantised(drawn[1], dtype)
+        exact_keys, exact_values = from_quantised(keys).double(), from_quantised(values).double()
     else:
         keys, values = drawn.to(dtype)
         exact_keys, exact_values = keys.double(), values.double()

@@ -11,7 +11,7 @@ from operator import sub
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.fp8 import from_cache
+from kernels.kv_quantised import from_cache, head_size
 from kernels.paged_attention_reference import visible_keys
 
 _PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
@@ -88,8 +88,8 @@ def _prefill_row(
     first_page = 0 if sliding_window is None else max(0, first_pos - sliding_window + 1) // block_size
     first_key = first_page * block_size
     pages = block_table[first_page : -(-context // block_size)].long().unsqueeze(0)
-    keys = from_cache(_gather_pages(k_cache, pages)[:, :, : context - first_key], query.dtype)
-    values = from_cache(_gather_pages(v_cache, pages)[:, :, : context - first_key], query.dtype)
+    keys = _gather_pages(k_cache, pages, query.dtype)[:, :, : context - first_key]
+    values = _gather_pages(v_cache, pages, query.dtype)[:, :, : context - first_key]
 
     tiles = []
     positions = torch.arange(context)
@@ -130,11 +130,11 @@ def _decode_rows(
     columns = torch.tensor(first_pages).unsqueeze(1) + torch.arange(num_pages)
     columns = columns.minimum(torch.tensor(last_pages).unsqueeze(1))
     pages = block_tables.gather(1, columns)
-    keys, values = _gather_pages(k_cache, pages), _gather_pages(v_cache, pages)
+    keys, values = _gather_pages(k_cache, pages, query.dtype), _gather_pages(v_cache, pages, query.dtype)
     packed = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
     begin, end = min(begins), max(ends)
-    keys, values = (from_cache(x[:, :, begin:end], query.dtype) for x in (keys, values))
+    keys, values = keys[:, :, begin:end], values[:, :, begin:end]
     if begin == max(begins) and end == min(ends):
         out = _attend(packed, keys, values, None, scale, soft_cap)
     else:
@@ -153,15 +153,18 @@ def _decode_rows(
     return out.reshape(num_rows, num_heads, head_dim)
 
 
-def _gather_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+def _gather_pages(cache: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Copy blocks ``[num_rows, num_pages]`` into ``[num_rows, num_kv_heads, num_pages * block_size, head_dim]``.
+
+    The result has type ``dtype``.
 
     The copy gathers (block, head) tiles instead of blocks, which puts the heads first without a second copy.
     """
-    num_kv_heads, block_size, head_dim = cache.shape[1:]
+    num_kv_heads, block_size, size = cache.shape[1:]
     tiles = pages.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)
-    gathered = cache.view(-1, block_size * head_dim).index_select(0, tiles.flatten())
-    return gathered.view(pages.shape[0], num_kv_heads, pages.shape[1] * block_size, head_dim)
+    gathered = cache.view(-1, block_size * size).index_select(0, tiles.flatten()).view(-1, 1, block_size, size)
+    values = from_cache(gathered, dtype)
+    return values.view(pages.shape[0], num_kv_heads, pages.shape[1] * block_size, head_size(cache))
 
 
 def _attend(

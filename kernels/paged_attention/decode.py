@@ -11,7 +11,15 @@ al., 2023; Stream-K; Osama et al., 2023).
 from __future__ import annotations
 
 from kernels._triton import jit, kernel_with, tl
-from kernels.paged_attention.tiles import accumulate, as_factor, gather_tile, load_block_ids, score_factor, score_tile
+from kernels.paged_attention.tiles import (
+    accumulate,
+    as_factor,
+    gather_scales,
+    gather_tile,
+    load_block_ids,
+    score_factor,
+    score_tile,
+)
 
 
 @kernel_with(varying=("table_stride",))
@@ -38,6 +46,7 @@ def decode_kernel(
     DIM_TILE: tl.constexpr,
     CAPPED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    INT8: tl.constexpr,
     FIELDS: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     SHARES_TILE: tl.constexpr,
@@ -97,7 +106,10 @@ def decode_kernel(
                 DIM_TILE // PAIR,
                 True,
             )
-            scores = score_tile(query, query_odd, keys, scale, soft_cap, CAPPED, NATIVE_FP8)
+            key_scales = gather_scales(
+                k_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM // PAIR
+            )
+            scores = score_tile(query, query_odd, keys, key_scales, scale, soft_cap, CAPPED, NATIVE_FP8, INT8)
             scores = tl.where(inside[None, :], scores, -float("inf"))
             values = gather_tile(
                 v_cache_ptr,
@@ -112,8 +124,21 @@ def decode_kernel(
                 DIM_TILE // PAIR,
                 True,
             )
+            value_scales = gather_scales(
+                v_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM // PAIR
+            )
             acc, acc_odd, row_max, row_sum = accumulate(
-                scores, score_factor(scale, CAPPED), query, values, acc, acc_odd, row_max, row_sum, NATIVE_FP8
+                scores,
+                score_factor(scale, CAPPED),
+                query,
+                values,
+                value_scales,
+                acc,
+                acc_odd,
+                row_max,
+                row_sum,
+                NATIVE_FP8,
+                INT8,
             )
             block = load_block_ids(table_ptr, position + BLOCK_N, end, BLOCK_SIZE)
 

@@ -16,6 +16,7 @@ import torch
 
 from kernels._triton import architecture, next_power_of_2, num_multiprocessors
 from kernels.fp8 import native_fp8
+from kernels.kv_quantised import QUANTISED
 from kernels.paged_attention.decode import decode_kernel
 from kernels.paged_attention.prefill import combine_parts_kernel, prefill_kernel
 from kernels.paged_attention.schedule import DecodeSchedule, schedule_decode
@@ -70,7 +71,8 @@ def paged_attention_triton(
     num_kv_heads, block_size = k_cache.shape[1:3]
     group_size, dim_tile = num_heads // num_kv_heads, next_power_of_2(head_dim)
     sm, kv_bytes = architecture(query), 4 if query.dtype == torch.float32 else k_cache.dtype.itemsize
-    if k_cache.dtype == torch.uint8:  # fp8, read in pairs
+    int8 = k_cache.dtype == torch.int8
+    if k_cache.dtype in QUANTISED:  # read in pairs
         k_cache, v_cache = k_cache.view(torch.uint16), v_cache.view(torch.uint16)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     strides = (query.stride(0), query.stride(1), block_tables.stride(0))
@@ -84,6 +86,7 @@ def paged_attention_triton(
         "DIM_TILE": dim_tile,
         "CAPPED": soft_cap is not None,
         "NATIVE_FP8": native_fp8(query),
+        "INT8": int8,
     }
 
     if max_query_len > 1:

@@ -11,7 +11,15 @@ a short chunk of a long prompt, several programs divide the keys of a tile, and 
 from __future__ import annotations
 
 from kernels._triton import jit, kernel_with, tl
-from kernels.paged_attention.tiles import accumulate, as_factor, gather_tile, load_block_ids, score_factor, score_tile
+from kernels.paged_attention.tiles import (
+    accumulate,
+    as_factor,
+    gather_scales,
+    gather_tile,
+    load_block_ids,
+    score_factor,
+    score_tile,
+)
 
 
 @kernel_with(varying=("query_start_ptr", "context_lens_ptr", "first_row", "num_tokens", "num_rows", "table_stride"))
@@ -42,6 +50,7 @@ def prefill_kernel(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    INT8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
@@ -139,6 +148,7 @@ def prefill_kernel(
             WINDOWED,
             CAPPED,
             NATIVE_FP8,
+            INT8,
         )
     for key_tile in range(seen_by_all, key_tiles):
         acc, acc_odd, row_max, row_sum, block = _attend_tile(
@@ -168,6 +178,7 @@ def prefill_kernel(
             WINDOWED,
             CAPPED,
             NATIVE_FP8,
+            INT8,
         )
 
     divisor = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
@@ -244,6 +255,7 @@ def _attend_tile(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    INT8: tl.constexpr,
 ) -> tl.tuple:
     """Update the online softmax with one tile of keys; MASKED: some keys are not visible to some queries."""
     inside = position < high
@@ -260,7 +272,8 @@ def _attend_tile(
         DIM_TILE,
         MASKED,
     )
-    scores = score_tile(query, query_odd, keys, scale, soft_cap, CAPPED, NATIVE_FP8)
+    key_scales = gather_scales(k_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    scores = score_tile(query, query_odd, keys, key_scales, scale, soft_cap, CAPPED, NATIVE_FP8, INT8)
     if MASKED:
         distance = query_position[:, None] - position[None, :]
         visible = distance >= 0
@@ -280,8 +293,19 @@ def _attend_tile(
         DIM_TILE,
         MASKED,
     )
+    value_scales = gather_scales(v_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     acc, acc_odd, row_max, row_sum = accumulate(
-        scores, score_factor(scale, CAPPED), query, values, acc, acc_odd, row_max, row_sum, NATIVE_FP8
+        scores,
+        score_factor(scale, CAPPED),
+        query,
+        values,
+        value_scales,
+        acc,
+        acc_odd,
+        row_max,
+        row_sum,
+        NATIVE_FP8,
+        INT8,
     )
     block = load_block_ids(table_ptr, position + position.shape[0], high, BLOCK_SIZE)
     return acc, acc_odd, row_max, row_sum, block

@@ -1,7 +1,8 @@
 """Operations of both attention kernels on a tile of keys: gather it, score it, update the online softmax.
 
-An fp8 cache is read as pairs of elements (uint16). The low elements of all pairs are one operand of a product, and the
-high elements are another: queries and results have the even dimensions in one tensor, and the odd ones in a second.
+A cache in eight bits is read as pairs of elements (uint16). The low elements of all pairs are one operand of a product,
+and the high elements are another: queries and results have the even dimensions in one tensor, and the odd ones in a
+second. The scale of a key multiplies its scores, and the scale of a value its weights (`kernels.kv_quantised`).
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -9,7 +10,7 @@ high elements are another: queries and results have the even dimensions in one t
 from __future__ import annotations
 
 from kernels._triton import jit, tl
-from kernels.fp8 import floats_from_fp8_pairs
+from kernels.fp8 import floats_from_fp8_pairs, floats_from_int8_pairs
 
 
 @jit
@@ -36,7 +37,9 @@ def gather_tile(
 
     MASKED: some positions are outside the row, and get zeros.
     """
-    offset = ((block.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
+    EXTRA: tl.constexpr = 2 if cache_ptr.dtype.element_ty == tl.uint16 else 0  # noqa: N806
+    of_head = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * (HEAD_DIM + EXTRA))
+    offset = of_head + (position % BLOCK_SIZE) * HEAD_DIM
     place = cache_ptr + offset[:, None] + dim[None, :]
     if MASKED or HEAD_DIM != DIM_TILE:
         mask = (dim < HEAD_DIM)[None, :]
@@ -49,10 +52,46 @@ def gather_tile(
 
 
 @jit
+def gather_scales(
+    cache_ptr: tl.tensor,
+    block: tl.tensor,
+    position: tl.tensor,
+    inside: tl.tensor,
+    kv_head: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Return the scales of the keys or values at some positions ``[positions]``; 1 for a cache without scales.
+
+    HEAD_DIM counts the elements of ``cache_ptr``, which are pairs. Positions outside the row get 0.
+    """
+    if cache_ptr.dtype.element_ty == tl.uint16:
+        scales_ptr = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+        # Two pairs take the space of one scale.
+        of_head = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * (HEAD_DIM // 2 + 1))
+        place = of_head + BLOCK_SIZE * (HEAD_DIM // 2) + position % BLOCK_SIZE
+        scales = tl.load(scales_ptr + place, mask=inside, other=0.0)
+    else:
+        scales = tl.full(position.shape, 1.0, tl.float32)
+    return scales
+
+
+@jit
+def floats_from_pairs(pairs: tl.tensor, NATIVE_FP8: tl.constexpr, INT8: tl.constexpr) -> tl.tuple:
+    """Return the low and the high elements of pairs of int8 or fp8 as float16."""
+    if INT8:
+        even, odd = floats_from_int8_pairs(pairs)
+    else:
+        even, odd = floats_from_fp8_pairs(pairs, NATIVE_FP8)
+    return even, odd
+
+
+@jit
 def as_factor(query: tl.tensor, CACHE_TYPE: tl.constexpr) -> tl.tensor:
     """Return queries in the type of the products with keys of a cache.
 
-    Over fp8 this is float16 instead of bfloat16, because GPUs convert e4m3 to float16 in one instruction.
+    Over eight bits this is float16 instead of bfloat16, because GPUs convert e4m3 to float16 in one instruction.
     """
     return query.to(tl.float16) if CACHE_TYPE == tl.uint16 and query.dtype == tl.bfloat16 else query  # noqa: SIM300
 
@@ -62,16 +101,19 @@ def score_tile(
     query: tl.tensor,
     query_odd: tl.tensor,
     keys: tl.tensor,
+    key_scales: tl.tensor,
     scale: tl.tensor,
     soft_cap: tl.tensor,
     CAPPED: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    INT8: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores, to be multiplied by `score_factor` in `accumulate`; ``query_odd`` is for an fp8 cache."""
+    """Return scores, to be multiplied by `score_factor` in `accumulate`; ``query_odd`` is for a cache in eight bits."""
     if keys.dtype == tl.uint16:
-        even, odd = floats_from_fp8_pairs(keys, NATIVE_FP8)
+        even, odd = floats_from_pairs(keys, NATIVE_FP8, INT8)
         scores = tl.dot(query, tl.trans(even.to(query.dtype)), input_precision="ieee")
         scores = tl.dot(query_odd, tl.trans(odd.to(query.dtype)), scores, input_precision="ieee")
+        scores = scores * key_scales[None, :]
     else:
         scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
     if CAPPED:
@@ -91,11 +133,13 @@ def accumulate(
     factor: tl.tensor,
     query: tl.tensor,
     values: tl.tensor,
+    value_scales: tl.tensor,
     acc: tl.tensor,
     acc_odd: tl.tensor,
     row_max: tl.tensor,
     row_sum: tl.tensor,
     NATIVE_FP8: tl.constexpr,
+    INT8: tl.constexpr,
 ) -> tl.tuple:
     """Update the online softmax with these keys; return the new acc, acc_odd, row_max and row_sum.
 
@@ -107,12 +151,12 @@ def accumulate(
     base = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key is visible so far
     probs = tl.exp2(scores * factor - (base - spare)[:, None])
     shrink = tl.exp2(row_max - base)
-    weights = probs.to(query.dtype)
     acc = acc * shrink[:, None]
     if values.dtype == tl.uint16:
-        even, odd = floats_from_fp8_pairs(values, NATIVE_FP8)
+        weights = (probs * value_scales[None, :]).to(query.dtype)
+        even, odd = floats_from_pairs(values, NATIVE_FP8, INT8)
         acc = tl.dot(weights, even.to(query.dtype), acc, input_precision="ieee")
         acc_odd = tl.dot(weights, odd.to(query.dtype), acc_odd * shrink[:, None], input_precision="ieee")
     else:
-        acc = tl.dot(weights, values.to(query.dtype), acc, input_precision="ieee")
+        acc = tl.dot(probs.to(query.dtype), values.to(query.dtype), acc, input_precision="ieee")
     return acc, acc_odd, new_max, row_sum * shrink + tl.sum(probs, 1)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from kernels.kv_int8 import from_int8, to_int8
+from kernels.kv_quantised import QUANTISED, from_quantised, to_quantised
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ def paged_batch(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> PagedBatch:
-    """A batch of rows given as (context, query length), on scattered pages; int8: queries in float32.
+    """A batch of rows given as (context, query length), on scattered pages; int8 and fp8: queries in float32.
 
     Every place of the cache that no row owns holds NaN, and block tables point far outside beyond a row's
     last page: an implementation that reads what it must not fails.
     """
-    if dtype == torch.int8:
+    if dtype in QUANTISED:
         batch = paged_batch(
             rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, seed=seed
         )
-        return replace(batch, k_cache=to_int8(batch.k_cache), v_cache=to_int8(batch.v_cache))
+        return in_eight_bits(batch, dtype)
     generator = torch.Generator().manual_seed(seed)
     max_pages = max(-(-context // block_size) for context, _ in rows) + 1
     num_blocks = len(rows) * max_pages + 1
@@ -94,7 +94,10 @@ def as_float64(batch: PagedBatch) -> tuple[torch.Tensor, ...]:
     return (batch.query.double(), *caches, *batch.tensors[3:])
 
 
+def in_eight_bits(batch: PagedBatch, dtype: torch.dtype) -> PagedBatch:
+    """The batch with its cache quantised; places that no row owns stay NaN."""
+    return replace(batch, k_cache=to_quantised(batch.k_cache, dtype), v_cache=to_quantised(batch.v_cache, dtype))
+
+
 def _wide(cache: torch.Tensor) -> torch.Tensor:
-    if cache.dtype == torch.int8:
-        return from_int8(cache).double()
-    return cache if cache.dtype == torch.uint8 else cache.double()
+    return (from_quantised(cache) if cache.dtype in QUANTISED else cache).double()

@@ -10,8 +10,6 @@ from shared.columns import from_column, to_column
 from tests.checkpoints import make_checkpoint
 from tests.worker_svc.driver import Driver, execute, make_engine
 
-INT8 = pytest.param("int8", marks=pytest.mark.skipif(native() is None, reason="needs the native CPU kernels"))
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -19,25 +17,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("Qwen3ForCausalLM", tmp_path_factory.mktemp("checkpoint"))
 
 
-def test_eight_bits_hold_four_times_as_many_blocks_as_thirty_two(checkpoint: Path) -> None:
-    """The memory for KV that is given holds as many more tokens as they are smaller."""
+@pytest.mark.parametrize(("dtype", "element"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_the_pool_holds_as_many_more_tokens_as_they_are_smaller(
+    kind: str, dtype: str, element: int, checkpoint: Path
+) -> None:
+    """Heads of 32 elements take 32 bytes and a scale of 4, instead of 128 or 64 bytes."""
     wide, narrow = (
-        make_engine(checkpoint, kv_cache_dtype=kind, kv_cache_memory="1MiB", max_num_seqs=1024).limits.num_blocks
-        for kind in ("auto", "fp8")
+        make_engine(
+            checkpoint, dtype=dtype, kv_cache_dtype=chosen, kv_cache_memory="1MiB", max_num_seqs=4096
+        ).limits.num_blocks
+        for chosen in ("auto", kind)
     )
+    factor = 32 * element / (32 + 4)
 
-    assert narrow in range(4 * wide, 4 * wide + 4)
-
-
-@pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
-def test_int8_counts_the_scales_of_each_token_and_head(checkpoint: Path) -> None:
-    """Heads of 32 elements take 32 bytes and a scale of 4, instead of 128 bytes in float32."""
-    wide, narrow = (
-        make_engine(checkpoint, kv_cache_dtype=kind, kv_cache_memory="1MiB", max_num_seqs=1024).limits.num_blocks
-        for kind in ("auto", "int8")
-    )
-
-    assert narrow in range(128 * wide // 36, 128 * (wide + 1) // 36 + 1)
+    assert narrow in range(int(factor * wide), int(factor * (wide + 1)) + 1)
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
@@ -79,7 +73,7 @@ def test_int8_blocks_are_shared_and_copied_whole(checkpoint: Path) -> None:
     assert [from_column(result.tokens).tolist() for result in results] == [[token] for token in expected]
 
 
-@pytest.mark.parametrize("kind", ["fp8", INT8])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_tokens_do_not_depend_on_chunks(checkpoint: Path, kind: str) -> None:
     """A prompt computed at once and in pieces gives the same tokens: what is read back is what later tokens see too."""
     prompt = list(range(1, 60))

@@ -15,9 +15,7 @@ from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.memory.kv_pool import allocate
 from worker_svc.model.base import AttentionInputs, Model
-from worker_svc.model.config import read_config
 from worker_svc.model.families import ARCHITECTURES
-from worker_svc.model.llama_packed import choose_kernels
 from worker_svc.model.loader import load_model
 
 LEVELS = [kernels.level_name for kernels in native_levels()]
@@ -181,26 +179,25 @@ def test_quantization_is_refused_where_it_is_not_to_be_had(
         load(make_checkpoint(architecture, tmp_path, **sizes), quantization=quantization, **settings)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "level", "reason"),
-    [
-        ("GPT2LMHeadModel", "auto", "is not supported for GPT2LMHeadModel"),
-        ("LlamaForCausalLM", "off", "needs the native CPU kernels.*QUIRE_CPU_KERNELS"),
-    ],
-)
-def test_int8_kv_is_refused_where_it_is_not_to_be_had(
-    architecture: str, level: str, reason: str, tmp_path: Path
-) -> None:
-    """Other models, and processes without the CPU kernels, are refused by the setting's name and why."""
-    with cpu_kernels(level), pytest.raises(ConfigError, match=f"kv_cache_dtype: int8 {reason}"):
-        load(make_checkpoint(architecture, tmp_path), kv_cache_dtype="int8")
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_torch_reads_kv_in_eight_bits_as_the_kernels_do(architecture: str, kind: str, tmp_path: Path) -> None:
+    """Without the CPU kernels, and for decoders of transformers, a cache in eight bits costs as little."""
+    folder = make_checkpoint(architecture, tmp_path)
+    tokens = [list(range(5, 5 + length)) for length in LENGTHS]
+    kv_dtype = {"int8": torch.int8, "fp8": torch.uint8}[kind]
+    exact = logits_of(load(folder), tokens, torch.float32)
+    with cpu_kernels("off"):
+        found = logits_of(load(folder, kv_cache_dtype=kind), tokens, kv_dtype)
+
+    assert 0 < float((found - exact).norm() / exact.norm()) < {"int8": 0.03, "fp8": 0.1}[kind]
 
 
-def test_int8_kv_is_refused_on_a_gpu(tmp_path: Path) -> None:
-    """The message names the device."""
-    config = read_config(make_checkpoint("LlamaForCausalLM", tmp_path))
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype: int8 .*the device is cuda; use auto or fp8"):
-        choose_kernels(config, torch.bfloat16, torch.int8, torch.device("cuda"), "none")
+def test_heads_of_any_size_are_refused_in_eight_bits(tmp_path: Path) -> None:
+    """The scales of a block begin at a multiple of four bytes."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path, head_dim=18)
+    with pytest.raises(ConfigError, match="kv_cache_dtype: fp8 needs heads whose size is a multiple of 4, not 18; use"):
+        load(folder, kv_cache_dtype="fp8")
 
 
 def test_torch_computes_where_the_kernels_are_off(tmp_path: Path) -> None:

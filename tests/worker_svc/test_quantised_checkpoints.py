@@ -72,6 +72,24 @@ def test_a_quantised_checkpoint_computes_what_its_dequantised_weights_do(
     assert distance(found, expected) < 1e-6
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_part_of_a_weight_is_that_part_of_its_values(layout: str, tmp_path: Path) -> None:
+    """Ranks get parts of the codes and scales; a part that begins inside a block is dequantised instead."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    ((_, weight),) = read_tensors(make_pair(layout, tmp_path).quantised, only=(name,))
+    assert not isinstance(weight, torch.Tensor)
+    whole = weight.dequantised()
+
+    for dim in (0, 1):
+        size = whole.shape[dim]
+        for begin, length in ((0, size // 2), (size // 2, size // 2), (16, 48)):
+            part = weight.narrow(dim, begin, length)
+            if part is None:
+                assert begin % weight.block[dim]
+            else:
+                assert torch.equal(part.dequantised(), whole.narrow(dim, begin, length))
+
+
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_kernels_hold_codes_and_scales_exactly_or_dequantised_weights(layout: str, tmp_path: Path) -> None:

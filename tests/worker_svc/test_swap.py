@@ -4,19 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from kernels.native.serving import native
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import Driver, collect, execute, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 
-INT8 = pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
-
 
 @pytest.mark.parametrize(
     ("accelerator", "kind"),
-    [(None, "auto"), (FakeAccelerator(), "auto"), pytest.param(None, "int8", marks=INT8)],
+    [(None, "auto"), (FakeAccelerator(), "auto"), (None, "int8")],
     ids=["cpu", "accelerator", "int8"],
 )
 def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccelerator | None, kind: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from kernels.activation import silu_mul, silu_mul_reference
 from kernels.decode_inputs import DecodeInputs, prepare_decode, prepare_decode_reference
-from kernels.fp8 import quantize
+from kernels.kv_quantised import QUANTISED, to_quantised
 from kernels.norm import rms_norm, rms_norm_reference
 from kernels.paged_attention import paged_attention, paged_attention_reference
 from kernels.qkv import rotate_and_cache
@@ -82,19 +82,19 @@ def _attention(device: torch.device, generator: torch.Generator) -> float:
     pages = -(-1500 // block_size)
     shape = (2, rows * pages, kv_heads, block_size, head_dim)
     caches = torch.randn(shape, generator=generator).to(dtype)
-    if _pick(generator, 0, 1):
-        caches = quantize(caches)
+    kind = _pick(generator, 0, 1, 2)
+    given = [to_quantised(each, (torch.uint8, torch.int8)[kind - 1]) for each in caches] if kind else list(caches)
     tables = torch.randperm(rows * pages, generator=generator).view(rows, pages).int()
     query = torch.randn(int(chunks.sum()), kv_heads * group, head_dim, generator=generator).to(dtype)
     starts = torch.cat((torch.zeros(1, dtype=torch.int64), chunks.cumsum(0))).int()
-    tensors = (query, caches[0], caches[1], tables, starts, contexts.int())
+    tensors = (query, *given, tables, starts, contexts.int())
     longest = int(chunks.max())
 
     def call(attend: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
         return attend(*given, max_query_len=longest, scale=head_dim**-0.5, sliding_window=window, soft_cap=cap)
 
     there = [x.to(device) for x in tensors]
-    wide = [x if x.dtype in (torch.uint8, torch.int32) else x.double() for x in there]
+    wide = [x if x.dtype in (*QUANTISED, torch.int32) else x.double() for x in there]
     ours = call(paged_attention, *there)
     return _compare(ours, call(paged_attention_reference, *wide), _TOLERANCE[dtype])
 

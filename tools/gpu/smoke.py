@@ -14,8 +14,9 @@ from kernels.activation import silu_mul, silu_mul_reference
 from kernels.bench import Sizes
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
-from kernels.fp8 import dequantize, quantize
+from kernels.fp8 import dequantize
 from kernels.kv_cache import write_kv
+from kernels.kv_quantised import cached_size, from_quantised, quantise_heads, to_quantised
 from kernels.norm import rms_norm, rms_norm_reference
 from kernels.paged_attention import paged_attention, paged_attention_reference, schedule_decode
 from kernels.qkv import rotate_and_cache
@@ -118,7 +119,7 @@ def _attention(
         if context % _PAGE:
             caches[:, tables[row, pages[row] - 1].long(), :, context % _PAGE :] = torch.nan
     if fp8:
-        caches = quantize(caches)
+        caches = torch.stack([to_quantised(each, torch.uint8) for each in caches])
     lengths = [length for _, length in rows]
     query = torch.randn(sum(lengths), at.sizes.num_heads, at.sizes.head_dim, device=at.device, dtype=at.dtype)
     starts = torch.tensor([0, *lengths], device=at.device).cumsum(0).int()
@@ -172,12 +173,14 @@ def _qkv(at: At) -> float:
 
 def _write_fp8(at: At) -> float:
     key, value = 20 * torch.randn(2, 40, at.sizes.num_kv_heads, at.sizes.head_dim, device=at.device).to(at.dtype)
-    caches = torch.zeros(2, 5, at.sizes.num_kv_heads, _PAGE, at.sizes.head_dim, device=at.device, dtype=torch.uint8)
+    shape = (2, 5, at.sizes.num_kv_heads, _PAGE, cached_size(at.sizes.head_dim, torch.uint8))
+    caches = torch.zeros(shape, device=at.device, dtype=torch.uint8)
     slots = torch.randperm(5 * _PAGE, device=at.device)[:40]
     write_kv(key, value, caches[0], caches[1], slots)
     for cache, given in zip(caches, (key, value), strict=True):
-        read = cache[slots // _PAGE, :, slots % _PAGE]
-        assert torch.equal(dequantize(read.cpu(), torch.float32), dequantize(quantize(given.cpu()), torch.float32))
+        read = from_quantised(cache)[slots // _PAGE, :, slots % _PAGE]
+        codes, scales = quantise_heads(given, torch.uint8)
+        assert torch.equal(read, dequantize(codes, torch.float32) * scales[..., None])
     return 0.0
 
 

@@ -1,14 +1,14 @@
 """KV blocks: how many fit into memory, and their tensors.
 
-One block holds `block_size` tokens of one row in every layer. `shared.kv_sizes` has the formula of its bytes. An int8
-cache also has a scale for each token and head (`kernels.kv_int8`).
+One block holds `block_size` tokens of one row in every layer. `shared.kv_sizes` has the formula of its bytes. A cache
+in int8 or fp8 also has a scale for each token and head (`kernels.kv_quantised`).
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.kv_int8 import cached_size
+from kernels.kv_quantised import cached_size
 from kernels.linear import advise_huge_pages
 from shared.config import ConfigError
 from shared.kv_sizes import kv_bytes_per_token
@@ -34,8 +34,8 @@ def allocate(
 ) -> tuple[KVCache, ...]:
     """Allocate the keys and values of each layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`.
 
-    An int8 cache has four more bytes in the last dimension. The tensors are filled with zeros, so that the memory is
-    committed now.
+    A cache in int8 or fp8 has four more bytes in the last dimension. The tensors are filled with zeros, so that the
+    memory is committed now.
 
     Raises:
         ConfigError: there is not enough memory; the message names `setting`.

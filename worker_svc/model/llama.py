@@ -186,9 +186,9 @@ class LlamaModel:
             self._tied = False
             self._embedding = self._empty(*self._head.shape)
         tied = frozenset({_HEAD}) if self._tied else frozenset[str]()
-        # With a quantization of its own, a quantised checkpoint is dequantised first; so is the part of a rank.
+        # With a quantization of its own, a quantised checkpoint is dequantised first.
         stored = StoredWeights()
-        keeps = self._cpu_kernels is not None and self._quantization == "none" and self._group.size == 1
+        keeps = self._cpu_kernels is not None and self._quantization == "none"
         weights, cuts = dict(self._named_weights(tensor_names(folder))), self._cuts()
         copy_weights(folder, weights, optional=tied, stored=stored if keeps else None, cuts=cuts)
         self._pack(stored)

@@ -45,7 +45,7 @@ def choose_kernels(
     """Return the native CPU kernels if they support this model; None: torch computes it.
 
     Raises:
-        ConfigError: `quantization` or an int8 KV cache needs these kernels, and they do not support the model.
+        ConfigError: `quantization` needs these kernels, and they do not support the model.
     """
     if device.type == "cpu":
         reason = why_unsupported(shape_of(config), dtype, kv_dtype)
@@ -58,10 +58,6 @@ def choose_kernels(
     if quantization != "none":
         raise ConfigError(
             f"quantization: {quantization} needs the native CPU kernels, which are not available: {reason}; use none"
-        )
-    if kv_dtype == torch.int8:
-        raise ConfigError(
-            f"kv_cache_dtype: int8 needs the native CPU kernels, which are not available: {reason}; use auto or fp8"
         )
     return None
 

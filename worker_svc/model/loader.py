@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.kv_quantised import QUANTISED
 from shared.config import ConfigError, WorkerConfig
 from shared.logging import get_logger
 from shared.model_path import resolve_model, served_name
@@ -28,7 +29,7 @@ class ModelDescription:
     vocab_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """Type of the KV cache; uint8 stands for fp8 e4m3, see `kernels.fp8`, and int8 for `kernels.kv_int8`."""
+    """Type of the KV cache; uint8 stands for fp8 e4m3, see `kernels.kv_quantised`."""
     eos_token_ids: tuple[int, ...]
     break_even_context: int
     """Context length in tokens at which a token's attention costs as much as its matrix products; 0: unknown."""
@@ -103,4 +104,9 @@ def load_model(
         kv_dtype=kv_dtype,
         group=group,
     )
+    odd = [shape.head_dim for shape in model.kv_shapes if shape.head_dim % 4]
+    if odd and kv_dtype in QUANTISED:
+        raise ConfigError(
+            f"kv_cache_dtype: {config.kv_cache_dtype} needs heads whose size is a multiple of 4, not {odd[0]}; use auto"
+        )
     return model, description

@@ -63,8 +63,6 @@ def build_model(
 
         if quantization != "none":
             raise ConfigError(f"quantization: {quantization} is not supported for {architecture}; use none")
-        if kv_dtype == torch.int8:
-            raise ConfigError(f"kv_cache_dtype: int8 is not supported for {architecture}; use auto or fp8")
         if group is not None and group.size > 1:
             raise ConfigError(f"tensor_parallel_size: {group.size} is not supported for {architecture}; use 1")
         return hf.load(

@@ -95,12 +95,14 @@ def copy_weights(
             )
         if isinstance(tensor, torch.Tensor):
             destination.copy_(cut.of(tensor) if cut else tensor)
-        elif stored is None:
-            whole = tensor.dequantised()
-            destination.copy_(cut.of(whole) if cut else whole)
-            num_dequantised += 1
         else:
-            stored.put(destination, tensor)
+            part = tensor.narrow(cut.dim, cut.span.begin, cut.span.length) if cut else tensor
+            if stored is not None and part is not None:
+                stored.put(destination, part)
+            else:
+                whole = tensor.dequantised()
+                destination.copy_(cut.of(whole) if cut else whole)
+                num_dequantised += 1
         missing.discard(name)
     if missing:
         raise ConfigError(

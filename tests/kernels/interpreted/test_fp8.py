@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from kernels._triton import kernel, tl
 from kernels.fp8 import dequantize, float_from_fp8, fp8_from_float, quantize
 from kernels.kv_cache import write_kv, write_kv_reference
+from kernels.kv_quantised import QUANTISED, cached_size, from_quantised
 from tests.examples import examples
 
 
@@ -62,14 +64,20 @@ def test_any_values_get_the_bits_of_torch(seed: int, spread: float) -> None:
     assert torch.equal(back, dequantize(bits, torch.float16))
 
 
-def test_write_kv() -> None:
-    """Keys and values are written into an eight-bit cache as the reference writes them."""
-    key, value = torch.randn(2, 4, 2, 64) * 100
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 64), (3, 80)])
+def test_write_kv(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Keys and values are written into a cache in eight bits as the reference writes them: bytes and scales."""
+    key, value = torch.randn(2, 4, num_heads, head_dim) * torch.tensor([1e-3, 1.0, 1e4])[:num_heads, None]
+    value[2, 1] = 0
     slots = torch.tensor([17, -1, 0, 31])
-    ours = torch.zeros(2, 2, 2, 16, 64, dtype=torch.uint8)
+    ours = torch.zeros(2, 2, num_heads, 16, cached_size(head_dim, dtype), dtype=dtype)
     expected = ours.clone()
     write_kv(key, value, ours[0], ours[1], slots)
     write_kv_reference(key, value, expected[0], expected[1], slots)
 
     assert torch.equal(ours, expected)
-    assert ours.any()
+    read = from_quantised(ours[0])[slots[[0, 2, 3]] // 16, :, slots[[0, 2, 3]] % 16]
+    written = key[[0, 2, 3]]
+    most = written.abs().amax(-1, keepdim=True)
+    assert bool(((read - written).abs() <= most / (253 if dtype == torch.int8 else 27)).all())

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kernels.block_copy import BlockPool, copy_blocks
-from kernels.fp8 import quantize
 from kernels.kv_cache import write_kv
+from kernels.kv_quantised import parts_of, quantise_heads
 from kernels.paged_attention import paged_attention, paged_attention_reference
 from kernels.qkv import rotate_and_cache
 
@@ -28,9 +28,9 @@ def caches() -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values in eight bits."""
 
     def reserve() -> torch.Tensor:
-        size = NUM_BLOCKS * KV_HEADS * PAGE * HEAD_DIM
+        size = NUM_BLOCKS * KV_HEADS * PAGE * (HEAD_DIM + 4)
         space = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-        return torch.from_numpy(space).view(NUM_BLOCKS, KV_HEADS, PAGE, HEAD_DIM)
+        return torch.from_numpy(space).view(NUM_BLOCKS, KV_HEADS, PAGE, HEAD_DIM + 4)
 
     return reserve(), reserve()
 
@@ -51,13 +51,14 @@ def test_written_and_read_at_the_end(caches: tuple[torch.Tensor, torch.Tensor]) 
             packed = torch.cat((key, key, value), dim=1).flatten(1)
             ones, zeros = torch.ones(context, HEAD_DIM // 2), torch.zeros(context, HEAD_DIM // 2)
             rotate_and_cache(packed, None, None, 1e-6, ones, zeros, k_cache, v_cache, slots)
-        assert torch.equal(k_cache[slots // PAGE, :, slots % PAGE], quantize(key))
-        assert torch.equal(v_cache[slots // PAGE, :, slots % PAGE], quantize(value))
+        for cache, given in ((k_cache, key), (v_cache, value)):
+            found = [part[slots // PAGE, :, slots % PAGE] for part in parts_of(cache)]
+            assert all(map(torch.equal, found, quantise_heads(given, torch.uint8)))
 
     query = torch.randn(sum(lengths), 4, HEAD_DIM, generator=generator)
-    given = (tables, torch.tensor([0, 1, 21], dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32))
-    ours = paged_attention(query, k_cache, v_cache, *given, max_query_len=20, scale=0.1)
-    expected = paged_attention_reference(query, k_cache, v_cache, *given, max_query_len=20, scale=0.1)
+    rows = (tables, torch.tensor([0, 1, 21], dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32))
+    ours = paged_attention(query, k_cache, v_cache, *rows, max_query_len=20, scale=0.1)
+    expected = paged_attention_reference(query, k_cache, v_cache, *rows, max_query_len=20, scale=0.1)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
     pool = BlockPool([k_cache, v_cache], k_cache.device)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.fp8 import quantize
+from kernels.kv_quantised import QUANTISED
 from kernels.paged_attention import launch, paged_attention, paged_attention_reference, schedule
 from tests.examples import examples
-from tests.kernels.batches import PagedBatch, as_float64, paged_batch
+from tests.kernels.batches import PagedBatch, as_float64, in_eight_bits, paged_batch
 
 
 def assert_equals_reference(
@@ -35,11 +35,6 @@ def assert_equals_reference(
         rtol=tolerance,
         atol=tolerance,
     )
-
-
-def in_eight_bits(batch: PagedBatch) -> PagedBatch:
-    """The batch with its cache quantised; places that no row owns stay NaN."""
-    return replace(batch, k_cache=quantize(batch.k_cache * 4), v_cache=quantize(batch.v_cache * 40))
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
@@ -197,11 +192,16 @@ def test_the_cache_may_have_another_dtype_than_the_query() -> None:
     assert_equals_reference(wide)
 
 
-def test_an_fp8_cache_is_read_exactly() -> None:
-    """A cache in e4m3 is read without a further loss."""
-    batch = in_eight_bits(paged_batch([(90, 1), (70, 30), (0, 1)]))
-    assert_equals_reference(batch, tolerance=1e-3)  # values are up to 150
-    assert_equals_reference(replace(batch, query=batch.query.half()), tolerance=1e-2)
+@pytest.mark.parametrize("dtype", QUANTISED)
+def test_a_cache_in_eight_bits_is_read_exactly(dtype: torch.dtype) -> None:
+    """The bytes and scales of a cache are read without a further loss, also with large and small values."""
+    batch = paged_batch([(90, 1), (70, 30), (0, 1)])
+    assert_equals_reference(in_eight_bits(batch, dtype), tolerance=1e-5)
+    assert_equals_reference(replace(in_eight_bits(batch, dtype), query=batch.query.half()), tolerance=1e-3)
+    small = replace(batch, k_cache=batch.k_cache * 1e-3, v_cache=batch.v_cache * 1e-3)
+    assert_equals_reference(replace(in_eight_bits(small, dtype), query=batch.query.half()), tolerance=1e-6)
+    large = replace(batch, v_cache=batch.v_cache * 1e3)
+    assert_equals_reference(replace(in_eight_bits(large, dtype), query=batch.query.half()), tolerance=1.0)
 
 
 def test_query_inside_a_packed_projection() -> None:
@@ -228,8 +228,8 @@ def test_any_shape_gives_the_result_of_the_reference(data: st.DataObject) -> Non
         block_size=data.draw(st.sampled_from([8, 16, 24, 64])),
         seed=data.draw(st.integers(0, 1000)),
     )
-    if data.draw(st.booleans()):
-        batch = in_eight_bits(batch)
-    tolerance = 1e-5 * float(batch.v_cache.dtype.itemsize == 4) or 1e-3  # values are up to 150 in eight bits
+    kind = data.draw(st.sampled_from([None, *QUANTISED]))
+    if kind is not None:
+        batch = in_eight_bits(batch, kind)
     window, cap = data.draw(st.none() | st.integers(1, 100)), data.draw(st.none() | st.just(9.0))
-    assert_equals_reference(batch, window, cap, tolerance)
+    assert_equals_reference(batch, window, cap)

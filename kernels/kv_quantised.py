@@ -1,0 +1,94 @@
+"""KV cache in eight bits: each key and value of a head is bytes times a scale of its own.
+
+int8: bytes from -127 to 127, scale ``max |x| / 127``. fp8 (a ``uint8`` tensor with the bits of `kernels.fp8`): scale
+``max |x| / 448``, so that any values are within the range of e4m3.
+
+The cache of one layer is ``[num_blocks, num_kv_heads, block_size, head_dim + 4]``. One head of one block holds the
+bytes of all its tokens, then their scales in float32. A block is therefore complete in itself, so that copies of blocks
+need nothing else. `kernels.kv_cache`, `kernels.qkv` and `kernels.decoder` write such a cache. head_dim is a multiple of
+four.
+"""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+import torch
+
+from kernels._triton import jit, tl
+from kernels.fp8 import LARGEST, dequantize, fp8_from_float, quantize
+
+SCALE_BYTES = 4
+QUANTISED = (torch.int8, torch.uint8)
+"""Types of a quantised cache."""
+
+
+def cached_size(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the last dimension of a cache of this dtype."""
+    return head_dim + SCALE_BYTES if dtype in QUANTISED else head_dim
+
+
+def head_size(cache: torch.Tensor) -> int:
+    """Return the size of a head, which is the last dimension without the bytes of a scale."""
+    return cache.shape[-1] - SCALE_BYTES if cache.dtype in QUANTISED else cache.shape[-1]
+
+
+def quantise_heads(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bytes ``[..., head_dim]`` and scales ``[...]`` float32 of keys or values ``[..., head_dim]``."""
+    wide = x.float()
+    scales = wide.abs().amax(-1) / (127 if dtype == torch.int8 else LARGEST)
+    scaled = wide * torch.where(scales > 0, 1 / scales, 0.0)[..., None]
+    return scaled.round().nan_to_num().to(torch.int8) if dtype == torch.int8 else quantize(scaled), scales
+
+
+def to_quantised(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert ``[num_blocks, num_kv_heads, block_size, head_dim]`` of any float dtype to a quantised cache."""
+    codes, scales = quantise_heads(cache, dtype)
+    parts = (codes.flatten(2), scales.contiguous().view(dtype))
+    return torch.cat(parts, 2).view(*cache.shape[:3], cache.shape[3] + SCALE_BYTES)
+
+
+def from_quantised(cache: torch.Tensor) -> torch.Tensor:
+    """Return what a quantised cache holds, ``[num_blocks, num_kv_heads, block_size, head_dim]`` float32."""
+    codes, scales = parts_of(cache)
+    values = codes.float() if cache.dtype == torch.int8 else dequantize(codes, torch.float32)
+    return values * scales[..., None]
+
+
+def from_cache(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what whole blocks of a cache of any dtype hold, in ``dtype``."""
+    return from_quantised(cache).to(dtype) if cache.dtype in QUANTISED else cache.to(dtype)
+
+
+def parts_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of a quantised cache.
+
+    Returns:
+        The bytes ``[num_blocks, num_kv_heads, block_size, head_dim]``, and the scales
+        ``[num_blocks, num_kv_heads, block_size]`` float32.
+    """
+    num_blocks, num_heads, block_size, size = cache.shape
+    flat = cache.view(num_blocks, num_heads, block_size * size)
+    codes = flat[..., : block_size * (size - SCALE_BYTES)]
+    scales = flat[..., block_size * (size - SCALE_BYTES) :].view(torch.float32)
+    return codes.unflatten(2, (block_size, -1)), scales  # type: ignore[no-untyped-call]
+
+
+@jit
+def quantise_tile(x: tl.tensor, CACHE_TYPE: tl.constexpr, NATIVE_FP8: tl.constexpr) -> tl.tuple:
+    """Device function of `quantise_heads`, for heads ``[heads, dims]`` padded with zeros; other caches: a cast."""
+    wide = x.to(tl.float32)
+    if CACHE_TYPE == tl.int8 or CACHE_TYPE == tl.uint8:  # noqa: SIM300 - evaluated by the compiler
+        LIMIT: tl.constexpr = 127.0 if CACHE_TYPE == tl.int8 else 448.0  # noqa: N806, SIM300
+        largest = tl.max(tl.abs(wide), 1, keep_dims=True)
+        scales = largest / LIMIT
+        scaled = wide * tl.where(scales > 0, 1.0 / tl.where(scales > 0, scales, 1.0), 0.0)
+        if CACHE_TYPE == tl.int8:  # noqa: SIM300
+            # Adding 1.5 * 2^23 rounds to the nearest integer, ties to even.
+            codes = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
+        else:
+            codes = fp8_from_float(scaled, NATIVE_FP8)
+    else:
+        scales = tl.zeros((x.shape[0], 1), tl.float32)
+        codes = x.to(CACHE_TYPE)
+    return codes, scales

@@ -1,0 +1,115 @@
+"""Quantised weights and quantised KV through the real processes, each against a reference that rounds as specified."""
+
+from pathlib import Path
+
+import pytest
+
+from kernels.native.serving import native
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import serve
+from tests.e2e.load import draw_prompts, generate_all, kv_memory
+from tests.e2e.oracle import ROUNDED_TIE, Oracle, Tally
+from tests.quantised_checkpoints import make_gguf, make_pair, rounds_activations
+
+PROMPT_LENGTHS = (1, 120, 2, 9, 16, 17, 33, 64, 90, 100)
+OUTPUT_LENGTHS = (40, 24, 60, 33, 20, 48, 30, 40, 25, 36)
+NUM_BLOCKS, BLOCK_SIZE = 20, 8
+
+
+def check(served_checkpoint: Path, oracle: Oracle, *flags: str) -> Tally:
+    """Serves small requests that meet in memory, and returns how many tokens the oracle was asked about."""
+    prompts = draw_prompts(PROMPT_LENGTHS, oracle.vocab_size)
+    with serve(
+        served_checkpoint,
+        f"--block-size={BLOCK_SIZE}",
+        "--max-num-batched-tokens=48",
+        "--max-num-seqs=8",
+        "--dtype=float32",
+        "--num-threads=1",
+        *flags,
+    ) as served:
+        answers = generate_all(served.grpc, prompts, OUTPUT_LENGTHS)
+        assert served.metric("quire_preemptions_total") > 0
+    tally = Tally()
+    for answer in answers:
+        assert len(answer.tokens) == answer.max_tokens
+        oracle.check_greedy(answer.prompt, answer.tokens, tally)
+    return tally
+
+
+def memory(checkpoint: Path) -> str:
+    """The flag for a pool in float32 that is too small for all requests."""
+    return f"--kv-cache-memory={kv_memory(checkpoint, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)}"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "gptq-int4-order",
+        *(pytest.param(layout, marks=pytest.mark.release) for layout in ("fp8-block", "awq", "ct-int8-channel")),
+    ],
+)
+def test_dequantised_weights_give_the_tokens_of_the_plain_model(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the weights are dequantised, tokens obey the rule for plain checkpoints."""
+    monkeypatch.setenv("QUIRE_CPU_KERNELS", "off")
+    pair = make_pair(layout, tmp_path)
+    tally = check(pair.quantised, Oracle(pair.plain), memory(pair.plain))
+
+    assert tally.near_ties * 100 < tally.tokens
+
+
+@pytest.mark.release
+def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(tmp_path: Path) -> None:
+    """The weights of a GGUF file are computed as those of a plain checkpoint, on the CPU kernels."""
+    pair = make_gguf("Q4_K", tmp_path)
+    tally = check(pair.quantised, Oracle(pair.plain), memory(pair.plain))
+
+    assert tally.near_ties * 100 < tally.tokens
+
+
+@pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
+@pytest.mark.parametrize(
+    "layout", ["awq", *(pytest.param(name, marks=pytest.mark.release) for name in ("ct-int8-channel", "gptq-int4"))]
+)
+def test_weights_as_stored_give_the_tokens_of_the_model_with_rounded_activations(layout: str, tmp_path: Path) -> None:
+    """The CPU kernels compute with the codes of the checkpoint and with activations in eight bits."""
+    pair = make_pair(layout, tmp_path)
+    oracle = Oracle(pair.plain, tie=ROUNDED_TIE)
+    rounds_activations(oracle.model)
+    tally = check(pair.quantised, oracle, memory(pair.plain))
+
+    assert tally.near_ties * 50 < tally.tokens
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [
+        ("LlamaForCausalLM", "int8"),
+        ("LlamaForCausalLM", "fp8"),
+        *(
+            pytest.param(architecture, kind, marks=pytest.mark.release)
+            for architecture, kind in (
+                ("Qwen3ForCausalLM", "int8"),
+                ("MistralForCausalLM", "fp8"),
+                ("Gemma2ForCausalLM", "int8"),
+                ("GPT2LMHeadModel", "fp8"),
+            )
+        ),
+    ],
+)
+def test_kv_in_eight_bits_gives_the_tokens_of_a_reference_that_rounds_kv(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
+    """Each key and value of a head is rounded with a scale of its own, also across preemptions and chunks."""
+    checkpoint = make_checkpoint(architecture, tmp_path / "model")
+    tally = check(checkpoint, Oracle(checkpoint, kv=kind), memory_in_eight_bits(checkpoint), f"--kv-cache-dtype={kind}")
+
+    assert tally.near_ties * 50 < tally.tokens
+
+
+def memory_in_eight_bits(checkpoint: Path) -> str:
+    """About a third of `memory`, so that requests meet in memory although their KV is small."""
+    full = int(kv_memory(checkpoint, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE))
+    return f"--kv-cache-memory={full * 5 // 16}"
