@@ -37,7 +37,7 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
 )
 FIGURES = ("throughput", "ttft_mean", "ttft_p99", "itl_mean")
 WARM_UP = 20
-"""Requests before the record of the load: the first ones of a service are slower."""
+"""Requests before the load, one after the other: the first ones of a service are slower. They are recorded as well."""
 WORDS = ("the", "fox", "ran", "over", "a", "hill", "and", "then", "it", "saw", "an", "old", "man", "who", "sat", "by")
 
 

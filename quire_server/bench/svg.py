@@ -1,10 +1,11 @@
 """Charts as SVG text: lines and dots over numbers, bars over names, and strips over time. Pure; no external assets."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WIDTH, _HEIGHT = 520, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 40, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 40, 46
 _STRIPS_HEIGHT = 460
 _LETTER, _LINE = 6.0, 11.0
 """About the width of a letter and the height of a line."""
@@ -31,8 +32,7 @@ def lines(title: str, x_title: str, y_title: str, series: Sequence[Series], top:
     right = max((x for each in series for x, _ in each.points), default=0.0) or 1.0
     top = top or 1.08 * max((y for each in series for _, y in each.points), default=0.0) or 1.0
     parts = [*_frame(title, x_title, y_title, top)]
-    for number in range(6):
-        value = right * number / 5
+    for value in _ticks(right):
         parts.append(_text(_x(value / right), _HEIGHT - _BOTTOM + 16, _number(value), "middle"))
     colours = iter(_COLOURS)
     for index, each in enumerate(series):
@@ -81,8 +81,7 @@ def strips(title: str, x_title: str, kinds: Sequence[str], rows: Sequence[Sequen
     step = min(14.0, (_STRIPS_HEIGHT - _TOP - _BOTTOM) / max(len(rows), 1))
     height = _TOP + _BOTTOM + step * len(rows)
     parts = [_text(_LEFT, 16, title, "start", ' font-weight="bold"'), _text(_x(0.5), height - 10, x_title, "middle")]
-    for number in range(6):
-        value = right * number / 5
+    for value in _ticks(right):
         parts.append(_text(_x(value / right), height - _BOTTOM + 16, _number(value), "middle"))
     for index, row in enumerate(rows):
         y = _TOP + index * step
@@ -123,6 +122,13 @@ def _y(share: float) -> float:
     return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
 
+def _ticks(end: float) -> list[float]:
+    """Return round numbers from 0 to the end of an axis, at most six."""
+    power = 10 ** math.floor(math.log10(end / 5))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= end / 5 * (1 - 1e-9))
+    return [step * number for number in range(int(end / step * (1 + 1e-9)) + 1)]
+
+
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -137,10 +143,10 @@ def _frame(title: str, x_title: str, y_title: str, top: float) -> list[str]:
     parts.append(_text(_x(0.5), _HEIGHT - 10, x_title, "middle"))
     middle = _y(0.5)
     parts.append(_text(14, middle, y_title, "middle", f' transform="rotate(-90 14 {middle:.1f})"'))
-    for number in range(5):
-        y = _y(number / 4)
+    for value in _ticks(top):
+        y = _y(value / top)
         parts.append(f'<line x1="{_x(0):.1f}" x2="{_x(1):.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
-        parts.append(_text(_LEFT - 6, y + 4, _number(top * number / 4), "end"))
+        parts.append(_text(_LEFT - 6, y + 4, _number(value), "end"))
     return parts
 
 

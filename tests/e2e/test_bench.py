@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Served
+from tests.e2e.harness import ROOT, Served
 from tests.e2e.test_commands import quire
 
 COUNTED = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "quire_requests_ended_total")
@@ -176,14 +176,26 @@ def test_the_page_is_self_contained(demo: Served, tmp_path: Path) -> None:
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
-def test_a_browser_shows_the_page_without_errors(demo: Served, tmp_path: Path) -> None:
-    """Headless Chromium lays out every chart and writes nothing to its console."""
-    file = tmp_path / "report.html"
-    quire("bench", "serve", f"--target={demo.grpc}", "--concurrency=2", "--requests=4", "--output=4", f"--html={file}")
+def _shown(file: Path, profile: Path) -> str:
+    """Return the document as headless Chromium shows it; nothing may be written to its console."""
     arguments = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    arguments += ["--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}"]
+    arguments += ["--disable-dev-shm-usage", f"--user-data-dir={profile}"]
     browser = subprocess.run([*arguments, file.as_uri()], capture_output=True, text=True, timeout=120, check=True)
-
-    assert browser.stdout.count("<svg") == 7
     assert "CONSOLE" not in browser.stderr
+    return browser.stdout
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed")
+def test_a_browser_shows_the_pages_without_errors(demo: Served, tmp_path: Path) -> None:
+    """Headless Chromium lays out every chart of the three reports."""
+    serve, sweep, strategies = (tmp_path / name for name in ("serve.html", "sweep.html", "strategies.html"))
+    target = f"--target={demo.grpc}"
+    quire("bench", "serve", target, "--concurrency=2", "--requests=4", "--output=4", f"--html={serve}")
+    flags = ("--users", "--loads=1,2", "--duration=0.5", "--warmup=0", "--max-repeats=1", "--output=4")
+    quire("bench", "sweep", target, *flags, f"--html={sweep}")
+    results = ROOT / "benchmarks" / "results" / "strategies.json"
+    quire("bench", "strategies", f"--from={results}", f"--html={strategies}")
+
+    shown = {file: _shown(file, tmp_path / "profile") for file in (serve, sweep, strategies)}
+    assert {file.stem: text.count("<svg") for file, text in shown.items()} == {"serve": 7, "sweep": 6, "strategies": 11}
+    assert all(text.count("<circle") > 0 for file, text in shown.items() if file is not serve)
