@@ -119,7 +119,7 @@ def make_checkpoint(architecture: str, folder: Path, *, seed: int = 0, std: floa
     config = getattr(transformers, config_class)(**(sizes | changes))
     torch.manual_seed(seed)
     model: PreTrainedModel = getattr(transformers, architecture)(config)
-    _draw_weights(model, std, seed)
+    draw_weights(model, std, seed)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
@@ -155,7 +155,7 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @torch.no_grad()
-def _draw_weights(model: PreTrainedModel, std: float, seed: int) -> None:
+def draw_weights(model: PreTrainedModel, std: float, seed: int) -> None:
     """Matrices and biases normal; norms near their neutral value, but not at it, so that none can be left out."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():

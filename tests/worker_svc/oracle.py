@@ -21,10 +21,12 @@ class Verdict:
 class Oracle:
     """Greedy generation of one checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, source: Path | PreTrainedModel) -> None:
         # Eager attention: the SDPA path of transformers 5.17 leaves out Gemma-2's soft cap.
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
+        model: PreTrainedModel = (
+            AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+            if isinstance(source, Path)
+            else source
         )
         self._model = model.eval()  # type: ignore[no-untyped-call]
 

@@ -59,6 +59,14 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return `text_config`; the decoder of a model for several media ties its embeddings as the whole model says."""
+    text = text_config(config)
+    if text is not config:
+        text.tie_word_embeddings = config.tie_word_embeddings
+    return text
+
+
 def position_limit(config: PretrainedConfig) -> int:
     """Return the length of the longest sequence.
 

@@ -10,6 +10,7 @@ from enum import Enum
 
 from transformers import PretrainedConfig
 
+from worker_svc.model.config import decoder_config
 from worker_svc.model.rope import can_tabulate
 
 
@@ -44,8 +45,10 @@ class Experts:
 class Family:
     """Properties of a model family that its `transformers` class defines, not config.json."""
 
-    architectures: tuple[str, ...]
+    architectures: tuple[str, ...] = ()
     """Class names in config.json."""
+    text_of: tuple[str, ...] = ()
+    """Names of classes for several media whose text part belongs to the family."""
     qkv_bias: bool | str = False
     """Whether query, key and value projections have biases, or the field that says so."""
     output_bias: bool | str = False
@@ -65,7 +68,11 @@ FAMILIES = {
         mlp_bias="mlp_bias",
         window=Window.NO_LAYER,
     ),
-    "mistral": Family(architectures=("MistralForCausalLM",), window=Window.EVERY_LAYER),
+    "mistral": Family(
+        architectures=("MistralForCausalLM",),
+        text_of=("Mistral3ForConditionalGeneration",),
+        window=Window.EVERY_LAYER,
+    ),
     # `transformers` treats a Mistral with `layer_types` as a Ministral.
     "ministral": Family(architectures=("MinistralForCausalLM", "MistralForCausalLM"), window=Window.BY_LAYER_TYPE),
     "mixtral": Family(
@@ -103,17 +110,35 @@ FAMILIES = {
         window=Window.EVERY_LAYER,
         experts=Experts(),
     ),
+    # Text alone has equal positions in all dimensions, so that multimodal rotary embeddings are plain ones.
+    "qwen2_vl_text": Family(text_of=("Qwen2VLForConditionalGeneration",), qkv_bias=True, window=Window.BY_LAYER_TYPE),
+    "qwen2_5_vl_text": Family(
+        text_of=("Qwen2_5_VLForConditionalGeneration",), qkv_bias=True, window=Window.BY_LAYER_TYPE
+    ),
+    "qwen3_vl_text": Family(
+        text_of=("Qwen3VLForConditionalGeneration",),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        window=Window.NO_LAYER,
+    ),
 }
-"""Families by the `model_type` of config.json."""
+"""Families by the `model_type` of config.json, or of its text part."""
 ARCHITECTURES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
 
 
-def supports(architecture: str, config: PretrainedConfig) -> bool:
-    """Return whether `llama` implements the model as configured; if not, `hf` may support it."""
+def own_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the decoder for `llama`: all of config.json, or its text part."""
+    return config if config.model_type in FAMILIES else decoder_config(config)
+
+
+def supports(architecture: str, whole: PretrainedConfig) -> bool:
+    """Return whether `llama` implements the model, or its text part, as configured; if not, `hf` may support it."""
+    config = own_config(whole)
     family = FAMILIES.get(config.model_type)
     return (
         family is not None
-        and architecture in family.architectures
+        and architecture in (family.architectures if config is whole else family.text_of)
         and config.hidden_act == "silu"
         and getattr(config, "is_causal", True)
         and config.num_key_value_heads > 0

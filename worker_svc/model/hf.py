@@ -22,12 +22,14 @@ from shared.config import ConfigError
 from shared.logging import get_logger
 from worker_svc.model import families, hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
-from worker_svc.model.config import text_config
+from worker_svc.model.config import decoder_config, text_config
 from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
 from worker_svc.model.quantised import log_form
 from worker_svc.model.scheme import read_quantisation
 from worker_svc.model.weights import read_tensors
 
+_TEXT_OF = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+"""Classes for several media; the class of `transformers` for their text part serves it."""
 _STATELESS_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -165,18 +167,18 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
     Raises:
         ConfigError: the class does not support a paged KV cache.
     """
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # some configurations have several classes
+    text = text_config(config)
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)  # some configurations have several classes
     name = getattr(known, "__name__", None)
     if name is None:
         raise _refusal(architecture, "this version of transformers has no decoder of this name")
-    if name != architecture:
+    if name != architecture and (text is config or architecture not in _TEXT_OF):
         raise _refusal(architecture, f"the decoder of model_type {config.model_type} is {name}")
     if not known._supports_attention_backend:
         raise _refusal(architecture, "its class in transformers does not declare attention-backend support")
     parameters = inspect.signature(known.forward).parameters
     if "position_ids" not in parameters or getattr(config, "is_encoder_decoder", False):
         raise _refusal(architecture, "its forward pass does not accept position_ids")
-    text = text_config(config)
     others = set(getattr(text, "layer_types", None) or ()) - _STATELESS_LAYERS
     if others:
         raise _refusal(architecture, f"its layers keep state that is not paged KV ({', '.join(sorted(others))})")
@@ -188,12 +190,13 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     loader: Any = AutoModelForCausalLM
     source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "config": config}
-    if read_quantisation(folder) is not None:
+    if read_quantisation(folder) is not None or text_config(config) is not config:
+        config = decoder_config(config)
         loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic class needs a folder
         source = {
             "pretrained_model_name_or_path": None,
             "config": config,
-            "state_dict": _dequantised(folder, dtype),
+            "state_dict": _tensors(folder, dtype),
         }
     decoder, report = loader.from_pretrained(
         **source,
@@ -219,8 +222,8 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
     return cast(PreTrainedModel, decoder)
 
 
-def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the tensors of a quantised checkpoint, with its quantised weights in `dtype`."""
+def _tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint's text part, with quantised weights in `dtype`."""
     tensors: dict[str, torch.Tensor] = {}
     num_dequantised = 0
     for name, tensor in read_tensors(folder):
@@ -236,7 +239,7 @@ def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def _draw(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(seed)
     maker: Any = AutoModelForCausalLM
-    return cast(PreTrainedModel, maker.from_config(config, dtype=dtype, attn_implementation=PAGED))
+    return cast(PreTrainedModel, maker.from_config(decoder_config(config), dtype=dtype, attn_implementation=PAGED))
 
 
 def _probe(architecture: str, decoder: PreTrainedModel, device: torch.device) -> list[LayerCall]:

@@ -73,21 +73,22 @@ def build_model(
             dtype=dtype,
             device=device,
         )
+    decoder = families.own_config(config)
     if group is not None:
-        for mixed in set(families.mixture_layers(config)):
-            for size in {size for _, _, size in families.mlps("", config, mixed=mixed)}:
+        for mixed in set(families.mixture_layers(decoder)):
+            for size in {size for _, _, size in families.mlps("", decoder, mixed=mixed)}:
                 group.shard.check(
-                    num_heads=config.num_attention_heads,
-                    num_kv_heads=config.num_key_value_heads,
+                    num_heads=decoder.num_attention_heads,
+                    num_kv_heads=decoder.num_key_value_heads,
                     intermediate_size=size,
-                    vocab_size=config.vocab_size,
+                    vocab_size=decoder.vocab_size,
                 )
     model = llama.LlamaModel(
-        config,
+        decoder,
         dtype=dtype,
         device=device,
         num_positions=num_positions,
-        cpu_kernels=llama_packed.choose_kernels(config, dtype, kv_dtype or dtype, device, quantization),
+        cpu_kernels=llama_packed.choose_kernels(decoder, dtype, kv_dtype or dtype, device, quantization),
         quantization=quantization,
         group=group,
     )

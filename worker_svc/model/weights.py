@@ -1,5 +1,8 @@
 """Reader of safetensors and GGUF checkpoints, one tensor at a time.
 
+Of a model for several media only the tensors of its text part are read, under the names that they have in a model for
+text alone.
+
 A quantised linear layer has several tensors, which are read together. Its weight is a `QuantisedWeight` under the name
 that it would have unquantised.
 
@@ -31,6 +34,8 @@ from worker_svc.ranks.shard import Cut
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_OTHER_MEDIA = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+"""First parts of the names of tensors that do not belong to the text part."""
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -123,7 +128,7 @@ def tensor_names(folder: Path) -> frozenset[str]:
         if file.suffix != gguf.SUFFIX:
             with _opened(file) as opened:
                 names.update(opened.keys())
-    return frozenset(names)
+    return frozenset(map(_name_in_text, names)) if _has_other_media(folder) else frozenset(names)
 
 
 def holds_different(folder: Path, first: str, second: str) -> bool:
@@ -167,18 +172,40 @@ def read_tensors(
                 f"model: config.json has a quantization_config ({quantisation.method}), but the checkpoint has no"
                 " quantised weight; remove the field, or use a checkpoint that matches config.json"
             )
+        other_media = _has_other_media(folder)
         for name in places:
             layer, part = _split(name)
             quantised = quantisation is not None and _is_main(layer, part, places)
             if quantisation is not None and part in OTHER_PARTS and not quantised:
                 continue
             plain = f"{layer}.weight" if quantised else name
-            if only is not None and plain not in only:
+            if other_media:
+                plain = _name_in_text(plain)
+            if not plain or (only is not None and plain not in only):
                 continue
             if quantised and quantisation is not None:
                 yield plain, _read_layer(layer, places, value, quantisation)
             else:
                 yield plain, value(name)
+
+
+def _has_other_media(folder: Path) -> bool:
+    """Return whether config.json describes a model for several media."""
+    return "vision_config" in json.loads((folder / "config.json").read_text())
+
+
+def _name_in_text(name: str) -> str:
+    """Return the name of a tensor in a model for text alone; "" if it belongs to another medium.
+
+    There are two layouts: that of the hub (`language_model.model.…` or `model.…`, `visual.…`), and that of the classes
+    in `transformers` 5 (`model.language_model.…`, `model.visual.…`).
+    """
+    if name.startswith("language_model."):
+        return name.removeprefix("language_model.")
+    inner = name.removeprefix("model.")
+    if inner.startswith("language_model."):
+        return "model." + inner.removeprefix("language_model.")
+    return "" if inner.startswith(_OTHER_MEDIA) else name
 
 
 def _split(name: str) -> tuple[str, str]:
