@@ -192,8 +192,9 @@ def test_a_viewer_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path
             await anext(events)
             for number in range(num_parts):
                 part = admin.WatchStepsResponse()
-                # Other rows in every step, so that none is left out as equal.
-                part.steps.add(worker_id="w", step=number, decode_rows=range(number, number + 3000))
+                # Other rows in every step, so that all of them are sent.
+                rows = range(3000 * number, 3000 * (number + 1))
+                part.steps.add(worker_id="w", step=number, decode_rows=rows, decode_requests=rows)
                 _say(stack, part)
             # An answer comes after all that the core has sent before.
             while stack.core.unsaid:
@@ -223,27 +224,32 @@ def test_a_viewer_that_leaves_ends_its_view(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-ROWS = st.lists(st.integers(0, 4), max_size=3)
+ROWS = st.dictionaries(st.integers(0, 4), st.integers(10, 13), max_size=4)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), ROWS, ROWS), max_size=12))
-def test_a_viewer_can_restore_the_columns_that_are_left_out(steps: list[tuple[str, list[int], list[int]]]) -> None:
-    """Equal columns are sent once, and a viewer that keeps the last ones has every step."""
-    feed, known = Feed(), dict[str, tuple[Any, Any]]()
+def test_a_viewer_can_restore_the_rows_from_the_changes(
+    steps: list[tuple[str, dict[int, int], dict[int, int]]],
+) -> None:
+    """Each step has only the rows that have changed, and a viewer that applies them has all rows of every step."""
+    feed, known = Feed(), dict[tuple[str, str], dict[int, int]]()
     for worker, decode, waiting in steps:
         part = admin.WatchStepsResponse()
         part.steps.add(
             worker_id=worker,
-            decode_rows=decode,
-            decode_requests=[each + 10 for each in decode],
-            waiting_rows=waiting,
-            waiting_requests=[each + 20 for each in waiting],
+            decode_rows=decode.keys(),
+            decode_requests=decode.values(),
+            waiting_rows=waiting.keys(),
+            waiting_requests=waiting.values(),
         )
         (step,) = feed.message(part)["steps"]
-        assert ("decode" in step) == ("waiting" in step)
-        if "decode" in step:
-            known[worker] = step["decode"], step["waiting"]
-        assert known[worker] == (
-            (decode, [each + 10 for each in decode]),
-            (waiting, [each + 20 for each in waiting]),
-        )
+        for name, expected in (("decode", decode), ("waiting", waiting)):
+            rows = known.setdefault((worker, name), {})
+            before = dict(rows)
+            gone, joined, numbers = step.get(name, ([], [], []))
+            for row in gone:
+                del rows[row]
+            rows.update(zip(joined, numbers, strict=True))
+            assert rows == expected
+            assert (name in step) == (before != expected)
+            assert not any(before.get(row) == number for row, number in zip(joined, numbers, strict=True))

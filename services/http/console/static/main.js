@@ -53,6 +53,7 @@ function state(text, kind = "") {
 async function watch() {
   for (let attempt = 0; ; attempt += 1) {
     if (document.hidden) await visible();
+    if (paused) await new Promise((done) => part("pause").addEventListener("click", done, { once: true }));
     watching = new AbortController();
     let trouble = "the stream has ended";
     try {
@@ -62,7 +63,7 @@ async function watch() {
       gantt.reset();
       for await (const message of events(response)) {
         attempt = 0;
-        if (!paused) take(message);
+        take(message);
       }
     } catch (error) {
       if (error instanceof Refusal && (error.status === 401 || error.status === 403)) {
@@ -182,7 +183,11 @@ part("pause").addEventListener("click", (event) => {
   paused = !paused;
   event.target.setAttribute("aria-pressed", String(paused));
   event.target.textContent = paused ? "Continue" : "Pause";
-  if (paused) state("Paused: what happens meanwhile is not shown");
+  if (paused) {
+    // Nothing is sent meanwhile; the view begins anew afterwards.
+    watching?.abort();
+    state("Paused: what happens meanwhile is not shown");
+  } else state("Connecting …");
 });
 chooseTheme(part("theme"), () => {
   gantt.reset();

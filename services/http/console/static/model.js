@@ -4,7 +4,25 @@ export const MAX_STEPS = 1024;
 const MAX_REQUESTS = 20000;
 const MAX_LOADS = 600;
 const MAX_INCIDENTS = 200;
-const NONE = [[], []];
+
+/** Rows with the numbers of their requests, which change from step to step. */
+class Rows {
+  constructor() {
+    this.numbers = new Map();
+    this.columns = [[], []];
+  }
+
+  /** Applies a change, if there is one; returns the rows and the numbers. Columns that were returned never change. */
+  after(change) {
+    if (change) {
+      const [gone, rows, numbers] = change;
+      for (const row of gone) this.numbers.delete(row);
+      rows.forEach((row, at) => this.numbers.set(row, numbers[at]));
+      this.columns = [[...this.numbers.keys()], [...this.numbers.values()]];
+    }
+    return this.columns;
+  }
+}
 
 /** The steps of one worker; step `index` (0 is the first one that this page saw) is at `index % MAX_STEPS`. */
 class Steps {
@@ -12,17 +30,17 @@ class Steps {
     this.count = 0;
     this.ring = new Array(MAX_STEPS);
     this.rows = 0;
-    this.decode = this.waiting = NONE;
+    this.decode = new Rows();
+    this.waiting = new Rows();
   }
 
   add(step) {
-    this.decode = step.decode ?? this.decode;
-    this.waiting = step.waiting ?? this.waiting;
+    const [decode, waiting] = [this.decode.after(step.decode), this.waiting.after(step.waiting)];
     const prefill = step.prefill ?? [[], [], []];
     this.ring[this.count % MAX_STEPS] = {
-      number: step.step, start: step.start, seconds: step.seconds, decode: this.decode, waiting: this.waiting, prefill,
+      number: step.step, start: step.start, seconds: step.seconds, decode, waiting, prefill,
     };
-    for (const rows of [this.decode[0], this.waiting[0], prefill[0]]) {
+    for (const rows of [decode[0], waiting[0], prefill[0]]) {
       for (const row of rows) if (row >= this.rows) this.rows = row + 1;
     }
     this.count += 1;
