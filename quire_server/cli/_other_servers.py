@@ -37,6 +37,8 @@ REMEDIES = {
     "--enable-auto-tool-choice": "tools need no setting",
     "--tool-call-parser": "use --parser; by default the chat template decides",
     "--reasoning-parser": "use --parser; by default the chat template decides",
+    "--speculative-config": "use --speculation and --speculative-tokens",
+    "--num-speculative-tokens": "use --speculative-tokens",
     "--seed": "give the seed in the request",
     "-q": "use --quantization",
 }

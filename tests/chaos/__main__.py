@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="processes of each worker (tensor parallelism)")
+    parser.add_argument("--speculation", default="off", help="how workers propose draft tokens, such as ngram")
     options = parser.parse_args()
     campaign = Campaign(
         num_streams=options.streams,
@@ -26,6 +27,7 @@ def main() -> int:
         max_tokens=options.max_tokens,
         seed=options.seed,
         ranks=options.ranks,
+        speculation=options.speculation,
     )
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
         command.tell(run(campaign, Path(folder)).figures(), options.json)

@@ -57,6 +57,8 @@ class Campaign:
     frontends: int = 1
     ranks: int = 1
     """Processes of each worker. Faults other than a cut strike any of them."""
+    speculation: str = "off"
+    """How workers propose draft tokens."""
 
 
 @dataclass(slots=True)
@@ -222,6 +224,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
         "--max-num-batched-tokens=2048",
         f"--frontends={campaign.frontends}",
         f"--tensor-parallel-size={campaign.ranks}",
+        f"--speculation={campaign.speculation}",
     ) as (served, wires):
         load = Load(served.grpc, campaign.num_streams, oracle.vocab_size, campaign.max_tokens, campaign.seed)
         strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))

@@ -66,7 +66,7 @@ class Written:
         self.now_ms = 1_000_000
         self.journal = Journal(folder, max_bytes=max_bytes, keep_s=keep_s, clock_ms=lambda: self.now_ms)
         self.cluster = Cluster(resume_keep_s=keep_s)
-        self.cluster.join(ModelWorker(b"w/1", 512, 16, 8))
+        self.cluster.join(ModelWorker(b"w/1", 512, 16, 8, max_draft_tokens=4 * (seed % 2)))
         self.moments: list[Moment] = []
         self._folder = folder
         self._rng = random.Random(seed)
