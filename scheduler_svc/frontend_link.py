@@ -196,10 +196,14 @@ class Outgoing:
 
     _message: link_pb2.CoreMessage = field(default_factory=link_pb2.CoreMessage)
     _tokens: list[ef.TokensReady] = field(default_factory=list)
+    _has_counts: bool = False
+    """Whether a stream has several tokens of one step."""
 
     def add_tokens(self, effect: ef.TokensReady) -> None:
         """Add new tokens of streams."""
         self._tokens.append(effect)
+        if effect.counts is not None:
+            self._has_counts = True
 
     def add_scores(self, effect: ef.ScoresReady) -> None:
         """Add log-probabilities of a stream's tokens."""
@@ -279,7 +283,7 @@ class Outgoing:
         )
         if tokens:
             self._message.streams, self._message.first_indices, self._message.tokens = streams, first_indices, tokens
-            if any(effect.counts is not None for effect in self._tokens):
+            if self._has_counts:
                 self._message.counts = b"".join([to_column(_counts(effect)) for effect in self._tokens])
         frame = self._message.SerializeToString()
         return [frame] if len(frame) <= PACKED_BYTES else self._split(incarnation)

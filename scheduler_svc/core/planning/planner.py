@@ -383,7 +383,9 @@ class Planner:
         # Advance decode rows first: prefill rows become decode rows below.
         length = rows.length[decodes] + ONE
         rows.length[decodes] = length
-        draft_rows, draft_limits = self._set_draft_limits(decodes)
+        draft_rows = draft_limits = NO_INDICES
+        if self._draft_limits is not None:
+            draft_rows, draft_limits = self._set_draft_limits(decodes, *self._draft_limits)
         prefilled, pooled = self._advance_prefills()
         sampling, chunk_rows = decodes, _indices(self._chunk_rows)
         if prefilled:
@@ -450,12 +452,11 @@ class Planner:
         self._outcome.ending += (sampling[at_limit].tolist() if any_of(at_limit) else []) + pooled
         return plan
 
-    def _set_draft_limits(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
+    def _set_draft_limits(
+        self, decodes: IndexArray, of_limits: IndexArray, limits: Int32Array
+    ) -> tuple[IndexArray, IndexArray]:
         """Set the draft limits, count the drafts of the step; return the changed rows and their limits."""
-        if self._draft_limits is None:
-            return NO_INDICES, NO_INDICES
         rows = self._rows
-        of_limits, limits = self._draft_limits
         changed = (limits != rows.draft_limit[of_limits]) & (rows.state[of_limits] == DECODE)
         draft_rows: IndexArray = of_limits[changed]
         rows.draft_limit[draft_rows] = limits[changed]

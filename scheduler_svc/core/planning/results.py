@@ -6,6 +6,7 @@ ended request are discarded and counted: they are the price of planning ahead.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +44,7 @@ class Settled:
     stopped: list[tuple[Request, int]] = field(default_factory=list)
     """Requests whose newest token is one of their stop tokens, with that token."""
     at_limit: list[Request] = field(default_factory=list)
-    ending: list[int] = field(default_factory=list)
+    ending: Sequence[int] = ()
     """Rows that reach their limit with the steps in flight, because drafts were accepted: no further step is due."""
     failed: list[FailedRequest] = field(default_factory=list)
     prefilled: list[Request] = field(default_factory=list)
@@ -70,9 +71,10 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         limits = limits[kept] if limits is not None else None
     if not _are_same(answered, event.rows):
         raise ProtocolViolationError(f"answer to step {event.step}: its rows are not those of the plan")
-    speculates = limits is not None or event.counts is not None or event.draft_counts is not None
-    drafts = _drafts(event, limits) if speculates else None
-    if drafts is None and len(event.tokens) != len(event.rows):
+    drafts = None
+    if limits is not None or event.counts is not None or event.draft_counts is not None:
+        drafts = _drafts(event, limits)
+    elif len(event.tokens) != len(event.rows):
         raise ProtocolViolationError(f"answer to step {event.step}: {len(event.tokens)} tokens for its rows")
     # As unsigned numbers, negative ids are large, so one comparison checks both bounds.
     if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size)):
@@ -94,7 +96,9 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         next_step = worker.in_flight[0]
         next_step.started = now
         next_step.successor_due = now + worker.clock.lead(next_step.cost)
-    before = {(each.row, each.generation): _find(worker, each) for each in event.scores} if event.scores else {}
+    before: dict[tuple[int, int], tuple[Request, int] | None] = {}
+    if event.scores:
+        before = {(each.row, each.generation): _find(worker, each) for each in event.scores}
     if drafts is None:
         settled = _settle_rows(worker, answered, generations, event.tokens, now)
     else:
@@ -232,6 +236,7 @@ def _settle_drafts(
         assert request is not None
         settled.stopped.append((request, token))
     stopped = {int(answered[at]) for at, _ in stops}
+    ending: list[int] = []
     for row in answered[rows.length[answered] == rows.limit[answered]].tolist():
         request = rows.requests[row]
         assert request is not None
@@ -240,7 +245,8 @@ def _settle_drafts(
         if rows.committed[row] == rows.limit[row]:
             settled.at_limit.append(request)
         else:
-            settled.ending.append(row)
+            ending.append(row)
+    settled.ending = ending
     for row, generation, num_verified, own in late:
         departure = worker.departed[row, generation]
         worker.prove_departed(departure)

@@ -49,8 +49,8 @@ def drafts_beyond_the_budget(patch: pytest.MonkeyPatch) -> None:
 def limits_not_sent(patch: pytest.MonkeyPatch) -> None:
     """The worker does not learn that limits have become 0."""
 
-    def kept(change: Any, self: Planner, decodes: Any) -> Any:
-        changed = change(self, decodes)
+    def kept(change: Any, self: Planner, decodes: Any, *limits: Any) -> Any:
+        changed = change(self, decodes, *limits)
         lowered = len(changed[1]) and changed[1].max() == 0
         return (NO_INDICES, NO_INDICES) if lowered else changed
 
