@@ -1,0 +1,127 @@
+"""Speed of speculative decoding: tokens per second of `quire serve` with n-gram drafts, relative to without.
+
+.venv/bin/python -m benchmarks.speculation --rounds 5 --json benchmarks/results/speculation.json
+
+Two services run at the same time, one with `--speculation ngram`, and serve the same requests in turn, so that only one
+of them works at any time. Each round gives one ratio per workload:
+
+* `repetitive`: one request at a time whose greedy output repeats parts of its prompt and of itself.
+* `free`: one request at a time, sampled at temperature 1.
+* `full`: as many requests at once as the service has rows, sampled at temperature 1.
+* `full repetitive`: as many at once, greedy.
+
+`--model demo` is the small trained model that comes with the project. By default the model is that of
+`benchmarks.peers`: 335 M random weights, whose greedy output soon repeats itself. Its steps take as long as those of a
+trained model of this size.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers.model import make_model
+from kernels.native.serving import native
+from quire import AsyncClient
+from tests.e2e.harness import Served, serve
+
+TEXT = (
+    "The inventory of the house lists each room twice. Kitchen: one table, four chairs, one stove. Hall: one mirror, one"
+    " lamp. Kitchen: one table, four chairs, one stove. Hall: one mirror, one lamp. Kitchen: one table, four"
+)
+_MAX_TOKENS, _FULL_TOKENS = 256, 96
+
+
+async def _generate(target: str, count: int, max_tokens: int, temperature: float, seed: int) -> float:
+    """Send `count` requests at once; return the tokens per second of all."""
+    async with AsyncClient(target) as client:
+        begin = time.perf_counter()
+        generations = [
+            client.generate(
+                TEXT, max_tokens=max_tokens, temperature=temperature, seed=seed * 1000 + index, ignore_eos=True
+            ).result()
+            for index in range(count)
+        ]
+        await asyncio.gather(*generations)
+        return count * max_tokens / (time.perf_counter() - begin)
+
+
+def _workloads(rows: int) -> dict[str, Callable[[str, int], float]]:
+    def run(count: int, max_tokens: int, temperature: float) -> Callable[[str, int], float]:
+        return lambda target, seed: asyncio.run(_generate(target, count, max_tokens, temperature, seed))
+
+    return {
+        "repetitive": run(1, _MAX_TOKENS, 0.0),
+        "free": run(1, _MAX_TOKENS, 1.0),
+        "full": run(rows, _FULL_TOKENS, 1.0),
+        "full repetitive": run(rows, _FULL_TOKENS, 0.0),
+    }
+
+
+def measure(off: Served, on: Served, rows: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return the tokens per second of each workload and service, a value per round; the first round is not counted."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, run in _workloads(rows).items():
+        values: dict[str, list[float]] = {"off": [], "on": []}
+        for turn in range(rounds + 1):
+            services = [("off", off), ("on", on)]
+            for mode, served in services if turn % 2 else reversed(services):
+                rate = run(served.grpc, turn)
+                if turn:
+                    values[mode].append(round(rate, 2))
+        found[name] = values
+        ratios = [on / off for off, on in zip(values["off"], values["on"], strict=True)]
+        print(
+            f"{name:16} {statistics.median(ratios):5.2f} times ({min(ratios):.2f} to {max(ratios):.2f});"
+            f" {statistics.median(values['off']):.1f} and {statistics.median(values['on']):.1f} tokens/s",
+            flush=True,
+        )
+    return found
+
+
+def main() -> None:
+    """Run the workloads and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="'demo' or the folder of a checkpoint; default: random weights")
+    parser.add_argument("--speculation", default="ngram")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=32, help="requests at once in the full batch")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--json", type=Path)
+    options, flags = parser.parse_known_args()
+    model = options.model
+    if not model:
+        make_model(Path("build/speculation-model"))
+        model = "build/speculation-model"
+    common = (
+        "--max-num-seqs", str(options.rows), "--quantization", options.quantization,
+        *flags,
+    )  # fmt: skip
+    with ExitStack() as stack:
+        environ = {"QUIRE_NUM_THREADS": "0"}
+        services = [
+            stack.enter_context(serve(model, *common, "--speculation", speculation, environ=environ))
+            for speculation in ("off", options.speculation)
+        ]
+        found = measure(services[0], services[1], options.rows, options.rounds)
+    if options.json is not None:
+        kernels = native()
+        machine = {
+            "machine": platform.machine(),
+            "cpu_kernels": None if kernels is None else kernels.level_name,
+            "torch": torch.__version__,
+            "model": options.model or "random, 335 M",
+            "quantization": options.quantization,
+        }
+        options.json.write_text(json.dumps({"conditions": machine, "tokens_per_s": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
