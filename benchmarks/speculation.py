@@ -33,8 +33,8 @@ from quire import AsyncClient
 from tests.e2e.harness import Served, serve
 
 TEXT = (
-    "The inventory of the house lists each room twice. Kitchen: one table, four chairs, one stove. Hall: one mirror, one"
-    " lamp. Kitchen: one table, four chairs, one stove. Hall: one mirror, one lamp. Kitchen: one table, four"
+    "The inventory of the house lists each room twice. Kitchen: one table, four chairs, one stove. Hall: one mirror,"
+    " one lamp. Kitchen: one table, four chairs, one stove. Hall: one mirror, one lamp. Kitchen: one table, four"
 )
 _MAX_TOKENS, _FULL_TOKENS = 256, 96
 

@@ -234,8 +234,11 @@ class WorkerConfig(_Checked):
     )
     speculation: str = _option(
         "off",
-        "speculative decoding; 'ngram': propose draft tokens from the text of the same request",
-        choices=("off", "ngram"),
+        "speculative decoding; 'ngram': propose draft tokens from the text of the same request, 'draft': by draft_model",
+        choices=("off", "ngram", "draft"),
+    )
+    draft_model: str = _option(
+        "", "checkpoint of a smaller model with the same tokenizer, as for 'model'; only with speculation=draft"
     )
     speculative_tokens: int = _option(8, "most draft tokens per request and step", least=1, most=64)
     cuda_graphs: bool = _option(

@@ -64,6 +64,9 @@ class Guesser:
         """Some of the next tokens of each row."""
         return [self._guess(row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
 
+    def prefill(self, rows: IntArray, lengths: IntArray) -> None:
+        """Nothing is computed."""
+
     def leave(self, rows: IntArray) -> None:
         """Nothing is kept."""
 

@@ -1,11 +1,12 @@
 """Construction of the engine for a loaded model: the worker's limits and the size of its KV cache."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import torch
 from opentelemetry.trace import Tracer
 
-from shared.config import WorkerConfig, parse_bytes
+from shared.config import ConfigError, WorkerConfig, parse_bytes
 from shared.frames import MAX_STEP_TOKENS
 from shared.grammars import GrammarError, GrammarTokenizer
 from shared.kv_sizes import count_blocks
@@ -18,10 +19,13 @@ from worker_svc.execution.profiling import run_captured_step, run_largest_step
 from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
-from worker_svc.model.base import Model
+from worker_svc.model.base import KVCache, Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.ranks.group import Group
+from worker_svc.rows.table import RowTable
+from worker_svc.speculation.draft_model import DraftModelProposer, load_draft_model
+from worker_svc.speculation.drafts import Proposer
 from worker_svc.speculation.ngram import NgramProposer
 
 
@@ -64,6 +68,8 @@ def build_engine(
         hidden_size=model.hidden_size,
         max_draft_tokens=0 if config.speculation == "off" else config.speculative_tokens,
     )
+    draft_model = _load_draft_model(config, description, device, group)
+    kv_shapes = model.kv_shapes + (() if draft_model is None else draft_model.kv_shapes)
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     group = group or Group()
@@ -73,7 +79,7 @@ def build_engine(
         if model.capturable:
             mixed = mixed_sizes(largest_captured(gpu, num_weights, num_layers, max_tokens))
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
-    bytes_per_block = block_bytes(model.kv_shapes, limits.block_size, description.kv_dtype)
+    bytes_per_block = block_bytes(kv_shapes, limits.block_size, description.kv_dtype)
     memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, decode, mixed)
     num_blocks = count_blocks(memory, bytes_per_block, limits.max_rows * limits.max_blocks_per_row, setting)
     if num_blocks < memory // bytes_per_block:
@@ -88,7 +94,7 @@ def build_engine(
     num_host_blocks = parse_bytes(config.swap_space) // bytes_per_block
     num_blocks, num_host_blocks = group.least((num_blocks, num_host_blocks))
     limits = dataclasses.replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-    caches = allocate(model.kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
+    caches = allocate(kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
     return Engine(
         model,
         caches,
@@ -99,9 +105,36 @@ def build_engine(
         accelerator=accelerator,
         decode_sizes=decode,
         mixed_sizes=mixed,
-        make_proposer=None if config.speculation == "off" else NgramProposer,
+        make_proposer=_make_proposer(config.speculation, draft_model, device),
         group=group,
     )
+
+
+def _load_draft_model(
+    config: WorkerConfig, description: ModelDescription, device: torch.device, group: Group | None
+) -> Model | None:
+    """Load the draft model if the configuration wants one.
+
+    Raises:
+        ConfigError: the settings contradict each other, or the draft model does not fit.
+    """
+    if (config.speculation == "draft") != bool(config.draft_model):
+        raise ConfigError("draft_model: it is set if and only if speculation is draft; set both, or none of them")
+    if config.speculation != "draft":
+        return None
+    if group is not None and group.size > 1:
+        raise ConfigError(
+            "speculation: a draft model is not supported with tensor_parallel_size above 1; use ngram or off"
+        )
+    return load_draft_model(config, description, device)
+
+
+def _make_proposer(
+    speculation: str, draft_model: Model | None, device: torch.device
+) -> Callable[[RowTable, Sequence[KVCache]], Proposer] | None:
+    if draft_model is not None:
+        return lambda table, caches: DraftModelProposer(table, draft_model, caches, device)
+    return NgramProposer if speculation == "ngram" else None
 
 
 def make_grammar_store(description: ModelDescription, max_rows: int) -> GrammarStore | None:

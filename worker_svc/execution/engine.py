@@ -92,14 +92,14 @@ class Engine:
         decode_sizes: Sequence[int] = (),
         mixed_sizes: Sequence[int] = (),
         grammars: GrammarStore | None = None,
-        make_proposer: Callable[[RowTable], Proposer] | None = None,
+        make_proposer: Callable[[RowTable, Sequence[KVCache]], Proposer] | None = None,
         group: Group | None = None,
     ) -> None:
         """Create an engine, and capture its graphs.
 
         Args:
             model: the decoder.
-            caches: the KV blocks of `model`, a pair of tensors per layer.
+            caches: the KV blocks of `model`, a pair of tensors per layer; those of a draft model follow.
             limits: the worker's limits.
             device: the device of `model` and `caches`.
             tracer: creates the spans of steps and rows.
@@ -107,7 +107,8 @@ class Engine:
             grammars: the compiled grammars; None: grammars are not supported.
             decode_sizes: numbers of rows to capture decode steps for, ascending; none without an accelerator.
             mixed_sizes: numbers of tokens to capture steps with chunks for, ascending; none without an accelerator.
-            make_proposer: makes the source of drafts; None: the worker does not speculate.
+            make_proposer: makes the source of drafts from the rows and from the `caches` after those of `model`, whose
+                blocks are copied and swapped as those of `model`; None: the worker does not speculate.
             group: the ranks that share the model; None: this process has all of it.
         """
         self._accelerator = accelerator
@@ -116,7 +117,7 @@ class Engine:
             lane_words = DecodeLanes.state_words(decode_sizes) if decode_sizes else 0
             state = DeviceState(accelerator, RowTable.state_words(limits) + lane_words)
         self._model = model
-        self._caches = caches
+        self._caches = caches[: len(model.kv_shapes)]
         self._pool = BlockPool([tensor for pair in caches for tensor in pair], device)
         self._host_pool = HostPool(caches, limits.num_host_blocks, accelerator)
         self._device = device
@@ -129,16 +130,16 @@ class Engine:
         lanes = None
         if accelerator is not None and state is not None and decode_sizes:
             lanes = DecodeLanes(self._rows, state, decode_sizes)
-            decode_graphs = DecodeGraphs(accelerator, lanes, model, caches)
+            decode_graphs = DecodeGraphs(accelerator, lanes, model, self._caches)
             if _captured("decode steps", decode_graphs.capture):
                 self._decode_graphs = decode_graphs
             else:
                 lanes = None
         if accelerator is not None and self._decode_graphs is not None and mixed_sizes:
-            mixed_graphs = MixedGraphs(accelerator, limits, model, caches, mixed_sizes)
+            mixed_graphs = MixedGraphs(accelerator, limits, model, self._caches, mixed_sizes)
             if _captured("steps with chunks", mixed_graphs.capture):
                 self._mixed_graphs = mixed_graphs
-        self._proposer = None if make_proposer is None else make_proposer(self._rows)
+        self._proposer = None if make_proposer is None else make_proposer(self._rows, caches[len(model.kv_shapes) :])
         self._batches = BatchBuilder(self._rows, device, lanes)
         split = SplitLogits(group, limits.vocab_size) if group is not None and group.size > 1 else None
         self._sampler = Sampler(self._rows, device, accelerator, split)
@@ -195,6 +196,8 @@ class Engine:
         if self._proposer is not None and self._rows.speculates:
             drafts = propose(self._rows, self._proposer, int(plan.chunk_lengths.sum()))
         batch = self._batches.build(plan.chunk_rows, plan.chunk_lengths, drafts)
+        if self._proposer is not None and len(plan.chunk_rows):
+            self._proposer.prefill(plan.chunk_rows, plan.chunk_lengths)
         prepare_ns = time.perf_counter_ns() - began
         in_flight = self._submit(batch)
         sample_rows = NO_ROWS if batch is None else batch.sample_rows

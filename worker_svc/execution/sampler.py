@@ -269,17 +269,6 @@ class Sampler:
         return self._gathered
 
     def _gather(self, rows: IntArray, positions: torch.Tensor) -> _Gathered:
-        columns = self._table.sampling
-        random = columns.temperature[rows] > 0
-        truncated = (columns.top_k[rows] > 0) | (columns.top_p[rows] < 1) | (columns.min_p[rows] > 0)
-        typical = random & (columns.typical_p[rows] < 1)
-        floats = upload(
-            np.concatenate((columns.temperature[rows], columns.top_p[rows], columns.min_p[rows])),
-            self._device,
-        )
-        ints = upload(np.concatenate((columns.top_k[rows], columns.choice[rows])), self._device)
-        temperature, top_p, min_p = floats.chunk(3)
-        top_k, choice = ints.chunk(2)
         rules = self._table.rules.batch(rows)
         grammars = self._table.grammars
         grammar_places = [place for place, row in enumerate(rows.tolist()) if row in grammars] if len(grammars) else []
@@ -292,18 +281,7 @@ class Sampler:
             whole, single = (upload(np.flatnonzero(part), self._device) for part in (needed, ~needed))
         restricted = torch.cat([grammar_index] if rules is None else [rules.index, grammar_index])
         return _Gathered(
-            SamplingTensors(
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=upload(columns.seed[rows], self._device),
-                choice=choice,
-                position=positions,
-                any_random=bool(random.any()),
-                any_truncation=bool((random & truncated).any()),
-                typical_p=upload(columns.typical_p[rows], self._device) if typical.any() else None,
-            ),
+            self._table.sampling.tensors(rows, positions),
             rules,
             tuple(grammar_rows.tolist()),
             grammar_index,

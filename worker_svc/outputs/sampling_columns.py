@@ -1,7 +1,11 @@
 """Sampling parameters of all rows, as arrays indexed by row; plan.proto documents each one."""
 
 import numpy as np
+import torch
 
+from kernels.sampling import SamplingTensors
+from worker_svc.device.upload import upload
+from worker_svc.interface.arrays import IntArray
 from worker_svc.interface.plan import NO_LOGPROBS, SamplingParams
 
 
@@ -34,3 +38,26 @@ class SamplingColumns:
         self.choice[row] = params.choice
         self.logprobs[row] = params.logprobs
         self.prompt_logprobs[row] = params.prompt_logprobs
+
+    def tensors(self, rows: IntArray, positions: torch.Tensor) -> SamplingTensors:
+        """Return the parameters of rows on the device, for tokens at `positions` `[len(rows)] int32`."""
+        device = positions.device
+        random = self.temperature[rows] > 0
+        truncated = (self.top_k[rows] > 0) | (self.top_p[rows] < 1) | (self.min_p[rows] > 0)
+        typical = random & (self.typical_p[rows] < 1)
+        floats = upload(np.concatenate((self.temperature[rows], self.top_p[rows], self.min_p[rows])), device)
+        ints = upload(np.concatenate((self.top_k[rows], self.choice[rows])), device)
+        temperature, top_p, min_p = floats.chunk(3)
+        top_k, choice = ints.chunk(2)
+        return SamplingTensors(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=upload(self.seed[rows], device),
+            choice=choice,
+            position=positions,
+            any_random=bool(random.any()),
+            any_truncation=bool((random & truncated).any()),
+            typical_p=upload(self.typical_p[rows], device) if typical.any() else None,
+        )

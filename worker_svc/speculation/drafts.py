@@ -21,6 +21,10 @@ class Proposer(Protocol):
         """Return at most `most[i]` draft tokens for each row `rows[i]`; it may be none."""
         ...
 
+    def prefill(self, rows: IntArray, lengths: IntArray) -> None:
+        """Note the chunks of the step: the last `lengths[i]` tokens that `rows[i]` now counts as computed."""
+        ...
+
     def leave(self, rows: IntArray) -> None:
         """Forget rows that leave."""
         ...

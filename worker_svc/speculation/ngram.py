@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 
 from worker_svc.interface.arrays import IntArray
+from worker_svc.model.base import KVCache
 from worker_svc.rows.table import RowTable
 
 _WINDOW = 1 << 15
@@ -87,13 +88,17 @@ def continuation(tokens: "array[int]", place: int, count: int) -> list[int]:
 class NgramProposer:
     """Proposer with one index per row that speculates."""
 
-    def __init__(self, table: RowTable) -> None:
+    def __init__(self, table: RowTable, caches: Sequence[KVCache] = ()) -> None:
+        """Create a proposer; it needs no KV cache."""
         self._table = table
         self._indexes: dict[int, NgramIndex] = {}
 
     def propose(self, rows: IntArray, most: IntArray) -> Sequence[Sequence[int]]:
         """See `Proposer.propose`. A row has no more drafts than tokens that match."""
         return [self._continue(row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
+
+    def prefill(self, rows: IntArray, lengths: IntArray) -> None:
+        """See `Proposer.prefill`; the text is known anyway."""
 
     def leave(self, rows: IntArray) -> None:
         """See `Proposer.leave`."""
