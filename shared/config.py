@@ -234,7 +234,7 @@ class WorkerConfig(_Checked):
     )
     speculation: str = _option(
         "off",
-        "speculative decoding; 'ngram': propose draft tokens from the text of the same request, 'draft': by draft_model",
+        "speculative decoding; 'ngram': draft tokens from the text of the same request, 'draft': from draft_model",
         choices=("off", "ngram", "draft"),
     )
     draft_model: str = _option(
