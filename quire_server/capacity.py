@@ -197,14 +197,17 @@ def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
     return f"2 (key and value) x {sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {per_head}"
 
 
-def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int) -> int:
-    """Return the bytes of the weights, with the tables of the rotary embedding.
+def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int, tensor_parallel_size: int = 1) -> int:
+    """Return the bytes of the weights on one card, with the tables of the rotary embedding.
+
+    Cards that share a model have copies of its norms, routers and tables; with more cards than KV heads, of these too.
 
     Args:
         sizes: the model.
         quantization: "none", "int8" or "int4". Norms and an embedding apart from the head keep the model's type; with
             int4 the head has int8.
         num_positions: longest sequence, which sets the size of the tables.
+        tensor_parallel_size: number of cards that share the model.
 
     Raises:
         ConfigError: sizes are missing.
@@ -212,13 +215,15 @@ def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int) -> i
     element = KV_ELEMENTS[sizes.dtype][0]
     if sizes.num_parameters:
         per_weight = {"none": float(element), "int8": 1.0, "int4": 4.5 / 8}[quantization]
-        return int(sizes.num_parameters * per_weight)
+        return -int(-sizes.num_parameters * per_weight // tensor_parallel_size)
     if not (sizes.num_heads and sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
         raise ConfigError(
             "--params: the weights are not known; add parameters=NUMBER, or hidden, heads, intermediate and vocab"
         )
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+    cards = tensor_parallel_size
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size // cards
+    query, kv = sizes.num_heads // cards * sizes.head_dim, -(-sizes.num_kv_heads // cards) * sizes.head_dim
+    vocab = -(-sizes.vocab_size // cards)
 
     def product(outputs: int, inputs: int, kind: str = quantization) -> int:
         if kind == "none":
@@ -231,11 +236,11 @@ def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int) -> i
     experts = sizes.num_experts * (product(2 * inner, hidden) + product(hidden, inner))
     if sizes.num_experts > 1:
         experts += sizes.num_experts * hidden * element
-    shared = sizes.shared_intermediate_size
+    shared = sizes.shared_intermediate_size // cards
     experts += product(2 * shared, hidden) + product(hidden, shared) if shared else 0
     layer = product(query + 2 * kv, hidden) + product(hidden, query) + experts + 2 * hidden * element
-    head = product(sizes.vocab_size, hidden, "int8" if quantization == "int4" else quantization)
-    embedding = 0 if sizes.tied else sizes.vocab_size * hidden * element
+    head = product(vocab, hidden, "int8" if quantization == "int4" else quantization)
+    embedding = 0 if sizes.tied else vocab * hidden * element
     tables = num_positions * sizes.head_dim * 4
     return sizes.num_layers * layer + head + embedding + hidden * element + tables
 
@@ -262,14 +267,13 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
         card_bytes: bytes that the worker may use for everything.
         sizes: the model.
         serving: settings of the worker.
-        weights: bytes of the weights of the whole model.
+        weights: bytes of the weights on one card.
         step: bytes for the activations of a step, on one card.
 
     Raises:
         ConfigError: no block of KV fits.
     """
-    own = -(-weights // serving.tensor_parallel_size)
-    kv = card_bytes - own - step
+    kv = card_bytes - weights - step
     block = serving.block_size * kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size)
     longest = serving.max_model_len or sizes.max_positions or 1 << 30
     limits = Limits(
@@ -280,9 +284,9 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
         num_blocks=0,
         vocab_size=sizes.vocab_size,
     )
-    setting = f"memory: weights take {own:,} bytes and a step {step:,}"
+    setting = f"memory: weights take {weights:,} bytes and a step {step:,}"
     num_blocks = count_blocks(kv, block, limits.max_rows * limits.max_blocks_per_row, setting)
-    return Memory(weights=own, step=step, kv=kv, num_blocks=num_blocks)
+    return Memory(weights=weights, step=step, kv=kv, num_blocks=num_blocks)
 
 
 def concurrency(

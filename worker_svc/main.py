@@ -83,7 +83,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
     name = worker_id(config.worker_id, platform.node(), os.getpid())
     keys = load_keys(config.keys, WORKER)
     set_threads(config.num_threads, place.local_size)
-    device = choose_device(config.device, place.local_rank)
+    device = choose_device(config.device, place.local_rank, place.local_size)
     group = join(place, device)
     with alone_on(device):
         model, description = load_model(config, device, group)

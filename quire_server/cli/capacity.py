@@ -92,7 +92,8 @@ def run(options: Namespace) -> int:
         memory = fit(parse_bytes(options.kv_cache_memory), sizes, serving, weights=0, step=0)
     elif options.gpu_memory is not None:
         usable = int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization)
-        memory = fit(usable, sizes, serving, weights=weights, step=step)
+        own = weights_bytes(sizes, serving.quantization, longest, serving.tensor_parallel_size)
+        memory = fit(usable, sizes, serving, weights=own, step=step)
     else:
         raise CommandError("--gpu-memory is missing; give for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
     rows = [

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from protos.quire.plan.v1 import plan_pb2
 from tests.worker_svc.driver import CPU, Driver, collect, launch, make_engine
+from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.follower import follow
 from worker_svc.ranks.commands import Followers
 from worker_svc.ranks.group import RENDEZVOUS, Group, Place, join, meet
@@ -36,9 +37,17 @@ class LeadingDriver(Driver):
 
     def step(self) -> dict[int, int]:
         """Send the plan to all ranks."""
+        self.launch()
+        return self.collect()
+
+    def launch(self) -> None:
+        """Launch the step of the plan on all ranks."""
         plan = self.finish_plan()
         self.followers.launch(plan_pb2.SchedulerMessage(epoch=1, plan=plan).SerializeToString())
         launch(self.engine, plan)
+
+    def collect(self) -> dict[int, int]:
+        """Book the result of the oldest step."""
         result = collect(self.engine)
         self.followers.collected()
         return self.take(result)
@@ -52,14 +61,18 @@ class Ranks:
     processes: "list[subprocess.Popen[str]]"
 
     @contextlib.contextmanager
-    def driver(self, folder: Path, *, seed: int = 0, **settings: Any) -> Iterator[LeadingDriver]:
-        """A driver of an engine on all ranks."""
+    def driver(
+        self, folder: Path, *, seed: int = 0, accelerated: bool = False, **settings: Any
+    ) -> Iterator[LeadingDriver]:
+        """A driver of an engine on all ranks; with `accelerated` they work as on GPUs."""
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"folder": str(folder), **settings}) + "\n")
+            process.stdin.write(json.dumps({"folder": str(folder), "accelerated": accelerated, **settings}) + "\n")
             process.stdin.flush()
         followers = Followers(self.group)
-        yield LeadingDriver(make_engine(folder, group=self.group, **settings), followers, seed=seed)
+        accelerator = FakeAccelerator() if accelerated else None
+        engine = make_engine(folder, group=self.group, accelerator=accelerator, **settings)
+        yield LeadingDriver(engine, followers, seed=seed)
         followers.stop()
 
 
@@ -102,7 +115,8 @@ def main() -> int:
     group = meet(join(Place(Shard(int(sys.argv[1]), int(sys.argv[2]))), CPU), CPU)
     for line in sys.stdin:
         settings = json.loads(line)
-        follow(group, make_engine(Path(settings.pop("folder")), group=group, **settings))
+        accelerator = FakeAccelerator() if settings.pop("accelerated") else None
+        follow(group, make_engine(Path(settings.pop("folder")), group=group, accelerator=accelerator, **settings))
     return 0
 
 

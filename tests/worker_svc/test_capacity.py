@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from quire_server.capacity import kv_bytes, sizes_from_config
 from quire_server.cli.main import main
 from shared.config import WorkerConfig
 from shared.model_path import resolve_model
 from tests.checkpoints import make_checkpoint
 from tests.worker_svc.driver import CPU, make_engine
+from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.model.loader import load_model
+from worker_svc.ranks.group import Group
+from worker_svc.ranks.shard import Shard
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
@@ -42,9 +46,11 @@ def _bytes_of(value: object) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _capacity(tmp_path: Path, folder: Path, *flags: str) -> dict[str, Any]:
+def _capacity(
+    tmp_path: Path, folder: Path, *flags: str, memory: tuple[str, ...] = ("--kv-cache-memory", "6MiB")
+) -> dict[str, Any]:
     out = tmp_path / "capacity.json"
-    command = ["capacity", "--model", str(folder), "--kv-cache-memory", "6MiB", "--json", str(out), *flags]
+    command = ["capacity", "--model", str(folder), *memory, "--json", str(out), *flags]
     assert main(command) == 0
     return dict(json.loads(out.read_text()))
 
@@ -74,6 +80,21 @@ def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str
     assert predicted["per_card"]["num_blocks"] == engine.limits.num_blocks
     assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
     assert _bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_formulas_are_what_each_rank_allocates(ranks: int, tmp_path: Path) -> None:
+    """Bytes of a rank's weights and of its KV per token are within 3 %, also with more ranks than KV heads."""
+    folder = make_checkpoint("Qwen2ForCausalLM", tmp_path / "model", vocab_size=1024, max_position_embeddings=64)
+    flags = (f"--tensor-parallel-size={ranks}", "--gpu-memory=10MB", "--context=64", "--output=8", "--step-memory=0")
+    predicted = _capacity(tmp_path, folder, *flags, memory=())
+    sizes = sizes_from_config(json.loads((folder / "config.json").read_text()))
+
+    for rank in range(ranks):
+        group = Group(Shard(rank, ranks))
+        model, description = load_model(WorkerConfig(model=str(folder), device="cpu"), CPU, group)
+        assert predicted["per_card"]["weights"] == pytest.approx(_bytes_of(model), rel=0.03)
+        assert kv_bytes(sizes, "float32", ranks) == block_bytes(model.kv_shapes, 1, description.kv_dtype)
 
 
 def test_config_json_alone_is_enough(tmp_path: Path) -> None:

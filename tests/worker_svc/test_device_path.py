@@ -11,4 +11,4 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 
 def test_the_device_path_computes_and_never_waits() -> None:
     """Interpreted kernels under the engine of a GPU give the oracle's tokens, and no step reads a value back."""
-    check_interpreted(Path(__file__).parent / "interpreted")
+    check_interpreted(Path(__file__).parent / "interpreted" / "test_device_path.py")

@@ -4,10 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from protos.quire.plan.v1 import plan_pb2
+from services.streams.logprobs import read_scores
 from shared.columns import to_column
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.interpreted import check_interpreted
+from tests.quantised_checkpoints import make_pair
 from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.ranks import Ranks, ranks
@@ -82,3 +86,31 @@ def test_sampled_tokens_equal_those_of_one_process(
 
     assert found == expected
     assert (driver.num_drafted > 0) == (speculation != "off")
+
+
+@pytest.mark.parametrize("layout", ["gptq-int4", "gptq-int4-order", "ct-int8-channel"])
+def test_ranks_divide_quantised_checkpoints(layout: str, pair: Ranks, tmp_path: Path) -> None:
+    """Log-probabilities of a prompt are near those of one process, which rounds activations by other scales."""
+    folder = make_pair(layout, tmp_path).quantised
+    prompt = list(range(3, 43))
+    sampling = plan_pb2.SamplingParams(prompt_logprobs=0)
+
+    def logprobs(driver: Driver) -> torch.Tensor:
+        driver.chunk(driver.admit(prompt, sampling=sampling), len(prompt))
+        driver.step()
+        (section,) = driver.last_result.scores
+        return torch.tensor([scored.logprob for scored in read_scores(section.scores)])
+
+    expected = logprobs(Driver(make_engine(folder)))
+    with pair.driver(folder) as driver:
+        found = logprobs(driver)
+
+    assert len(found) == len(prompt) - 1
+    assert float((found - expected).abs().mean()) < 0.05
+
+
+@pytest.mark.release
+def test_the_device_path_of_two_ranks() -> None:
+    """Interpreted kernels under the engine of a GPU give the tokens of one process on two ranks."""
+    pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
+    check_interpreted(Path(__file__).parent / "interpreted" / "test_tensor_parallel.py")

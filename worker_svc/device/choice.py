@@ -15,15 +15,20 @@ from shared.config import ConfigError
 from shared.logging import get_logger
 
 
-def choose_device(wanted: str, local_rank: int = 0) -> torch.device:
+def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
     """Return the device that the setting names, and make a GPU the current device.
 
-    Rank `local_rank` of this machine's ranks takes the GPU that is as many places after the named one.
+    Rank `local_rank` of this machine's `local_size` ranks takes the GPU that is as many places after the named one.
 
     Raises:
         ConfigError: the setting is invalid, the device does not exist, or torch's allocator is not supported.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < num_gpus < local_size and not wanted.startswith("cpu"):
+        raise ConfigError(
+            f"tensor_parallel_size: {local_size} ranks on this machine need a GPU each, and it has {num_gpus}; give"
+            " fewer, or --device cpu"
+        )
     device = torch.device(name_device(wanted, num_gpus, local_rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
