@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _ROOT = Path(__file__).resolve().parent
-_WITH_SERVICES = {"chaos", "e2e"}
+_WITH_SERVICES = {"chaos", "console", "e2e"}
 """Folders whose tests start whole services."""
 
 

@@ -165,7 +165,7 @@ def _blocks(pool: BlockPool, tables: list[IndexArray], first_owner: int, num_own
         # Backwards, so that a shared block has its first owner.
         numbers = np.arange(first_owner, first_owner + len(tables))[::-1]
         owners[np.concatenate(tables[::-1])] = np.repeat(numbers, [len(table) for table in tables[::-1]])
-    references, owners = pool.references[::stride], owners[::stride]
+    references, owners = pool.references(stride), owners[::stride]
     states = np.where(references > 1, SHARED_STATE, HELD_STATE) + 2 * owners
     for reference, state in ((0, FREE_STATE), (CACHED, CACHED_STATE), (RETIRED, RETIRED_STATE)):
         states[references == reference] = state

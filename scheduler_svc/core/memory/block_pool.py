@@ -29,7 +29,7 @@ from scheduler_svc.core.memory.recency import RecencyQueue
 _RESERVE_PART = 32
 """Largest part of all blocks to evict before the memory is needed: one in this many."""
 CACHED, RETIRED = -1, -2
-"""States of blocks in `BlockPool.references`."""
+"""Results of `BlockPool.references`."""
 _CACHED = CACHED
 _FREE = 0
 _RETIRED = 1 << 40
@@ -73,10 +73,10 @@ class BlockPool:
         """Number of blocks that are neither free nor cached."""
         return self.num_blocks - self.num_available
 
-    @property
-    def references(self) -> IndexArray:
-        """By block: the number of tables that hold it; `RETIRED` and `CACHED` for blocks in these states."""
-        found: IndexArray = np.where(self._claims >= _RETIRED, RETIRED, self._claims).astype(np.intp)
+    def references(self, stride: int = 1) -> IndexArray:
+        """Return for every `stride`-th block the number of tables that hold it; `RETIRED`, `CACHED` in these states."""
+        claims = self._claims[::stride]
+        found: IndexArray = np.where(claims >= _RETIRED, RETIRED, claims)
         return found
 
     def take(self, count: int) -> IndexArray:
