@@ -149,6 +149,27 @@ def test_quantised_experts_are_near_the_exact_ones(tmp_path: Path) -> None:
     assert 0 < float(((rounded - exact).norm(dim=-1) / exact.norm(dim=-1)).max()) < 0.1
 
 
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.05), ("int4", 0.3)])
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "GPT2LMHeadModel", "Phi3ForCausalLM"])
+def test_decoders_of_transformers_are_quantised_too(
+    architecture: str, quantization: str, most: float, tmp_path: Path
+) -> None:
+    """Their linear layers, GPT-2's transposed ones included, cost what those of Quire's own code cost."""
+    folder = make_checkpoint(architecture, tmp_path, std=0.05)
+    tokens = [list(range(5, 5 + length)) for length in LENGTHS]
+    with cpu_kernels(LEVELS[-1]):
+        exact = logits_of(load(folder, dtype="float32"), tokens, torch.float32)
+        found = logits_of(load(folder, dtype="float32", quantization=quantization), tokens, torch.float32)
+
+    assert 0 < float((found - exact).norm() / exact.norm()) < most
+
+
+def test_fp8_weights_are_not_made_at_load(tmp_path: Path) -> None:
+    """The message says why, and what to use."""
+    with pytest.raises(ConfigError, match=r"quantization: fp8 weights are not made at load: .*; use int8 on a CPU"):
+        load(make_checkpoint("LlamaForCausalLM", tmp_path), quantization="fp8")
+
+
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantised_weights_serve(quantization: str, architecture: str, tmp_path: Path) -> None:
@@ -165,7 +186,7 @@ def test_quantised_weights_serve(quantization: str, architecture: str, tmp_path:
 @pytest.mark.parametrize(
     ("architecture", "sizes", "settings", "reason"),
     [
-        ("GPT2LMHeadModel", {}, {}, "is not supported for GPT2LMHeadModel"),
+        ("GPT2LMHeadModel", {}, {"dtype": "float16"}, "they support float32 and bfloat16, not float16"),
         ("LlamaForCausalLM", {}, {"dtype": "float16"}, "weights of type float32, bfloat16, not float16"),
         ("LlamaForCausalLM", {}, {"kv_cache_dtype": "fp8"}, "KV of type float32, bfloat16, int8, not fp8"),
         ("LlamaForCausalLM", {"head_dim": 24}, {}, "head_dim to be a multiple of 16, not 24"),

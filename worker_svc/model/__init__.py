@@ -14,6 +14,7 @@
 * `gguf`: reads GGUF files
 * `fingerprint`: identifies a loaded model
 * `hf`: decoders of `transformers` with our paged KV cache
+* `hf_packed`: their linear layers with quantised weights, on a CPU
 * `hf_attention`: the attention function that they call
 * `hf_trial`: compares their logits with those of their own attention
 * `loader`: loads a model from a configuration

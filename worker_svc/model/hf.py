@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from shared.config import ConfigError
 from shared.logging import get_logger
-from worker_svc.model import families, hf_trial
+from worker_svc.model import families, hf_packed, hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.config import decoder_config, text_config
 from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
@@ -122,6 +122,7 @@ def load(
     seed: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    quantization: str = "none",
 ) -> TransformersModel:
     """Load the decoder that config.json names, with its weights on `device`.
 
@@ -132,10 +133,13 @@ def load(
         seed: draw random weights with this seed instead of reading them; None: read them.
         dtype: type of weights and activations.
         device: the device of the model.
+        quantization: quantization of the weights: "none", "int8" or "int4".
 
     Raises:
-        ConfigError: the decoder does not support a paged KV cache, or the weights do not match config.json.
+        ConfigError: `quantization` is not available here, the decoder does not support a paged KV cache, or the weights
+            do not match config.json.
     """
+    kernels = None if quantization == "none" else hf_packed.choose_kernels(device, dtype, quantization)
     try:
         decoder = _read(folder, config, dtype) if seed is None else _draw(config, seed, dtype)
     except ConfigError:
@@ -158,6 +162,8 @@ def load(
         raise _refusal(architecture, f"its forward pass fails: {_first_line(error)}") from error
     if not distance <= hf_trial.TOLERANCE:
         raise _refusal(architecture, f"its logits with a paged KV cache differ from its own logits by {distance:.1%}")
+    if kernels is not None:
+        hf_packed.pack(decoder, quantization, kernels)
     return model
 
 

@@ -58,11 +58,14 @@ def build_model(
     Raises:
         ConfigError: no implementation supports the model, or the weights do not match config.json.
     """
+    if quantization == "fp8":
+        raise ConfigError(
+            "quantization: fp8 weights are not made at load: on a CPU int8 takes as much memory, is faster and more"
+            " exact, and on a GPU there are no products over them; use int8 on a CPU, or none"
+        )
     if not families.supports(architecture, config):
         from worker_svc.model import hf
 
-        if quantization != "none":
-            raise ConfigError(f"quantization: {quantization} is not supported for {architecture}; use none")
         if group is not None and group.size > 1:
             raise ConfigError(f"tensor_parallel_size: {group.size} is not supported for {architecture}; use 1")
         return hf.load(
@@ -72,6 +75,7 @@ def build_model(
             seed=_RANDOM_SEED if random_weights else None,
             dtype=dtype,
             device=device,
+            quantization=quantization,
         )
     decoder = families.own_config(config)
     if group is not None:

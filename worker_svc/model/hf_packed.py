@@ -1,0 +1,79 @@
+"""Quantised weights in decoders of `transformers` on a CPU: their linear layers run on packed products of `kernels`.
+
+The modules that compute linear layers are replaced after the trial of `hf`, which checks the decoder itself. The LM
+head has int8 weights for both kinds, as in `llama_packed`, and keeps its type if it is also the embedding. Routers of
+mixtures keep their type, and so do experts that a class holds in one tensor.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from kernels.linear import PackedLinear, quantise, quantise_int4
+from kernels.native.library import Native
+from kernels.native.serving import native
+from kernels.native.structures import FORMATS
+from shared.config import ConfigError
+from shared.logging import get_logger
+
+_ROUTERS = ("gate", "router")
+"""Last parts of the names of layers that choose experts."""
+
+
+class PackedModule(torch.nn.Module):
+    """Linear layer over packed weights."""
+
+    def __init__(self, linear: PackedLinear, kernels: Native) -> None:
+        super().__init__()
+        self._linear = linear
+        self._kernels = kernels
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to `x` `[..., inputs]`."""
+        rows = self._linear(x.reshape(-1, x.shape[-1]), self._kernels)
+        return rows.view(*x.shape[:-1], self._linear.outputs)
+
+
+def choose_kernels(device: torch.device, dtype: torch.dtype, quantization: str) -> Native:
+    """Return the native CPU kernels.
+
+    Raises:
+        ConfigError: they are not available for this device or type.
+    """
+    kernels = native() if device.type == "cpu" and dtype in FORMATS else None
+    if kernels is None:
+        reason = (
+            f"the device is {device.type}"
+            if device.type != "cpu"
+            else f"they support float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+            if dtype not in FORMATS
+            else "they are not built, failed their self-test (see the log), or are off (QUIRE_CPU_KERNELS)"
+        )
+        raise ConfigError(
+            f"quantization: {quantization} needs the native CPU kernels, which are not available: {reason}; use none"
+        )
+    return kernels
+
+
+def pack(decoder: PreTrainedModel, quantization: str, kernels: Native) -> None:
+    """Replace the linear layers of a decoder by packed ones, in place."""
+    head: Any = decoder.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embedding = decoder.get_input_embeddings()
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    num_packed = 0
+    for parent in list(decoder.modules()):
+        for name, module in list(parent.named_children()):
+            if name in _ROUTERS or (module is head and tied):
+                continue
+            if isinstance(module, torch.nn.Linear):
+                weight = module.weight
+            elif isinstance(module, Conv1D):  # GPT-2's linear layer, which holds the transposed weight
+                weight = module.weight.t().contiguous()
+            else:
+                continue
+            convert = quantise_int4 if quantization == "int4" and module is not head else quantise
+            setattr(parent, name, PackedModule(convert(weight.contiguous(), module.bias, kernels=kernels), kernels))
+            num_packed += 1
+    get_logger().info("weights: linear layers quantised", quantization=quantization, layers=num_packed)
