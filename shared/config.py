@@ -309,6 +309,12 @@ class FrontendConfig(_Checked):
             "plain",
         ),
     )
+    response_store_bytes: int = _option(
+        64 << 20,
+        "memory for responses that requests may continue with previous_response_id; 0: none are stored",
+        unit="bytes",
+        least=0,
+    )
     console: bool = _option(
         True, "serve the console, a web page for operators, at / of HTTP; its data needs the rights of an operator"
     )

@@ -17,21 +17,26 @@ from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
 from services.calls.load_reports import LoadReports
 from services.calls.texts import Texts
+from services.http.chat_run import ChatRunner
 from services.http.console.endpoints import ConsoleEndpoints
 from services.http.console.page import page_routes
 from services.http.cross_origin import CrossOriginPolicy, middleware_of
 from services.http.embeddings import EmbeddingEndpoint
 from services.http.endpoint import Endpoints, Handler
-from services.http.errors import make_answer
+from services.http.errors import MESSAGES, RESPONSES, Dialect, make_answer
 from services.http.generation import GenerationEndpoints
 from services.http.load_header import LoadHeader
+from services.http.messages.endpoint import MessagesEndpoints
 from services.http.openapi import PAGE, describe
 from services.http.probes import Families, probe_routes
+from services.http.responses.endpoint import ResponsesEndpoints
 from services.http.texts import TextEndpoints
 from services.parsers import FAMILIES, Family, choose_family
 
-_OPENAI_PATHS = {"/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"}
-"""Paths that clients of OpenAI's API append to a base URL."""
+_CLIENT_PATHS = frozenset(
+    ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
+)
+"""Paths that clients append to a base URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,10 @@ def make_api(
 ) -> HttpApi:
     """Return the application of one front-end process."""
     endpoints = Endpoints(calls, services.metrics.http_ended, principals)
-    generation = GenerationEndpoints(services, generator, _family_of(services))
+    family = _family_of(services)
+    generation = GenerationEndpoints(services, generator, family)
+    runner = ChatRunner(services, generator, family)
+    responses, messages = ResponsesEndpoints(services, runner), MessagesEndpoints(services, runner, texts)
     embedding = EmbeddingEndpoint(services, embedder)
     text = TextEndpoints(services, texts)
     served: list[tuple[str, str, Handler]] = [
@@ -71,9 +79,20 @@ def make_api(
         ("POST", "/tokenize", text.tokenize),
         ("POST", "/detokenize", text.detokenize),
     ]
+    others: list[tuple[str, str, Handler, Dialect]] = [
+        ("POST", "/v1/responses", responses.create, RESPONSES),
+        ("GET", "/v1/responses/{id}", responses.get, RESPONSES),
+        ("DELETE", "/v1/responses/{id}", responses.delete, RESPONSES),
+        ("POST", "/v1/messages", messages.create, MESSAGES),
+        ("POST", "/v1/messages/count_tokens", messages.count_tokens, MESSAGES),
+    ]
     if services.config.console:
         served += ConsoleEndpoints(services.link, trace_url=services.config.console_trace_url).served()
     routes = [Route(path, endpoints.endpoint(path, handler), methods=[method]) for method, path, handler in served]
+    routes += [
+        Route(path, endpoints.endpoint(path, handler, dialect), methods=[method])
+        for method, path, handler, dialect in others
+    ]
     routes += probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families)
     routes += [Route("/openapi.json", _openapi), Route("/docs", _docs)]
     if services.config.console:
@@ -115,7 +134,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         path = request.url.path
-        if f"/v1{path}" in _OPENAI_PATHS:
+        if f"/v1{path}" in _CLIENT_PATHS:
             message = f"{path}: not found; use /v1{path}, that is, a base URL that ends with /v1"
         else:
             message = f"{path}: not found; /docs lists all paths"

@@ -1,6 +1,7 @@
 """Parses and checks request bodies; errors name the field as the client wrote it."""
 
 import difflib
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -70,6 +71,15 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
         ) from None
     _refuse_duplicates(raw)
     return body
+
+
+def checked(kind: type[BodyT], content: dict[str, Any]) -> BodyT:
+    """Return a body of one API that was made from a body of another.
+
+    Raises:
+        InvalidRequestError: a field is invalid.
+    """
+    return parse(kind, json.dumps(content).encode())
 
 
 def _refuse_duplicates(raw: bytes) -> None:

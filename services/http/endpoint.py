@@ -45,6 +45,7 @@ MAX_TIMEOUT_S = 365 * 24 * 3600.0
 
 _JSON = b"application/json"
 _EVENTS = b"text/event-stream; charset=utf-8"
+_DONE = b"data: [DONE]\n\n"
 _CANCELLED = "CANCELLED"
 
 
@@ -55,8 +56,25 @@ class ClientGoneError(Exception):
 class Exchange:
     """A request, and the methods that answer it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, route: str = "") -> None:
-        """Create the exchange; `route` is the configured path with names of parameters."""
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        route: str = "",
+        dialect: errors.Dialect = errors.COMPLETIONS,
+    ) -> None:
+        """Create the exchange.
+
+        Args:
+            scope: ASGI's description of the request.
+            receive: receives its messages.
+            send: sends messages.
+            route: the configured path with names of parameters.
+            dialect: how errors are written.
+        """
+        self._dialect = dialect
         self.path: str = scope["path"]
         self.scheme: str = scope.get("scheme", "http")
         self.method: str = scope.get("method", "")
@@ -84,6 +102,12 @@ class Exchange:
             arrival=self.arrival,
             deadline=self.deadline,
         )
+
+    @property
+    def authorization(self) -> str:
+        """The Authorization header; Anthropic's clients send the token in `x-api-key`."""
+        key = self.headers.get("x-api-key", "")
+        return self.headers.get("authorization", "") or (f"Bearer {key}" if key else "")
 
     def _operation(self) -> Operation:
         """Return the span name and attributes, by OpenTelemetry's conventions for HTTP."""
@@ -193,11 +217,13 @@ class Exchange:
             self._streaming = True
             await self._start(200, _EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        await self._send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+        name = f"event: {content['type']}\n" if self._dialect.names_events else ""
+        body = f"{name}data: {text}\n\n".encode()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self) -> None:
         """End the stream of events."""
-        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        await self._send({"type": "http.response.body", "body": b"" if self._dialect.names_events else _DONE})
 
     async def fail(self, error: QuireError) -> None:
         """Report an error to the client in the form that the state of the answer still permits."""
@@ -205,9 +231,9 @@ class Exchange:
             async with asyncio.timeout(FINAL_WRITE_TIMEOUT_S):
                 if not self.started:
                     status, headers = errors.status_of(error), errors.headers_of(error)
-                    await self.answer(errors.answer_of(error), status=status, headers=headers)
+                    await self.answer(self._dialect.error(error), status=status, headers=headers)
                 elif self._streaming and not isinstance(error, StalledReaderError):
-                    await self.event(errors.answer_of(error))
+                    await self.event(self._dialect.error_event(error))
                     await self.end_events()
                 else:
                     await self.abort()
@@ -257,9 +283,9 @@ class Endpoints:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def endpoint(self, name: str, handler: Handler) -> "Endpoint":
+    def endpoint(self, name: str, handler: Handler, dialect: errors.Dialect = errors.COMPLETIONS) -> "Endpoint":
         """Return the application for one path; `name` is the path in metrics."""
-        return Endpoint(self, name, handler)
+        return Endpoint(self, name, handler, dialect)
 
     async def drain(self, grace_s: float) -> None:
         """Reject new calls, let running ones finish within the grace period, then cancel them."""
@@ -295,7 +321,7 @@ class Endpoints:
             with self._calls.track():
                 if self._stopping:
                     raise _shutting_down()
-                authorization = exchange.headers.get("authorization", "")
+                authorization = exchange.authorization
                 CURRENT.set(self._principals.identify(authorization, exchange.certificate_names))
                 exchange.read_deadline()
                 async with asyncio.timeout_at(_loop_time(exchange.deadline)):
@@ -325,14 +351,15 @@ class Endpoints:
 class Endpoint:
     """ASGI application of one path."""
 
-    def __init__(self, endpoints: Endpoints, name: str, handler: Handler) -> None:
+    def __init__(self, endpoints: Endpoints, name: str, handler: Handler, dialect: errors.Dialect) -> None:
+        self._dialect = dialect
         self._endpoints = endpoints
         self._name = name
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        exchange = Exchange(scope, receive, send, route=self._name)
+        exchange = Exchange(scope, receive, send, route=self._name, dialect=self._dialect)
         await self._endpoints.serve(self._name, self._handler, exchange)
 
 

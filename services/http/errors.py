@@ -6,7 +6,8 @@ clients find in ErrorInfo, in lower case.
 
 import math
 from collections.abc import Callable
-from typing import TypedDict
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from shared.errors import (
     FieldViolation,
@@ -32,6 +33,17 @@ _STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types of errors of the Messages API, by status."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
@@ -88,6 +100,35 @@ def make_answer(status: int, message: str, *, param: str | None = None, code: st
     """Return the body of an error with this status."""
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How an API writes errors and ends streams."""
+
+    error: Callable[[QuireError], Any] = answer_of
+    """Returns the body of an error."""
+    error_event: Callable[[QuireError], Any] = answer_of
+    """Returns the event of an error within a stream."""
+    names_events: bool = False
+    """Whether each event has its type as its name, and the stream ends without "[DONE]"."""
+
+
+def _responses_event(error: QuireError) -> dict[str, Any]:
+    body = answer_of(error)["error"]
+    return {"type": "error", "code": body["code"], "message": body["message"], "param": body["param"]}
+
+
+def _messages_error(error: QuireError) -> dict[str, Any]:
+    status = status_of(error)
+    kind = _MESSAGES_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+COMPLETIONS = Dialect()
+"""Completions, chat and everything else of OpenAI's."""
+RESPONSES = Dialect(error_event=_responses_event, names_events=True)
+MESSAGES = Dialect(error=_messages_error, error_event=_messages_error, names_events=True)
 
 
 def headers_of(error: QuireError) -> dict[str, str]:

@@ -12,6 +12,7 @@ from services.calls.generation import Generator
 from services.calls.tracing import part_of, request_span
 from services.http.answers import Answer
 from services.http.bodies import parse
+from services.http.chat_run import begins_in_reasoning
 from services.http.endpoint import Exchange
 from services.http.errors import with_http_names
 from services.http.identity import choose_model, choose_request_id
@@ -22,9 +23,6 @@ from services.http.whole_answer import WholeAnswer
 from services.parsers import Family
 from shared import span_names
 from shared.errors import FieldViolation, InvalidRequestError, QuireError, StalledReaderError
-
-_MARKER_TOKENS = 12
-"""Tokens at the end of a prompt that are searched for the marker at which reasoning begins."""
 
 
 class GenerationEndpoints:
@@ -134,11 +132,8 @@ class GenerationEndpoints:
 
     def _begin(self, answer: Answer, prompt: int, token_ids: Sequence[int]) -> None:
         """Record the prompt of a stream: its length, and whether the output begins within reasoning."""
-        think = self._family.think
-        token_bytes = self._services.tokenizer.token_bytes
-        # A marker is one token or a few, and templates write a newline behind it.
-        end = b"".join(token_bytes(token) for token in token_ids[-_MARKER_TOKENS:]).decode(errors="replace")
-        answer.begin_prompt(prompt, len(token_ids), reasons=bool(think) and end.rstrip().endswith(think))
+        reasons = begins_in_reasoning(self._services, self._family, token_ids)
+        answer.begin_prompt(prompt, len(token_ids), reasons=reasons)
 
     async def _generate(
         self, caller: Caller, prepared: Prepared, send: Send, prompt_encoded: Callable[[Sequence[int]], None]

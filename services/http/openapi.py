@@ -6,6 +6,8 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from quire import __version__
+from services.http.messages.schema import CountTokensBody, MessagesBody
+from services.http.responses.schema import ResponsesBody
 from services.http.schema import Body, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 
 _REF = "#/components/schemas/{model}"
@@ -96,6 +98,27 @@ _ANSWERS: dict[str, dict[str, Any]] = {
             ),
         }
     ),
+    "Response": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "response"},
+            "status": {"enum": ["completed", "incomplete"]},
+            "output": _list({"type": "object"}),
+            "usage": _object({"input_tokens": _INT, "output_tokens": _INT, "total_tokens": _INT}),
+        }
+    ),
+    "AssistantMessage": _object(
+        {
+            "id": _STRING,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "content": _list({"type": "object"}),
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+            "usage": _object({"input_tokens": _INT, "output_tokens": _INT}),
+        }
+    ),
+    "TokenCount": _object({"input_tokens": _INT}),
+    "MessagesError": _object({"type": {"const": "error"}, "error": _object({"type": _STRING, "message": _STRING})}),
     "Models": _object({"object": {"const": "list"}, "data": _list(_MODEL)}),
     "Model": _MODEL,
     "Tokens": _object({"count": _INT, "max_model_len": _INT, "tokens": _list(_INT)}),
@@ -138,6 +161,9 @@ _TIMEOUT = {
 _POSTS: list[tuple[str, str, type[Body], str, bool]] = [
     ("/v1/chat/completions", "Continue a conversation", ChatBody, "ChatCompletion", True),
     ("/v1/completions", "Continue a prompt", CompletionBody, "Completion", True),
+    ("/v1/responses", "Continue a conversation, in OpenAI's Responses API", ResponsesBody, "Response", True),
+    ("/v1/messages", "Continue a conversation, in Anthropic's Messages API", MessagesBody, "AssistantMessage", True),
+    ("/v1/messages/count_tokens", "Count the tokens of a conversation", CountTokensBody, "TokenCount", False),
     ("/v1/embeddings", "Turn texts into vectors", EmbeddingBody, "Embeddings", False),
     ("/tokenize", "Text or a conversation into token ids", TokenizeBody, "Tokens", False),
     ("/detokenize", "Token ids into text", DetokenizeBody, "Text", False),
@@ -160,7 +186,8 @@ def describe() -> dict[str, Any]:
     _, definitions = models_json_schema([(body, "validation") for _, _, body, _, _ in _POSTS], ref_template=_REF)
     paths: dict[str, Any] = {}
     for path, summary, body, answer, streams in _POSTS:
-        paths[path] = {"post": _operation(summary, answer, body=body, streams=streams)}
+        error = "MessagesError" if path.startswith("/v1/messages") else "Error"
+        paths[path] = {"post": _operation(summary, answer, body=body, streams=streams, error=error)}
     for path, summary, answer, parameter in _GETS:
         paths[path] = {"get": _operation(summary, answer, parameter=parameter)}
     for path, summary in _TEXTS:
@@ -181,17 +208,23 @@ def describe() -> dict[str, Any]:
 
 
 def _operation(
-    summary: str, answer: str, *, body: type[Body] | None = None, streams: bool = False, parameter: str = ""
+    summary: str,
+    answer: str,
+    *,
+    body: type[Body] | None = None,
+    streams: bool = False,
+    parameter: str = "",
+    error: str = "Error",
 ) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _REF.format(model=answer)}}}
     if streams:
-        content["text/event-stream"] = {"schema": _STRING}
-    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+        content["text/event-stream"] = {"schema": {}}
+    failure = {"application/json": {"schema": {"$ref": _REF.format(model=error)}}}
     operation: dict[str, Any] = {
         "summary": summary,
         "responses": {
             "200": {"description": "done", "content": content},
-            **{str(status): {"description": text, "content": error} for status, text in _ERRORS.items()},
+            **{str(status): {"description": text, "content": failure} for status, text in _ERRORS.items()},
         },
     }
     if parameter:

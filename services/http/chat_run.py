@@ -1,0 +1,118 @@
+"""Runs a chat for the Responses and the Messages API, which differ in what they read and write."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from quire.v1 import generation_pb2 as v1
+from services.calls.context import Services
+from services.calls.generation import Generator
+from services.http.endpoint import Exchange
+from services.http.errors import with_http_names
+from services.http.identity import choose_model
+from services.http.output import ChatOutput
+from services.http.prompts import Prepared, prepare_chat
+from services.http.schema import ChatBody
+from services.parsers import Family
+from shared.errors import QuireError, StalledReaderError
+
+_MARKER_TOKENS = 12
+"""Tokens at the end of a prompt that are searched for the marker at which reasoning begins."""
+
+Json = dict[str, Any]
+
+
+class ChatAnswer(Protocol):
+    """What writes an output in the form of an API."""
+
+    output: ChatOutput
+
+    def begin(self) -> Iterator[Json]:
+        """Yield the events before the output."""
+
+    def events(self, message: v1.GenerateResponse, /) -> Iterator[Json]:
+        """Yield the events of the generator's next message."""
+
+
+class ChatRunner:
+    """Runs chats of one front-end process."""
+
+    def __init__(self, services: Services, generator: Generator, family: Family) -> None:
+        """Create a runner; `family` is how the model writes reasoning and tool calls."""
+        self._services = services
+        self._generator = generator
+        self._family = family
+
+    def prepare(self, make: Callable[[], ChatBody], request_id: str, fields: Mapping[str, str]) -> Prepared:
+        """Return the request of the chat that `make` returns; errors have the names of `fields`.
+
+        Raises:
+            QuireError: the chat is invalid, or names another model.
+        """
+        try:
+            chat = make()
+            choose_model(self._services, chat.model)
+            prepared = prepare_chat(chat, request_id, self._family)
+        except QuireError as error:
+            raise with_http_names(error, lambda path: _renamed(path, fields)) from None
+        return prepared
+
+    async def run(
+        self,
+        exchange: Exchange,
+        prepared: Prepared,
+        answer: ChatAnswer,
+        fields: Mapping[str, str],
+        whole: Callable[[], Json],
+        *,
+        stream: bool,
+    ) -> None:
+        """Generate the output, and send its events or the whole answer.
+
+        Raises:
+            QuireError: the request failed.
+        """
+        begun = False
+
+        async def send(message: v1.GenerateResponse) -> None:
+            nonlocal begun
+            events = [] if begun else [*answer.begin()]
+            begun = True
+            for event in [*events, *answer.events(message)]:
+                if stream:
+                    await exchange.event(event)
+
+        def encoded(token_ids: Sequence[int]) -> None:
+            reasons = begins_in_reasoning(self._services, self._family, token_ids)
+            answer.output.begin(len(token_ids), reasons=reasons)
+
+        try:
+            await self._generator.run(prepared.request, exchange.caller(), send, prompt_encoded=encoded)
+        except QuireError as error:
+            raise with_http_names(error, lambda path: _renamed(prepared.names(path), fields)) from None
+        if not stream:
+            await exchange.answer(whole())
+            return
+        try:
+            async with asyncio.timeout(self._services.config.stall_timeout_s or None):
+                await exchange.end_events()
+        except TimeoutError:
+            raise StalledReaderError(
+                "the client read no data for too long; read the stream without long pauses"
+            ) from None
+
+
+def begins_in_reasoning(services: Services, family: Family, token_ids: Sequence[int]) -> bool:
+    """Return whether a prompt ends with the marker at which reasoning begins."""
+    if not family.think:
+        return False
+    # A marker is one token or a few, and templates write a newline behind it.
+    token_bytes = services.tokenizer.token_bytes
+    end = b"".join(token_bytes(token) for token in token_ids[-_MARKER_TOKENS:]).decode(errors="replace")
+    return end.rstrip().endswith(family.think)
+
+
+def _renamed(path: str, fields: Mapping[str, str]) -> str:
+    """Return the name of a field in another API; the parts of a renamed field have no names."""
+    first = path.partition("[")[0].partition(".")[0]
+    return fields.get(first, path)

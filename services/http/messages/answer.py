@@ -1,0 +1,114 @@
+"""Writes an output as events of the Messages API, and as the whole message."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from quire.v1 import generation_pb2 as v1
+from services.http.output import ChatOutput
+from services.parsers import CallArguments, CallBegun, Content, Event, Reasoning
+
+Json = dict[str, Any]
+
+
+class MessagesAnswer:
+    """One message: a list of content blocks, each of which begins, grows and ends."""
+
+    def __init__(self, message_id: str, model: str, output: ChatOutput) -> None:
+        self._id = message_id
+        self._model = model
+        self.output = output
+        self._blocks: list[Json] = []
+        self._open = False
+        """Whether the last block has not ended."""
+        self._arguments: dict[int, str] = {}
+        """Arguments of each use of a tool as JSON text, by block."""
+
+    def begin(self) -> Iterator[Json]:
+        """Yield the event before the output."""
+        message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": message | {"usage": self._usage() | {"output_tokens": 0}}}
+
+    def events(self, response: v1.GenerateResponse) -> Iterator[Json]:
+        """Yield the events of the generator's next message."""
+        for event in self.output.take(response):
+            yield from self._piece(event)
+        if self.output.finished is not None:
+            yield from self._end_block()
+            yield {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+            yield {"type": "message_stop"}
+
+    def message(self) -> Json:
+        """Return the whole message."""
+        blocks = [
+            block | {"input": _parsed(self._arguments.get(index, ""))} if block["type"] == "tool_use" else block
+            for index, block in enumerate(self._blocks)
+        ]
+        return {**self._head(), "content": blocks, **self._stop(), "usage": self._usage()}
+
+    def _piece(self, event: Event) -> Iterator[Json]:
+        match event:
+            case Reasoning():
+                yield from self._text("thinking", "thinking_delta", event.text)
+            case Content():
+                yield from self._text("text", "text_delta", event.text)
+            case CallBegun():
+                yield from self._begin_block({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
+            case CallArguments():
+                index = len(self._blocks) - 1
+                self._arguments[index] = self._arguments.get(index, "") + event.text
+                yield self._delta({"type": "input_json_delta", "partial_json": event.text})
+
+    def _text(self, kind: str, delta: str, text: str) -> Iterator[Json]:
+        """Add text to the last block if it is of this kind; otherwise to a new one."""
+        if not self._open or self._blocks[-1]["type"] != kind:
+            yield from self._begin_block({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
+        self._blocks[-1][kind] += text
+        yield self._delta({"type": delta, kind: text})
+
+    def _begin_block(self, block: Json) -> Iterator[Json]:
+        yield from self._end_block()
+        self._blocks.append(block)
+        self._open = True
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+
+    def _end_block(self) -> Iterator[Json]:
+        if self._open:
+            self._open = False
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _head(self) -> Json:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+
+    def _stop(self) -> Json:
+        finished = self.output.finished
+        if finished is not None and finished.WhichOneof("stop") == "stop_string":
+            return {"stop_reason": "stop_sequence", "stop_sequence": finished.stop_string}
+        reason = "max_tokens" if self.output.reached_limit else "tool_use" if self._calls_tools() else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _calls_tools(self) -> bool:
+        return any(block["type"] == "tool_use" for block in self._blocks)
+
+    def _usage(self) -> Json:
+        cached = self.output.cached_tokens
+        return {
+            "input_tokens": self.output.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self.output.output_tokens,
+        }
+
+
+def _parsed(arguments: str) -> Json:
+    """Return the arguments as an object; without a valid one, what there is under the key "incomplete"."""
+    if not arguments:
+        return {}
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return {"incomplete": arguments}
+    return parsed if isinstance(parsed, dict) else {"incomplete": arguments}

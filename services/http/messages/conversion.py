@@ -1,0 +1,94 @@
+"""Converts a Messages request to a chat: blocks become messages of their own, tools those of chat completions."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from services.http.bodies import checked
+from services.http.messages.schema import Block, CountTokensBody, MessagesBody, Turn
+from services.http.schema import ChatBody
+from shared.errors import FieldViolation, InvalidRequestError
+
+Json = dict[str, Any]
+
+FIELDS = {"stop": "stop_sequences"}
+"""Names of this API for fields of a chat, in errors."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def to_chat(body: CountTokensBody) -> ChatBody:
+    """Return the chat.
+
+    Raises:
+        InvalidRequestError: a block is not supported.
+    """
+    messages: list[Json] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+    for number, turn in enumerate(body.messages):
+        messages += _messages(turn, f"messages[{number}]")
+    chat: Json = {"model": body.model, "messages": messages}
+    if body.tools:
+        chat["tools"] = [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+            }
+            for tool in body.tools
+        ]
+        choice = body.tool_choice
+        if choice is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            chat["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
+            chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.thinking is not None:
+        chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    if isinstance(body, MessagesBody):
+        chat |= {
+            "max_tokens": body.max_tokens,
+            "stop": body.stop_sequences,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+        }
+    return checked(ChatBody, chat)
+
+
+def _messages(turn: Turn, field: str) -> Iterator[Json]:
+    if isinstance(turn.content, str):
+        yield {"role": turn.role, "content": turn.content}
+        return
+    texts: list[str] = []
+    calls: list[Json] = []
+    for number, block in enumerate(turn.content):
+        match block.type:
+            case "text":
+                texts.append(block.text)
+            case "tool_use":
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case "tool_result":
+                result = _text(block.content or "", f"{field}.content[{number}].content")
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+            case "thinking" | "redacted_thinking":
+                pass  # models do not read their reasoning of earlier turns
+            case _:
+                raise _unsupported(block, f"{field}.content[{number}]")
+    if calls:
+        yield {"role": turn.role, "content": "".join(texts) or None, "tool_calls": calls}
+    elif texts:
+        yield {"role": turn.role, "content": "".join(texts)}
+
+
+def _text(content: str | list[Block], field: str) -> str:
+    if isinstance(content, str):
+        return content
+    for number, block in enumerate(content):
+        if block.type != "text":
+            raise _unsupported(block, f"{field}[{number}]")
+    return "".join(block.text for block in content)
+
+
+def _unsupported(block: Block, field: str) -> InvalidRequestError:
+    what = f"blocks of type {block.type[:64]!r} are not supported, because the server reads text only"
+    return InvalidRequestError(FieldViolation(f"{field}.type", f"{what}; send text, tool_use and tool_result"))

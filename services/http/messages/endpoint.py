@@ -1,0 +1,41 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`."""
+
+from functools import partial
+
+from quire.v1 import generation_pb2 as v1
+from services.calls.context import Services
+from services.calls.texts import Texts
+from services.http.bodies import parse
+from services.http.chat_run import ChatRunner
+from services.http.endpoint import Exchange
+from services.http.messages.answer import MessagesAnswer
+from services.http.messages.conversion import FIELDS, to_chat
+from services.http.messages.schema import CountTokensBody, MessagesBody
+from services.http.output import ChatOutput
+from shared.ids import draw_request_id
+
+
+class MessagesEndpoints:
+    """Endpoints of the Messages API."""
+
+    def __init__(self, services: Services, runner: ChatRunner, texts: Texts) -> None:
+        self._services = services
+        self._runner = runner
+        self._texts = texts
+
+    async def create(self, exchange: Exchange) -> None:
+        """Serve `/v1/messages`."""
+        body = parse(MessagesBody, await exchange.body())
+        request_id = exchange.request_id = draw_request_id()
+        prepared = self._runner.prepare(partial(to_chat, body), request_id, FIELDS)
+        model = self._services.served_model().name
+        answer = MessagesAnswer(f"msg_{request_id}", model, ChatOutput(prepared.new_parser))
+        run = self._runner.run(exchange, prepared, answer, FIELDS, answer.message, stream=body.stream)
+        await exchange.run_until_disconnect(run)
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        """Serve `/v1/messages/count_tokens`."""
+        body = parse(CountTokensBody, await exchange.body())
+        prepared = self._runner.prepare(partial(to_chat, body), draw_request_id(), FIELDS)
+        response = await self._texts.tokenize(v1.TokenizeRequest(chat=prepared.request.chat))
+        await exchange.answer({"input_tokens": len(response.token_ids)})

@@ -1,0 +1,170 @@
+"""Writes an output as events of the Responses API, and as the whole response."""
+
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from quire.v1 import generation_pb2 as v1
+from services.http.output import ChatOutput
+from services.http.responses.schema import ResponsesBody
+from services.parsers import CallArguments, CallBegun, Content, Event, Reasoning
+
+Json = dict[str, Any]
+
+
+class ResponsesAnswer:
+    """One response: a list of output items, each of which begins, grows and ends."""
+
+    def __init__(self, body: ResponsesBody, response_id: str, model: str, output: ChatOutput) -> None:
+        """Start a response.
+
+        Args:
+            body: the request.
+            response_id: the id of the response.
+            model: name of the model.
+            output: takes the generator's messages.
+        """
+        self._body = body
+        self._id = response_id
+        self._model = model
+        self.output = output
+        self._created = int(time.time())
+        self._items: list[Json] = []
+        self._open = False
+        """Whether the last item has not ended."""
+        self._sequence = 0
+
+    def begin(self) -> Iterator[Json]:
+        """Yield the events before the output."""
+        for name in ("response.created", "response.in_progress"):
+            yield self._event(name, response=self.response("in_progress"))
+
+    def events(self, message: v1.GenerateResponse) -> Iterator[Json]:
+        """Yield the events of the generator's next message."""
+        for event in self.output.take(message):
+            yield from self._piece(event)
+        if self.output.finished is not None:
+            yield from self._end_item()
+            status = "incomplete" if self.output.reached_limit else "completed"
+            yield self._event(f"response.{status}", response=self.response(status))
+
+    def response(self, status: str = "") -> Json:
+        """Return the whole response so far; by default the finished one."""
+        body, output = self._body, self.output
+        status = status or ("incomplete" if output.reached_limit else "completed")
+        usage = None
+        if status != "in_progress":
+            usage = {
+                "input_tokens": output.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": output.cached_tokens},
+                "output_tokens": output.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
+                "total_tokens": output.prompt_tokens + output.output_tokens,
+            }
+        form = body.text.format if body.text is not None else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": [dict(item) for item in self._items],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "store": body.store,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": _tool_choice(body),
+            "tools": [tool.model_dump() | {"strict": True} for tool in body.tools or () if tool.type == "function"],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+            "user": body.user,
+        }
+
+    def _piece(self, event: Event) -> Iterator[Json]:
+        match event:
+            case Reasoning():
+                yield from self._text("reasoning", "reasoning_text", event.text)
+            case Content():
+                yield from self._text("message", "output_text", event.text)
+            case CallBegun():
+                yield from self._end_item()
+                yield from self._add_item(
+                    {
+                        "id": f"fc_{secrets.token_hex(16)}",
+                        "type": "function_call",
+                        "status": "in_progress",
+                        "call_id": event.id,
+                        "name": event.name,
+                        "arguments": "",
+                    }
+                )
+            case CallArguments():
+                self._items[-1]["arguments"] += event.text
+                yield self._item_event("response.function_call_arguments.delta", delta=event.text)
+
+    def _text(self, kind: str, part: str, text: str) -> Iterator[Json]:
+        """Add text to the last item if it is of this kind; otherwise to a new one."""
+        if not self._open or self._items[-1]["type"] != kind:
+            yield from self._end_item()
+            item: Json = {"id": f"{'rs' if kind == 'reasoning' else 'msg'}_{secrets.token_hex(16)}", "type": kind}
+            if kind == "reasoning":
+                item["summary"] = []
+            else:
+                item["role"] = "assistant"
+            yield from self._add_item(item | {"status": "in_progress", "content": []})
+            self._items[-1]["content"] = [_part(part, "")]
+            yield self._item_event("response.content_part.added", content_index=0, part=_part(part, ""))
+        self._items[-1]["content"][0]["text"] += text
+        extra: Json = {"logprobs": []} if kind == "message" else {}
+        yield self._item_event(f"response.{part}.delta", content_index=0, delta=text, **extra)
+
+    def _add_item(self, item: Json) -> Iterator[Json]:
+        self._items.append(item)
+        self._open = True
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item))
+
+    def _end_item(self) -> Iterator[Json]:
+        if not self._open:
+            return
+        self._open = False
+        item = self._items[-1]
+        if item["type"] == "function_call":
+            arguments = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._item_event("response.function_call_arguments.done", **arguments)
+        else:
+            part = item["content"][0]
+            extra: Json = {"logprobs": []} if item["type"] == "message" else {}
+            yield self._item_event(f"response.{part['type']}.done", content_index=0, text=part["text"], **extra)
+            yield self._item_event("response.content_part.done", content_index=0, part=dict(part))
+        cut_off = self.output.reached_limit and self.output.finished is not None
+        item["status"] = "incomplete" if cut_off else "completed"
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
+
+    def _item_event(self, event: str, /, **fields: object) -> Json:
+        return self._event(event, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
+
+    def _event(self, event: str, /, **fields: object) -> Json:
+        content = {"type": event, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return content
+
+
+def _part(kind: str, text: str) -> Json:
+    part: Json = {"type": kind, "text": text}
+    return part | {"annotations": [], "logprobs": []} if kind == "output_text" else part
+
+
+def _tool_choice(body: ResponsesBody) -> str | Json:
+    if body.tool_choice is None:
+        return "auto"
+    return body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()

@@ -1,0 +1,118 @@
+"""Converts a Responses request to a chat: items become messages, tools and formats those of chat completions."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from services.http.bodies import checked
+from services.http.responses.schema import InputItem, InputPart, NamedResponseTool, ResponsesBody
+from services.http.schema import ChatBody
+from shared.errors import FieldViolation, InvalidRequestError
+
+Json = dict[str, Any]
+
+FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+"""Names of this API for fields of a chat, in errors."""
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "refusal")
+
+
+def to_chat(body: ResponsesBody, earlier: list[Json]) -> ChatBody:
+    """Return the chat; `earlier` are the messages of the previous response's conversation, without instructions.
+
+    Raises:
+        InvalidRequestError: an item or a tool is not supported.
+    """
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    chat: Json = {
+        "model": body.model,
+        "messages": [*messages, *earlier, *to_messages(body.input)],
+        "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+    }
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+        }
+        for tool in _functions(body)
+    ]
+    if tools:
+        chat |= {"tools": tools, "tool_choice": _tool_choice(body.tool_choice)}
+    form = body.text.format if body.text is not None else None
+    if form is not None and form.type != "text":
+        chat["response_format"] = {"type": form.type}
+        if form.type == "json_schema":
+            if form.schema_ is None:
+                raise InvalidRequestError(FieldViolation("text.format.schema", "missing; it is required"))
+            chat["response_format"]["json_schema"] = {"schema": form.schema_}
+    return checked(ChatBody, chat)
+
+
+def to_messages(items: str | Iterable[InputItem]) -> list[Json]:
+    """Return the items as messages of a chat; calls of one turn are one message.
+
+    Raises:
+        InvalidRequestError: an item is not supported.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[Json] = []
+    for number, item in enumerate(items):
+        for message in _message(item, f"input[{number}]"):
+            last = messages[-1] if messages else {}
+            if message.get("tool_calls") and last.get("role") == "assistant":
+                last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+            else:
+                messages.append(message)
+    return messages
+
+
+def _message(item: InputItem, field: str) -> Iterator[Json]:
+    match item.type:
+        case "message":
+            if not item.role:
+                raise InvalidRequestError(FieldViolation(f"{field}.role", "missing; it is required"))
+            yield {"role": item.role, "content": _text(item.content, f"{field}.content")}
+        case "function_call":
+            function = {"name": item.name, "arguments": item.arguments}
+            calls = [{"id": item.call_id, "type": "function", "function": function}]
+            yield {"role": "assistant", "content": None, "tool_calls": calls}
+        case "function_call_output":
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{field}.output")}
+        case "reasoning":
+            pass  # models do not read their reasoning of earlier turns
+        case _:
+            what = f"items of type {item.type[:64]!r} are not supported"
+            remedy = "send messages, function_call, function_call_output and reasoning"
+            raise InvalidRequestError(FieldViolation(f"{field}.type", f"{what}; {remedy}"))
+
+
+def _text(content: str | list[InputPart] | None, field: str) -> str:
+    if content is None:
+        raise InvalidRequestError(FieldViolation(field, "missing; give a text"))
+    if isinstance(content, str):
+        return content
+    for number, part in enumerate(content):
+        if part.type not in _TEXTS:
+            what = f"parts of type {part.type[:64]!r} are not supported, because the server reads text only"
+            raise InvalidRequestError(FieldViolation(f"{field}[{number}].type", f"{what}; send text parts"))
+    return "".join(part.text for part in content)
+
+
+def _functions(body: ResponsesBody) -> Iterator[Any]:
+    """Yield the functions among the tools. Tools that OpenAI's servers run are left out: the model cannot call them."""
+    for number, tool in enumerate(body.tools or ()):
+        if tool.type == "custom":
+            raise InvalidRequestError(
+                FieldViolation(f"tools[{number}].type", "'custom' is not supported; use a function with one string")
+            )
+        if tool.type == "function":
+            yield tool
+
+
+def _tool_choice(choice: str | NamedResponseTool | None) -> str | Json | None:
+    if isinstance(choice, NamedResponseTool):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice

@@ -1,0 +1,77 @@
+"""`/v1/responses`: creates, returns and deletes responses."""
+
+from functools import partial
+
+from services.access.principals import CURRENT
+from services.calls.context import Services
+from services.http.bodies import parse
+from services.http.chat_run import ChatRunner
+from services.http.endpoint import Exchange
+from services.http.output import ChatOutput
+from services.http.responses.answer import ResponsesAnswer
+from services.http.responses.conversion import FIELDS, Json, to_chat, to_messages
+from services.http.responses.schema import InputItem, ResponsesBody
+from services.http.responses.store import ResponseStore, StoredResponse
+from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
+from shared.ids import draw_request_id
+
+
+class ResponsesEndpoints:
+    """Endpoints of the Responses API."""
+
+    def __init__(self, services: Services, runner: ChatRunner) -> None:
+        self._services = services
+        self._runner = runner
+        self._store = ResponseStore(services.config.response_store_bytes)
+
+    async def create(self, exchange: Exchange) -> None:
+        """Serve POST `/v1/responses`."""
+        body = parse(ResponsesBody, await exchange.body())
+        earlier = self._earlier(body)
+        request_id = exchange.request_id = draw_request_id()
+        prepared = self._runner.prepare(partial(to_chat, body, earlier), request_id, FIELDS)
+        model = self._services.served_model().name
+        answer = ResponsesAnswer(body, f"resp_{request_id}", model, ChatOutput(prepared.new_parser))
+        run = self._runner.run(exchange, prepared, answer, FIELDS, answer.response, stream=body.stream)
+        await exchange.run_until_disconnect(run)
+        if body.store and not self._store.is_off:
+            response = answer.response()
+            items = [InputItem.model_validate(_as_input(item)) for item in response["output"]]
+            messages = [*earlier, *to_messages(body.input), *to_messages(items)]
+            self._store.put(CURRENT.get().name, StoredResponse(response, messages))
+
+    async def get(self, exchange: Exchange) -> None:
+        """Serve GET `/v1/responses/ID`."""
+        await exchange.answer(self._stored(exchange.params["id"]).response)
+
+    async def delete(self, exchange: Exchange) -> None:
+        """Serve DELETE `/v1/responses/ID`."""
+        response_id = exchange.params["id"]
+        self._stored(response_id)
+        self._store.drop(CURRENT.get().name, response_id)
+        await exchange.answer({"id": response_id, "object": "response", "deleted": True})
+
+    def _earlier(self, body: ResponsesBody) -> list[Json]:
+        if body.previous_response_id is None:
+            return []
+        if self._store.is_off:
+            what = "this server stores no responses; send the whole conversation as input"
+            raise InvalidRequestError(FieldViolation("previous_response_id", what))
+        return self._stored(body.previous_response_id).messages
+
+    def _stored(self, response_id: str) -> StoredResponse:
+        stored = self._store.get(CURRENT.get().name, response_id)
+        if stored is None:
+            raise RequestNotFoundError(
+                f"response {response_id[:64]!r} is not stored: it is too old, was not stored, or another front end has"
+                " it; send the whole conversation as input"
+            )
+        return stored
+
+
+def _as_input(item: Json) -> Json:
+    """Return an output item as an input item."""
+    known: Json = {name: item[name] for name in ("type", "role", "call_id", "name", "arguments") if name in item}
+    if item["type"] == "message":
+        known["content"] = [{"type": part["type"], "text": part["text"]} for part in item["content"]]
+    return known

@@ -1,0 +1,87 @@
+"""Body of OpenAI's Responses API."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from services.http.open_body import OpenBody
+from services.http.schema import JsonObject
+from services.text.chat import MAX_MESSAGES
+
+MAX_TOOLS = 512
+
+
+class InputPart(OpenBody):
+    """A part of a message or of a tool's output."""
+
+    type: str
+    text: str = ""
+
+
+class InputItem(OpenBody):
+    """A turn of the conversation: a message, a call of a function, its output, or reasoning."""
+
+    type: str = "message"
+    role: str = ""
+    content: str | list[InputPart] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: str | list[InputPart] | None = None
+
+
+class ResponseTool(OpenBody):
+    """A tool; of other types than functions, the model learns nothing."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+
+class NamedResponseTool(OpenBody):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(OpenBody):
+    """Required form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+
+
+class TextOptions(OpenBody):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(OpenBody):
+    """Options of the reasoning."""
+
+    effort: str | None = Field(default=None, description="passed to the chat template as reasoning_effort")
+
+
+class ResponsesBody(OpenBody):
+    """A conversation to continue, in OpenAI's Responses API."""
+
+    model: str = ""
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    stream: bool = False
+    background: Literal[False] = False
+    max_output_tokens: Annotated[int, Field(ge=1, le=0xFFFFFFFF)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[ResponseTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: JsonObject | None = None
+    user: str | None = None

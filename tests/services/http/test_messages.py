@@ -1,0 +1,151 @@
+"""Anthropic's Messages API: blocks become a chat, and an output becomes blocks."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.v1 import generation_pb2 as v1
+from services.http.bodies import parse
+from services.http.messages.answer import MessagesAnswer
+from services.http.messages.conversion import to_chat
+from services.http.messages.schema import MessagesBody
+from services.http.output import ChatOutput
+from services.parsers import FAMILIES, OutputParser
+from shared.errors import InvalidRequestError
+from tests.services.stack import running_stack
+
+OUTPUT = '<think>hm</think>\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+USER = {"role": "user", "content": "hi"}
+
+
+def body(**fields: Any) -> MessagesBody:
+    """Return a parsed body."""
+    return parse(MessagesBody, json.dumps({"model": "m", "max_tokens": 9, "messages": [USER]} | fields).encode())
+
+
+def answered(text: str, end: v1.Finished, cut: int = 7) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the events and the message for an output that arrives in two deltas."""
+    output = ChatOutput(lambda reasons: OutputParser(FAMILIES["hermes"].read, reasons=reasons))
+    output.begin(5, reasons=False)
+    answer = MessagesAnswer("msg_1", "m", output)
+    events = [*answer.begin()]
+    for delta in (text[:cut], text[cut:]):
+        events += answer.events(v1.GenerateResponse(delta=v1.Delta(text=delta, token_ids=[1, 2])))
+    events += answer.events(v1.GenerateResponse(finished=end))
+    return events, answer.message()
+
+
+def test_an_output_becomes_blocks() -> None:
+    """Thinking, text and uses of tools are blocks; their events come in Anthropic's order."""
+    usage = v1.Usage(completion_tokens=4, cached_prompt_tokens=2)
+    events, message = answered(OUTPUT, v1.Finished(reason=v1.FINISH_REASON_STOP, usage=usage))
+
+    thinking, text, call = message["content"]
+    assert thinking == {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert text == {"type": "text", "text": "One moment."}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "f", {"a": 1})
+    assert message["stop_reason"] == "tool_use"
+    assert message["usage"] == {
+        "input_tokens": 3, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 2, "output_tokens": 4,
+    }  # fmt: skip
+    names = [event["type"] for event in events]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert [name for index, name in enumerate(names) if not index or names[index - 1] != name] == [
+        "message_start", *block, *block, *block, "message_delta", "message_stop",
+    ]  # fmt: skip
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("partial_json", "") for delta in deltas) == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "sequence"),
+    [
+        (v1.Finished(reason=v1.FINISH_REASON_STOP), "end_turn", None),
+        (v1.Finished(reason=v1.FINISH_REASON_STOP, stop_string="END"), "stop_sequence", "END"),
+        (v1.Finished(reason=v1.FINISH_REASON_LENGTH), "max_tokens", None),
+    ],
+)
+def test_a_message_says_why_it_stopped(end: v1.Finished, reason: str, sequence: str | None) -> None:
+    """The reason is one of Anthropic's."""
+    events, message = answered("Hello there.", end)
+
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+    assert events[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def test_a_tool_use_that_is_cut_off_has_what_there_is() -> None:
+    """Arguments that are not complete are shown as text."""
+    end = v1.Finished(reason=v1.FINISH_REASON_LENGTH)
+    _, message = answered('<tool_call>\n{"name": "f", "arguments": {"a": ', end)
+
+    assert message["content"][0]["input"] == {"incomplete": '{"a": '}
+    assert message["stop_reason"] == "max_tokens"
+
+
+def test_blocks_become_turns() -> None:
+    """Results of tools are turns of their own, before the text beside them; thinking is left out."""
+    blocks = [
+        {"type": "thinking", "thinking": "x", "signature": "y"},
+        {"type": "text", "text": "ok"},
+        {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "7"}], "is_error": False},
+        {"type": "text", "text": "thanks", "cache_control": {"type": "ephemeral"}},
+    ]
+    request = body(
+        messages=[USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}],
+        system=[{"type": "text", "text": "Rules."}], stop_sequences=["END"], top_k=5, thinking={"type": "disabled"},
+        tools=[{"name": "f", "input_schema": {"type": "object"}}], context_management={"edits": []},
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+    )  # fmt: skip
+
+    chat = to_chat(request)
+
+    assert [(message.role, message.content) for message in chat.messages] == [
+        ("system", "Rules."), ("user", "hi"), ("assistant", "ok"), ("tool", "7"), ("user", "thanks"),
+    ]  # fmt: skip
+    (call,) = chat.messages[2].tool_calls or []
+    assert (call.id, call.function.name, call.function.arguments) == ("t1", "f", '{"a": 1}')
+    assert (chat.tool_choice, chat.parallel_tool_calls) == ("required", False)
+    assert (chat.max_tokens, chat.stop, chat.top_k) == (9, ["END"], 5)
+    assert chat.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_media_are_refused() -> None:
+    """The error names the block."""
+    with pytest.raises(InvalidRequestError) as error:
+        to_chat(body(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]))
+
+    assert error.value.message.startswith("messages[0].content[0].type: blocks of type 'image' are not supported")
+
+
+def test_messages_are_served_with_anthropic_s_errors(tmp_path: Path) -> None:
+    """A key in x-api-key is accepted, streams have named events, and errors have Anthropic's form."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    request = {"model": "echo", "max_tokens": 8, "messages": [{"role": "user", "content": "the fox"}]}
+
+    async def main() -> None:
+        async with running_stack(tmp_path, api_key_file=str(keys)) as stack:
+            stack.http.headers["x-api-key"] = "secret"
+            whole = await stack.http.post("/v1/messages", json=request)
+            stream = await stack.http.post("/v1/messages", json=request | {"stream": True})
+            counted = await stack.http.post("/v1/messages/count_tokens", json=request)
+            missing = await stack.http.post("/v1/messages", json=request | {"model": "other"})
+            stack.http.headers["x-api-key"] = "wrong"
+            refused = await stack.http.post("/v1/messages", json=request)
+
+            message = whole.json()
+            assert message["stop_reason"] == "max_tokens"
+            assert counted.json() == {"input_tokens": message["usage"]["input_tokens"]}
+            lines = stream.text.splitlines()
+            assert lines[0] == "event: message_start"
+            assert lines[-3:-1] == ["event: message_stop", 'data: {"type":"message_stop"}']
+            assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+    asyncio.run(main())

@@ -1,0 +1,184 @@
+"""OpenAI's Responses API: items become a chat, an output becomes items, and responses can be continued."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.v1 import generation_pb2 as v1
+from services.http.bodies import parse
+from services.http.output import ChatOutput
+from services.http.responses.answer import ResponsesAnswer
+from services.http.responses.conversion import to_chat
+from services.http.responses.schema import ResponsesBody
+from services.http.responses.store import ResponseStore, StoredResponse
+from services.parsers import FAMILIES, OutputParser
+from shared.errors import InvalidRequestError
+from tests.services.stack import running_stack
+
+OUTPUT = '<think>hm</think>\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}
+
+
+def body(**fields: Any) -> ResponsesBody:
+    """Return a parsed body."""
+    return parse(ResponsesBody, json.dumps({"model": "m", "input": "hi"} | fields).encode())
+
+
+def answered(text: str, reason: v1.FinishReason.ValueType, cut: int = 7) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the events and the response for an output that arrives in two deltas."""
+    output = ChatOutput(lambda reasons: OutputParser(FAMILIES["hermes"].read, reasons=reasons))
+    output.begin(5, reasons=False)
+    answer = ResponsesAnswer(body(), "resp_1", "m", output)
+    events = [*answer.begin()]
+    for delta in (text[:cut], text[cut:]):
+        events += answer.events(v1.GenerateResponse(delta=v1.Delta(text=delta, token_ids=[1, 2])))
+    usage = v1.Usage(completion_tokens=4, cached_prompt_tokens=2)
+    events += answer.events(v1.GenerateResponse(finished=v1.Finished(reason=reason, usage=usage)))
+    return events, answer.response()
+
+
+def test_an_output_becomes_items() -> None:
+    """Reasoning, text and calls are items; their events come in OpenAI's order and add up to the response."""
+    events, response = answered(OUTPUT, v1.FINISH_REASON_STOP)
+
+    reasoning, message, call = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"][0]["text"] == "One moment."
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a": 1}')
+    assert {item["status"] for item in response["output"]} == {"completed"}
+    assert response["usage"] == {
+        "input_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 2},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 9,
+    }
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert [name for index, name in enumerate(names) if not index or names[index - 1] != name] == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", "content_part.done",
+        "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done",
+        "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["response"] == response
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == response["output"]
+
+
+def test_an_output_that_reaches_its_limit_is_incomplete() -> None:
+    """The last event, the response and its last item say so."""
+    events, response = answered("Half a sent", v1.FINISH_REASON_LENGTH)
+
+    assert (events[-1]["type"], response["status"]) == ("response.incomplete", "incomplete")
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["status"] == "incomplete"
+
+
+def test_items_become_turns() -> None:
+    """Instructions come first, parts are joined, calls of one turn are one message, reasoning is left out."""
+    items = [
+        {"role": "developer", "content": "Be short."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok", "annotations": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}", "status": "completed"},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
+    ]  # fmt: skip
+    request = body(
+        input=items, instructions="Rules.", tools=[FUNCTION, {"type": "web_search"}], max_output_tokens=9,
+        reasoning={"effort": "low", "summary": "auto"}, include=["reasoning.encrypted_content"], truncation="auto",
+        tool_choice={"type": "function", "name": "f"}, client_metadata={"x": 1},
+    )  # fmt: skip
+
+    chat = to_chat(request, [{"role": "user", "content": "earlier"}])
+
+    assert [(message.role, message.content) for message in chat.messages] == [
+        ("system", "Rules."), ("user", "earlier"), ("developer", "Be short."), ("user", "ab"), ("assistant", "ok"),
+        ("tool", "1"), ("tool", "2"),
+    ]  # fmt: skip
+    assert [call.id for call in chat.messages[4].tool_calls or ()] == ["c1", "c2"]
+    assert [tool.function.name for tool in chat.tools or ()] == ["f"]
+    assert (chat.max_completion_tokens, chat.reasoning_effort) == (9, "low")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: items of type 'item_reference' are not"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type: parts",
+        ),
+        ({"input": [{"role": "user"}]}, "input[0].content: missing"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type: 'custom' is not supported"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema: missing"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(fields: dict[str, Any], message: str) -> None:
+    """The error names the field and the remedy."""
+    with pytest.raises(InvalidRequestError) as error:
+        to_chat(body(**fields), [])
+
+    assert error.value.message.startswith(message)
+
+
+def test_the_store_is_bounded_and_private() -> None:
+    """The oldest responses are dropped first, and another principal does not see a response."""
+    store = ResponseStore(400)
+    for number in range(9):
+        store.put("alice", StoredResponse({"id": f"resp_{number}"}, [{"role": "user", "content": "x" * 50}]))
+
+    assert store.get("alice", "resp_0") is None
+    assert store.get("alice", "resp_8") == StoredResponse({"id": "resp_8"}, [{"role": "user", "content": "x" * 50}])
+    assert store.get("bob", "resp_8") is None
+    assert not store.drop("bob", "resp_8")
+    assert store.drop("alice", "resp_8")
+    assert store.get("alice", "resp_8") is None
+
+
+def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> None:
+    """A stored response is the beginning of the next one; one that is not stored is not found."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = {"input": "the fox", "max_output_tokens": 8}
+            first = (await stack.http.post("/v1/responses", json=request)).json()
+            path = f"/v1/responses/{first['id']}"
+            second = (
+                await stack.http.post("/v1/responses", json=request | {"previous_response_id": first["id"]})
+            ).json()
+            kept = await stack.http.get(path)
+            deleted = await stack.http.delete(path)
+            missing = await stack.http.post("/v1/responses", json=request | {"previous_response_id": first["id"]})
+            private = (await stack.http.post("/v1/responses", json=request | {"store": False})).json()
+            unknown = await stack.http.get(f"/v1/responses/{private['id']}")
+
+            assert first["status"] == "incomplete"
+            assert kept.json() == first
+            assert second["usage"]["input_tokens"] > 2 * first["usage"]["input_tokens"]
+            assert deleted.json()["deleted"]
+            assert (missing.status_code, unknown.status_code) == (404, 404)
+
+    asyncio.run(main())
+
+
+def test_without_a_store_nothing_is_continued(tmp_path: Path) -> None:
+    """With response_store_bytes 0, previous_response_id is refused with the remedy."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, response_store_bytes=0) as stack:
+            request = {"input": "the fox", "previous_response_id": "resp_1"}
+            refused = await stack.http.post("/v1/responses", json=request)
+
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "previous_response_id"
+
+    asyncio.run(main())
