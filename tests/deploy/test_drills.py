@@ -1,0 +1,61 @@
+"""The drills of docs/operations.md: each loses nothing, on a cell that the rendered manifests describe."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.drills import DRILLS
+from tests.deploy.manifests import ROOT, needs_tools
+from tests.deploy.node import ENTRY_POINTS
+
+_UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+_PROGRAMS = ("unshare", "nsenter", "setpriv", "ip")
+
+
+def _can_isolate() -> bool:
+    if os.getuid() != 0 or not all(map(shutil.which, _PROGRAMS)):
+        return False
+    return subprocess.run([*_UNSHARE, "ip", "link", "add", "q", "type", "bridge"], capture_output=True).returncode == 0
+
+
+def test_the_page_has_every_drill_and_the_commands_that_it_tests() -> None:
+    """Each drill of the page names a function of the drills, whose docstring begins with the page's command."""
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    named = dict(re.findall(r"### [^\n]*<!-- (\w+) -->\n.*?```sh\n(.*?)```", page, re.DOTALL))
+    functions = {drill.__name__: drill.__doc__ or "" for drill in DRILLS}
+
+    assert named.keys() == functions.keys()
+    for name, command in named.items():
+        assert functions[name].split("`")[1] in command.replace("kubectl -n quire", "kubectl"), name
+
+
+def test_entry_points_are_those_of_the_images() -> None:
+    """The drills start what the images start."""
+    for image, role in (("quire-scheduler", "scheduler"), ("quire-worker", "worker")):
+        text = (Path(ROOT) / "deploy" / f"Dockerfile.{role}").read_text("utf-8")
+        (found,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+
+        assert json.loads(found) == ENTRY_POINTS[image]
+
+
+@pytest.mark.release
+@needs_tools
+@pytest.mark.skipif(not _can_isolate(), reason="needs root, network namespaces, iproute2 and util-linux")
+@pytest.mark.timeout(900)
+def test_no_drill_loses_an_answer() -> None:
+    """Under load, every answer is complete and right while pods come, go and die."""
+    done = subprocess.run(
+        [*_UNSHARE, sys.executable, "-u", "-m", "tests.deploy.drills"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    totals = json.loads(done.stdout.splitlines()[-1])
+    assert totals["wrong"] == []
+    assert totals["answers"] > 12 * len(DRILLS)
