@@ -29,16 +29,20 @@ PERIOD = 4
 """Steps between two choices of limits."""
 _FORGETTING = np.float32(0.97)
 """Factor per choice on the measured acceptance of rows without drafts: half of it is forgotten after 90 steps."""
-_PRIOR_HITS, _PRIOR_TRIES = 1.4, 2.0
+_PRIOR_HITS, _PRIOR_TRIES = 0.7, 1.0
 """Acceptance of a row before its first draft, as so many accepted drafts of so many."""
 _LEAST_GAIN = 1.03
 """Least factor on tokens per second that drafts must promise."""
+_LEAST_ACCEPTANCE = 0.1
+"""Least probability of being accepted that a draft must have, however little time it takes."""
 _SAMPLES = 3
 """Steps to measure before a time counts as known."""
+_MEASURED_PART = 0.5
+"""Time that the drafts of a measurement are expected to add, as a part of the step's time without drafts."""
 _GAIN = 0.25
 """Weight of a new measurement."""
 _STALE = 256
-"""Steps after which a time is measured again: two periods of this many are spent on measuring."""
+"""Steps after which a time is measured again."""
 _ITERATIONS = 4
 
 
@@ -121,16 +125,27 @@ class Speculation:
         rows.tries[idle] *= _FORGETTING
         cost = self._cost(num_rows)
         if cost.num_base < _SAMPLES or cost.base_age > _STALE:
+            self._due = 1
             return np.zeros(num_rows, np.int32)
-        if cost.num_draft < _SAMPLES or cost.draft_age > _STALE:
-            # Measure with few drafts, because their cost is not known.
-            limits = np.zeros(num_rows, np.int32)
-            num_chosen = min(num_rows, -(-num_rows // (2 * self.max_drafts)))
-            limits[(self._turn + np.arange(num_chosen)) % num_rows] = self.max_drafts
-            self._turn = (self._turn + num_chosen) % num_rows
-            return limits
+        if cost.num_draft < _SAMPLES or cost.draft_age > 2 * _STALE:
+            self._due = 1
+            return self._measure(num_rows, cost)
         acceptance = (rows.hits[decoding] + _PRIOR_HITS) / (rows.tries[decoding] + _PRIOR_TRIES)
         return choose_limits(acceptance.astype(np.float64), cost.base_s, cost.draft_s, self.max_drafts)
+
+    def _measure(self, num_rows: int, cost: StepCost) -> Int32Array:
+        """Return limits that measure the time of a draft, with few drafts while it may be long."""
+        num_drafts = 1 + num_rows // 4
+        if cost.num_draft:
+            affordable = _MEASURED_PART * cost.base_s / max(cost.draft_s, 1e-9)
+            num_drafts = max(1, int(min(affordable, num_rows * self.max_drafts)))
+        limits = np.zeros(num_rows, np.int32)
+        full, rest = divmod(num_drafts, self.max_drafts)
+        limits[:full] = self.max_drafts
+        if rest:
+            limits[full] = rest
+        self._turn = (self._turn + full + 1) % num_rows
+        return np.roll(limits, self._turn)
 
 
 def choose_limits(acceptance: FloatArray, base_s: float, draft_s: float, most: int) -> Int32Array:
@@ -158,7 +173,7 @@ def choose_limits(acceptance: FloatArray, base_s: float, draft_s: float, most: i
     rate = plain = num_rows / base_s
     limits = none
     for _ in range(_ITERATIONS):
-        threshold = max(draft_s * rate, 1e-6)
+        threshold = max(draft_s * rate, _LEAST_ACCEPTANCE)
         if threshold >= 1:
             return none
         paying = np.log(threshold) / np.log(acceptance)
