@@ -8,8 +8,8 @@ record is part of the model. Steps with prompt tokens have a scatter of their ow
 decode, and they decide the time to the first token. Steps that were interrupted are no part of the fit, but of the
 scatter.
 
-A machine that other processes use is slower at some times than at others. The pace of the record, by half second, is
-learned as well, so that a simulation meets the same disturbances at the same times.
+A machine that other processes use is slower at some times than at others. The pace of the record, by half second (the
+median of its steps), is learned as well, so that a simulation meets the same disturbances at the same times.
 
 A step begins when its plan has reached the worker and the step before is answered. So the time of the link is learned
 from steps that were planned for an idle worker.
@@ -18,6 +18,7 @@ from steps that were planned for an idle worker.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,7 +43,7 @@ In the scatter it counts with this ratio.
 """
 _PACE_S = 0.5
 """Length of one value of the pace."""
-_PACE_STEPS = 5.0
+_PACE_STEPS = 5
 """Undisturbed steps that are added to those of a value, so that a few steps that scatter are no pace."""
 _VERSION = 2
 
@@ -211,7 +212,7 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
     pace: tuple[float, ...] = ()
     of_steps = np.ones(len(samples))
     if begin is not None:
-        pace, of_steps = _pace(answered - durations - begin, durations, mean)
+        pace, of_steps = _pace(answered - durations - begin, durations, mean, keep)
     ratios = np.minimum(durations / mean / of_steps, _LARGEST_RATIO)
     kinds = np.array([_kind(each.shape) for each in samples])
     return StepTimes(
@@ -305,21 +306,29 @@ def _factors(
     }
 
 
-def _pace(times: Floats, durations: Floats, mean: Floats) -> tuple[tuple[float, ...], Floats]:
+def _pace(
+    times: Floats, durations: Floats, mean: Floats, keep: npt.NDArray[np.bool_]
+) -> tuple[tuple[float, ...], Floats]:
     """Return the pace by time, and that of each step.
+
+    The pace of a while is the median of its steps: a single interrupted step belongs to the scatter.
 
     Args:
         times: begin of each step since the beginning of the load, `[n]`.
         durations: time of each step, `[n]`.
         mean: mean time of such steps, `[n]`.
+        keep: whether they were part of the fit, `[n]`.
     """
     at = np.maximum(times / _PACE_S, 0).astype(np.int64)
-    prior = _PACE_STEPS * float(mean.mean())
     number = int(at.max()) + 1
-    measured = np.bincount(at, durations, number) + prior
-    pace = measured / (np.bincount(at, mean, number) + prior)
+    ratios, order = durations / mean, np.argsort(at, kind="stable")
+    bounds = np.searchsorted(at[order], np.arange(number + 1))
+    prior = np.full(_PACE_STEPS, np.median(ratios))
+    pace = np.array(
+        [np.median(np.concatenate([ratios[order[begin:end]], prior])) for begin, end in pairwise(bounds.tolist())]
+    )
     # The pace of all steps together is 1, so that the sum of their times stays right.
-    pace *= float(durations.sum() / (mean * pace[at]).sum())
+    pace *= float(durations[keep].sum() / (mean * pace[at])[keep].sum())
     return tuple(pace.tolist()), pace[at]
 
 
