@@ -37,7 +37,7 @@ REMEDIES = {
     "--enable-auto-tool-choice": "tools need no setting",
     "--tool-call-parser": "use --parser; by default the chat template decides",
     "--reasoning-parser": "use --parser; by default the chat template decides",
-    "--speculative-config": "use --speculation and --speculative-tokens",
+    "--speculative-config": "use --speculation, --speculative-tokens and --draft-model",
     "--num-speculative-tokens": "use --speculative-tokens",
     "--seed": "give the seed in the request",
     "-q": "use --quantization",
