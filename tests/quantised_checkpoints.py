@@ -35,7 +35,11 @@ class Pair:
 
 def make_pair(layout: str, folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> Pair:
     """Writes both checkpoints of a layout of `LAYOUTS` into `folder`."""
-    base = make_checkpoint(architecture, folder / "base", **(SIZES | changes))
+    return convert_checkpoint(make_checkpoint(architecture, folder / "base", **(SIZES | changes)), folder, layout)
+
+
+def convert_checkpoint(base: Path, folder: Path, layout: str) -> Pair:
+    """Writes both checkpoints of a layout into `folder`, from an unquantised one."""
     convert, config = LAYOUTS[layout]
     tensors: Tensors = {}
     plain: Tensors = {}
