@@ -371,3 +371,67 @@ def test_two_plans_in_flight_with_drafts_and_graphs(tmp_path: Path, chunks: bool
     assert driver.num_accepted > 10
     assert any(is_drafted for is_drafted, _ in drafted)
     assert sum(bool(replays) for _, replays in drafted) > 10
+
+
+class Constant:
+    """A proposer that always proposes the same tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def propose(self, rows: IntArray, most: IntArray) -> list[list[int]]:
+        """The same tokens for each row."""
+        return [self._tokens[:count] for count in most.tolist()]
+
+    def prefill(self, rows: IntArray, lengths: IntArray) -> None:
+        """Nothing is computed."""
+
+    def leave(self, rows: IntArray) -> None:
+        """Nothing is kept."""
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+
+
+def test_sampled_output_has_the_distribution_of_output_without_speculation(tmp_path: Path) -> None:
+    """A chi-square test finds no difference between outputs with drafts and outputs of other seeds without.
+
+    It compares how often each token is the second, and how often each is the third.
+    """
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path, std=0.1)
+    engine = make_engine(folder, dtype="float32", max_num_seqs=64, speculation="ngram", speculative_tokens=2)
+    likely = np.bincount([tokens[1] for tokens in samples(engine, 256, 0, 0)]).argmax()
+    engine._proposer = Constant([int(likely), int(likely)])
+    num_samples = 4096
+    plain, drafted = (np.array(samples(engine, num_samples, limit, 10_000 * (limit + 1))) for limit in (0, 2))
+
+    for place in (1, 2):
+        counts = np.stack([np.bincount(tokens[:, place], minlength=VOCAB_SIZE) for tokens in (plain, drafted)])
+        often = counts.sum(0) >= 20
+        table = np.concatenate((counts[:, often], counts[:, ~often].sum(1, keepdims=True)), axis=1)
+        expected = table.sum(0) / 2
+        statistic = float(((table - expected) ** 2 / expected).sum())
+        degrees = table.shape[1] - 1
+        assert degrees >= 10
+        # Wilson and Hilferty's approximation of the quantile at 1 - 1e-4.
+        limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
+        assert statistic < limit, f"place {place}: {statistic:.1f} with {degrees} degrees of freedom"
+
+
+def samples(engine: Engine, count: int, limit: int, first_seed: int) -> list[list[int]]:
+    """Three sampled tokens of each of `count` requests with the same prompt and other seeds."""
+    found = []
+    drafted = 0
+    for first in range(first_seed, first_seed + count, 64):
+        engine.reset()
+        driver = Driver(engine)
+        for seed in range(first, first + 64):
+            row = driver.admit([5, 6, 7], sampling=plan_pb2.SamplingParams(temperature=1.0, top_p=1, seed=seed))
+            driver.chunk(row, 3)
+            driver.speculate(row, limit)
+        while min(len(row.tokens) for row in driver.rows.values()) < 6:
+            driver.step()
+        found += [row.tokens[3:6] for row in driver.rows.values()]
+        drafted += driver.num_accepted
+    assert bool(drafted) == bool(limit)
+    return found

@@ -17,6 +17,7 @@ from tests.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
 from tests.worker_svc.driver import CPU, Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from tests.worker_svc.oracle import Oracle, Verdict
+from tests.worker_svc.test_speculation import guess
 from worker_svc.execution import host_tokens
 from worker_svc.execution.profiling import run_largest_step
 from worker_svc.interface.plan import Plan
@@ -148,6 +149,35 @@ def test_tokens_are_the_oracles(tmp_path: Path) -> None:
     for row, prompt in zip(rows, prompts, strict=True):
         oracle.judge(prompt, driver.rows[row].tokens[len(prompt) :], verdict)
     assert verdict.near_ties == 0
+
+
+@pytest.mark.usefixtures("compiled")
+def test_drafts_are_verified_without_reading_back(tmp_path: Path) -> None:
+    """Steps with right and wrong drafts give the oracle's tokens, and wait only for the tokens of the step before."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    oracle, prompts = Oracle(folder), [list(range(10, 20)), [7, 8, 9]]
+    engine = make_engine(
+        folder, accelerator=FakeAccelerator(), block_size=8, max_num_seqs=2, max_num_batched_tokens=32,
+        speculation="ngram", speculative_tokens=3, cuda_graphs=False,
+    )  # fmt: skip
+    guess(engine, [prompt + oracle.generate(prompt, 40) for prompt in prompts], seed=2)
+    driver = Driver(engine)
+    with watched_launches(driver):
+        for row, prompt in enumerate(prompts):
+            driver.admit(prompt)
+            driver.chunk(row, len(prompt))
+            driver.speculate(row, 3)
+        launch(driver.engine, driver.finish_plan())
+        for _ in range(3):
+            launch(driver.engine, driver.finish_plan())
+            driver.take(collect(driver.engine))
+        driver.take(collect(driver.engine))
+
+    verdict = Verdict()
+    for row, prompt in enumerate(prompts):
+        oracle.judge(prompt, driver.rows[row].tokens[len(prompt) :], verdict)
+    assert verdict.near_ties == 0
+    assert 0 < driver.num_accepted < driver.num_drafted
 
 
 def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[object, ...]]], tmp_path: Path) -> None:
