@@ -109,6 +109,8 @@ def cases() -> list[Case]:
         found.append(Case(f"attention {name}", call, in_ci))
     gemma = partial(_attention, 256, 2, 16, sliding_window=4096, soft_cap=50.0)
     found.append(Case("attention head_dim 256, group 2, page 16, window, cap", gemma, True))
+    sinks = partial(_attention, 64, 8, 16, sliding_window=128, with_sinks=True)
+    found.append(Case("attention head_dim 64, group 8, page 16, window, sinks", sinks, True))
     few = partial(_attention, 128, 4, 16, num_tokens=100)
     found.append(Case("attention bf16, head_dim 128, group 4, page 16, few tokens", few, True))
     for head_dim in HEAD_DIMS:
@@ -159,6 +161,7 @@ def _attention(
     kv_dtype: torch.dtype | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    with_sinks: bool = False,
 ) -> None:
     kept = kv_dtype or dtype
     cache = _meta(1024, 8, block_size, cached_size(head_dim, kept), dtype=kept)
@@ -173,6 +176,7 @@ def _attention(
         scale=head_dim**-0.5,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        sinks=_meta(8 * group_size, dtype=torch.float32) if with_sinks else None,
     )
 
 

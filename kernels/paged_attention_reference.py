@@ -19,6 +19,7 @@ def paged_attention_reference(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch form of `paged_attention`: row by row, with the whole score matrix.
 
@@ -44,7 +45,10 @@ def paged_attention_reference(
             scores = soft_cap * torch.tanh(scores / soft_cap)
         positions = torch.arange(context, device=query.device)
         visible = visible_keys(positions[context - (end - start) :], positions, sliding_window)
-        probs = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(wide)[:, None, None].expand(-1, end - start, 1)), dim=-1)
+        probs = scores.softmax(dim=-1)[..., :context]
         out[start:end] = torch.einsum("hqk,khd->qhd", probs, values).to(query.dtype)
     return out
 

@@ -75,6 +75,17 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": _LAYER_TYPES,
         },
     ),
+    "GptOssForCausalLM": (
+        "GptOssConfig",
+        _GROUPED
+        | {
+            "head_dim": 32,
+            "sliding_window": SLIDING_WINDOW,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "Phi3ForCausalLM": ("Phi3Config", _GROUPED | {"sliding_window": None}),
     "GPT2LMHeadModel": (
         "GPT2Config",
@@ -160,7 +171,7 @@ def draw_weights(model: PreTrainedModel, std: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim > 1 or name.endswith("bias"):
+        if weight.ndim > 1 or name.endswith(("bias", "sinks")):
             weight.copy_(noise * std)
         else:
             weight.add_(noise * 0.1)

@@ -13,11 +13,12 @@ A step has T tokens of R rows, concatenated: one token of each row in decode, an
 Rules: query i of row r has position ``context_lens[r] - query_len[r] + i`` and sees the keys j with ``j <= position``
 and, with a sliding window w, ``position - j < w``. Logits are ``scale * q · k``, and with a soft cap c then
 ``c * tanh(logit / c)`` (Gemma 2). Query head h reads KV head ``h // group_size``, with
-``group_size = num_heads / num_kv_heads``. A row with context 0 (padding of a captured graph) gets zeros. Content of a
-block beyond the row's context must not affect the result, not even as NaN, because a block may contain old keys of a
-row that failed.
+``group_size = num_heads / num_kv_heads``. With *sinks* (GPT-OSS) the softmax of a head has one more logit, which no key
+has: it takes a share of the weights and adds nothing to the result. A row with context 0 (padding of a captured graph)
+gets zeros. Content of a block beyond the row's context must not affect the result, not even as NaN, because a block may
+contain old keys of a row that failed.
 
-    cpu         CPU path without `kernels.native`: torch's attention over gathered blocks
+    cpu         CPU path without `kernels.native`, or with sinks: torch's attention over gathered blocks
     launch      CUDA path: choice of kernels and tiles
     tuning      the table of measured tiles
     schedule    splits the keys of rows in decode among programs, on the device
@@ -56,6 +57,7 @@ def paged_attention(
     min_query_len: int = 1,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_leading_decodes: int = 0,
     schedule: DecodeSchedule | None = None,
 ) -> torch.Tensor:
@@ -65,6 +67,7 @@ def paged_attention(
     ``min_query_len`` above 1 means that no row is in decode. The first ``num_leading_decodes`` rows have at most one
     token, and the prefill kernel skips them. ``sliding_window`` is the number of visible positions including the
     query's own.
+    ``sinks`` is ``[num_heads]`` float32, contiguous: the logit of each head's sink.
     ``schedule`` is the result of `schedule_decode` for this batch and window; None: it is computed here.
     """
     if runs_on_triton(query):
@@ -80,11 +83,12 @@ def paged_attention(
             scale,
             sliding_window,
             soft_cap,
+            sinks,
             num_leading_decodes,
             schedule,
         )
     kernels = native()
-    if kernels is not None and is_supported(query, k_cache):
+    if kernels is not None and sinks is None and is_supported(query, k_cache):
         return paged_attention_native(
             query,
             k_cache,
@@ -98,5 +102,5 @@ def paged_attention(
             soft_cap=soft_cap,
         )
     return paged_attention_cpu(
-        query, k_cache, v_cache, block_tables, query_start, context_lens, scale, sliding_window, soft_cap
+        query, k_cache, v_cache, block_tables, query_start, context_lens, scale, sliding_window, soft_cap, sinks
     )

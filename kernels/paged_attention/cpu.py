@@ -29,6 +29,7 @@ def paged_attention_cpu(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute `paged_attention` of CPU tensors."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -50,12 +51,15 @@ def paged_attention_cpu(
                 scale,
                 sliding_window,
                 soft_cap,
+                sinks,
             )
     for rows in _decode_groups(sorted(decode), k_cache[0].numel() // k_cache.shape[2]):
         tokens = torch.tensor([starts[row] for row in rows])
         lens = [contexts[row] for row in rows]
         tables = block_tables[torch.tensor(rows)]
-        out[tokens] = _decode_rows(query[tokens], k_cache, v_cache, tables, lens, scale, sliding_window, soft_cap)
+        out[tokens] = _decode_rows(
+            query[tokens], k_cache, v_cache, tables, lens, scale, sliding_window, soft_cap, sinks
+        )
     return out
 
 
@@ -81,6 +85,7 @@ def _prefill_row(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute attention of one row's chunk ``[query_len, num_heads, head_dim]``, which ends at the row's last token."""
     block_size = k_cache.shape[2]
@@ -99,7 +104,8 @@ def _prefill_row(
         tile = query[begin - first_pos : end - first_pos].transpose(0, 1).unsqueeze(0)
         visible = visible_keys(positions[begin:end], positions[low:end], sliding_window)
         seen = slice(low - first_key, end - first_key)
-        tiles.append(_attend(tile, keys[:, :, seen], values[:, :, seen], visible, scale, soft_cap))
+        of_heads = None if sinks is None else sinks.view(1, -1, 1, 1)
+        tiles.append(_attend(tile, keys[:, :, seen], values[:, :, seen], visible, scale, soft_cap, of_heads))
     return torch.cat(tiles, dim=2).squeeze(0).transpose(0, 1)
 
 
@@ -112,6 +118,7 @@ def _decode_rows(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute attention of one query per row ``[num_rows, num_heads, head_dim]``, with rows padded to the longest.
 
@@ -132,24 +139,25 @@ def _decode_rows(
     pages = block_tables.gather(1, columns)
     keys, values = _gather_pages(k_cache, pages, query.dtype), _gather_pages(v_cache, pages, query.dtype)
     packed = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    of_heads = None if sinks is None else sinks.view(1, num_kv_heads, -1, 1)
 
     begin, end = min(begins), max(ends)
     keys, values = keys[:, :, begin:end], values[:, :, begin:end]
     if begin == max(begins) and end == min(ends):
-        out = _attend(packed, keys, values, None, scale, soft_cap)
+        out = _attend(packed, keys, values, None, scale, soft_cap, of_heads)
     else:
         positions = torch.arange(begin, end)
         visible = positions < torch.tensor(ends).unsqueeze(1)
         if sliding_window is not None:
             visible &= positions >= torch.tensor(begins).unsqueeze(1)
-        out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap)
+        out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap, of_heads)
         if bool(out.isnan().any()):
             # A masked key is still multiplied, and 0 x NaN is NaN. Blocks with NaNs of a failed row are rare, so keys
             # beyond the rows' contexts are zeroed only if the result has NaNs.
             row, position = (~visible).nonzero(as_tuple=True)
             keys[row, :, position] = 0
             values[row, :, position] = 0
-            out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap)
+            out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap, of_heads)
     return out.reshape(num_rows, num_heads, head_dim)
 
 
@@ -174,19 +182,24 @@ def _attend(
     visible: torch.Tensor | None,
     scale: float,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute masked attention.
 
     query: ``[batch, heads, num_queries, head_dim]``. keys, values:
-    ``[batch, num_kv_heads, num_keys, head_dim]``.
+    ``[batch, num_kv_heads, num_keys, head_dim]``. sinks: ``[1, heads, num_queries or 1, 1]``.
     """
-    if soft_cap is None:
+    if soft_cap is None and sinks is None:
         return scaled_dot_product_attention(
             query, keys, values, attn_mask=visible, scale=scale, enable_gqa=query.shape[1] != keys.shape[1]
         )
     group_size = query.shape[1] // keys.shape[1]
-    scores = query @ keys.repeat_interleave(group_size, dim=1).transpose(-1, -2) * scale
-    scores = soft_cap * torch.tanh(scores.float() / soft_cap)
+    scores = (query @ keys.repeat_interleave(group_size, dim=1).transpose(-1, -2) * scale).float()
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    return scores.softmax(dim=-1).to(query.dtype) @ values.repeat_interleave(group_size, dim=1)
+    num_keys = keys.shape[2]
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), dim=-1)
+    return scores.softmax(dim=-1)[..., :num_keys].to(query.dtype) @ values.repeat_interleave(group_size, dim=1)

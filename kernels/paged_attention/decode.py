@@ -14,6 +14,7 @@ from kernels._triton import jit, kernel_with, tl
 from kernels.paged_attention.tiles import (
     accumulate,
     as_factor,
+    begin_with_sink,
     gather_scales,
     gather_tile,
     load_block_ids,
@@ -31,6 +32,7 @@ def decode_kernel(
     shares_ptr: tl.tensor,
     programs_ptr: tl.tensor,
     finished_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -45,6 +47,7 @@ def decode_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INT8: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -89,6 +92,8 @@ def decode_kernel(
         acc_odd = acc
         row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         row_sum = tl.zeros((BLOCK_M,), tl.float32)
+        if SINKS:
+            row_max, row_sum = begin_with_sink(sinks_ptr, head, in_group, share == first_of_row, query)
         block = load_block_ids(table_ptr, begin + tl.arange(0, BLOCK_N), end, BLOCK_SIZE)
         for first in range(begin, end, BLOCK_N):
             position = first + tl.arange(0, BLOCK_N)

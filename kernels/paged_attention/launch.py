@@ -63,6 +63,7 @@ def paged_attention_triton(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
     num_leading_decodes: int,
     schedule: DecodeSchedule | None,
 ) -> torch.Tensor:
@@ -85,6 +86,7 @@ def paged_attention_triton(
         "HEAD_DIM": head_dim,
         "DIM_TILE": dim_tile,
         "CAPPED": soft_cap is not None,
+        "SINKS": sinks is not None,
         "NATIVE_FP8": native_fp8(query),
         "INT8": int8,
     }
@@ -109,6 +111,7 @@ def paged_attention_triton(
             block_tables,
             query_start,
             context_lens,
+            sinks,
             out,
             partial,
             lse,
@@ -157,6 +160,7 @@ def paged_attention_triton(
         schedule.shares,
         schedule.programs,
         schedule.finished,
+        sinks,
         out,
         partial,
         lse,

@@ -14,6 +14,7 @@ from kernels._triton import jit, kernel_with, tl
 from kernels.paged_attention.tiles import (
     accumulate,
     as_factor,
+    begin_with_sink,
     gather_scales,
     gather_tile,
     load_block_ids,
@@ -30,6 +31,7 @@ def prefill_kernel(
     block_tables_ptr: tl.tensor,
     query_start_ptr: tl.tensor,
     context_lens_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     lse_ptr: tl.tensor,
@@ -49,6 +51,7 @@ def prefill_kernel(
     DIM_TILE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     INT8: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -119,6 +122,8 @@ def prefill_kernel(
     acc_odd = acc
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        row_max, row_sum = begin_with_sink(sinks_ptr, head, in_tile, tl.program_id(2) == 0, query)
     block = load_block_ids(table_ptr, begin * BLOCK_N + tl.arange(0, BLOCK_N), high, BLOCK_SIZE)
     for key_tile in range(begin, seen_by_all):
         acc, acc_odd, row_max, row_sum, block = _attend_tile(

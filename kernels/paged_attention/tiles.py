@@ -128,6 +128,19 @@ def score_factor(scale: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def begin_with_sink(
+    sinks_ptr: tl.tensor, head: tl.tensor, inside: tl.tensor, is_first: tl.tensor, query: tl.tensor
+) -> tl.tuple:
+    """Return the row_max and row_sum of the online softmax after each head's sink, a key without a value.
+
+    Only the first of several parts of a row has the sink. The factor of ``row_sum`` is that of `accumulate`.
+    """
+    sink = tl.load(sinks_ptr + head, mask=inside, other=-float("inf")) * 1.4426950408889634
+    one: tl.constexpr = 256.0 if query.dtype == tl.float16 else 1.0
+    return tl.where(is_first, sink, -float("inf")), tl.where(is_first, tl.where(inside, one, 0.0), 0.0)
+
+
+@jit
 def accumulate(
     scores: tl.tensor,
     factor: tl.tensor,

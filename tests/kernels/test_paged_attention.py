@@ -17,18 +17,20 @@ DECODE = [(1, 1), (16, 1), (17, 1), (300, 1)]
 MIXED = [(5, 5), (33, 1), (100, 40), (300, 1), (64, 64), (31, 2)]
 
 
-def reference(batch: PagedBatch, window: int | None = None, cap: float | None = None) -> torch.Tensor:
-    """Return random tensors of a batch."""
-    return paged_attention_reference(
-        *as_float64(batch), max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
-    )
+def reference(
+    batch: PagedBatch, window: int | None = None, cap: float | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the result of the reference in float64."""
+    options = {"max_query_len": batch.max_query_len, "sliding_window": window, "soft_cap": cap, "sinks": sinks}
+    return paged_attention_reference(*as_float64(batch), scale=0.125, **options)  # type: ignore[arg-type]
 
 
-def on_cpu(batch: PagedBatch, window: int | None = None, cap: float | None = None) -> torch.Tensor:
-    """Assert that the result equals the reference."""
-    return paged_attention(
-        *batch.tensors, max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
-    )
+def on_cpu(
+    batch: PagedBatch, window: int | None = None, cap: float | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the result of the CPU path."""
+    options = {"max_query_len": batch.max_query_len, "sliding_window": window, "soft_cap": cap, "sinks": sinks}
+    return paged_attention(*batch.tensors, scale=0.125, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("window", [None, 7, 32])
@@ -140,6 +142,27 @@ def test_soft_cap_squashes_the_logits_before_the_mask() -> None:
     expected = logits.softmax(0) @ values
 
     torch.testing.assert_close(reference(batch, cap=2.0)[0, 0], expected)
+
+
+def test_a_sink_takes_a_share_of_the_weights_and_has_no_value() -> None:
+    """The softmax of a head has one more logit, its sink, whose weight no value gets."""
+    batch = paged_batch([(20, 1)], num_heads=1, num_kv_heads=1, dtype=torch.float64)
+    keys, values = batch.dense[0][0][0], batch.dense[0][1][0]
+    sink = torch.tensor([1.5])
+    logits = torch.cat(((keys @ batch.query[0, 0]) * 0.125, sink.double()))
+
+    torch.testing.assert_close(reference(batch, sinks=sink)[0, 0], logits.softmax(0)[:20] @ values)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_on_the_cpu_path(window: int | None) -> None:
+    """Decode rows and chunks with a sink per head, one of them larger than all scores."""
+    batch = paged_batch(MIXED)
+    sinks = torch.linspace(-3, 30, batch.query.shape[1])
+
+    torch.testing.assert_close(
+        on_cpu(batch, window, None, sinks), reference(batch, window, None, sinks).float(), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])

@@ -45,7 +45,6 @@ def refusal(folder: Path, **settings: Any) -> str:
         ("MambaForCausalLM", "MambaConfig", {"vocab_size": 64, "hidden_size": 32}, "attention-backend support"),
         ("BertForMaskedLM", "BertConfig", SMALL, "the decoder of model_type bert is"),
         ("BertLMHeadModel", "BertConfig", SMALL, "not causal"),
-        ("GptOssForCausalLM", "GptOssConfig", SMALL | {"num_key_value_heads": 2, "num_local_experts": 4}, "s_aux"),
         ("DogeForCausalLM", "DogeConfig", SMALL | {"num_key_value_heads": 2}, "differ from its own"),
     ],
 )

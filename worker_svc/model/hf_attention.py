@@ -103,9 +103,12 @@ def _attend_paged(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention of query `[1, num_heads, T, head_dim]`, key and value `[1, num_kv_heads, T, head_dim]`.
+
+    `s_aux` `[num_heads]` are attention sinks.
 
     Returns:
         The result `[1, T, num_heads, head_dim]`, and None instead of attention weights.
@@ -127,6 +130,7 @@ def _attend_paged(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=step.windows[layer],
         soft_cap=softcap,
+        sinks=None if s_aux is None else s_aux.float().contiguous(),
         schedule=step.schedule(step.windows[layer], k_cache.shape[1]),
     )
     return attended.unsqueeze(0), None
@@ -140,6 +144,7 @@ def _record(
     attention_mask: torch.Tensor | None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     window = sliding_window or (None if attention_mask is None else int(attention_mask.flatten()[0]) or None)

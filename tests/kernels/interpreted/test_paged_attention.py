@@ -17,14 +17,19 @@ from tests.kernels.batches import PagedBatch, as_float64, in_eight_bits, paged_b
 
 
 def assert_equals_reference(
-    batch: PagedBatch, window: int | None = None, cap: float | None = None, tolerance: float = 1e-5, **known: int
+    batch: PagedBatch,
+    window: int | None = None,
+    cap: float | None = None,
+    tolerance: float = 1e-5,
+    sinks: torch.Tensor | None = None,
+    **known: int,
 ) -> None:
     """Assert that the kernel's result equals the reference."""
 
     def call(attend: object, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         assert callable(attend)
         hints = known if attend is paged_attention else {}
-        options = {"max_query_len": batch.max_query_len, "sliding_window": window, "soft_cap": cap}
+        options = {"max_query_len": batch.max_query_len, "sliding_window": window, "soft_cap": cap, "sinks": sinks}
         result = attend(*tensors, scale=0.125, **options, **hints)
         assert isinstance(result, torch.Tensor)
         return result
@@ -178,6 +183,16 @@ def test_groups_of_query_heads(group_size: int) -> None:
 def test_window_and_cap(window: int | None, cap: float | None) -> None:
     """Sliding window and soft cap hold in decode, in chunks, and across the borders of key tiles."""
     assert_equals_reference(paged_batch([(200, 1), (150, 100), (10, 1)]), window, cap)
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(None, torch.float32), (20, torch.float32), (None, torch.float16)])
+def test_sinks(window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head has its sink once, also where several programs divide the keys of a row, and in rows without keys."""
+    monkeypatch.setattr(launch, "parts_of_keys", lambda *_: 3)
+    sinks = torch.tensor([-2.0, 0.5, 3.0, 20.0])
+    rows = [(600, 1), (0, 1), (3, 1), (150, 40), (10, 10)]
+    batch = paged_batch(rows, num_heads=4, num_kv_heads=2, dtype=dtype)
+    assert_equals_reference(batch, window, tolerance=1e-5 if dtype == torch.float32 else 4e-3, sinks=sinks)
 
 
 def test_float16() -> None:
