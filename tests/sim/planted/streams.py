@@ -34,9 +34,13 @@ def lost_stop_string(patch: pytest.MonkeyPatch) -> None:
 def lost_token(patch: pytest.MonkeyPatch) -> None:
     """Of a step's tokens the last is not delivered when there are several."""
 
-    def fewer(tell: Any, self: Frontends, frontend: bytes, streams: Any, indices: Any, tokens: Any) -> None:
+    def fewer(
+        tell: Any, self: Frontends, frontend: bytes, streams: Any, indices: Any, tokens: Any, counts: Any
+    ) -> None:
         kept = max(1, len(streams) - 1)
-        tell(self, frontend, streams[:kept], indices[:kept], tokens[:kept])
+        counted = None if counts is None else counts[:kept]
+        num_tokens = kept if counted is None else int(counted.sum())
+        tell(self, frontend, streams[:kept], indices[:kept], tokens[:num_tokens], counted)
 
     wrap(patch, Frontends, "_tell", fewer)
 
