@@ -33,7 +33,7 @@ def run(options: Namespace) -> int:
     """Run until SIGTERM or SIGINT."""
     config = from_options(WorkerConfig, options)
     lifeline.attach()
-    start_followers(config)
+    clean_up = start_followers(config)
     # The import of torch and transformers creates a million objects and hardly any garbage. Searching for it would take
     # a tenth of the time of the import.
     gc.disable()
@@ -44,6 +44,7 @@ def run(options: Namespace) -> int:
     exit_code = run_process(config)
     # Everything that needs a clean shutdown has ended. Python's own shutdown, which unloads thousands of modules of
     # torch, would take seconds and delay the service.
+    clean_up()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

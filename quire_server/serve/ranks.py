@@ -6,12 +6,16 @@ machines. The death of a follower ends rank 0 at once, even while it waits for t
 of rank 0 ends the followers (`lifeline`).
 """
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from quire_server.serve import lifeline
@@ -24,12 +28,18 @@ _GRACE_S = 2.0
 """Time in which rank 0 may report an error that a follower has reported, such as an invalid setting."""
 
 
-def start_followers(config: WorkerConfig) -> None:
-    """Start the other ranks, unless there are none or somebody else starts them (RANK is set)."""
+def start_followers(config: WorkerConfig) -> Callable[[], None]:
+    """Start the other ranks, unless there are none or somebody else starts them (RANK is set).
+
+    Returns:
+        A function to call before this process ends without Python's own shutdown: it removes the ranks' file.
+    """
     size = config.tensor_parallel_size
     if size == 1 or "RANK" in os.environ:
-        return
+        return lambda: None
     folder = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
+    clean_up = partial(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(clean_up)
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(size)}
     os.environ[_RENDEZVOUS] = str(folder / "rendezvous")
     if sys.platform == "linux":
@@ -44,10 +54,11 @@ def start_followers(config: WorkerConfig) -> None:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C stops rank 0, which stops the others
         )
-        threading.Thread(target=_watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+        threading.Thread(target=_watch, args=(rank, process, clean_up), name=f"rank-{rank}", daemon=True).start()
+    return clean_up
 
 
-def _watch(rank: int, process: "subprocess.Popen[bytes]") -> None:
+def _watch(rank: int, process: "subprocess.Popen[bytes]", clean_up: Callable[[], None]) -> None:
     """Wait for the end of a follower; end this process too, unless the follower has stopped in order."""
     exit_code = process.wait()
     if exit_code == 0:
@@ -55,5 +66,6 @@ def _watch(rank: int, process: "subprocess.Popen[bytes]") -> None:
     if exit_code > 0:
         time.sleep(_GRACE_S)
     how = f"exit code {exit_code}" if exit_code > 0 else f"killed by signal {-exit_code}"
+    clean_up()
     print(f"quire worker: rank {rank} ended ({how}), so the worker ends", file=sys.stderr, flush=True)
     os._exit(1)

@@ -67,10 +67,14 @@ async def _run_with_a_kill(served: Served, answers: list[Answer], pid: int) -> N
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(architecture: str, size: str, reason: str, tmp_path: Path) -> None:
-    """The command ends with one line that names the setting, and leaves no rank behind."""
+    """The command ends with one line that names the setting, and leaves no file of the ranks."""
     checkpoint = make_checkpoint(architecture, tmp_path)
     command = [*QUIRE, "worker", "--model", str(checkpoint), "--tensor-parallel-size", size, "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    left = tmp_path / "left"
+    left.mkdir()
+    environment = os.environ | {"TMPDIR": str(left)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
 
     assert done.returncode == 1
+    assert list(left.glob("quire-ranks-*")) == []
     assert f"quire worker: {reason}" in done.stderr.splitlines()
