@@ -13,12 +13,17 @@ from pathlib import Path
 _PACKAGES = Path(__file__).parent / "_packages"
 
 
-def main() -> int:
-    """Run the command line; return its exit code."""
+def add_packages() -> None:
+    """Make the server's packages importable."""
     if _PACKAGES.is_dir():
         sys.path.insert(0, str(_PACKAGES))
         inherited = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join([str(_PACKAGES), *([inherited] if inherited else [])])
+
+
+def main() -> int:
+    """Run the command line; return its exit code."""
+    add_packages()
     from quire_server.cli.main import main as run
 
     return run()

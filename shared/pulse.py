@@ -5,13 +5,10 @@ that. So the main loop touches a file regularly, and the supervisor checks the f
 file, so a process that still loads its model is not judged. After its first completed work the file is not empty; a
 later death does not count as a failure to start.
 
-    QUIRE_PULSE_FILE=/run/quire/pulse python -m shared.pulse 60
-
-is the probe of a container: it fails while there is no file, and when the last beat is older than 60 seconds.
+`quire_server.probe` reads it as the probe of a container.
 """
 
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -50,21 +47,3 @@ class Pulse:
             self._path.write_text("served")
         except OSError:
             self._path = None
-
-
-def main(arguments: list[str]) -> int:
-    """Report whether the process of the file in `QUIRE_PULSE_FILE` has beaten within the given seconds."""
-    path = os.environ.get(ENVIRONMENT, "")
-    try:
-        age = time.time() - Path(path).stat().st_mtime
-    except OSError as error:
-        print(f"pulse: {error}; the process has not started its main loop", file=sys.stderr)
-        return 1
-    if age > float(arguments[0]):
-        print(f"pulse: the last beat was {age:.0f} s ago; the main loop hangs", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

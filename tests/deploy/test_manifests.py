@@ -220,7 +220,7 @@ def test_probes_wait_for_the_load_and_need_no_secret(example: str) -> None:
                     assert asked["httpGet"]["port"] == "health"
                     assert pod.variables()["QUIRE_HEALTH_PORT"] == str(pod.ports()["health"])
                 case "scheduler" | "worker":
-                    assert asked["exec"]["command"][:3] == ["python", "-m", "shared.pulse"]
+                    assert asked["exec"]["command"][:3] == ["python", "-m", "quire_server.probe"]
                     assert ENVIRONMENT in pod.variables()
                 case _:
                     assert asked["tcpSocket"]["port"] == "otlp"

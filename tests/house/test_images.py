@@ -1,5 +1,6 @@
 """The images are built from a part of the tree; what their installation needs must be in it."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -29,3 +30,15 @@ def test_the_worker_is_sent_what_builds_the_cpu_kernels() -> None:
     """Without `setup.py` it would install without them, and say nothing. The scheduler computes nothing."""
     assert "setup.py" in sent("worker")
     assert "setup.py" not in sent("scheduler")
+
+
+def test_the_lock_file_has_every_dependency_with_a_hash() -> None:
+    """The image installs exactly these files; a new dependency needs a new lock file (python -m tools.lock)."""
+    lines = (ROOT / "deploy" / "requirements-scheduler.txt").read_text().splitlines()[1:]
+    locked = {line.partition("==")[0].replace("_", "-") for line in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    assert {re.split(r"[<>=\[; ]", need)[0] for need in project["dependencies"]} <= locked
+    assert all(re.fullmatch(r"[a-z0-9._-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    assert not {"torch", "triton", "transformers"} & locked
+    assert "deploy/requirements-scheduler.txt" in sent("scheduler")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.pulse import ENVIRONMENT, Pulse, main
+from quire_server.probe import main
+from shared.pulse import ENVIRONMENT, Pulse
 
 
 def test_the_probe_fails_until_the_first_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

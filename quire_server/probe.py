@@ -1,0 +1,33 @@
+"""Probe of a container: whether the main loop of its process still runs.
+
+    QUIRE_PULSE_FILE=/run/quire/pulse python -m quire_server.probe 60
+
+It fails while there is no pulse (the process still loads), and when the last beat is older than 60 seconds.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from quire_server.entry import add_packages
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code for a maximum age of the last beat, in seconds."""
+    add_packages()
+    from shared.pulse import ENVIRONMENT
+
+    try:
+        age = time.time() - Path(os.environ.get(ENVIRONMENT, "")).stat().st_mtime
+    except OSError as error:
+        print(f"pulse: {error}; the process has not started its main loop", file=sys.stderr)
+        return 1
+    if age > float(arguments[0]):
+        print(f"pulse: the last beat was {age:.0f} s ago; the main loop hangs", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
