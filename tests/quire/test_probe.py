@@ -23,3 +23,10 @@ def test_the_probe_fails_until_the_first_beat(tmp_path: Path, monkeypatch: pytes
     os.utime(file, (old, old))
 
     assert (before, alive, main(["60"])) == (1, 0, 1)
+
+
+def test_other_ranks_of_a_group_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0 has a main loop with a pulse."""
+    monkeypatch.setenv("RANK", "1")
+
+    assert main(["60"]) == 0
