@@ -42,7 +42,7 @@ main()
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every tool sends."""
+    """The load that every tool sends."""
 
     url: str
     rate: float

@@ -2,8 +2,8 @@
 
 .venv/bin/python -m benchmarks.speculation --rounds 5 --json benchmarks/results/speculation.json
 
-Two services run at the same time, one with `--speculation ngram`, and serve the same requests in turn, so that only one
-of them works at any time. Each round gives one ratio per workload:
+Two services run at the same time, one of them with `--speculation ngram`. They serve the same requests in turn, so only
+one of them works at any time. Each round gives one ratio per workload:
 
 * `repetitive`: one request at a time whose greedy output repeats parts of its prompt and of itself.
 * `free`: one request at a time, sampled at temperature 1.

@@ -4,9 +4,9 @@
 .venv/bin/python -m benchmarks.whatif --records FOLDER    # keep the records there; use those that exist
 
 Each of five loads is sent to `quire serve` under each of three settings, `--runs` times. A prediction takes a record of
-one setting and asks for another: six pairs per load, 30 in all. What is measured is the mean over the runs of the
-setting asked for. The spread is what these runs differ by, relative to their mean: no prediction can be expected to be
-better. `same` predicts a run from its own record.
+one setting and asks for another: six pairs per load, 30 in all. The measured value is the mean over the runs of
+the setting asked for. The spread is the distance between these runs, relative to their mean. No prediction can be
+expected to be better. `same` predicts a run from its own record.
 
 `python -m tools.whatif` writes the table and the plot of docs/replay.md.
 """

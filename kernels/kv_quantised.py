@@ -49,14 +49,14 @@ def to_quantised(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def from_quantised(cache: torch.Tensor) -> torch.Tensor:
-    """Return what a quantised cache holds, ``[num_blocks, num_kv_heads, block_size, head_dim]`` float32."""
+    """Return the content of a quantised cache, ``[num_blocks, num_kv_heads, block_size, head_dim]`` float32."""
     codes, scales = parts_of(cache)
     values = codes.float() if cache.dtype == torch.int8 else dequantize(codes, torch.float32)
     return values * scales[..., None]
 
 
 def from_cache(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what whole blocks of a cache of any dtype hold, in ``dtype``."""
+    """Return the content of whole blocks of a cache of any dtype, in ``dtype``."""
     return from_quantised(cache).to(dtype) if cache.dtype in QUANTISED else cache.to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Changes of the prefix caches of all workers, as endpoint pickers want them: which blocks are there and which went.
+"""Changes of the prefix caches of all workers for endpoint pickers: the blocks that were added and removed.
 
 A picker routes a request to the service that has most of its prompt in cache. It reads tokens, so this module reports
 blocks of the shared scope only. The prompts of principals and of requests with a scope of their own are never reported.
@@ -42,7 +42,7 @@ Change = Stored | Removed
 
 @dataclass(slots=True)
 class _Cache:
-    """What is known of one worker's cache."""
+    """Reported content of one worker's cache."""
 
     worker: Worker
     rows: dict[int, tuple[Request, int]] = field(default_factory=dict)

@@ -36,7 +36,7 @@ class KvEvents:
             address: of the picker's SUB socket.
         """
         self.changes = CacheChanges()
-        # It tells of every subscription, so that a picker that was away gets what it missed.
+        # It reports every subscription, so that a picker that connects again gets all blocks.
         self._socket = context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)

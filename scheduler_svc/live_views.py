@@ -1,10 +1,10 @@
-"""Live views: what the recorder notes of the steps, streamed to operators who watch.
+"""Live views: the recorded steps, streamed in parts to operators who watch.
 
 The recorder's thread makes the parts; the loop passes them on at its ticks, with the present load. A front end that
-does not keep up gets no part: the steps in it are counted, and the next part says how many were dropped. While nobody
-watches, no part is made.
+does not keep up gets no part: the steps in it are counted, and the next part has the number of dropped steps. Without
+views, no part is made.
 
-The queues and the KV blocks are the core's own, so the loop itself takes a bounded snapshot of them, twice per second
+The queues and the KV blocks belong to the core. So the loop itself takes a bounded snapshot of them, twice per second
 and only for views that asked.
 """
 
@@ -49,7 +49,7 @@ class LiveViews:
         """Create without views.
 
         Args:
-            recorder: makes the parts; None: nobody can watch.
+            recorder: makes the parts; None: there are no views.
             frontends: carries the parts.
             core: the core, which is only read here.
             wall_ns: wall clock at time 0 of the core's clock, ns.

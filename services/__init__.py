@@ -11,7 +11,7 @@ Read the packages in this order; each imports only those before it:
 * `requests` – one request: checked fields, scheduling options, prompts as token ids.
 * `streams` – one stream between the core and its reader, without I/O.
 * `link` – the socket to the core and its protocol.
-* `calls` – what a call does, whatever its protocol: generate, embed, resume, tokenise; its span; delivery to a reader.
+* `calls` – calls, independent of their protocol: generate, embed, resume, tokenise; its span; delivery to a reader.
 * `grpc` – the gRPC services.
 * `http` – OpenAI's API, probes and metrics over HTTP.
 * `frontend` – the process around all of this: start and shutdown.

@@ -1,4 +1,4 @@
-"""Follower loop: applies the commands of rank 0 to this rank's engine, until it says stop.
+"""Follower loop: applies the commands of rank 0 to this rank's engine, until rank 0 sends a stop.
 
 A follower has no link, answers no plan and needs no tokenizer. Its row table equals that of rank 0, because both apply
 the same plans and get the same tokens.

@@ -1,10 +1,10 @@
 """A small HTTP/1.1 client for many concurrent streams: one request at a time per connection, connections are reused.
 
-The body is passed on as it arrives, inside the event loop's callback, so that the time of arrival is not that at which
-some task gets its turn.
+The body is passed on as it arrives, inside the event loop's callback. So the time of arrival does not include the wait
+of a task for its turn.
 
-A server may close a connection that it seemed to keep, without a word. A request that meets such an end, before any
-byte of its answer, is sent again on a new connection, as curl does.
+A server may close a kept connection without notice. If this happens before the first byte of an answer, the request is
+sent again on a new connection, as curl does.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""What a server's flight record says about a run: its steps, and for how long the device computed none.
+"""Figures of a run from the server's flight record: its steps, and the share of time without a step on the device.
 
-The workers' timings in a record tell when each step began on the device and how long it took. So the idle share is that
-of the run alone, however long the server was idle before. The record must lie on this machine.
+The workers' timings in a record show when each step began on the device and how long it took. So the idle share is that
+of the run alone, and an idle time before the run does not count. The record must be on this machine.
 """
 
 from dataclasses import dataclass, field

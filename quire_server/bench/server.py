@@ -1,6 +1,6 @@
-"""What the server says about a run: its metrics before and after, its gauges meanwhile, and its flight record. Pure.
+"""The server's own figures of a run: metrics before and after, gauges during the run, and its flight record. Pure.
 
-The names are those that vLLM made common and Quire also reports; figures of Quire's own names exist for Quire only.
+Most names are those of vLLM's metrics, which Quire also reports. Figures with Quire's own names exist for Quire only.
 """
 
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(slots=True)
 class _Worker:
-    """What the steps since the last screen tell of a worker."""
+    """Figures of a worker from its steps since the last screen."""
 
     steps: int = 0
     tokens: int = 0

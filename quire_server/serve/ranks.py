@@ -29,7 +29,7 @@ _GRACE_S = 2.0
 
 
 def start_followers(config: WorkerConfig) -> Callable[[], None]:
-    """Start the other ranks, unless there are none or somebody else starts them (RANK is set).
+    """Start the other ranks, unless there are none or another program starts them (RANK is set).
 
     Returns:
         A function to call before this process ends without Python's own shutdown: it removes the ranks' file.

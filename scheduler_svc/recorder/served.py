@@ -23,7 +23,7 @@ class _Live:
 
 
 class Served:
-    """What was served since the last call of `take`; all times are those of the core's clock, s."""
+    """Figures of service since the last call of `take`; all times are those of the core's clock, s."""
 
     def __init__(self) -> None:
         self._live: dict[Key, _Live] = {}

@@ -2,14 +2,13 @@
 
 The time of a step is a sum of products: a constant, the decode rows, the prompt tokens, and the tokens whose KV is
 read. No coefficient is negative. They are fitted by least squares of the relative error, iteratively reweighted (Lawson
-and Hanson, Solving Least Squares Problems, 1974). What is not linear, such as the width of vector units, is corrected
-afterwards: steps of about the same size have a common factor. Around this mean, steps scatter; the scatter of the
-record is part of the model. Steps with prompt tokens have a scatter of their own: they are few beside steps that only
-decode, and they decide the time to the first token. Steps that were interrupted are no part of the fit, but of the
-scatter.
+and Hanson, Solving Least Squares Problems, 1974). Effects that are not linear, such as the width of vector units, are
+corrected afterwards: steps of about the same size have a common factor. Around this mean, steps scatter; the scatter of
+the record is part of the model. Steps with prompt tokens have a scatter of their own: they are few beside steps that
+only decode, and they decide the time to the first token. Interrupted steps are part of the scatter, but not of the fit.
 
-A machine that other processes use is slower at some times than at others. The pace of the record, by half second (the
-median of its steps), is learned as well, so that a simulation meets the same disturbances at the same times.
+A machine that other processes use is slower at some times than at others. So the model also learns the pace of the
+record, which is the median of its steps in each half second. A simulation has the same disturbances at the same times.
 
 A step begins when its plan has reached the worker and the step before is answered. So the time of the link is learned
 from steps that were planned for an idle worker.

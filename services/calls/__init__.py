@@ -1,4 +1,4 @@
-"""What a call does, whatever its protocol.
+"""Calls, independent of their protocol.
 
 * `tracing` – the call's span; `context` – the objects that every call uses, and the live requests.
 * `wakeup`, `delivery` – a request's streams to its reader, at the reader's speed.

@@ -115,7 +115,7 @@ def make_probes(
 
 
 def _family_of(services: Services) -> Family:
-    """Return how the served model writes: as configured, or as its chat template shows."""
+    """Return the served model's family, for the parser: the configured one, or that of its chat template."""
     chosen, template = services.config.parser, services.tokenizer.chat_template_source
     family = FAMILIES[choose_family(template) if chosen == "auto" else chosen]
     # A template that does not render tools cannot show them to the model.

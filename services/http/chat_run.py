@@ -1,4 +1,4 @@
-"""Runs a chat for the Responses and the Messages API, which differ in what they read and write."""
+"""Runs a chat for the Responses and the Messages API, which differ in the forms that they read and write."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 class ChatAnswer(Protocol):
-    """What writes an output in the form of an API."""
+    """Writer of an output in the form of an API."""
 
     output: ChatOutput
 

@@ -128,7 +128,7 @@ def prepare_chat(body: ChatBody, request_id: str, family: Family) -> Prepared:
 
 
 def _parser_of(family: Family, tools: Sequence[Tool], *, constrained: bool) -> NewParser | None:
-    """Return what makes the parsers of a conversation's answer."""
+    """Return the factory of the parsers of a conversation's answer."""
     if constrained and not tools:
         return None  # the grammar leaves no room for markers
     read = family.read if tools else family.read_without_tools

@@ -1,8 +1,8 @@
 """From a model's output to typed events: reasoning, content, tool calls.
 
 Each family of models has one incremental parser (`families`). `choose_family` finds the family from the chat template.
-`make_parser` starts a parser for one output. Text goes in, in pieces of any size. Events come out as soon as they are
-certain, and how the text was cut changes nothing but the cuts of the events' own texts.
+`make_parser` starts a parser for one output. The parser takes text in pieces of any size. It returns events as soon as
+they are certain. The sizes of the pieces affect only where the texts of events are cut.
 """
 
 from services.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning, merged

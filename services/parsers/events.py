@@ -1,4 +1,4 @@
-"""What a parser finds in a model's output: reasoning, content and tool calls, as pieces in order."""
+"""Events of a parser: the reasoning, content and tool calls of a model's output, as pieces in order."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

@@ -12,7 +12,7 @@
 | glm4 | GLM-4.5 and later | <think> | <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>… |
 | granite | Granite 3 | – | <|tool_call|>[{"name": …, "arguments": …}] |
 
-Text that only looks like a call is content. A call that the output's end cuts off keeps what there is of its arguments.
+Text that only looks like a call is content. A call that the output's end cuts off keeps the arguments so far.
 """
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
@@ -37,7 +37,7 @@ _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a family's parser puts what it finds."""
+    """Receiver of the reasoning, content and tool calls that a family's parser finds."""
 
     emit: Emit
     calls: Calls
@@ -242,7 +242,7 @@ def _python_call(reader: Reader) -> Generator[None, None, str]:
 
 
 def _parse_python(call: str) -> tuple[str, str] | None:
-    """Return the name and the arguments as JSON of a call in Python's notation; None if it is none."""
+    """Return the name and the arguments as JSON of a call in Python's notation; None if it is not a call."""
     name, opening, rest = call.partition("(")
     if not opening or not re.fullmatch(r"[\w.-]+", name):
         return None

@@ -1,8 +1,8 @@
 """Reader: text that arrives in pieces, for parsers that are written as if all of it were there.
 
-A parser is a generator. Its operations on the reader are generators too, which yield when they need more text and go on
-when it has arrived. Every decision depends on the characters alone, never on where a piece ends: text that may still
-become a marker is held back until it is certain.
+A parser is a generator. Its operations on the reader are generators too: they yield when they need more text, and
+continue when it has arrived. Every decision depends on the characters alone, never on where a piece ends. Text that may
+still become a marker is held back until it is certain.
 """
 
 from collections.abc import Callable, Generator

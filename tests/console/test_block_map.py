@@ -1,4 +1,4 @@
-"""The block map of the page: what is drawn for each block is what the scheduler's tables say of it."""
+"""The block map of the page: each block is drawn in the state that the scheduler's tables give it."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The console of a whole service: what a person sees and does is what the scheduler has and does."""
+"""The console of a whole service: the page shows the scheduler's state, and its controls act on the scheduler."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
 """A small node: runs the pods of rendered manifests as a kubelet would, without containers.
 
-Each pod is a process with the manifest's command, environment and user, in a network namespace of its own with its own
-address, and in a mount namespace in which the root is read-only and the manifest's volumes are mounted. Secrets have
+Each pod is a process with the manifest's command, environment and user. It has a network namespace with an
+address of its own. In its mount namespace, the root is read-only and the manifest's volumes are mounted. Secrets have
 root as their owner, and the group and mode that Kubernetes gives them. Services have a name in /etc/hosts.
 
-Run this in fresh namespaces, which take everything along when they end:
+Run this in fresh namespaces, which clean up all processes and mounts when they end:
 
     unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills NAME
 """
@@ -237,7 +237,7 @@ class Node:
                 binds.append(f"mount -o remount,bind,ro {shlex.quote(target)}")
         for root, folder in outside.items():
             lines.append(f"mount --bind {shlex.quote(str(folder))} {root}")
-        # Parents come before what is mounted in them, and the root's write protection does not reach into the volumes.
+        # Parents come before the mounts inside them, and the root's write protection does not reach into the volumes.
         binds.sort(key=lambda line: "/tmp" in line.split()[-1])
         return [*lines, *binds, "mount -o remount,bind,ro /"]
 

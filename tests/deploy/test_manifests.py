@@ -1,4 +1,4 @@
-"""deploy/kubernetes: what it renders to is valid, hardened, and allows exactly the links of a cell."""
+"""deploy/kubernetes: its rendered manifests are valid, hardened, and allow exactly the links of a cell."""
 
 import argparse
 import json
@@ -153,7 +153,7 @@ def test_the_links_of_a_cell_and_no_others_are_allowed(example: str) -> None:
             expected |= {(outside, mine, 8080)} if routed else set()
         expected |= {(mine, (other.name, other.cell), 4317) for other in everyone
                      if other.role == "collector" and pod.role != "collector"}  # fmt: skip
-    # The collector's pod selects itself in both policies; it calls nobody.
+    # The collector's pod selects itself in both policies; it connects to no pod.
     found = {link for link in _links(example, everyone) if link[0] != link[1] or link[2] is None}
 
     assert found == expected
@@ -322,7 +322,7 @@ def test_dashboards_and_rules_are_those_of_deploy() -> None:
 
 @pytest.mark.parametrize("image", ["scheduler", "worker"])
 def test_dockerfiles_have_no_findings(image: str) -> None:
-    """Hadolint accepts them; what is argued is argued in the file."""
+    """Hadolint accepts them; each exception has its reason in the file."""
     done = subprocess.run(
         [str(TOOLS / "hadolint"), str(ROOT / "deploy" / f"Dockerfile.{image}")],
         capture_output=True, text=True, timeout=60,

@@ -68,7 +68,7 @@ class Workers:
 
 
 class Scaler:
-    """What KEDA and the HorizontalPodAutoscaler do with a ScaledObject."""
+    """The actions of KEDA and the HorizontalPodAutoscaler on a ScaledObject."""
 
     def __init__(self, spec: dict[str, Any], prometheus: str) -> None:
         self._least: int = spec["minReplicaCount"]

@@ -54,7 +54,7 @@ LOADS = {
 
 
 class OtherServerError(Exception):
-    """What the server or the benchmark did wrong."""
+    """An error of the server or of the benchmark."""
 
 
 @contextlib.contextmanager

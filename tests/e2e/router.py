@@ -4,8 +4,8 @@
 
 OpenAI's package drives the router. Answers must be those that the service itself gives. Each service must get half of
 the requests, within 10 %. Requests with equal beginnings must find them in the cache when the router routes by prefix.
-When one service is told to end, requests go on at the other. The router brings a web stack of its own along and takes
-seconds to start, so this is no part of `make test`.
+When one service is stopped, requests continue on the other. The router has many dependencies and takes seconds to
+start, so this is not part of `make test`.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What `quire top` makes of the messages of a live view."""
+"""The screen of `quire top` for the messages of a live view."""
 
 from collections.abc import Sequence
 

@@ -332,7 +332,7 @@ def test_a_server_that_refuses_unknown_fields_is_measured_without_them() -> None
 
 
 def test_a_server_that_counts_only_outside_of_streams_is_measured() -> None:
-    """Texts are scaled by what answers without a stream count, and the report says what is not known or not heeded."""
+    """Texts are scaled by token counts of answers without a stream; the report lists unknown and ignored values."""
 
     async def terse(body: dict[str, Any], reply: Reply) -> None:
         if not body.get("stream"):

@@ -82,7 +82,7 @@ def test_only_the_work_of_others_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("share", "said"), [(None, "not known"), (0.01, "used 1.0%"), (0.4, "no times")])
 def test_the_origin_says_what_others_used(share: float | None, said: str) -> None:
-    """The page tells whether times may be compared."""
+    """The page states whether times may be compared."""
     assert said in report.origin(report.document([], share))
 
 

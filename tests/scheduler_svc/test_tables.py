@@ -114,7 +114,7 @@ def test_ready_requests_are_shown_in_the_order_of_admission(policy: str) -> None
 
 
 def test_long_queues_are_cut() -> None:
-    """Of many waiting requests the first ones are shown, and their number is told."""
+    """Of many waiting requests, the snapshot has the first ones and the number of all."""
     cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64)
     for stream in range(200):
         cluster.submit(stream, [stream, 1, 2], 4)

@@ -1,7 +1,7 @@
 """Groups of ranks for tests: the test's own process is rank 0, the followers are processes of their own.
 
 python -m tests.worker_svc.ranks RANK SIZE reads one job per line from stdin: the settings of an engine, as JSON. It
-follows rank 0 with this engine until it says stop, then takes the next job.
+follows rank 0 with this engine until rank 0 sends a stop, then takes the next job.
 """
 
 import contextlib

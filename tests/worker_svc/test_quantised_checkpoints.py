@@ -1,4 +1,4 @@
-"""Quantised checkpoints compute what the same checkpoint with dequantised weights computes."""
+"""A quantised checkpoint gives the logits of the same checkpoint with dequantised weights."""
 
 import json
 from collections.abc import Iterator

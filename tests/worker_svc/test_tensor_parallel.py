@@ -1,4 +1,4 @@
-"""A group of ranks computes and samples what one process does."""
+"""A group of ranks computes and samples the same as one process."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,14 @@
 """Native implementation of the Llama family over `kernels`: Llama, Mistral, Mixtral, Qwen2 and Qwen3.
 
-One decoder implements all `families`. They differ only in biases on the projections (Qwen2), a norm on queries and
-keys (Qwen3), a sliding window per layer (all but Llama), mixtures of experts instead of MLPs (Mixtral, Qwen-MoE), and
-tied embeddings. The query, key and value projections are one matrix, gate and up another, so that a layer has four
+One decoder implements all `families`. They differ only in these properties:
+
+* biases on the projections (Qwen2);
+* a norm on queries and keys (Qwen3);
+* a sliding window per layer (all but Llama);
+* mixtures of experts instead of MLPs (Mixtral, Qwen-MoE);
+* tied embeddings.
+
+The query, key and value projections are one matrix, gate and up another, so that a layer has four
 GEMMs. The residual addition is fused with the next norm.
 """
 

@@ -1,8 +1,8 @@
 """Quantised weights of a checkpoint: one form for all layouts, read from the tensors that a `scheme` describes.
 
-A weight is `(codes - zeros) * scales`, where a block of outputs and inputs shares a scale and a zero point. Where
-`kernels.linear` has a matching layout, `StoredWeights` packs the codes and scales into it as they are. Anything else is
-dequantised.
+A weight is `(codes - zeros) * scales`, where a block of outputs and inputs shares a scale and a zero point. If
+`kernels.linear` has a matching layout, `StoredWeights` packs the codes and scales into it unchanged. All other weights
+are dequantised.
 """
 
 from bisect import bisect_left

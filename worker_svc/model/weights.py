@@ -1,7 +1,7 @@
 """Reader of safetensors and GGUF checkpoints, one tensor at a time.
 
-Of a model for several media only the tensors of its text part are read, under the names that they have in a model for
-text alone.
+If a model is for several media, only the tensors of its text part are read. They get the names that they have in a
+model for text alone.
 
 A quantised linear layer has several tensors, which are read together. Its weight is a `QuantisedWeight` under the name
 that it would have unquantised.

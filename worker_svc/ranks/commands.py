@@ -1,8 +1,8 @@
-"""Commands from rank 0 to its followers: which plan to launch, and when to drop everything or end.
+"""Commands from rank 0 to its followers: launch a plan, drop all rows, or end.
 
-A follower must collect the results of steps at the same points between launches as rank 0, because a failed row leaves
-the steps that are launched after its failure was collected. Each plan therefore says how many results rank 0 has
-collected since the plan before.
+A follower must collect the results of steps at the same points between launches as rank 0. The reason is that a failed
+row is not in the steps that are launched after its failure was collected. Each plan therefore has the number of results
+that rank 0 has collected since the plan before.
 
 Rank 0 sends a command at least every `BEAT_S`, so that a lost rank is noticed while no request runs.
 """
@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<III")
 
 
 class Kind(enum.IntEnum):
-    """What a follower does."""
+    """Action of a follower."""
 
     BEAT = 0
     """Nothing."""

@@ -1,7 +1,7 @@
 """Draft model: a smaller model with the same tokenizer proposes tokens.
 
 Its layers are further layers of the KV cache, in the same blocks as those of the served model. So prefix sharing, block
-copies and swaps cover them without knowing of them. The draft model computes the chunks of prompts with the served
+copies and swaps include them without code of their own. The draft model computes the chunks of prompts with the served
 model, and the tokens of a decode row only when the row may have drafts. It then begins with the tokens that it has not
 computed yet, the last known token among them, and computes one draft per pass.
 
@@ -56,7 +56,7 @@ def load_draft_model(config: WorkerConfig, description: ModelDescription, device
 
 
 def _vocabulary(folder: Path) -> object:
-    """Return what a checkpoint's tokenizer maps to token IDs; None without a tokenizer."""
+    """Return the mapping of a checkpoint's tokenizer to token IDs; None without a tokenizer."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None

@@ -1,6 +1,6 @@
-"""Processor time that other programs used during a run: what `/proc/stat` counts, less that of the own processes.
+"""Processor time that other programs used during a run: all time in `/proc/stat`, less that of the own processes.
 
-A load average would not do: it decays over minutes, so a command that ends shortly before the run looks like work
+A load average is not suitable: it decays over minutes, so a command that ends shortly before the run looks like work
 during the run.
 """
 

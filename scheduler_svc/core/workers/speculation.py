@@ -9,10 +9,10 @@ pays only if it is likely enough to be accepted. Two things are learned from ans
   for weights from memory and drafts are nearly free. On many rows, a draft costs about as much as any other token.
 
 `choose_limits` finds the limits that give the most tokens per second. Limits have few distinct values and change every
-few steps, so that plans stay differences. What was not measured for some time is forgotten: a row whose drafts were
-rejected gets drafts again later, at a bounded cost.
+few steps, so that plans stay differences. Old measurements are forgotten, so a row whose drafts were rejected gets
+drafts again later, at a bounded cost.
 
-The limits depend on nothing but the times and values of the core's events, so the same events give the same plans.
+The limits depend only on the times and values of the core's events, so the same events give the same plans.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the console's page asks for: the live view, workers to drain or resume, and explanations.
+"""Endpoints of the console's page: the live view, drain and resume of workers, explanations, and comparisons.
 
 All of it needs the rights of an operator, as the operator API over gRPC does. Every path takes POST with a JSON body
 only, which a page of another origin cannot send without a preflight.
@@ -49,7 +49,7 @@ class ConsoleEndpoints:
         ]
 
     async def watch(self, exchange: Exchange) -> None:
-        """Stream the live view. A reader that is too slow misses steps, and is told how many."""
+        """Stream the live view. A reader that is too slow misses steps, and gets their number."""
         asked = await _question(exchange)
         request = admin.WatchStepsRequest(tables=bool(asked.get("tables")))
         await exchange.run_until_disconnect(self._watch(exchange, request))

@@ -104,7 +104,7 @@ class MessagesAnswer:
 
 
 def _parsed(arguments: str) -> Json:
-    """Return the arguments as an object; without a valid one, what there is under the key "incomplete"."""
+    """Return the arguments as an object; if they are not valid, their text is under the key "incomplete"."""
     if not arguments:
         return {}
     try:

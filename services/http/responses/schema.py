@@ -31,7 +31,7 @@ class InputItem(OpenBody):
 
 
 class ResponseTool(OpenBody):
-    """A tool; of other types than functions, the model learns nothing."""
+    """A tool; the model gets only tools of type `function`."""
 
     type: str
     name: str = ""

@@ -64,7 +64,7 @@ def test_an_output_may_begin_within_reasoning() -> None:
     ],
 )
 def test_a_forced_call_that_is_cut_off_is_shown(output: str, calls: list[tuple[str, str]]) -> None:
-    """At max_tokens, the answer has what there is of the calls, and finish_reason is length."""
+    """At max_tokens, the answer has the calls so far, and finish_reason is length."""
     choice = answer_of(output, 3, forced_json, v1.FINISH_REASON_LENGTH)
 
     found = [call["function"] for call in choice["message"].get("tool_calls", [])]

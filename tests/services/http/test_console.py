@@ -116,7 +116,7 @@ def test_no_file_names_another_server() -> None:
 
 @pytest.mark.parametrize("path", ["watch", "drain", "resume", "explain", "strategies"])
 def test_data_is_for_operators_only(tmp_path: Path, path: str) -> None:
-    """Without a token and with that of a client the data is refused, while the page itself holds none."""
+    """Without a token, and with that of a client, the data is refused. The page itself holds no data."""
     (tmp_path / "principals.toml").write_text(PRINCIPALS)
 
     async def main() -> None:
@@ -184,7 +184,7 @@ def test_the_console_can_be_turned_off(tmp_path: Path) -> None:
 
 
 def test_a_viewer_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path) -> None:
-    """What a viewer does not read is dropped and counted; what it gets and what it missed are all steps."""
+    """Steps that a viewer does not read are dropped and counted; received and missed steps together are all steps."""
     num_parts = 40 * MAX_UNREAD_PARTS
 
     async def main() -> None:
@@ -213,7 +213,7 @@ def test_a_viewer_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path
 
 
 def test_a_viewer_that_leaves_ends_its_view(tmp_path: Path) -> None:
-    """The core learns that nobody watches any more."""
+    """The core is notified of the end of the last view."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):

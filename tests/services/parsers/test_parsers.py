@@ -170,7 +170,7 @@ def test_an_output_may_begin_within_reasoning(family: str, text: str, expected: 
 
 
 def test_a_call_that_is_cut_off_keeps_its_arguments() -> None:
-    """A call at the end of the output has its name, and what there is of the arguments."""
+    """A call that the output's end cuts off has its name, and the arguments so far."""
     events = read("hermes", '<tool_call>\n{"name": "f", "arguments": {"s": "x')
 
     assert events == [CallBegun(0, "call_0", "f"), CallArguments(0, '{"s": "x')]
@@ -228,7 +228,7 @@ WRITERS: Mapping[str, Callable[[Calls], str]] = {
 
 @given(family=st.sampled_from(sorted(WRITERS)), calls=NAMED, cuts=CUTS)
 def test_calls_of_any_content_are_read(family: str, calls: Calls, cuts: list[int]) -> None:
-    """What is written in the family's format is read again, whatever is in the strings and however it is cut."""
+    """An output in the family's format is read correctly, for all contents of the strings and for all cuts."""
     text = WRITERS[family](calls)
 
     assert parts(read(family, text, (cut for cut in cuts if cut < len(text)))) == ("", "", calls)
