@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -51,6 +52,8 @@ _VALUES = {
 
 _DUPLICATE = re.compile(r'key "(.*)" at (line \d+ column \d+)$', re.DOTALL)
 """Matches the message of the parser about a duplicate key."""
+_LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
+"""Matches a number that may be too large for a float."""
 _SHOWN_KEY = 64
 """Characters of a duplicate key that an error repeats."""
 
@@ -83,14 +86,34 @@ def checked(kind: type[BodyT], content: dict[str, Any]) -> BodyT:
 
 
 def _refuse_duplicates(raw: bytes) -> None:
-    """Refuse a valid body in which an object has a key twice; pydantic keeps the last one silently."""
+    """Refuse a valid body in which an object has a key twice; pydantic keeps the last one silently.
+
+    Numbers that are not finite are refused as well; pydantic accepts them in fields of any JSON.
+    """
     try:
-        jiter.from_json(raw, catch_duplicate_keys=True)
+        document = jiter.from_json(raw, catch_duplicate_keys=True, allow_inf_nan=False)
     except ValueError as error:
         found = _DUPLICATE.search(str(error))
-        place = f" (second at {found[2]})" if found else ""
-        field = found[1][:_SHOWN_KEY] if found else "body"
-        raise InvalidRequestError(FieldViolation(field, f"given twice{place}; give it once")) from None
+        if found is None:
+            raise InvalidRequestError(FieldViolation("body", _json_description(raw, str(error)))) from None
+        what = f"given twice (second at {found[2]}); give it once"
+        raise InvalidRequestError(FieldViolation(found[1][:_SHOWN_KEY], what)) from None
+    if _LARGE_NUMBER.search(raw) and _has_infinity(document):
+        raise InvalidRequestError(FieldViolation("body", "contains a number that is too large; give finite numbers"))
+
+
+def _has_infinity(value: object) -> bool:
+    """Return whether a JSON value contains a number that is too large for a float."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, dict):
+            pending += each.values()
+        elif isinstance(each, list):
+            pending += each
+        elif isinstance(each, float) and math.isinf(each):
+            return True
+    return False
 
 
 def _violations(kind: type[Body], raw: bytes, errors: Sequence[ErrorDetails]) -> list[FieldViolation]:

@@ -66,8 +66,18 @@ class ChatRunner:
         whole: Callable[[], Json],
         *,
         stream: bool,
+        finished: Callable[[], None] = lambda: None,
     ) -> None:
         """Generate the output, and send its events or the whole answer.
+
+        Args:
+            exchange: the request.
+            prepared: the chat.
+            answer: writes the output.
+            fields: names of fields in errors.
+            whole: returns the whole answer.
+            stream: whether to send events.
+            finished: called when the output is complete, before its end is sent.
 
         Raises:
             QuireError: the request failed.
@@ -78,7 +88,10 @@ class ChatRunner:
             nonlocal begun
             events = [] if begun else [*answer.begin()]
             begun = True
-            for event in [*events, *answer.events(message)]:
+            events += answer.events(message)
+            if answer.output.finished is not None:
+                finished()
+            for event in events:
                 if stream:
                     await exchange.event(event)
 

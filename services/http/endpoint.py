@@ -207,7 +207,7 @@ class Exchange:
 
     async def answer(self, content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Send a complete answer as JSON."""
-        body = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        body = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
         await self._start(status, _JSON, {"content-length": str(len(body)), **(headers or {})})
         await self._send({"type": "http.response.body", "body": body})
 
@@ -218,7 +218,7 @@ class Exchange:
             await self._start(200, _EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         name = f"event: {content['type']}\n" if self._dialect.names_events else ""
-        body = f"{name}data: {text}\n\n".encode()
+        body = f"{name}data: {text}\n\n".encode(errors="replace")
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self) -> None:

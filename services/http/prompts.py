@@ -129,11 +129,11 @@ def prepare_chat(body: ChatBody, request_id: str, family: Family) -> Prepared:
 
 def _parser_of(family: Family, tools: Sequence[Tool], *, constrained: bool) -> NewParser | None:
     """Return the factory of the parsers of a conversation's answer."""
-    if constrained and not tools:
+    if constrained:
         return None  # the grammar leaves no room for markers
     read = family.read if tools else family.read_without_tools
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    return lambda reasons: OutputParser(read, schemas=schemas, reasons=reasons and not constrained)
+    return lambda reasons: OutputParser(read, schemas=schemas, reasons=reasons)
 
 
 def fill_chat(

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 
 from services.parsers.events import CallArguments, CallBegun, Emit
 from services.parsers.reader import Reader, Step
@@ -36,8 +36,13 @@ def random_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def read_object(reader: Reader, calls: Calls) -> Generator[None, None, str]:
+def read_object(reader: Reader, calls: Calls, functions: Container[str] | None = None) -> Generator[None, None, str]:
     """Read a call from a JSON object at this place.
+
+    Args:
+        reader: the output.
+        calls: receives the call.
+        functions: names that make the object a call; None: every name does.
 
     Returns:
         the text that was read if it is no call, so that the caller can show it; empty after a call.
@@ -79,7 +84,7 @@ def read_object(reader: Reader, calls: Calls) -> Generator[None, None, str]:
         keep((yield from reader.skip_space()))
         if key in _NAMES and not begun:
             name = yield from _string(reader, keep)
-            if name is None:
+            if name is None or (functions is not None and name not in functions):
                 break
             calls.begin(name)
             begun = True

@@ -172,7 +172,8 @@ def _whole_objects(reader: Reader, output: Output, shown: str) -> Step:
         yield from reader.until(output.content)
         return
     while True:
-        rejected = yield from read_object(reader, output.calls)
+        # An answer in JSON may have a "name" as well.
+        rejected = yield from read_object(reader, output.calls, output.schemas)
         if rejected:
             output.content(shown + space + rejected)
             yield from reader.until(output.content)
@@ -251,7 +252,7 @@ def _parse_python(call: str) -> tuple[str, str] | None:
         if not isinstance(node, ast.Call) or node.args:
             return None
         arguments = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg is not None}
-        return name, json.dumps(arguments, ensure_ascii=False)
+        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 

@@ -41,25 +41,26 @@ class Reader:
         Returns:
             the marker; empty at the end of the output.
         """
+        spaces: list[str] = []
+        """Whitespace that is held back; it is not searched again."""
         while True:
             if trim_start:
                 self.text = self.text.lstrip(SPACE)
                 trim_start = not self.text
             place, marker = _find(self.text, markers, ended=self.ended)
-            before = self.text[:place]
+            before, self.text = self.text[:place], self.text[place:]
+            kept = before.rstrip(SPACE) if trim_end else before
+            if kept:
+                emit("".join(spaces) + kept)
+                spaces.clear()
+            spaces.append(before[len(kept) :])
             if marker:
-                kept = before.rstrip(SPACE) if trim_end else before
-                self.trimmed = before[len(kept) :]
-                emit(kept)
-                self.text = self.text[place + len(marker) :]
+                self.trimmed = "".join(spaces)
+                self.text = self.text[len(marker) :]
                 return marker
             if self.ended:
-                emit(self.text)
-                self.text = ""
+                emit("".join(spaces))
                 return ""
-            certain = len(before.rstrip(SPACE)) if trim_end else place
-            emit(before[:certain])
-            self.text = self.text[certain:]
             yield
 
     def starts_with(self, *beginnings: str) -> Generator[None, None, str]:

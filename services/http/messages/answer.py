@@ -1,6 +1,7 @@
 """Writes an output as events of the Messages API, and as the whole message."""
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,7 +109,15 @@ def _parsed(arguments: str) -> Json:
     if not arguments:
         return {}
     try:
-        parsed = json.loads(arguments)
-    except ValueError:
+        parsed = json.loads(arguments, parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError):
         return {"incomplete": arguments}
     return parsed if isinstance(parsed, dict) else {"incomplete": arguments}
+
+
+def _finite(text: str) -> float:
+    """Return a number of JSON; NaN and infinity are none."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number

@@ -32,13 +32,18 @@ class ResponsesEndpoints:
         prepared = self._runner.prepare(partial(to_chat, body, earlier), request_id, FIELDS)
         model = self._services.served_model().name
         answer = ResponsesAnswer(body, f"resp_{request_id}", model, ChatOutput(prepared.new_parser))
-        run = self._runner.run(exchange, prepared, answer, FIELDS, answer.response, stream=body.stream)
-        await exchange.run_until_disconnect(run)
-        if body.store and not self._store.is_off:
+        principal = CURRENT.get().name
+
+        def keep() -> None:
+            if not body.store or self._store.is_off:
+                return
             response = answer.response()
             items = [InputItem.model_validate(_as_input(item)) for item in response["output"]]
             messages = [*earlier, *to_messages(body.input), *to_messages(items)]
-            self._store.put(CURRENT.get().name, StoredResponse(response, messages))
+            self._store.put(principal, StoredResponse(response, messages))
+
+        run = self._runner.run(exchange, prepared, answer, FIELDS, answer.response, stream=body.stream, finished=keep)
+        await exchange.run_until_disconnect(run)
 
     async def get(self, exchange: Exchange) -> None:
         """Serve GET `/v1/responses/ID`."""

@@ -221,6 +221,8 @@ TURN = b'[{"role": "user", "content": "a"}]'
         (b"null", "body: must be a JSON object"),
         (b'{"messages": NaN}', "messages: must be a list"),
         (b'{"messages": %s, "seed": 1, "seed": 2}' % TURN, "seed: given twice (second at line 1 column "),
+        (b'{"messages": %s, "metadata": {"a": NaN}}' % TURN, "body: invalid JSON at line 1 column "),
+        (b'{"messages": %s, "metadata": {"a": [-1e999]}}' % TURN, "body: contains a number that is too large"),
         (b'{"messages": [{"role": "a", "content": "", "role": "b"}]}', "role: given twice"),
     ],
 )

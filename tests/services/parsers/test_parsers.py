@@ -27,6 +27,8 @@ from tests.examples import examples
 SCHEMAS = {
     "f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}},
     "g": {"properties": {"s": {"type": "string"}}},
+    "g.h": {},
+    "look_up": {},
 }
 Calls = list[tuple[str, dict[str, object]]]
 
@@ -91,8 +93,10 @@ WRITTEN: list[tuple[str, str, tuple[str, str, Calls]]] = [
     ),
     ("llama3_json", 'It is {"name": "f"}.', ("", 'It is {"name": "f"}.', [])),
     ("llama3_json", '{"city": 1}', ("", '{"city": 1}', [])),
+    ("llama3_json", '{"name": "Ann", "age": 3} ', ("", '{"name": "Ann", "age": 3} ', [])),
     ("pythonic", '[f(s="x", n=1)]', ("", "", F)),
     ("pythonic", "<|python_start|>[f(s='a \"b\" }] <', n=1), g()]<|python_end|>", ("", "", FG)),
+    ("pythonic", "[f(n=1e999)]", ("", "[f(n=1e999)]", [])),
     ("pythonic", "[1, 2] are numbers", ("", "[1, 2] are numbers", [])),
     ("pythonic", "[f(x) for x in y]", ("", "[f(x) for x in y]", [])),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"s": "x", "n": 1}}]', ("", "", F)),
@@ -174,6 +178,18 @@ def test_a_call_that_is_cut_off_keeps_its_arguments() -> None:
     events = read("hermes", '<tool_call>\n{"name": "f", "arguments": {"s": "x')
 
     assert events == [CallBegun(0, "call_0", "f"), CallArguments(0, '{"s": "x')]
+
+
+def test_whitespace_is_searched_once() -> None:
+    """Whitespace that may precede a marker is held back without being searched again with each piece."""
+    parser = OutputParser(FAMILIES["hermes"].read)
+    reader = parser._reader
+
+    for _ in range(100):
+        assert parser.push(" \n") == []
+        assert reader.text == ""
+
+    assert merged(parser.push("a")) == [Content(" \n" * 100 + "a")]
 
 
 def test_arguments_stream() -> None:
