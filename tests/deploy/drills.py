@@ -182,7 +182,7 @@ class Cell:
     # ---------------------------------------------------------------- drills
 
     def scale_workers(self) -> None:
-        """`kubectl scale deployment/quire-worker --replicas=2`."""
+        """`kubectl apply -k OVERLAY`, in which `replicas` of quire-worker is 2, and then 1 again."""
         self.add_worker()
         self.load.more(12)
         self.remove_worker()
@@ -219,7 +219,7 @@ class Cell:
         self.load.more(12)
 
     def lose_a_worker(self) -> None:
-        """`kubectl delete pod --grace-period=0 --force -l app.kubernetes.io/component=worker`.
+        """`kubectl delete pod --grace-period=0 --force WORKER`.
 
         The only worker dies; its Deployment starts another.
         """

@@ -60,7 +60,7 @@ def test_objects_are_valid_in_two_versions_of_kubernetes(version: str) -> None:
     """No object of Kubernetes itself has an unknown field or a wrong type."""
     own = [each for example in EXAMPLES for each in objects(example) if each not in list(custom_objects(example))]
 
-    assert _validate(own, version) == ""
+    assert validation_errors(own, version) == ""
     assert len(own) > 50
 
 
@@ -68,10 +68,11 @@ def test_a_wrong_field_is_noticed() -> None:
     """The validation above is strict."""
     wrong = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"port": 1}}
 
-    assert "'port' was unexpected" in _validate([wrong], _VERSIONS[0])
+    assert "'port' was unexpected" in validation_errors([wrong], _VERSIONS[0])
 
 
-def _validate(manifests: list[Object], version: str) -> str:
+def validation_errors(manifests: list[Object], version: str) -> str:
+    """Return the first field that a version of Kubernetes does not accept, or nothing."""
     command = [str(TOOLS / "python"), "-c", _VALIDATE, version]
     done = subprocess.run(command, input=json.dumps(manifests), capture_output=True, text=True, timeout=120)
     return done.stderr

@@ -1,0 +1,142 @@
+"""deploy/kubernetes/README.md and the manifests agree: images, requests, names, pickers, the claim."""
+
+import re
+import subprocess
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.manifests import CLAIMS, EXAMPLES, KUBERNETES, ROOT, matches, needs_tools, of_kind, pods
+from tests.deploy.test_manifests import validation_errors
+
+pytestmark = needs_tools
+
+README = (KUBERNETES / "README.md").read_text("utf-8")
+every_example = pytest.mark.parametrize("example", EXAMPLES)
+
+
+@every_example
+def test_the_images_have_the_tags_that_the_page_builds(example: str) -> None:
+    """An image that is built as the page says is found without an overlay."""
+    built = set(re.findall(r"docker build .* -t (\S+)", README))
+    used = {pod.container["image"] for pod in pods(example) if pod.role != "collector"}
+
+    assert len(built) == 3
+    assert used <= built
+
+
+def test_the_page_has_the_sum_of_the_requests_of_the_cpu_cell() -> None:
+    """A reader knows before the first apply whether the cell fits on a laptop."""
+    cpus, mebibytes = 0.0, 0.0
+    counts = {each["metadata"]["name"]: each["spec"]["replicas"]
+              for kind in ("Deployment", "StatefulSet") for each in of_kind("one-cell-cpu", kind)}  # fmt: skip
+    for pod in pods("one-cell-cpu"):
+        requests = pod.container["resources"]["requests"]
+        number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", requests["memory"]).groups()  # type: ignore[union-attr]
+        cpus += counts[pod.name] * float(requests["cpu"])
+        mebibytes += counts[pod.name] * int(number) * (1024 if unit == "Gi" else 1)
+
+    assert f"{cpus:g} CPUs and {mebibytes / 1024:g} GiB" in README
+
+
+def test_the_certificates_have_the_names_of_the_front_ends() -> None:
+    """Clients in the namespace, in other namespaces and behind a port-forward find the name that they call."""
+    wanted = {"quire-frontend", "quire-frontend.quire.svc", "localhost"}
+    by_hand = set(re.findall(r"DNS:([\w.-]+)", README))
+
+    assert wanted <= by_hand
+    for example in EXAMPLES:
+        for certificate in of_kind(example, "Certificate"):
+            assert wanted <= set(certificate["spec"]["dnsNames"])
+
+
+def test_grpc_and_http_share_no_host_name_of_a_listener() -> None:
+    """The Gateway API accepts one kind of route for a host name on a listener; each listener has a certificate."""
+    (gateway,) = of_kind("eight-gpus", "Gateway")
+    listeners = {each["name"]: each for each in gateway["spec"]["listeners"]}
+    taken: dict[tuple[str, str], str] = {}
+    for kind in ("GRPCRoute", "HTTPRoute"):
+        for route in of_kind("eight-gpus", kind):
+            for name in route["spec"]["hostnames"]:
+                (parent,) = route["spec"]["parentRefs"]
+                assert listeners[parent["sectionName"]]["hostname"] == name
+                assert taken.setdefault((parent["sectionName"], name), kind) == kind
+
+    assert len(taken) == len(listeners) == 2
+    assert all(each["tls"]["certificateRefs"] for each in listeners.values())
+
+
+@every_example
+def test_keda_alone_decides_the_number_of_what_it_scales(example: str) -> None:
+    """`kubectl apply` of a manifest with `replicas` would undo the autoscaler's decision."""
+    scaled = {each["spec"]["scaleTargetRef"]["name"] for each in of_kind(example, "ScaledObject")}
+    for deployment in of_kind(example, "Deployment"):
+        assert ("replicas" in deployment["spec"]) != (deployment["metadata"]["name"] in scaled)
+
+
+def test_a_rollout_on_one_gpu_node_needs_no_spare_gpu() -> None:
+    """An old worker leaves before a new one starts, and requests wait longer than by default."""
+    (worker,) = (each for each in of_kind("one-gpu-node", "Deployment") if each["metadata"]["name"] == "quire-worker")
+    settings = tomllib.loads((KUBERNETES / "examples" / "one-gpu-node" / "quire.toml").read_text("utf-8"))
+
+    assert worker["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 1, "maxSurge": 0}
+    assert settings["worker_wait_s"] > 60
+
+
+@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("examples/**/quire.toml")), ids=lambda path: path.parent.name)
+def test_a_settings_file_repeats_the_settings_of_the_base(path: Any) -> None:
+    """It replaces the base's file; what it leaves out would be lost."""
+    base = tomllib.loads((KUBERNETES / "base" / "quire.toml").read_text("utf-8"))
+
+    assert base.keys() <= tomllib.loads(path.read_text("utf-8")).keys()
+
+
+def test_the_pickers_of_the_page_are_those_of_the_pools() -> None:
+    """The chart's releases get the Services that the pools name, and select the endpoints of the pools."""
+    values = yaml.safe_load((KUBERNETES / "components" / "inference-pool" / "picker-values.yaml").read_text("utf-8"))
+    router = values["router"]
+    releases = set(re.findall(r"^helm -n quire install (\S+)", README, re.MULTILINE))
+    pools = {each["spec"]["endpointPickerRef"]["name"]: each["spec"] for each in of_kind("eight-gpus", "InferencePool")}
+
+    assert pools.keys() == {f"{release}-epp" for release in releases}
+    assert pools["quire-epp"]["targetPorts"] == router["modelServers"]["targetPorts"]
+    for pool in pools.values():
+        assert pool["selector"]["matchLabels"] == router["modelServers"]["matchLabels"]
+    for pod in pods("eight-gpus"):
+        if matches({"matchLabels": router["modelServers"]["matchLabels"]}, pod.labels):
+            assert router["epp"]["flags"]["model-server-metrics-port"] == pod.ports()["health"]
+
+
+@pytest.mark.parametrize("version", ["1.34", "1.37"])
+def test_the_claim_of_the_model_is_valid(version: str) -> None:
+    """It has the name that the component mounts, and the pod that fills it has the user that reads it."""
+    path = KUBERNETES / "components" / "model-volume" / "claim.yaml"
+    claim, pod = yaml.safe_load_all(path.read_text("utf-8"))
+
+    assert validation_errors([claim, pod], version) == ""
+    assert claim["metadata"]["name"] in CLAIMS
+    assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    for reader in pods("one-gpu-node"):
+        assert pod["spec"]["securityContext"]["runAsUser"] == reader.spec["securityContext"]["runAsUser"]
+
+
+def test_commands_of_the_pages_name_no_group_of_pods_to_delete() -> None:
+    """A drill deletes one pod; a label would select all of them."""
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    commands = re.findall(r"^kubectl .*delete pod.*$", page, re.MULTILINE)
+
+    assert len(commands) == 3
+    assert not [each for each in commands if " -l" in each or "--all" in each or "--selector" in each]
+
+
+def test_shell_blocks_of_the_pages_parse() -> None:
+    """Bash reads every block."""
+    pages = (README, (ROOT / "docs" / "operations.md").read_text("utf-8"))
+    blocks = [block for page in pages for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)]
+
+    assert len(blocks) > 10
+    for block in blocks:
+        done = subprocess.run(["bash", "-n"], input=re.sub(r"(?m)^ {2,3}", "", block), capture_output=True, text=True)
+        assert done.stderr == "", block
