@@ -15,7 +15,9 @@ settings.register_profile("quire", max_examples=examples(100), deadline=None)
 settings.load_profile("quire")
 
 # Services that tests start do not record into the folder of whoever runs the tests, unless a test says where.
-os.environ.setdefault("XDG_STATE_HOME", tempfile.mkdtemp(prefix="quire-tests-"))
+# Each process of a parallel run has a folder of its own, because only one scheduler records into a folder.
+if "PYTEST_XDIST_WORKER" in os.environ or "XDG_STATE_HOME" not in os.environ:
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="quire-tests-")
 
 # Started in the background by a shell without job control, this process ignores SIGINT, and so would every process that
 # a test starts and then interrupts. A handler of our own becomes the default again in those.

@@ -46,8 +46,7 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
         (
             ["serve", "-tp", "2"],
             2,
-            "quire serve: -tp: unknown argument; a worker uses one GPU; start more workers with --workers;"
-            " see quire serve --help",
+            "quire serve: -tp: unknown argument; use --tensor-parallel-size; see quire serve --help",
         ),
         (
             ["serve", "demo", "--model", "other"],
