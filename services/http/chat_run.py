@@ -1,6 +1,5 @@
 """Runs a chat for the Responses and the Messages API, which differ in the forms that they read and write."""
 
-import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from services.http.output import ChatOutput
 from services.http.prompts import Prepared, prepare_chat
 from services.http.schema import ChatBody
 from services.parsers import Family
-from shared.errors import QuireError, StalledReaderError
+from shared.errors import QuireError
 
 _MARKER_TOKENS = 12
 """Tokens at the end of a prompt that are searched for the marker at which reasoning begins."""
@@ -106,13 +105,7 @@ class ChatRunner:
         if not stream:
             await exchange.answer(whole())
             return
-        try:
-            async with asyncio.timeout(self._services.config.stall_timeout_s or None):
-                await exchange.end_events()
-        except TimeoutError:
-            raise StalledReaderError(
-                "the client read no data for too long; read the stream without long pauses"
-            ) from None
+        await exchange.end_events(timeout_s=self._services.config.stall_timeout_s)
 
 
 def begins_in_reasoning(services: Services, family: Family, token_ids: Sequence[int]) -> bool:

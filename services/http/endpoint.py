@@ -221,8 +221,25 @@ class Exchange:
         body = f"{name}data: {text}\n\n".encode(errors="replace")
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def end_events(self) -> None:
-        """End the stream of events."""
+    async def end_events(self, *last: Any, timeout_s: float = 0.0) -> None:
+        """Send the last events and end the stream; 0 s: wait for the reader without limit.
+
+        While a stream is live, the generator detects a stalled reader. Afterwards this timeout does.
+
+        Raises:
+            StalledReaderError: the client did not read them in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s or None):
+                for content in last:
+                    await self.event(content)
+                await self._end()
+        except TimeoutError:
+            raise StalledReaderError(
+                "the client read no data for too long; read the stream without long pauses"
+            ) from None
+
+    async def _end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"" if self._dialect.names_events else _DONE})
 
     async def fail(self, error: QuireError) -> None:

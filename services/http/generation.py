@@ -22,7 +22,7 @@ from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamO
 from services.http.whole_answer import WholeAnswer
 from services.parsers import Family
 from shared import span_names
-from shared.errors import FieldViolation, InvalidRequestError, QuireError, StalledReaderError
+from shared.errors import FieldViolation, InvalidRequestError, QuireError
 
 
 class GenerationEndpoints:
@@ -119,16 +119,8 @@ class GenerationEndpoints:
         if not body.stream:
             await exchange.answer(whole.result())
             return
-        # While a stream is live, the generator detects a stalled reader.
-        try:
-            async with asyncio.timeout(self._services.config.stall_timeout_s or None):
-                if answer.options.include_usage:
-                    await exchange.event(answer.usage_chunk())
-                await exchange.end_events()
-        except TimeoutError:
-            raise StalledReaderError(
-                "the client read no data for too long; read the stream without long pauses"
-            ) from None
+        last = [answer.usage_chunk()] if answer.options.include_usage else []
+        await exchange.end_events(*last, timeout_s=self._services.config.stall_timeout_s)
 
     def _begin(self, answer: Answer, prompt: int, token_ids: Sequence[int]) -> None:
         """Record the prompt of a stream: its length, and whether the output begins within reasoning."""

@@ -8,7 +8,7 @@ from quire.v1 import generation_pb2 as v1
 from services.http.sampling import FieldNames, field_names, fill_common, fill_grammar
 from services.http.schema import ChatBody, CompletionBody, JsonObject, Message, NamedTool, Tool
 from services.http.tool_calls import forced_calls
-from services.parsers import Family, OutputParser, forced_json
+from services.parsers import FAMILIES, Family, OutputParser, forced_json
 from shared.errors import FieldViolation, InvalidRequestError
 
 Prompt = str | list[int]
@@ -132,6 +132,8 @@ def _parser_of(family: Family, tools: Sequence[Tool], *, constrained: bool) -> N
     if constrained:
         return None  # the grammar leaves no room for markers
     read = family.read if tools else family.read_without_tools
+    if read is FAMILIES["plain"].read:
+        return None  # such outputs have no markers, and show no special tokens
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
     return lambda reasons: OutputParser(read, schemas=schemas, reasons=reasons)
 

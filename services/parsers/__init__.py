@@ -1,7 +1,7 @@
 """From a model's output to typed events: reasoning, content, tool calls.
 
 Each family of models has one incremental parser (`families`). `choose_family` finds the family from the chat template.
-`make_parser` starts a parser for one output. The parser takes text in pieces of any size. It returns events as soon as
+An `OutputParser` reads one output. It takes text in pieces of any size. It returns events as soon as
 they are certain. The sizes of the pieces affect only where the texts of events are cut.
 """
 
