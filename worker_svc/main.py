@@ -17,7 +17,7 @@ from shared.process_watch import own_process
 from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 from worker_svc.device.accelerator import make_accelerator
-from worker_svc.device.choice import alone_on, choose_device, describe_device, set_threads
+from worker_svc.device.choice import choose_device, describe_device, set_threads
 from worker_svc.device.compiling import announce_compiling
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
@@ -27,6 +27,7 @@ from worker_svc.link.identity import Identity, worker_id
 from worker_svc.loop import RefusedError, WorkerLoop
 from worker_svc.model.loader import ModelDescription, load_model
 from worker_svc.ranks.commands import Followers
+from worker_svc.ranks.gpu_locks import alone_on
 from worker_svc.ranks.group import RankLostError, join, meet, place_of
 
 
@@ -35,7 +36,7 @@ def run(config: WorkerConfig) -> int:
 
     Returns:
         The exit code: 0 after a signal; 1, with one line on stderr, if the configuration is not valid, the scheduler
-        refuses this worker, or another rank of it was lost.
+        refuses this worker, or another rank of it was lost; above 128 after a signal to a follower while it loads.
     """
     configure_logging("quire-worker")
     try:
@@ -44,6 +45,8 @@ def run(config: WorkerConfig) -> int:
             _serve(config, telemetry)
         finally:
             telemetry.shutdown()
+    except _StoppedWhileLoading as stopped:
+        return stopped.exit_code
     except (ConfigError, RefusedError, RankLostError) as error:
         kind = "refused by the scheduler: " if isinstance(error, RefusedError) else ""
         print(f"quire worker: {kind}{error}", file=sys.stderr)
@@ -57,35 +60,45 @@ def run(config: WorkerConfig) -> int:
     return 0
 
 
+class _StoppedWhileLoading(BaseException):
+    """A signal came before the model was loaded. Not an `Exception`, so that no library handles it."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
 class _StopOnSignal:
     """Signal handler: exits at once while the model loads, afterwards asks the loop to stop.
 
-    A follower ignores signals once its model is loaded: it stops when rank 0 does.
+    For a follower, a signal while it loads is a failure: the worker cannot start without it. Its exit code is that of a
+    shell for a program that a signal has ended. Afterwards it ignores signals, because it stops when rank 0 does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         self.loop: WorkerLoop | None = None
         self.follows = False
+        self._rank = rank
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self)
 
-    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
         if self.loop is not None:
             self.loop.stop()
         elif not self.follows:
-            raise SystemExit(0)
+            raise _StoppedWhileLoading(128 + number if self._rank else 0)
 
 
 def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
-    stop = _StopOnSignal()
     place = place_of(config.tensor_parallel_size, os.environ)
+    stop = _StopOnSignal(place.shard.rank)
     shard = place.shard
     name = worker_id(config.worker_id, platform.node(), os.getpid())
     keys = load_keys(config.keys, WORKER)
     set_threads(config.num_threads, place.local_size)
     device = choose_device(config.device, place.local_rank, place.local_size)
     group = join(place, device)
-    with alone_on(device):
+    with alone_on(device, group):
         model, description = load_model(config, device, group)
         group = meet(group, device)
         tracer = telemetry.tracer if group.rank == 0 else NoOpTracer()

@@ -1,9 +1,13 @@
 """`quire serve --tensor-parallel-size 2`: two ranks serve as one worker, and a lost rank is a lost worker."""
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -11,7 +15,7 @@ import pytest
 
 from quire import AsyncClient, Client
 from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import QUIRE, Served, serve
+from tests.e2e.harness import PATIENCE_S, QUIRE, Served, is_alive, serve
 from tests.e2e.load import Answer, draw_prompts
 from tests.e2e.oracle import Oracle, Tally
 from tests.e2e.test_worker_death import _stream
@@ -78,3 +82,63 @@ def test_a_model_that_cannot_be_divided_is_refused(architecture: str, size: str,
     assert done.returncode == 1
     assert list(left.glob("quire-ranks-*")) == []
     assert f"quire worker: {reason}" in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("struck", "exit_code", "line"),
+    [
+        ("follower", 1, "quire worker: rank 1 ended (exit code 143), so the worker ends"),
+        pytest.param("rank 0", 0, None, marks=pytest.mark.release),
+    ],
+)
+def test_a_signal_to_one_rank_ends_all_while_they_load(
+    struck: str, exit_code: int, line: str | None, tmp_path: Path
+) -> None:
+    """SIGTERM is a failure of the worker if a follower gets it, and an orderly stop if rank 0 does."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    left = tmp_path / "left"
+    left.mkdir()
+    with kept_from_opening(checkpoint / "model.safetensors") as opened:
+        process = subprocess.Popen(
+            [*QUIRE, "worker", f"--model={checkpoint}", "--tensor-parallel-size=2", "--device=cpu", "--num-threads=1"],
+            env=os.environ | {"TMPDIR": str(left)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            opened()
+            (follower,) = psutil.Process(process.pid).children()
+            os.kill(follower.pid if struck == "follower" else process.pid, signal.SIGTERM)
+            _, errors = process.communicate(timeout=PATIENCE_S)
+            psutil.wait_procs([follower], timeout=PATIENCE_S)
+        finally:
+            process.kill()
+            process.wait()
+
+    assert process.returncode == exit_code, errors
+    assert not is_alive(follower)
+    assert [each for each in errors.splitlines() if each.startswith("quire worker:")] == ([line] if line else [])
+    assert list(left.glob("quire-ranks-*")) == []
+
+
+@contextlib.contextmanager
+def kept_from_opening(file: Path) -> Iterator[Callable[[], None]]:
+    """Let other processes wait when they open a file; the value is a function that awaits the first one.
+
+    This is a lease (fcntl(2)), which the kernel ends after 45 seconds.
+    """
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    held = os.open(file, os.O_RDWR)
+    fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+
+    def opened() -> None:
+        end = time.monotonic() + PATIENCE_S
+        while fcntl.fcntl(held, fcntl.F_GETLEASE) == fcntl.F_WRLCK:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    try:
+        yield opened
+    finally:
+        os.close(held)
+        signal.signal(signal.SIGIO, before)

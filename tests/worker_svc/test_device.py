@@ -1,12 +1,9 @@
 """Which device a worker takes."""
 
-import threading
-from pathlib import Path
-
 import pytest
 
 from shared.config import ConfigError
-from worker_svc.device.choice import check_allocator, locked, name_device
+from worker_svc.device.choice import check_allocator, name_device
 
 
 @pytest.mark.parametrize(
@@ -48,24 +45,3 @@ def test_another_allocator_is_refused() -> None:
     check_allocator("native")
     with pytest.raises(ConfigError, match="PYTORCH_ALLOC_CONF: the allocator cudaMallocAsync is not supported"):
         check_allocator("cudaMallocAsync")
-
-
-def test_workers_start_one_after_the_other(tmp_path: Path) -> None:
-    """The second begins when the first has taken its memory."""
-    events: list[str] = []
-    waits = threading.Event()
-
-    def second() -> None:
-        waits.set()
-        with locked(tmp_path / "gpu.lock"):
-            events.append("second")
-
-    with locked(tmp_path / "gpu.lock"):
-        thread = threading.Thread(target=second)
-        thread.start()
-        assert waits.wait(60)
-        thread.join(0.2)
-        events.append("first")
-    thread.join(60)
-
-    assert events == ["first", "second"]

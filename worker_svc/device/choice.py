@@ -1,18 +1,12 @@
-"""Choice of the device, the order of workers that start on one GPU, and the number of CPU threads."""
+"""Choice of the device, and the number of CPU threads."""
 
-import fcntl
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import gettempdir
 
 import torch
 
 from kernels.native.library import set_num_threads as native_threads
 from shared.config import ConfigError
-from shared.logging import get_logger
 
 
 def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
@@ -34,35 +28,6 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> torc
         torch.cuda.set_device(device)
         check_allocator(torch.cuda.get_allocator_backend())
     return device
-
-
-@contextmanager
-def alone_on(device: torch.device) -> Iterator[None]:
-    """Wait until no other worker of this user starts on the GPU, and keep others waiting within the context.
-
-    A worker that starts then sees how much memory the ones before it have left. A CPU needs no such order.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    uuid = torch.cuda.get_device_properties(device).uuid
-    with locked(Path(gettempdir()) / f"quire-{os.getuid()}-gpu-{uuid}.lock"):
-        yield
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is created if it does not exist; the lock ends with the process at the latest."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            get_logger().info("waiting for another worker that starts on this GPU", lock=str(path))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
 
 
 def check_allocator(backend: str) -> None:

@@ -1,0 +1,73 @@
+"""The order of workers that start on the same GPUs: one lock per GPU, held while a worker starts.
+
+A worker that starts then sees how much memory the ones before it have left. The ranks of a worker take their locks one
+after the other, in an order that is the same for all workers. So two workers that start on the same GPUs at the same
+time cannot wait for each other.
+"""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import gettempdir
+
+import torch
+
+from shared.config import ConfigError
+from shared.logging import get_logger
+from worker_svc.ranks.group import Group, RankLostError
+
+
+@contextmanager
+def alone_on(device: torch.device, group: Group) -> Iterator[None]:
+    """Wait until no other worker of this user starts on the GPUs of a group, and keep others waiting in the context.
+
+    All ranks of the group call this, each with its own device. A CPU needs no such order.
+
+    Raises:
+        ConfigError: two ranks have the same GPU.
+        RankLostError: another rank ended while this one waited.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    uuid = torch.cuda.get_device_properties(device).uuid
+    with held_in_order(Path(gettempdir()) / f"quire-{os.getuid()}-gpu-{uuid}.lock", group):
+        yield
+
+
+@contextmanager
+def held_in_order(lock: Path, group: Group) -> Iterator[None]:
+    """Hold the lock of this rank, and enter the context when all ranks hold theirs; see `alone_on`."""
+    mine = hashlib.sha256(lock.name.encode()).digest()
+    with ExitStack() as held:
+        try:
+            names = [bytes(each) for each in group.all_gather(torch.tensor(list(mine), dtype=torch.uint8)).tolist()]
+            if len(set(names)) < len(names):
+                raise ConfigError(
+                    "device: two ranks have the same GPU; set LOCAL_RANK to the number of each rank on its machine"
+                )
+            for name in sorted(names):
+                if name == mine:
+                    held.enter_context(locked(lock))
+                group.least((0,))  # the next rank takes its lock when this one holds its own
+        except RuntimeError as error:
+            raise RankLostError(f"a rank ended while the worker waited for its GPUs: {error}") from None
+        yield
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is created if it does not exist; the lock ends with the process at the latest."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            get_logger().info("waiting for another worker that starts on this GPU", lock=str(path))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
