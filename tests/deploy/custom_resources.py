@@ -1,73 +1,85 @@
-"""Checks custom resources against the published schemas of their projects.
+"""Checks custom resources against the published schemas of their projects, which `crds/` holds.
 
     python -m tests.deploy.custom_resources FOLDER
 
-FOLDER has files with CustomResourceDefinitions, as the projects publish them. The schemas are not part of this
-repository. The check is strict: an unknown field is an error. It writes `custom_fields.json`: the fields of the
-rendered objects that a published schema has. A test fails when a manifest uses a field that is not in this list.
+writes `crds/` anew. FOLDER has a clone of each repository of `SOURCES`, under the last part of its name. The check is
+strict: an unknown field is an error, as with `kubectl --validate=strict`. Rules in CEL (`x-kubernetes-validations`) are
+not evaluated.
 """
 
+import functools
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import yaml
 
-from tests.deploy.manifests import EXAMPLES, Object, objects
+from tests.deploy.manifests import Object, objects
 
-FIELDS = Path(__file__).with_name("custom_fields.json")
-_GROUPS = (
-    "cert-manager.io", "gateway.networking.k8s.io", "inference.networking.k8s.io", "keda.sh",
-    "leaderworkerset.x-k8s.io", "monitoring.coreos.com",
-)  # fmt: skip
+CRDS = Path(__file__).with_name("crds")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A CustomResourceDefinition in a release of a project."""
+
+    repository: str
+    release: str
+    path: str
+
+
+_GATEWAY = "config/crd/standard/gateway.networking.k8s.io_"
+_MONITORING = "example/prometheus-operator-crd/monitoring.coreos.com_"
+SOURCES = {
+    "Certificate": Source("cert-manager/cert-manager", "v1.21.1", "deploy/crds/cert-manager.io_certificates.yaml"),
+    "GRPCRoute": Source("kubernetes-sigs/gateway-api", "v1.6.1", f"{_GATEWAY}grpcroutes.yaml"),
+    "Gateway": Source("kubernetes-sigs/gateway-api", "v1.6.1", f"{_GATEWAY}gateways.yaml"),
+    "HTTPRoute": Source("kubernetes-sigs/gateway-api", "v1.6.1", f"{_GATEWAY}httproutes.yaml"),
+    "InferencePool": Source(
+        "kubernetes-sigs/gateway-api-inference-extension", "v1.6.0",
+        "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml",
+    ),
+    "LeaderWorkerSet": Source(
+        "kubernetes-sigs/lws", "v0.10.0", "config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml"
+    ),
+    "PrometheusRule": Source(
+        "prometheus-operator/prometheus-operator", "v0.93.0", f"{_MONITORING}prometheusrules.yaml"
+    ),
+    "ScaledObject": Source("kedacore/keda", "v2.20.2", "config/crd/bases/keda.sh_scaledobjects.yaml"),
+    "ScrapeConfig": Source("prometheus-operator/prometheus-operator", "v0.93.0", f"{_MONITORING}scrapeconfigs.yaml"),
+}  # fmt: skip
+"""Where the schema of each kind comes from. All of these projects have the licence Apache-2.0."""
 
 
 def custom_objects(example: str) -> Iterator[Object]:
     """Yield the objects of an example that Kubernetes itself does not define."""
     for each in objects(example):
-        if each["apiVersion"].partition("/")[0] in _GROUPS:
+        if each["kind"] in SOURCES:
             yield each
 
 
-def kind_of(each: Object) -> str:
-    """Return the version and kind of an object."""
-    return f"{each['apiVersion']} {each['kind']}"
+def errors(each: Object) -> list[str]:
+    """Return how an object differs from the schema of its version and kind: the path and what is wrong."""
+    version = each["apiVersion"]
+    found = _schemas(each["kind"]).get(version)
+    if found is None:
+        return [f"apiVersion: {version} has no {each['kind']}"]
+    problems = jsonschema.Draft202012Validator(found).iter_errors(each)
+    return [f"{problem.json_path}: {problem.message}" for problem in problems]
 
 
-def fields(value: Any, path: str = "") -> set[str]:
-    """Return the path of each field of an object; entries of a list have the path of the list."""
-    if isinstance(value, dict):
-        return {f"{path}.{key}" for key in value} | {
-            found for key, inner in value.items() for found in fields(inner, f"{path}.{key}")
-        }
-    if isinstance(value, list):
-        return {found for inner in value for found in fields(inner, path)}
-    return set()
-
-
-def own_fields(each: Object) -> set[str]:
-    """Return the fields that the custom resource defines; names of labels and of trigger options are free."""
-    free = (".labels.", ".matchLabels.", ".annotations.", ".metadata.", ".requests.", ".limits.")
-    return {path for path in fields({"spec": each["spec"]}) if not any(name in path for name in free)}
-
-
-def published(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the strict schemas of the CustomResourceDefinitions in a folder, by version and kind."""
-    schemas = {}
-    for path in sorted(folder.glob("*.yaml")):
-        documents = [each for each in yaml.load_all(path.read_text("utf-8"), Loader=yaml.CSafeLoader) if each]
-        for definition in (one for each in documents for one in each.get("items", [each])):
-            if definition.get("kind") != "CustomResourceDefinition":
-                continue
-            spec = definition["spec"]
-            for version in spec["versions"]:
-                schema = _strict(version["schema"]["openAPIV3Schema"])
-                schema["properties"]["metadata"] = {"type": "object"}
-                schemas[f"{spec['group']}/{version['name']} {spec['names']['kind']}"] = schema
-    return schemas
+@functools.cache
+def _schemas(kind: str) -> dict[str, Any]:
+    """Return the strict schema of each version of a kind that a cluster serves."""
+    return {
+        version: _strict(schema)
+        for version, schema in json.loads((CRDS / f"{kind}.json").read_text("utf-8"))["versions"].items()
+    }
 
 
 def _strict(schema: Any) -> Any:
@@ -80,7 +92,7 @@ def _strict(schema: Any) -> Any:
     if isinstance(pattern := schema.get("pattern"), str) and "(?i)" in pattern:
         strict["pattern"] = "(?i)" + pattern.replace("(?i)", "")  # Go allows it anywhere
     if schema.get("x-kubernetes-int-or-string"):
-        return {"type": ["integer", "string"]}
+        strict["type"] = ["integer", "string"]
     if "properties" in schema and isinstance(schema["properties"], dict) and schema.get("type") == "object":
         open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
         if not open_ended:
@@ -88,16 +100,42 @@ def _strict(schema: Any) -> Any:
     return strict
 
 
+def vendored(source: Source, published: str) -> dict[str, Any]:
+    """Return what `crds/` keeps of a CustomResourceDefinition: its origin, and the schema of each version served."""
+    spec = yaml.load(published, Loader=yaml.CSafeLoader)["spec"]
+    versions = {}
+    for version in spec["versions"]:
+        if version["served"]:
+            schema = _without_prose(version["schema"]["openAPIV3Schema"])
+            # Its fields are those of every object of Kubernetes; the definition does not repeat them.
+            schema["properties"]["metadata"] = {"type": "object"}
+            schema["properties"].pop("status", None)
+            versions[f"{spec['group']}/{version['name']}"] = schema
+    origin = {"repository": source.repository, "release": source.release, "path": source.path, "licence": "Apache-2.0"}
+    return {**origin, "versions": versions}
+
+
+def _without_prose(schema: Any) -> Any:
+    """Return a schema without descriptions and rules in CEL. A property may have the name `description`: it stays."""
+    if isinstance(schema, list):
+        return [_without_prose(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _without_prose(value)
+        for key, value in schema.items()
+        if key != "x-kubernetes-validations" and not (key == "description" and isinstance(value, str))
+    }
+
+
 def main(folder: str) -> int:
-    """Validate the custom resources of every example, and write the list of their fields."""
-    schemas = published(Path(folder))
-    found: dict[str, set[str]] = {}
-    for example in EXAMPLES:
-        for each in custom_objects(example):
-            jsonschema.Draft202012Validator(schemas[kind_of(each)]).validate(each)
-            found.setdefault(kind_of(each), set()).update(own_fields(each))
-    text = json.dumps({kind: sorted(paths) for kind, paths in sorted(found.items())}, indent=1)
-    FIELDS.write_text(text + "\n", "utf-8")
+    """Write the schemas from the clones in a folder."""
+    for kind, source in SOURCES.items():
+        clone = Path(folder) / source.repository.rpartition("/")[2]
+        command = ["git", "-C", str(clone), "show", f"{source.release}:{source.path}"]
+        published = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        text = json.dumps(vendored(source, published), separators=(",", ":"))
+        (CRDS / f"{kind}.json").write_text(text + "\n", "utf-8")
     return 0
 
 
