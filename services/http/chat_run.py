@@ -12,6 +12,7 @@ from services.http.identity import choose_model
 from services.http.output import ChatOutput
 from services.http.prompts import Prepared, prepare_chat
 from services.http.schema import ChatBody
+from services.http.turns import in_strict_order
 from services.parsers import Family
 from shared.errors import QuireError
 
@@ -51,6 +52,8 @@ class ChatRunner:
         try:
             chat = make()
             choose_model(self._services, chat.model)
+            if self._services.tokenizer.has_strict_template:
+                chat = chat.model_copy(update={"messages": in_strict_order(chat.messages)})
             prepared = prepare_chat(chat, request_id, self._family)
         except QuireError as error:
             raise with_http_names(error, lambda path: _renamed(path, fields)) from None

@@ -156,7 +156,7 @@ def fill_chat(
         turn = chat.messages.add()
         # Templates know OpenAI's role developer as system.
         turn.role = "system" if message.role == "developer" else message.role
-        turn.content = _text(message)
+        turn.content = message.text
         turn.name = message.name or ""
         turn.tool_call_id = message.tool_call_id or ""
         if message.tool_calls:
@@ -206,8 +206,3 @@ def _grammar(constraint: str) -> dict[str, str]:
     kinds = ("json_schema", "regex", "ebnf", "choice", "choice.choices", "json_object", "whitespace")
     names = {f"grammar.{kind}": constraint for kind in kinds} | {"grammar": constraint}
     return names if constraint else {}
-
-
-def _text(message: Message) -> str:
-    content = message.content
-    return content if isinstance(content, str) else "".join(part.text for part in content or ())

@@ -15,6 +15,7 @@ from services.calls.embeddings import MAX_INPUTS
 from services.text.chat import MAX_MESSAGES
 
 _MAX_PROMPTS = 256
+_MAX_TOOLS = 512
 _MAX_UINT32 = 0xFFFFFFFF
 
 _WHITESPACE = "allow whitespace between the tokens of JSON; by default JSON is compact"
@@ -45,7 +46,7 @@ class Body(BaseModel):
 class FunctionDefinition(Body):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,256}$")
     description: str | None = None
     parameters: JsonObject | None = Field(default=None, description="JSON schema of the arguments, of type object")
     strict: bool | None = Field(
@@ -99,8 +100,15 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
+    reasoning: JsonValue = Field(default=None, description="accepted without effect: templates do not show it")
+    reasoning_content: JsonValue = Field(default=None, description="accepted without effect: templates do not show it")
     refusal: JsonValue = Field(default=None, description="accepted without effect")
     annotations: JsonValue = Field(default=None, description="accepted without effect")
+
+    @property
+    def text(self) -> str:
+        """The parts of the content, joined."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
 
 class NamedFunction(Body):
@@ -248,7 +256,7 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Uint32 | None = None
     logprobs: bool = False
     top_logprobs: Uint32 | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
@@ -287,7 +295,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
     chat_template_kwargs: JsonObject | None = None
 
 

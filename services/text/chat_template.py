@@ -7,6 +7,7 @@ that templates on the Hugging Face hub expect.
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -46,6 +47,20 @@ class ChatTemplate:
         except TemplateError as error:
             raise ChatTemplateError(f"chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens)
+
+    @cached_property
+    def is_strict(self) -> bool:
+        """Whether it refuses system messages in the middle, or several messages of one role in a row."""
+        turns = ("system", "system", "user", "user", "system", "assistant", "user")
+        messages: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in turns]
+        conversation = TemplateInput(
+            messages=messages, variables={}, add_generation_prompt=True, continue_final_message=False
+        )
+        try:
+            self.render(conversation)
+        except ChatTemplateError:
+            return True
+        return False
 
     def render(self, conversation: TemplateInput) -> str:
         """Return the text of the prompt.

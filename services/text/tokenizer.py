@@ -62,6 +62,11 @@ class TextTokenizer:
         return self._chat_template is not None
 
     @property
+    def has_strict_template(self) -> bool:
+        """Whether the chat template prescribes the order of roles (`ChatTemplate.is_strict`)."""
+        return self._chat_template is not None and self._chat_template.is_strict
+
+    @property
     def chat_template_source(self) -> str:
         """Source of the chat template; empty without one."""
         return "" if self._chat_template is None else self._chat_template.source

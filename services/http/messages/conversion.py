@@ -5,14 +5,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.http.bodies import checked
-from services.http.messages.schema import Block, CountTokensBody, MessagesBody, Turn
+from services.http.messages.schema import Block, CountTokensBody, MessagesBody, MessagesTool, Turn
 from services.http.schema import ChatBody
 from shared.errors import FieldViolation, InvalidRequestError
 
 Json = dict[str, Any]
 
-FIELDS = {"stop": "stop_sequences"}
+FIELDS = {
+    "stop": "stop_sequences",
+    "messages": "messages",
+    "tools": "tools",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs": "thinking",
+}
 """Names of this API for fields of a chat, in errors."""
+_BILLING = "x-anthropic-billing-header:"
+_SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_toolset", "advisor_")
+"""Beginnings of the types of tools that Anthropic's servers run."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -23,18 +33,19 @@ def to_chat(body: CountTokensBody) -> ChatBody:
         InvalidRequestError: a block is not supported.
     """
     messages: list[Json] = []
-    if body.system:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+    if system := _system(body.system):
+        messages.append({"role": "system", "content": system})
     for number, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{number}]")
     chat: Json = {"model": body.model, "messages": messages}
-    if body.tools:
+    tools = [tool for number, tool in enumerate(body.tools or ()) if _is_callable(tool, f"tools[{number}]")]
+    if tools:
         chat["tools"] = [
             {
                 "type": "function",
                 "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
             }
-            for tool in body.tools
+            for tool in tools
         ]
         choice = body.tool_choice
         if choice is not None:
@@ -43,6 +54,12 @@ def to_chat(body: CountTokensBody) -> ChatBody:
             chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
+    config = body.output_config
+    if config is not None:
+        chat["reasoning_effort"] = config.effort
+    form = (config.format if config is not None else None) or body.output_format
+    if form is not None:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if isinstance(body, MessagesBody):
         chat |= {
             "max_tokens": body.max_tokens,
@@ -52,6 +69,28 @@ def to_chat(body: CountTokensBody) -> ChatBody:
             "top_k": body.top_k,
         }
     return checked(ChatBody, chat)
+
+
+def _system(system: str | list[Block] | None) -> str:
+    """Return the system prompt without the block that Claude Code adds for Anthropic's billing.
+
+    That block is the first one, and has a hash that differs between requests: no prefix would be found in the cache.
+    """
+    if system is None or isinstance(system, str):
+        return system or ""
+    return _text([block for block in system if not block.text.startswith(_BILLING)], "system")
+
+
+def _is_callable(tool: MessagesTool, field: str) -> bool:
+    """Return whether the model can call a tool; tools that Anthropic's servers run are left out."""
+    if tool.type.startswith(_SERVER_TOOLS):
+        return False
+    if tool.input_schema is None and tool.type != "custom":
+        what = f"{tool.type[:64]!r} is not supported, because its schema is not public; give a tool with input_schema"
+        raise InvalidRequestError(FieldViolation(f"{field}.type", what))
+    if not tool.name:
+        raise InvalidRequestError(FieldViolation(f"{field}.name", "missing; it is required"))
+    return True
 
 
 def _messages(turn: Turn, field: str) -> Iterator[Json]:

@@ -31,9 +31,10 @@ class Turn(OpenBody):
 
 
 class MessagesTool(OpenBody):
-    """A tool."""
+    """A tool; the model gets only tools with an `input_schema`."""
 
-    name: str
+    type: str = "custom"
+    name: str = ""
     description: str | None = None
     input_schema: JsonObject | None = None
 
@@ -52,6 +53,20 @@ class Thinking(OpenBody):
     type: str
 
 
+class OutputFormat(OpenBody):
+    """Required form of the text."""
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(OpenBody):
+    """Options of the output."""
+
+    effort: str | None = Field(default=None, description="passed to the chat template as reasoning_effort")
+    format: OutputFormat | None = None
+
+
 class CountTokensBody(OpenBody):
     """A conversation, in Anthropic's Messages API."""
 
@@ -61,6 +76,8 @@ class CountTokensBody(OpenBody):
     tools: list[MessagesTool] | None = Field(default=None, max_length=_MAX_TOOLS)
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(default=None, description="the old name of output_config.format")
 
 
 class MessagesBody(CountTokensBody):

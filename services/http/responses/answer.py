@@ -7,7 +7,8 @@ from typing import Any
 
 from quire.v1 import generation_pb2 as v1
 from services.http.output import ChatOutput
-from services.http.responses.schema import ResponsesBody
+from services.http.responses.schema import ResponsesBody, ResponseTool
+from services.http.responses.tools import callable_tools, custom_input
 from services.parsers import CallArguments, CallBegun, Content, Event, Reasoning
 
 Json = dict[str, Any]
@@ -29,10 +30,13 @@ class ResponsesAnswer:
         self._id = response_id
         self._model = model
         self.output = output
+        self._tools = {tool.function: tool for tool in callable_tools(body.tools)}
         self._created = int(time.time())
         self._items: list[Json] = []
         self._open = False
         """Whether the last item has not ended."""
+        self._custom_arguments = ""
+        """Arguments of the last call of a custom tool, whose text is shown when it is complete."""
         self._sequence = 0
 
     def begin(self) -> Iterator[Json]:
@@ -83,7 +87,7 @@ class ResponsesAnswer:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": _tool_choice(body),
-            "tools": [tool.model_dump() | {"strict": True} for tool in body.tools or () if tool.type == "function"],
+            "tools": [_tool(tool) for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": usage,
@@ -98,19 +102,25 @@ class ResponsesAnswer:
                 yield from self._text("message", "output_text", event.text)
             case CallBegun():
                 yield from self._end_item()
-                yield from self._add_item(
-                    {
-                        "id": f"fc_{secrets.token_hex(16)}",
-                        "type": "function_call",
-                        "status": "in_progress",
-                        "call_id": event.id,
-                        "name": event.name,
-                        "arguments": "",
-                    }
-                )
+                yield from self._add_item(self._call(event))
             case CallArguments():
-                self._items[-1]["arguments"] += event.text
-                yield self._item_event("response.function_call_arguments.delta", delta=event.text)
+                item = self._items[-1]
+                if item["type"] == "function_call":
+                    item["arguments"] += event.text
+                    yield self._item_event("response.function_call_arguments.delta", delta=event.text)
+                else:
+                    self._custom_arguments += event.text
+
+    def _call(self, event: CallBegun) -> Json:
+        """Return the item of a call that begins."""
+        tool = self._tools.get(event.name)
+        item: Json = {"status": "in_progress", "call_id": event.id, "name": tool.name if tool else event.name}
+        if tool is not None and tool.namespace:
+            item["namespace"] = tool.namespace
+        if tool is None or not tool.custom:
+            return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **item, "arguments": ""}
+        self._custom_arguments = ""
+        return {"id": f"ctc_{secrets.token_hex(16)}", "type": "custom_tool_call", **item, "input": ""}
 
     def _text(self, kind: str, part: str, text: str) -> Iterator[Json]:
         """Add text to the last item if it is of this kind; otherwise to a new one."""
@@ -141,6 +151,10 @@ class ResponsesAnswer:
         if item["type"] == "function_call":
             arguments = {"arguments": item["arguments"], "name": item["name"]}
             yield self._item_event("response.function_call_arguments.done", **arguments)
+        elif item["type"] == "custom_tool_call":
+            item["input"] = custom_input(self._custom_arguments)
+            yield self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
+            yield self._item_event("response.custom_tool_call_input.done", input=item["input"])
         else:
             part = item["content"][0]
             extra: Json = {"logprobs": []} if item["type"] == "message" else {}
@@ -162,6 +176,18 @@ class ResponsesAnswer:
 def _part(kind: str, text: str) -> Json:
     part: Json = {"type": kind, "text": text}
     return part | {"annotations": [], "logprobs": []} if kind == "output_text" else part
+
+
+def _tool(tool: ResponseTool) -> Json:
+    """Return a tool as the client gave it; functions have all their fields."""
+    given = tool.model_dump(exclude_unset=tool.type != "function", exclude={"tools", "format"})
+    if tool.type == "function":
+        given["strict"] = True
+    if tool.format is not None:
+        given["format"] = tool.format
+    if tool.tools is not None:
+        given["tools"] = [_tool(each) for each in tool.tools]
+    return given
 
 
 def _tool_choice(body: ResponsesBody) -> str | Json:

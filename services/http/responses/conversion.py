@@ -1,16 +1,26 @@
 """Converts a Responses request to a chat: items become messages, tools and formats those of chat completions."""
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from services.http.bodies import checked
 from services.http.responses.schema import InputItem, InputPart, NamedResponseTool, ResponsesBody
+from services.http.responses.tools import callable_tools, custom_arguments, function_name
 from services.http.schema import ChatBody
 from shared.errors import FieldViolation, InvalidRequestError
 
 Json = dict[str, Any]
 
-FIELDS = {"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"}
+FIELDS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "tools": "tools",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "chat_template_kwargs": "reasoning.effort",
+}
 """Names of this API for fields of a chat, in errors."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
@@ -34,9 +44,9 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ChatBody:
     tools = [
         {
             "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+            "function": {"name": tool.function, "description": tool.description or None, "parameters": tool.parameters},
         }
-        for tool in _functions(body)
+        for tool in callable_tools(body.tools)
     ]
     if tools:
         chat |= {"tools": tools, "tool_choice": _tool_choice(body.tool_choice)}
@@ -76,17 +86,26 @@ def _message(item: InputItem, field: str) -> Iterator[Json]:
                 raise InvalidRequestError(FieldViolation(f"{field}.role", "missing; it is required"))
             yield {"role": item.role, "content": _text(item.content, f"{field}.content")}
         case "function_call":
-            function = {"name": item.name, "arguments": item.arguments}
-            calls = [{"id": item.call_id, "type": "function", "function": function}]
-            yield {"role": "assistant", "content": None, "tool_calls": calls}
-        case "function_call_output":
-            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{field}.output")}
-        case "reasoning":
-            pass  # models do not read their reasoning of earlier turns
+            yield _call(item, function_name(item.namespace, item.name), item.arguments)
+        case "custom_tool_call":
+            yield _call(item, function_name(item.namespace, item.name), custom_arguments(item.input))
+        case "local_shell_call":
+            yield _call(item, "local_shell", json.dumps(item.action or {}))
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+            call_id = item.call_id or item.id
+            yield {"role": "tool", "tool_call_id": call_id, "content": _text(item.output, f"{field}.output")}
+        case "reasoning" | "web_search_call":
+            pass  # models do not read their reasoning of earlier turns, nor what they searched for
         case _:
             what = f"items of type {item.type[:64]!r} are not supported"
-            remedy = "send messages, function_call, function_call_output and reasoning"
+            remedy = "send messages, calls of functions and custom tools, their outputs, and reasoning"
             raise InvalidRequestError(FieldViolation(f"{field}.type", f"{what}; {remedy}"))
+
+
+def _call(item: InputItem, name: str, arguments: str) -> Json:
+    function = {"name": name, "arguments": arguments}
+    calls = [{"id": item.call_id or item.id, "type": "function", "function": function}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
 def _text(content: str | list[InputPart] | None, field: str) -> str:
@@ -101,18 +120,7 @@ def _text(content: str | list[InputPart] | None, field: str) -> str:
     return "".join(part.text for part in content)
 
 
-def _functions(body: ResponsesBody) -> Iterator[Any]:
-    """Yield the functions among the tools. Tools that OpenAI's servers run are left out: the model cannot call them."""
-    for number, tool in enumerate(body.tools or ()):
-        if tool.type == "custom":
-            raise InvalidRequestError(
-                FieldViolation(f"tools[{number}].type", "'custom' is not supported; use a function with one string")
-            )
-        if tool.type == "function":
-            yield tool
-
-
 def _tool_choice(choice: str | NamedResponseTool | None) -> str | Json | None:
     if isinstance(choice, NamedResponseTool):
-        return {"type": "function", "function": {"name": choice.name}}
+        return {"type": "function", "function": {"name": function_name(choice.namespace, choice.name)}}
     return choice

@@ -26,7 +26,7 @@ class ResponsesEndpoints:
 
     async def create(self, exchange: Exchange) -> None:
         """Serve POST `/v1/responses`."""
-        body = parse(ResponsesBody, await exchange.body())
+        body = self._resolved(parse(ResponsesBody, await exchange.body()))
         earlier = self._earlier(body)
         request_id = exchange.request_id = draw_request_id()
         prepared = self._runner.prepare(partial(to_chat, body, earlier), request_id, FIELDS)
@@ -56,6 +56,21 @@ class ResponsesEndpoints:
         self._store.drop(CURRENT.get().name, response_id)
         await exchange.answer({"id": response_id, "object": "response", "deleted": True})
 
+    def _resolved(self, body: ResponsesBody) -> ResponsesBody:
+        """Return the body with stored items in the place of references to them."""
+        if isinstance(body.input, str):
+            return body
+        return body.model_copy(update={"input": [self._item(item, number) for number, item in enumerate(body.input)]})
+
+    def _item(self, item: InputItem, number: int) -> InputItem:
+        if item.type != "item_reference":
+            return item
+        stored = self._store.item(CURRENT.get().name, item.id)
+        if stored is None:
+            what = f"item {item.id[:64]!r} is not stored; send the item itself, and store: false"
+            raise InvalidRequestError(FieldViolation(f"input[{number}].id", what))
+        return InputItem.model_validate(_as_input(stored))
+
     def _earlier(self, body: ResponsesBody) -> list[Json]:
         if body.previous_response_id is None:
             return []
@@ -76,7 +91,8 @@ class ResponsesEndpoints:
 
 def _as_input(item: Json) -> Json:
     """Return an output item as an input item."""
-    known: Json = {name: item[name] for name in ("type", "role", "call_id", "name", "arguments") if name in item}
+    names = ("type", "role", "call_id", "namespace", "name", "arguments", "input")
+    known: Json = {name: item[name] for name in names if name in item}
     if item["type"] == "message":
         known["content"] = [{"type": part["type"], "text": part["text"]} for part in item["content"]]
     return known

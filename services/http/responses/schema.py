@@ -19,31 +19,38 @@ class InputPart(OpenBody):
 
 
 class InputItem(OpenBody):
-    """A turn of the conversation: a message, a call of a function, its output, or reasoning."""
+    """A turn of the conversation: a message, a call of a tool, its output, or reasoning."""
 
     type: str = "message"
+    id: str = ""
     role: str = ""
     content: str | list[InputPart] | None = None
     call_id: str = ""
+    namespace: str = ""
     name: str = ""
     arguments: str = ""
+    input: str = Field(default="", description="the input of a custom tool")
+    action: JsonObject | None = Field(default=None, description="the command of a local shell")
     output: str | list[InputPart] | None = None
 
 
 class ResponseTool(OpenBody):
-    """A tool; the model gets only tools of type `function`."""
+    """A tool; the model gets only tools of type `function` and `custom`, also those of a `namespace`."""
 
     type: str
     name: str = ""
     description: str | None = None
     parameters: JsonObject | None = None
+    format: JsonObject | None = Field(default=None, description="the form of a custom tool's input")
+    tools: "list[ResponseTool] | None" = Field(default=None, max_length=MAX_TOOLS, description="of a namespace")
 
 
 class NamedResponseTool(OpenBody):
-    """The function that must be called."""
+    """The tool that must be called."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
+    namespace: str = ""
 
 
 class TextFormat(OpenBody):

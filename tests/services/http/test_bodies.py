@@ -183,7 +183,7 @@ def test_a_call_that_must_be_made_is_a_grammar() -> None:
         ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents: unknown field; remove it"),
         ({"top_logprobs": 3}, "top_logprobs: requires logprobs; set logprobs to true"),
         ({"tool_choice": "auto"}, "tool_choice: requires tools; add tools or set tool_choice to 'none'"),
-        ({"tools": [WEATHER] * 129}, "tools: must have at most 128 items, not 129"),
+        ({"tools": [WEATHER] * 513}, "tools: must have at most 512 items, not 513"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
          "tool_choice.function.name: no tool is named 'f'; give the name of one of tools"),
         ({"tools": [WEATHER]},

@@ -116,6 +116,44 @@ def test_blocks_become_turns() -> None:
     assert chat.chat_template_kwargs == {"enable_thinking": False}
 
 
+def test_what_claude_code_sends_is_understood() -> None:
+    """Its billing block, whose hash differs between requests, is no part of the prompt; server tools are left out."""
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=0f3a;"},
+        {"type": "text", "text": "Rules.", "cache_control": {"type": "ephemeral"}},
+    ]
+    name = "mcp__" + "x" * 120
+    request = body(
+        system=system, thinking={"type": "adaptive"}, context_management={"edits": []}, metadata={"user_id": "u"},
+        tools=[{"name": name, "input_schema": {"type": "object"}}, {"type": "web_search_20250305", "name": "search"}],
+        output_config={"effort": "high", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    )  # fmt: skip
+
+    chat = to_chat(request)
+
+    assert [(message.role, message.content) for message in chat.messages] == [("system", "Rules."), ("user", "hi")]
+    assert [tool.function.name for tool in chat.tools or ()] == [name]
+    assert chat.reasoning_effort == "high"
+    assert chat.response_format is not None
+    assert chat.response_format.json_schema is not None
+    assert chat.response_format.json_schema.schema_ == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("tool", "message"),
+    [
+        ({"type": "bash_20250124", "name": "bash"}, "tools[0].type: 'bash_20250124' is not supported"),
+        ({"input_schema": {}}, "tools[0].name: missing"),
+    ],
+)
+def test_a_tool_that_cannot_be_shown_is_refused(tool: dict[str, Any], message: str) -> None:
+    """The error names the field."""
+    with pytest.raises(InvalidRequestError) as error:
+        to_chat(body(tools=[tool]))
+
+    assert error.value.message.startswith(message)
+
+
 def test_media_are_refused() -> None:
     """The error names the block."""
     with pytest.raises(InvalidRequestError) as error:

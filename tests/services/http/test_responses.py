@@ -14,6 +14,7 @@ from services.http.responses.answer import ResponsesAnswer
 from services.http.responses.conversion import to_chat
 from services.http.responses.schema import ResponsesBody
 from services.http.responses.store import ResponseStore, StoredResponse
+from services.http.schema import NamedTool
 from services.parsers import FAMILIES, OutputParser
 from shared.errors import InvalidRequestError
 from tests.services.stack import running_stack
@@ -27,11 +28,13 @@ def body(**fields: Any) -> ResponsesBody:
     return parse(ResponsesBody, json.dumps({"model": "m", "input": "hi"} | fields).encode())
 
 
-def answered(text: str, reason: v1.FinishReason.ValueType, cut: int = 7) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def answered(
+    text: str, reason: v1.FinishReason.ValueType, cut: int = 7, **fields: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the events and the response for an output that arrives in two deltas."""
     output = ChatOutput(lambda reasons: OutputParser(FAMILIES["hermes"].read, reasons=reasons))
     output.begin(5, reasons=False)
-    answer = ResponsesAnswer(body(), "resp_1", "m", output)
+    answer = ResponsesAnswer(body(**fields), "resp_1", "m", output)
     events = [*answer.begin()]
     for delta in (text[:cut], text[cut:]):
         events += answer.events(v1.GenerateResponse(delta=v1.Delta(text=delta, token_ids=[1, 2])))
@@ -109,16 +112,85 @@ def test_items_become_turns() -> None:
     assert (chat.max_completion_tokens, chat.reasoning_effort) == (9, "low")
 
 
+PATCH = {
+    "type": "custom", "name": "patch", "description": "Edits a file.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}  # fmt: skip
+TEAM = {"type": "namespace", "name": "team", "description": "d", "tools": [FUNCTION | {"name": "ask"}]}
+
+
+def test_custom_tools_and_namespaces_are_functions_of_the_chat() -> None:
+    """A chat knows functions only; history and tool_choice name them in the same way."""
+    items = [
+        {"role": "user", "content": "go"},
+        {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"'},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        {"type": "function_call", "call_id": "c2", "namespace": "team", "name": "ask", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c2", "output": "yes"},
+        {"type": "local_shell_call", "call_id": "c3", "status": "completed", "action": {"type": "exec"}},
+        {"type": "local_shell_call_output", "id": "c3", "output": "ok"},
+        {"type": "web_search_call", "id": "w", "action": {"type": "search"}},
+    ]
+    choice = {"type": "function", "name": "ask", "namespace": "team"}
+
+    chat = to_chat(body(input=items, tools=[PATCH, TEAM, {"type": "web_search"}], tool_choice=choice), [])
+
+    patch, ask = [tool.function for tool in chat.tools or ()]
+    assert patch.description == "Edits a file.\n\nThe input follows this grammar (lark):\nstart: /.+/"
+    assert patch.parameters is not None
+    assert patch.parameters["required"] == ["input"]
+    assert ask.name == "team__ask"
+    calls = [call for message in chat.messages for call in message.tool_calls or ()]
+    assert [(call.id, call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("c1", "patch", {"input": 'a "b"'}), ("c2", "team__ask", {}), ("c3", "local_shell", {"type": "exec"}),
+    ]  # fmt: skip
+    assert [message.tool_call_id for message in chat.messages if message.role == "tool"] == ["c1", "c2", "c3"]
+    assert isinstance(chat.tool_choice, NamedTool)
+    assert chat.tool_choice.function.name == "team__ask"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "*** \\u00e9\\n"}', "*** é\n"),
+        ('{"input": "cut o', "cut o"),
+        ('{"patch": 1}', '{"patch": 1}'),
+        ("", ""),
+    ],
+)
+def test_a_call_of_a_custom_tool_has_text(arguments: str, text: str) -> None:
+    """The client gets the text of the only argument, also a cut one; other arguments are shown as they are."""
+    output = '<tool_call>\n{"name": "patch", "arguments": ' + arguments
+    events, response = answered(output, v1.FINISH_REASON_LENGTH, tools=[PATCH])
+
+    (item,) = response["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", text)
+    assert [event["type"].removeprefix("response.") for event in events[2:]] == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+        "incomplete",
+    ]  # fmt: skip
+    assert events[4]["input"] == text
+    assert response["tools"] == [PATCH]
+
+
+def test_a_call_of_a_tool_in_a_namespace_names_both() -> None:
+    """The name is the client's, without the namespace."""
+    output = '<tool_call>\n{"name": "team__ask", "arguments": {}}\n</tool_call>'
+    _, response = answered(output, v1.FINISH_REASON_STOP, tools=[TEAM])
+
+    (item,) = response["output"]
+    assert (item["type"], item["namespace"], item["name"], item["arguments"]) == ("function_call", "team", "ask", "{}")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type: items of type 'item_reference' are not"),
+        ({"input": [{"type": "compaction", "id": "x"}]}, "input[0].type: items of type 'compaction' are not"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type: parts",
         ),
         ({"input": [{"role": "user"}]}, "input[0].content: missing"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type: 'custom' is not supported"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema: missing"),
     ],
 )
@@ -166,6 +238,27 @@ def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> Non
             assert second["usage"]["input_tokens"] > 2 * first["usage"]["input_tokens"]
             assert deleted.json()["deleted"]
             assert (missing.status_code, unknown.status_code) == (404, 404)
+
+    asyncio.run(main())
+
+
+def test_items_of_stored_responses_can_be_referred_to(tmp_path: Path) -> None:
+    """A reference, as the AI SDK sends it, stands for the item; a deleted or foreign one is named."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            question = {"role": "user", "content": "the fox"}
+            first = (await stack.http.post("/v1/responses", json={"input": [question], "max_output_tokens": 8})).json()
+            (item,) = first["output"]
+            whole = {"input": [question, item, question], "max_output_tokens": 8}
+            referring = whole | {"input": [question, {"type": "item_reference", "id": item["id"]}, question]}
+            answers = [(await stack.http.post("/v1/responses", json=each)).json() for each in (whole, referring)]
+            await stack.http.delete(f"/v1/responses/{first['id']}")
+            missing = await stack.http.post("/v1/responses", json=referring)
+
+            assert answers[0]["usage"] == answers[1]["usage"]
+            assert answers[0]["usage"]["input_tokens"] > 2 * first["usage"]["input_tokens"]
+            assert (missing.status_code, missing.json()["error"]["param"]) == (400, "input[1].id")
 
     asyncio.run(main())
 

@@ -1,0 +1,96 @@
+"""Tools of the Responses API as functions of a chat, and the calls of these functions as items.
+
+A chat knows functions only. So a tool of a namespace becomes a function whose name begins with the namespace's. A
+custom tool, which takes text rather than JSON, becomes a function with one string. Tools that OpenAI's servers run are
+left out, because the model could not call them.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+
+from services.http.responses.schema import ResponseTool
+
+Json = dict[str, Any]
+
+_INPUT = "input"
+"""Name of the only parameter of a custom tool's function."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool that the model can call."""
+
+    name: str
+    namespace: str
+    """Empty: none."""
+    description: str
+    parameters: Json | None
+    custom: bool
+    """Whether it takes text."""
+
+    @property
+    def function(self) -> str:
+        """The name of its function."""
+        return function_name(self.namespace, self.name)
+
+
+def function_name(namespace: str, name: str) -> str:
+    """Return the name of the function of a tool."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
+def callable_tools(tools: Iterable[ResponseTool] | None) -> list[CallableTool]:
+    """Return the tools that the model can call."""
+    return [*_callable(tools or (), "")]
+
+
+def _callable(tools: Iterable[ResponseTool], namespace: str) -> Iterator[CallableTool]:
+    for tool in tools:
+        description = tool.description or ""
+        match tool.type:
+            case "function":
+                yield CallableTool(tool.name, namespace, description, tool.parameters, custom=False)
+            case "custom":
+                yield CallableTool(tool.name, namespace, description + _form(tool), _TEXT, custom=True)
+            case "namespace":
+                yield from _callable(tool.tools or (), tool.name)
+
+
+_TEXT: Json = {
+    "type": "object",
+    "properties": {_INPUT: {"type": "string", "description": "the tool's input as plain text"}},
+    "required": [_INPUT],
+    "additionalProperties": False,
+}
+"""Parameters of a custom tool's function."""
+
+
+def _form(tool: ResponseTool) -> str:
+    """Return a sentence about the form of a custom tool's input; empty if it is free text."""
+    form = tool.format or {}
+    grammar = form.get("grammar", form)
+    if form.get("type") != "grammar" or not isinstance(grammar, dict):
+        return ""
+    return f"\n\nThe input follows this grammar ({grammar.get('syntax', '')}):\n{grammar.get('definition', '')}"
+
+
+def custom_arguments(text: str) -> str:
+    """Return the arguments of a custom tool's function."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """Return the text in the arguments of a custom tool's function, which may be cut off.
+
+    Arguments of another form are the text themselves.
+    """
+    try:
+        parsed = from_json(arguments or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return arguments
+    text = parsed.get(_INPUT, "" if not parsed else None) if isinstance(parsed, dict) else None
+    return text if isinstance(text, str) else arguments
