@@ -19,7 +19,7 @@ FLAGS += ["-Wno-missing-field-initializers", "-Wno-maybe-uninitialized", "-Wno-u
 _AVX512 = ["-mfma", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni"))]
 LEVEL_FLAGS = {
     "level_portable.cpp": ["-O1"],  # serves tests only
-    "level_avx2.cpp": ["-mavx2", "-mfma"],
+    "level_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "level_avx512.cpp": _AVX512,
     "level_amx.cpp": [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }

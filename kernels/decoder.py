@@ -94,12 +94,11 @@ class DecoderPart:
     """Vocabulary index of the first row of the embedding and of the LM head."""
 
 
-def why_unsupported(shape: DecoderShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+def why_unsupported(shape: DecoderShape, dtype: torch.dtype) -> str | None:
     """Return why the kernels do not support a decoder; None if they do."""
-    for what, given, formats in (("weights", dtype, FORMATS), ("KV", kv_dtype, KV_FORMATS)):
-        if given not in formats:
-            known = ", ".join(_name(each) for each in formats)
-            return f"they support {what} of type {known}, not {_name(given)}"
+    if dtype not in FORMATS:
+        known = ", ".join(_name(each) for each in FORMATS)
+        return f"they support weights of type {known}, not {_name(dtype)}"
     # All vectors have 16 elements.
     for what, size in (("hidden_size", shape.hidden_size), ("head_dim", shape.head_dim)):
         if size % 16:
@@ -305,7 +304,7 @@ class PackedDecoder:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return "fp8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def _copy(linear: PackedLinear) -> CLinear:

@@ -31,6 +31,7 @@ def paged_attention_native(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `paged_attention` of CPU tensors for which `is_supported` is true."""
     num_heads, head_dim = query.shape[1:]
@@ -58,6 +59,7 @@ def paged_attention_native(
             scale=scale,
             soft_cap=soft_cap or 0.0,
             sliding_window=sliding_window or 0,
+            sinks=None if sinks is None else sinks.data_ptr(),
         )
     )
     return out.to(query.dtype)

@@ -11,7 +11,7 @@ import torch
 
 from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
 
-ABI = 8
+ABI = 9
 """Required result of the library's `quire_abi`."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.kv_quantised import from_quantised, to_quantised
+from kernels.kv_quantised import QUANTISED, from_quantised, to_quantised
 from kernels.linear import (
     PackedLinear,
     dequantised,
@@ -25,7 +25,7 @@ _ROWS = (*range(1, 14), 17, 27)
 """Numbers of rows: every tile height of any level, alone and combined."""
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2, "int4": 2e-2}
 """Largest error relative to the largest result; bfloat16 also rounds activations, as int8 and int4 do to 8 bits."""
-_ATTENTION = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.int8: 3e-2}
+_ATTENTION = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.int8: 3e-2, torch.uint8: 3e-2}
 """Largest error by type of KV; except with float32, chunks may round queries and attention weights to bfloat16."""
 
 
@@ -86,7 +86,7 @@ def _draw_failure(kernels: Native, generator: torch.Generator) -> str | None:
 def _attention_failure(kernels: Native, generator: torch.Generator, dtype: torch.dtype) -> str | None:
     query = torch.randn(43, 4, 32, generator=generator)
     drawn = torch.randn(2, 5, 2, 16, 32, generator=generator)
-    if dtype == torch.int8:
+    if dtype in QUANTISED:
         keys, values = to_quantised(drawn[0], dtype), to_quantised(drawn[1], dtype)
         exact_keys, exact_values = from_quantised(keys).double(), from_quantised(values).double()
     else:

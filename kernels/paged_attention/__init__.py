@@ -18,7 +18,7 @@ has: it takes a share of the weights and adds nothing to the result. A row with 
 gets zeros. Content of a block beyond the row's context must not affect the result, not even as NaN, because a block may
 contain old keys of a row that failed.
 
-    cpu         CPU path without `kernels.native`, or with sinks: torch's attention over gathered blocks
+    cpu         CPU path without `kernels.native`: torch's attention over gathered blocks
     launch      CUDA path: choice of kernels and tiles
     tuning      the table of measured tiles
     schedule    splits the keys of rows in decode among programs, on the device
@@ -88,7 +88,7 @@ def paged_attention(
             schedule,
         )
     kernels = native()
-    if kernels is not None and sinks is None and is_supported(query, k_cache):
+    if kernels is not None and is_supported(query, k_cache):
         return paged_attention_native(
             query,
             k_cache,
@@ -100,6 +100,7 @@ def paged_attention(
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            sinks=sinks,
         )
     return paged_attention_cpu(
         query, k_cache, v_cache, block_tables, query_start, context_lens, scale, sliding_window, soft_cap, sinks

@@ -206,6 +206,12 @@ inline __m512i model_add(__m512i x, __m512i y) {
     return static_cast<std::int32_t>(static_cast<std::uint32_t>(x.lane[i]) + static_cast<std::uint32_t>(y.lane[i]));
   });
 }
+inline __m512 model_widen_halves(__m256i x) {
+  float lanes[16];
+  _mm256_storeu_ps(lanes, _mm256_cvtph_ps(_mm256_castsi256_si128(x)));
+  _mm256_storeu_ps(lanes + 8, _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1)));
+  return QUIRE_LANES(lanes[i]);
+}
 inline __m256 model_half(__m512 x, int half) { return _mm256_loadu_ps(x.lane + 8 * half); }
 inline __m512i model_shift_right(__m512i x, int by) {
   return avx512_model::ints([=](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(x.lane[i]) >> by); });
@@ -310,6 +316,7 @@ inline __m512i model_widen_bytes(__m128i x) {
   std::memcpy(bytes, &x, sizeof bytes);
   return avx512_model::ints([&](int i) { return bytes[i]; });
 }
+#define _mm512_cvtph_ps(x) model_widen_halves(x)
 #define _mm512_cvtepi8_epi32(x) model_widen_bytes(x)
 // VPMOVZXBD: sixteen unsigned bytes to 32 bits.
 inline __m512i model_widen_unsigned_bytes(__m128i x) {

@@ -44,7 +44,7 @@ def modelled_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         over_model = source.name in ("level_avx512.cpp", "level_amx.cpp")
         flags = ["-std=c++17", "-O0", "-fPIC", "-w", f"-DQUIRE_X86_LEVELS={int(over_model)}"]
         if over_model:
-            flags += ["-mavx2", "-mfma"]
+            flags += ["-mavx2", "-mfma", "-mf16c"]
             for model in ("avx512_model.h", "amx_model.h"):
                 flags += ["-include", str(Path(__file__).with_name(model))]
         out = str(folder / f"{source.stem}.o")

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.kv_quantised import QUANTISED
 from kernels.native.attention import paged_attention_native
 from kernels.native.library import native_levels
 from kernels.paged_attention import paged_attention, paged_attention_reference
@@ -55,14 +56,14 @@ def test_reference_is_dense_attention(window: int | None) -> None:
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_every_level_of_the_cpu_kernels_equals_the_reference(data: st.DataObject) -> None:
-    """Decode rows, chunks long and short, windows, caps and both types of cache, at each level that runs here."""
+    """Decode rows, chunks long and short, windows, caps, sinks and each type of cache, at each level that runs here."""
     levels = native_levels()
     if not levels:
         pytest.skip("built without a compiler: torch computes")
     contexts = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
     rows = [(context, data.draw(st.integers(1, context) | st.just(1))) for context in contexts]
     num_kv_heads = data.draw(st.integers(1, 3))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, *QUANTISED]))
     batch = paged_batch(
         rows,
         num_heads=num_kv_heads * data.draw(st.integers(1, 7)),
@@ -73,12 +74,15 @@ def test_every_level_of_the_cpu_kernels_equals_the_reference(data: st.DataObject
         seed=data.draw(st.integers(0, 1000)),
     )
     window, cap = data.draw(st.none() | st.integers(1, 300)), data.draw(st.sampled_from([None, 30.0]))
+    sinks = data.draw(st.sampled_from([None, torch.linspace(-3, 30, batch.query.shape[1])]))
     tolerance = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(torch.bfloat16).eps
 
     kernels = data.draw(st.sampled_from(levels))
-    out = paged_attention_native(*batch.tensors, kernels=kernels, scale=0.125, sliding_window=window, soft_cap=cap)
+    out = paged_attention_native(
+        *batch.tensors, kernels=kernels, scale=0.125, sliding_window=window, soft_cap=cap, sinks=sinks
+    )
 
-    torch.testing.assert_close(out.double(), reference(batch, window, cap), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out.double(), reference(batch, window, cap, sinks), rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -94,7 +98,7 @@ def test_a_few_tokens_have_the_bits_of_each_alone(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(2, 11))
     context = tokens + data.draw(st.integers(0, 400))
     num_kv_heads = data.draw(st.integers(1, 3))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8]))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, *QUANTISED]))
     batch = paged_batch(
         [(context, tokens)],
         num_heads=num_kv_heads * data.draw(st.integers(1, 7)),
@@ -105,10 +109,11 @@ def test_a_few_tokens_have_the_bits_of_each_alone(data: st.DataObject) -> None:
         seed=data.draw(st.integers(0, 1000)),
     )
     cap, window = data.draw(st.sampled_from([None, 30.0])), data.draw(st.sampled_from([None, context, 500 + context]))
+    sinks = data.draw(st.sampled_from([None, torch.linspace(-3, 30, batch.query.shape[1])]))
     kernels = data.draw(st.sampled_from(levels))
     query, k_cache, v_cache, block_tables = batch.tensors[:4]
     finite = tokens
-    if dtype != torch.int8 and data.draw(st.booleans()):
+    if dtype not in QUANTISED and data.draw(st.booleans()):
         block_size, last = k_cache.shape[2], context - 1
         finite = tokens - 1
         for cache in (k_cache, v_cache):
@@ -126,6 +131,7 @@ def test_a_few_tokens_have_the_bits_of_each_alone(data: st.DataObject) -> None:
             scale=0.125,
             sliding_window=window,
             soft_cap=cap,
+            sinks=sinks,
         )
 
     together = attend(0, tokens)

@@ -40,17 +40,14 @@ def shape_of(config: PretrainedConfig, shard: Shard = WHOLE) -> DecoderShape:
 
 
 def choose_kernels(
-    config: PretrainedConfig, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device, quantization: str
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, quantization: str
 ) -> Native | None:
     """Return the native CPU kernels if they support this model; None: torch computes it.
 
     Raises:
         ConfigError: `quantization` needs these kernels, and they do not support the model.
     """
-    if device.type == "cpu":
-        reason = why_unsupported(shape_of(config), dtype, kv_dtype)
-    else:
-        reason = f"the device is {device.type}"
+    reason = why_unsupported(shape_of(config), dtype) if device.type == "cpu" else f"the device is {device.type}"
     kernels = native() if reason is None else None
     if kernels is not None:
         return kernels

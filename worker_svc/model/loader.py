@@ -101,7 +101,6 @@ def load_model(
         device=device,
         num_positions=description.max_model_len,
         quantization=config.quantization,
-        kv_dtype=kv_dtype,
         group=group,
     )
     odd = [shape.head_dim for shape in model.kv_shapes if shape.head_dim % 4]

@@ -38,7 +38,6 @@ def build_model(
     device: torch.device,
     num_positions: int,
     quantization: str = "none",
-    kv_dtype: torch.dtype | None = None,
     group: Group | None = None,
 ) -> Model:
     """Build the model with its weights on `device`; call `check_supported` before.
@@ -52,7 +51,6 @@ def build_model(
         device: the device of the model.
         num_positions: length of the longest sequence in tokens.
         quantization: quantization of the weights: "none", "int8" or "int4".
-        kv_dtype: type of the KV cache; None: `dtype`.
         group: the ranks that share the model; None: this process has all of it.
 
     Raises:
@@ -92,7 +90,7 @@ def build_model(
         dtype=dtype,
         device=device,
         num_positions=num_positions,
-        cpu_kernels=llama_packed.choose_kernels(decoder, dtype, kv_dtype or dtype, device, quantization),
+        cpu_kernels=llama_packed.choose_kernels(decoder, dtype, device, quantization),
         quantization=quantization,
         group=group,
     )

@@ -24,7 +24,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 8;
+constexpr int kAbi = 9;
 
 const Kernels* kernels_of(int level) {
   switch (level) {
@@ -56,7 +56,8 @@ bool has_tiles() {
 bool runs_here(int level) {
   if (kernels_of(level) == nullptr) return false;
 #if defined(__x86_64__)
-  if (level == kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (level == kAvx2)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (level == kAvx512)
     return __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&

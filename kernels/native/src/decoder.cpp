@@ -362,9 +362,9 @@ class Run {
     const int64_t head_bytes = kv_head_bytes(d_.cache_format, head_dim, d_.block_size);
     const auto write = [=](const float* x, char* head, int64_t offset) {
       char* const to = head + offset * token_bytes;
-      if (d_.cache_format == kInt8)
-        k_.store_int8(x, head_dim, reinterpret_cast<int8_t*>(to),
-                      reinterpret_cast<float*>(head + d_.block_size * token_bytes) + offset);
+      if (has_scales(d_.cache_format))
+        k_.store_scaled(d_.cache_format, x, head_dim, to,
+                        reinterpret_cast<float*>(head + d_.block_size * token_bytes) + offset);
       else
         k_.store(d_.cache_format, x, head_dim, to);
     };

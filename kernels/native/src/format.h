@@ -30,7 +30,14 @@ using std::uint16_t;
 using std::uint32_t;
 using std::uint8_t;
 
-enum Format : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
+// kFp8 is a format of a KV cache only, kInt4 one of weights only.
+enum Format : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kFp8 = 4 };
+
+// A number in the e4m3 format of OCP: one sign, four exponent, three mantissa bits.
+struct Fp8 {
+  uint8_t bits;
+};
+constexpr float kLargestFp8 = 448.0f;
 
 constexpr int64_t kBlock = 16;  // outputs of a block, and lanes of a vector
 constexpr int64_t kLine = 64;   // bytes
@@ -42,10 +49,13 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 constexpr int64_t element_bytes(int format) { return format == kFloat32 ? 4 : format == kBFloat16 ? 2 : 1; }
 
-// KV cache [blocks][kv_heads][block_size][head_dim]. int8: each head of a block has [block_size][head_dim] bytes, then
-// [block_size] scales in float32; an element is its byte times the scale of its token.
+// Whether a KV cache of this format has a scale for each head of a token.
+constexpr bool has_scales(int format) { return format == kInt8 || format == kFp8; }
+
+// KV cache [blocks][kv_heads][block_size][head_dim]. int8 and fp8: each head of a block has [block_size][head_dim] bytes,
+// then [block_size] scales in float32; an element is its byte times the scale of its token.
 constexpr int64_t kv_head_bytes(int format, int64_t head_dim, int64_t block_size) {
-  return block_size * (head_dim * element_bytes(format) + (format == kInt8 ? static_cast<int64_t>(sizeof(float)) : 0));
+  return block_size * (head_dim * element_bytes(format) + (has_scales(format) ? static_cast<int64_t>(sizeof(float)) : 0));
 }
 
 constexpr int64_t inputs_per_step(int format) { return 4 / element_bytes(format); }

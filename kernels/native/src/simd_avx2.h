@@ -34,6 +34,15 @@ inline V load(const int8_t* p) {
   };
   return {eight(p), eight(p + 8)};
 }
+// The exponent of float16 is biased by 15, that of e4m3 by 7. So the bits in float16 are a number that is 2^8 too small;
+// subnormal numbers included. All are exact. NaN needs no case, because it has a scale of NaN.
+inline V load(const Fp8* p) {
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
+  const __m256 factor = _mm256_set1_ps(256.0f);
+  return {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), factor),
+          _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), factor)};
+}
 // Scales and zero points of a group of int4 weights (format.h).
 inline V load_scales(const char* header) {
   const auto eight = [=](int first) {

@@ -43,6 +43,15 @@ inline V load(const uint16_t* p) { return each([=](int i) { return widen1(p[i]);
 inline V load(const int8_t* p) {
   return each([&](int i) { return static_cast<float>(p[i]); });
 }
+// In float32 the bits of an e4m3 number are one that is 2^120 too small, because the exponents are biased by 127 and 7.
+inline V load(const Fp8* p) {
+  return each([&](int i) {
+    const uint32_t bits = static_cast<uint32_t>(p[i].bits & 0x80) << 24 | static_cast<uint32_t>(p[i].bits & 0x7f) << 20;
+    float small;
+    std::memcpy(&small, &bits, sizeof small);
+    return small * 0x1p120f;
+  });
+}
 inline V load_scales(const char* header) {
   return each([=](int i) {
     uint16_t high;
