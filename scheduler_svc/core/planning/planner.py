@@ -34,6 +34,7 @@ from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, as_column
 from scheduler_svc.core.workers.chunks import chunk_cost, longest_chunk
 from scheduler_svc.core.workers.rows import DECODE
+from scheduler_svc.core.workers.speculation import fitting
 from scheduler_svc.core.workers.worker import StepInFlight, Trial, Worker
 from shared.frames import MAX_STEP_VECTOR_BYTES
 from shared.request_spec import Pooling
@@ -175,10 +176,12 @@ class Planner:
 
     def _schedule_decodes(self) -> IndexArray:
         """Return the decode rows of the step, ascending; give a block to each row that needs one."""
-        if self._worker.speculation.max_drafts:
-            return self._schedule_drafts()
-        rows = self._rows
+        worker, rows = self._worker, self._rows
         candidates = rows.decoding
+        if worker.speculation.max_drafts and len(candidates):
+            limits = worker.speculation.limits(rows, candidates)
+            if limits is not None or any(step.draft_limits is not None for step in worker.in_flight):
+                return self._schedule_drafts(limits)
         length = rows.length[candidates]
         without_credit = length >= rows.allowed[candidates]
         without_block = length > rows.capacity[candidates]
@@ -199,8 +202,8 @@ class Planner:
             self._allocation.append(needy)
         return candidates[~without_credit] if starved else candidates
 
-    def _schedule_drafts(self) -> IndexArray:
-        """Do the same for a worker that verifies drafts, and set the draft limits.
+    def _schedule_drafts(self, limits: Int32Array | None) -> IndexArray:
+        """Do the same while rows have draft limits or drafts in flight; set the limits, None: all are 0, as they were.
 
         A row needs a block for its next token even if all drafts in flight are accepted. It gets blocks for the drafts
         of this step only while many are available. Drafts preempt no request: when memory is short, all limits become
@@ -209,12 +212,13 @@ class Planner:
         rows, pool, worker = self._rows, self._pool, self._worker
         candidates = rows.decoding
         num_candidates = len(candidates)
-        if not num_candidates:
-            return candidates
-        spare = max(0, self._budget - num_candidates)
-        if worker.prefilling or self._backlog.has_for(worker):
-            spare //= 2
-        limits = worker.speculation.limits(rows, candidates, spare)
+        if limits is None:
+            limits = np.zeros(num_candidates, np.int32)
+        else:
+            spare = max(0, self._budget - num_candidates)
+            if worker.prefilling or self._backlog.has_for(worker):
+                spare //= 2
+            limits = fitting(limits, spare)
         reach, most = rows.reach(candidates), rows.limit[candidates] - ONE
         room = rows.allowed[candidates] - reach
         limits = np.where(limits < room, limits, np.int32(0))
@@ -459,7 +463,7 @@ class Planner:
         rows = self._rows
         changed = (limits != rows.draft_limit[of_limits]) & (rows.state[of_limits] == DECODE)
         draft_rows: IndexArray = of_limits[changed]
-        rows.draft_limit[draft_rows] = limits[changed]
+        rows.set_draft_limits(draft_rows, limits[changed])
         rows.drafts[decodes] += rows.draft_limit[decodes]
         return draft_rows, limits[changed].astype(np.intp)
 

@@ -99,8 +99,11 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     before: dict[tuple[int, int], tuple[Request, int] | None] = {}
     if event.scores:
         before = {(each.row, each.generation): _find(worker, each) for each in event.scores}
-    if drafts is None:
+    if drafts is None or not drafts.num_verified:
         settled = _settle_rows(worker, answered, generations, event.tokens, now)
+        if limits is not None:
+            own = limits if len(settled.rows) == len(answered) else limits[np.isin(answered, settled.rows)]
+            worker.rows.drafts[settled.rows] -= own
     else:
         settled = _settle_drafts(worker, answered, generations, drafts, event.tokens, now)
     if event.scores:
@@ -114,7 +117,13 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         num_drafts = 0 if drafts is None else drafts.num_verified
         settled.num_tokens += num_drafts
         if not record.chunk_rows:
-            worker.speculation.measured(len(record.rows), num_drafts, settled.duration)
+            worker.speculation.measured(
+                len(record.rows),
+                len(event.tokens),
+                num_drafts,
+                settled.duration,
+                allowed=record.draft_limits is not None,
+            )
     if event.failures:
         # Count a row that fails in two ways at once as one failure.
         failures = {(failure.row, failure.generation): failure for failure in event.failures}

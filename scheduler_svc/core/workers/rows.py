@@ -81,7 +81,9 @@ class RowTable:
         self.hold_noted = np.zeros(max_rows, np.bool_)
         """Rows whose request has a note that it is held out, and has got neither credit nor a block since."""
         self.draft_limit = np.zeros(max_rows, np.int32)
-        """Most draft tokens that the worker verifies for the row in a step."""
+        """Most draft tokens that the worker verifies for the row in a step; change it with `set_draft_limits`."""
+        self.drafts_allowed = False
+        """Whether a row may have a draft limit above 0."""
         self.drafts = np.zeros(max_rows, np.int32)
         """Most tokens that drafts of steps in flight may add to `length`."""
         self.hits = np.zeros(max_rows, np.float32)
@@ -221,6 +223,11 @@ class RowTable:
         self.length[row] += 1
         self._decoding = None
 
+    def set_draft_limits(self, rows: IndexArray, limits: Int32Array) -> None:
+        """Set the draft limits of decode rows."""
+        self.draft_limit[rows] = limits
+        self.drafts_allowed = bool(self.draft_limit.any())
+
     def blocks(self, row: int) -> IndexArray:
         """Return the row's block table as a view; do not write to it."""
         return self._tables[row, : self._num_blocks[row]]
@@ -333,6 +340,7 @@ class RowTable:
             assert 0 <= num_recent == self.committed[row] - len(request.tokens) <= _RECENT
             assert self.drafts[row] >= 0
             assert self.draft_limit[row] >= 0
+            assert self.drafts_allowed or not self.draft_limit[row]
             if self.state[row] == PREFILL:
                 assert self.computed[row] < self.length[row] == self.committed[row]
                 assert not self.drafts[row]

@@ -5,30 +5,46 @@ et al., ICML 2023). A row advances by the accepted drafts and one token more. Ea
 pays only if it is likely enough to be accepted. Two things are learned from answered steps:
 
 * the acceptance of each row: the probability that a draft is accepted if those before it were;
-* the time of a step without drafts, and the time that each draft adds, by the number of rows. On few rows, a step waits
-  for weights from memory and drafts are nearly free. On many rows, a draft costs about as much as any other token.
+* the time of a step without drafts, the time that the first draft of a step adds (proposing, building and verifying it
+  on the host), and the time that each draft adds, by the number of rows. On few rows, a step waits for weights from
+  memory and drafts are nearly free. On many rows, a draft costs about as much as any other token.
 
 `choose_limits` finds the limits that give the most tokens per second. Limits have few distinct values and change every
 few steps, so that plans stay differences. Old measurements are forgotten, so a row whose drafts were rejected gets
-drafts again later, at a bounded cost.
+drafts again later.
+
+What is learned may be wrong. So the *balance* compares each answered step with the time that its tokens would have
+taken without drafts, in steps. Every step adds `TOLERATED_LOSS`, and at most `_MOST_SAVED` is kept. While the balance
+is negative, all limits are 0. So, over any n decode steps, drafts lose at most `TOLERATED_LOSS` * n + `_MOST_SAVED`
+steps, and the loss of the steps in flight when the balance became negative. The bound is as exact as the measured time
+of a step without drafts. Steps with chunks of prompts are not measured.
+
+While all limits are 0, a plan takes no array operation more than for a worker that does not speculate.
 
 The limits depend only on the times and values of the core's events, so the same events give the same plans.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
 from scheduler_svc.core.workers.rows import RowTable
 
 FloatArray = npt.NDArray[np.float64]
 
 PERIOD = 4
-"""Steps between two choices of limits."""
-_FORGETTING = np.float32(0.97)
-"""Factor per choice on the measured acceptance of rows without drafts: half of it is forgotten after 90 steps."""
+"""Steps between two choices of limits while a limit is above 0, and at least between any two."""
+IDLE_PERIOD = 32
+"""Steps between two choices while all limits are 0 and the decode rows are the same."""
+TOLERATED_LOSS = 0.01
+"""Part of the time of decode steps that drafts may lose."""
+_MOST_SAVED = 4.0
+"""Highest balance, in steps without drafts: what drafts that begin to be rejected may lose of what others gained."""
+_HALF_LIFE = 90.0
+"""Steps after which half of the measured acceptance of a row without drafts is forgotten."""
 _PRIOR_HITS, _PRIOR_TRIES = 0.7, 1.0
 """Acceptance of a row before its first draft, as so many accepted drafts of so many."""
 _LEAST_GAIN = 1.03
@@ -36,13 +52,17 @@ _LEAST_GAIN = 1.03
 _LEAST_ACCEPTANCE = 0.1
 """Least probability of being accepted that a draft must have, however little time it takes."""
 _SAMPLES = 3
-"""Steps to measure before a time counts as known."""
+"""Steps with drafts to measure before their time counts as known."""
+_RECENT = 9
+"""Steps without drafts to measure first, and number of the last ones whose median is the time of such a step."""
 _MEASURED_PART = 0.5
 """Time that the drafts of a measurement are expected to add, as a part of the step's time without drafts."""
-_GAIN = 0.25
-"""Weight of a new measurement."""
-_STALE = 256
-"""Steps after which a time is measured again."""
+_DECAY = 0.9
+"""Weight of earlier steps with drafts in the time that drafts add, per step with drafts."""
+_MOST_OF_EXPECTED = 2.0
+"""A step counts as at most so many times as long as expected: a longer one was disturbed."""
+_PLAIN_STALE, _DRAFTING_STALE = 64, 512
+"""Steps after which the time of a step without drafts, and that of drafts, is measured again."""
 _ITERATIONS = 4
 
 
@@ -50,32 +70,63 @@ _ITERATIONS = 4
 class StepCost:
     """Learned times of decode steps with about the same number of rows; seconds."""
 
-    base_s: float = 0.0
-    """Time of a step without drafts."""
+    fixed_s: float = 0.0
+    """Time that the first draft adds, beyond that of each draft."""
     draft_s: float = 0.0
     """Time that each draft adds."""
-    num_base: int = 0
-    """Measurements of `base_s`."""
-    num_draft: int = 0
-    """Measurements of `draft_s`."""
-    base_age: int = 0
-    """Steps since the last measurement of `base_s`."""
-    draft_age: int = 0
-    """Steps since the last measurement of `draft_s`."""
+    num_plain: int = 0
+    """Measured steps without drafts."""
+    num_drafting: int = 0
+    """Measured steps with drafts."""
+    plain_age: int = 0
+    """Steps since the last measured one without drafts."""
+    drafting_age: int = 0
+    """Steps since the last measured one with drafts."""
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Durations of the last steps without drafts."""
+    _sums: FloatArray = field(default_factory=lambda: np.zeros(5))
+    """Over steps with drafts, with decay: weight, drafts n, n², added time x, n x; `[5]`."""
 
-    def measured(self, num_drafts: int, duration: float) -> None:
-        """Record the duration of a step that verified so many drafts."""
-        self.base_age += 1
-        self.draft_age += 1
-        if not num_drafts:
-            self.num_base += 1
-            self.base_age = 0
-            self.base_s += max(_GAIN, 1 / self.num_base) * (duration - self.base_s)
-        elif self.num_base >= _SAMPLES:
-            self.num_draft += 1
-            self.draft_age = 0
-            sample = max(0.0, duration - self.base_s) / num_drafts
-            self.draft_s += max(_GAIN, 1 / self.num_draft) * (sample - self.draft_s)
+    @property
+    def base_s(self) -> float:
+        """Time of a step without drafts; 0 before the first one. Their median, because some steps are disturbed."""
+        return sorted(self._recent)[len(self._recent) // 2] if self._recent else 0.0
+
+    def plain(self, duration: float) -> None:
+        """Record the duration of a step in which no row was allowed drafts."""
+        self.num_plain += 1
+        self.plain_age = 0
+        self.drafting_age += 1
+        self._recent.append(duration)
+
+    def drafting(self, num_drafts: int, duration: float) -> float:
+        """Record the duration of a step that verified so many drafts; it may be none, although some were allowed.
+
+        Returns:
+            the duration in steps without drafts.
+        """
+        base_s = self.base_s
+        self.plain_age += 1
+        expected = base_s + (self.fixed_s + self.draft_s * num_drafts if num_drafts else 0.0)
+        if self.num_drafting >= _SAMPLES:
+            duration = min(duration, _MOST_OF_EXPECTED * expected)
+        if num_drafts:
+            self.num_drafting += 1
+            self.drafting_age = 0
+            self._fit(num_drafts, max(0.0, duration - base_s))
+        return duration / base_s
+
+    def _fit(self, num_drafts: int, added: float) -> None:
+        """Fit a line to the added times by the number of drafts (least squares).
+
+        As long as all steps verified about the same number of drafts, the first draft has half of the added time.
+        """
+        self._sums = _DECAY * self._sums + np.array((1.0, num_drafts, num_drafts**2, added, num_drafts * added))
+        weight, n, nn, x, nx = self._sums.tolist()
+        n, x = n / weight, x / weight
+        variance, covariance = nn / weight - n * n, nx / weight - n * x
+        self.draft_s = min(max(0.0, (covariance + 0.5 * x / n) / (variance + 1.0)), x / n)
+        self.fixed_s = x - self.draft_s * n
 
 
 class Speculation:
@@ -86,34 +137,56 @@ class Speculation:
         self.max_drafts = max_drafts
         self._costs: dict[int, StepCost] = {}
         """By the bit length of the number of decode rows."""
+        self._balance = _MOST_SAVED
+        """Steps that drafts may lose before all limits are 0."""
+        self._step = 0
+        """Calls of `limits`."""
+        self._chosen_at = 0
+        """`_step` at the last choice."""
+        self._chosen_for = NO_INDICES
+        """The decode rows of the last choice."""
         self._due = 0
-        """Steps until the next choice."""
+        """`_step` of the next choice, if the decode rows are the same."""
         self._turn = 0
         """The row, counted among the decode rows, with which the next measurement of the time of drafts begins."""
 
-    def limits(self, rows: RowTable, decoding: IndexArray, spare: int) -> Int32Array:
-        """Return the draft limit of each decode row for the next step.
+    def limits(self, rows: RowTable, decoding: IndexArray) -> Int32Array | None:
+        """Return the draft limit of each decode row for the next step; None: all are 0, as they were.
 
         Args:
             rows: rows of the worker.
-            decoding: the decode rows.
-            spare: most drafts of the step in all.
+            decoding: the decode rows: `rows.decoding`.
         """
-        self._due -= 1
-        limits = rows.draft_limit[decoding]
-        if self._due <= 0:
-            self._due = PERIOD
+        self._step += 1
+        if self._balance < 0:
+            self._due = 0
+            return np.zeros(len(decoding), np.int32) if rows.drafts_allowed else None
+        is_new = decoding is not self._chosen_for and self._step >= self._chosen_at + PERIOD
+        if is_new or self._step >= self._due:
             limits = self._choose(rows, decoding)
-        most = self.max_drafts
-        while int(limits.sum()) > spare:
-            most //= 2
-            limits = np.minimum(limits, np.int32(most))
-        return limits
+            self._chosen_at, self._chosen_for = self._step, decoding
+            return limits if rows.drafts_allowed or limits.any() else None
+        return rows.draft_limit[decoding] if rows.drafts_allowed else None
 
-    def measured(self, num_rows: int, num_drafts: int, duration: float) -> None:
-        """Record the duration of a step without chunks of prompts, seconds."""
-        if num_rows:
-            self._cost(num_rows).measured(num_drafts, duration)
+    def measured(self, num_rows: int, num_tokens: int, num_drafts: int, duration: float, *, allowed: bool) -> None:
+        """Record a step without chunks of prompts.
+
+        Args:
+            num_rows: rows of the step.
+            num_tokens: tokens of its answer.
+            num_drafts: verified drafts.
+            duration: seconds.
+            allowed: whether a row was allowed drafts.
+        """
+        if not num_rows:
+            return
+        cost = self._cost(num_rows)
+        gain = 0.0
+        if not allowed:
+            cost.plain(duration)
+        elif cost.base_s > 0:
+            gain = num_tokens / num_rows - cost.drafting(num_drafts, duration)
+        self._balance = min(self._balance + gain + TOLERATED_LOSS, _MOST_SAVED)
 
     def _cost(self, num_rows: int) -> StepCost:
         return self._costs.setdefault(num_rows.bit_length(), StepCost())
@@ -121,24 +194,28 @@ class Speculation:
     def _choose(self, rows: RowTable, decoding: IndexArray) -> Int32Array:
         num_rows = len(decoding)
         idle = decoding[rows.draft_limit[decoding] == 0]
-        rows.hits[idle] *= _FORGETTING
-        rows.tries[idle] *= _FORGETTING
+        kept = np.float32(0.5 ** ((self._step - self._chosen_at) / _HALF_LIFE))
+        rows.hits[idle] *= kept
+        rows.tries[idle] *= kept
         cost = self._cost(num_rows)
-        if cost.num_base < _SAMPLES or cost.base_age > _STALE:
-            self._due = 1
+        self._due = self._step + 1
+        if cost.num_plain < _RECENT or cost.plain_age > _PLAIN_STALE:
             return np.zeros(num_rows, np.int32)
-        if cost.num_draft < _SAMPLES or cost.draft_age > 2 * _STALE:
-            self._due = 1
+        if cost.num_drafting < _SAMPLES or cost.drafting_age > _DRAFTING_STALE:
             return self._measure(num_rows, cost)
         acceptance = (rows.hits[decoding] + _PRIOR_HITS) / (rows.tries[decoding] + _PRIOR_TRIES)
-        return choose_limits(acceptance.astype(np.float64), cost.base_s, cost.draft_s, self.max_drafts)
+        limits = choose_limits(acceptance.astype(np.float64), cost.base_s, cost.fixed_s, cost.draft_s, self.max_drafts)
+        self._due = self._step + (PERIOD if limits.any() else IDLE_PERIOD)
+        return limits
 
     def _measure(self, num_rows: int, cost: StepCost) -> Int32Array:
-        """Return limits that measure the time of a draft, with few drafts while it may be long."""
+        """Return limits that measure the time of drafts: one draft, and in other steps more, while they take little."""
         num_drafts = 1 + num_rows // 4
-        if cost.num_draft:
-            affordable = _MEASURED_PART * cost.base_s / max(cost.draft_s, 1e-9)
+        if cost.draft_s:
+            affordable = _MEASURED_PART * cost.base_s / cost.draft_s
             num_drafts = max(1, int(min(affordable, num_rows * self.max_drafts)))
+        if cost.num_drafting % 2:
+            num_drafts = 1
         limits = np.zeros(num_rows, np.int32)
         full, rest = divmod(num_drafts, self.max_drafts)
         limits[:full] = self.max_drafts
@@ -148,16 +225,26 @@ class Speculation:
         return np.roll(limits, self._turn)
 
 
-def choose_limits(acceptance: FloatArray, base_s: float, draft_s: float, most: int) -> Int32Array:
+def fitting(limits: Int32Array, spare: int) -> Int32Array:
+    """Return the limits, or smaller ones, so that all rows together have at most `spare` drafts."""
+    most = int(limits.max(initial=0))
+    while int(limits.sum()) > spare:
+        most //= 2
+        limits = np.minimum(limits, np.int32(most))
+    return limits
+
+
+def choose_limits(acceptance: FloatArray, base_s: float, fixed_s: float, draft_s: float, most: int) -> Int32Array:
     """Return the draft limits that give the most tokens per second; all 0 if drafts promise no gain.
 
-    A step of n rows takes `base_s`, and `draft_s` more per draft. The j-th draft of a row with acceptance a is accepted
-    with probability a**j. It pays if that exceeds `draft_s` times the tokens per second. These depend on the limits, so
-    both are computed in turn (Dinkelbach's method for the maximum of a ratio).
+    A step of n rows takes `base_s`. With drafts it takes `fixed_s` more, and `draft_s` more per draft. The j-th draft
+    of a row with acceptance a is accepted with probability a**j. It pays if that exceeds `draft_s` times the tokens per
+    second. These depend on the limits, so both are computed in turn (Dinkelbach's method for the maximum of a ratio).
 
     Args:
         acceptance: probability that a draft of the row is accepted if those before it were, `[n]`.
         base_s: time of a step without drafts, s.
+        fixed_s: time that a step with drafts takes beyond `base_s` and its drafts, s.
         draft_s: time that each draft adds, s.
         most: most drafts per row.
 
@@ -170,17 +257,17 @@ def choose_limits(acceptance: FloatArray, base_s: float, draft_s: float, most: i
         return none
     acceptance = np.clip(acceptance, 0.001, 0.999)
     levels = np.array([0, *(1 << bit for bit in range(most.bit_length()) if 1 << bit < most), most], np.int32)
-    rate = plain = num_rows / base_s
-    limits = none
+    plain, rate = num_rows / base_s, 0.0
+    limits, tried = none, plain
     for _ in range(_ITERATIONS):
-        threshold = max(draft_s * rate, _LEAST_ACCEPTANCE)
+        threshold = max(draft_s * tried, _LEAST_ACCEPTANCE)
         if threshold >= 1:
-            return none
+            break
         paying = np.log(threshold) / np.log(acceptance)
-        limits = levels[np.searchsorted(levels, paying, side="right") - 1]
-        accepted = acceptance * (1 - acceptance**limits) / (1 - acceptance)
-        better = (num_rows + float(accepted.sum())) / (base_s + draft_s * float(limits.sum()))
+        found = levels[np.searchsorted(levels, paying, side="right") - 1]
+        accepted = acceptance * (1 - acceptance**found) / (1 - acceptance)
+        better = (num_rows + float(accepted.sum())) / (base_s + fixed_s + draft_s * float(found.sum()))
         if better <= rate:
             break
-        rate = better
+        limits, rate, tried = found, better, better
     return limits if rate >= _LEAST_GAIN * plain else none

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.interface.arrays import NO_INDICES
-from scheduler_svc.core.planning import results
+from scheduler_svc.core.planning import planner, results
 from scheduler_svc.core.planning.planner import Planner
 from scheduler_svc.core.workers.rows import RowTable
-from scheduler_svc.core.workers.speculation import Speculation
 from tests.sim.planted.aims import both, with_drafts, with_limits, with_swaps, with_traffic
 from tests.sim.planted.bug import bug, wrap
 
@@ -24,11 +23,11 @@ def drafts_without_blocks(patch: pytest.MonkeyPatch) -> None:
 def drafts_without_credit(patch: pytest.MonkeyPatch) -> None:
     """Credit is compared with the tokens that a row has at least."""
 
-    def generous(schedule: Any, self: Planner) -> Any:
+    def generous(schedule: Any, self: Planner, limits: Any) -> Any:
         rows, allowed = self._rows, self._rows.allowed
         rows.allowed = allowed + rows.drafts
         try:
-            return schedule(self)
+            return schedule(self, limits)
         finally:
             rows.allowed = allowed
 
@@ -38,11 +37,7 @@ def drafts_without_credit(patch: pytest.MonkeyPatch) -> None:
 @bug("limit.tokens", "plan.tokens", aim=both(with_drafts, with_limits(max_num_batched_tokens=8)))
 def drafts_beyond_the_budget(patch: pytest.MonkeyPatch) -> None:
     """Drafts take more tokens of the step than are left."""
-
-    def all_of_them(limits: Any, self: Speculation, rows: Any, decoding: Any, spare: int) -> Any:
-        return limits(self, rows, decoding, 1 << 30)
-
-    wrap(patch, Speculation, "limits", all_of_them)
+    patch.setattr(planner, "fitting", lambda limits, spare: limits)
 
 
 @bug("worker.sound", aim=with_drafts)
