@@ -66,8 +66,8 @@ class Incoming:
     """What the front end measured of finished calls."""
     traced: list[link_pb2.TracedStream] = field(default_factory=list)
     """Ended streams whose spans the front end wants."""
-    ended_views: tuple[int, ...] = ()
-    """Numbers of live views that have ended."""
+    ended_orders: tuple[int, ...] = ()
+    """Numbers of operator requests whose callers have left."""
     goodbye: bool = False
     """Whether this is the last frame of a front end that shuts down."""
 
@@ -119,7 +119,7 @@ def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> I
     incoming.operator_requests.extend(parts.get("operator_requests", ()))
     incoming.request_reports.extend(parts.get("request_reports", ()))
     incoming.traced.extend(parts.get("traced", ()))
-    incoming.ended_views = tuple(parts.get("ended_views", ()))
+    incoming.ended_orders = tuple(parts.get("ended_orders", ()))
     incoming.goodbye = "goodbye" in parts
     return incoming
 

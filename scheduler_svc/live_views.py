@@ -24,7 +24,14 @@ from scheduler_svc.frontend_link import error_reply
 from scheduler_svc.operator import to_worker
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.recorder.step_view import RequestNumbers
-from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError, UnsupportedMethodError
+from shared.errors import (
+    FieldViolation,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    QuireError,
+    UnsupportedMethodError,
+)
 
 MAX_VIEWS = 8
 _TABLES_INTERVAL_S = 0.5
@@ -103,6 +110,9 @@ class LiveViews:
         """Pass on what the recorder has made since the last call."""
         if not self._views or self._recorder is None:
             return
+        if self._recorder.views_failed:
+            self._fail_all()
+            return
         for part in self._recorder.take_views():
             if part.HasField("load"):
                 self._fill(part.load, now)
@@ -131,6 +141,14 @@ class LiveViews:
         data = part.SerializeToString()
         for peer, number in asking:
             self._frontends.offer(peer, link_pb2.View(number=number, response=data))
+
+    def _fail_all(self) -> None:
+        """End all views with an error; a view that is asked for later begins anew."""
+        for peer, number in self._views:
+            error = NotReadyError("watch: the view failed; see the scheduler's log, and watch again")
+            self._frontends.outgoing(peer).add_reply(error_reply(number, error))
+        self._views.clear()
+        self._stop_if_idle()
 
     def _stop_if_idle(self) -> None:
         if not self._views and self._recorder is not None:

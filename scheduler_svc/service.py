@@ -342,8 +342,9 @@ class SchedulerService:
             reply = self._operate(peer, request, now)
             if reply is not None:
                 self._frontends.outgoing(peer).add_reply(reply)
-        if incoming.ended_views:
-            self._views.end(peer, incoming.ended_views)
+        if incoming.ended_orders:
+            self._views.end(peer, incoming.ended_orders)
+            self._explanations.end(peer, incoming.ended_orders)
         if incoming.goodbye:
             self._lose_frontend(peer, "goodbye", now, orderly=True)
 
@@ -372,6 +373,7 @@ class SchedulerService:
     def _lose_frontend(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
         self._frontends.forget(peer, reason, orderly=orderly)
         self._views.forget(peer)
+        self._explanations.forget(peer)
         self._apply(ev.FrontendLost(frontend=peer), now)
 
     # ---------------------------------------------------------------- time and effects

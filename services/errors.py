@@ -45,7 +45,8 @@ _FINISH_REASONS: dict[link_pb2.EndReason.ValueType, generation_pb2.FinishReason.
 
 
 _OPERATOR_ERRORS: dict[str, type[QuireError]] = {
-    each.reason: each for each in (OverloadedError, RequestNotFoundError, UnsupportedMethodError, WorkerNotFoundError)
+    each.reason: each
+    for each in (NotReadyError, OverloadedError, RequestNotFoundError, UnsupportedMethodError, WorkerNotFoundError)
 }
 
 

@@ -1,7 +1,8 @@
 """Answers from the record for operators of a running service: explanations, and comparisons of strategies.
 
 Reading a record takes seconds, so a short-lived process of low priority does it. It gets the question as an argument,
-and leaves the reply in a file. The loop only starts it and looks whether it has ended.
+and leaves the reply in a file. The loop only starts it and looks whether it has ended. It is killed when its caller has
+left.
 """
 
 import base64
@@ -9,7 +10,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -52,6 +55,8 @@ class _Process:
     child: "subprocess.Popen[bytes]"
     output: IO[bytes]
     is_killed: bool = False
+    is_wanted: bool = True
+    """Whether its caller still waits."""
 
 
 class LiveExplanations:
@@ -88,18 +93,33 @@ class LiveExplanations:
         found = []
         process = self._process
         if process is not None and process.child.poll() is not None:
-            found.append((process.question.peer, _reply(process)))
+            reply = _reply(process)
+            if process.is_wanted:
+                found.append((process.question.peer, reply))
             self._process = None
-        elif process is not None and now > process.question.ends_at and not process.is_killed:
-            # It may take a while to end, for example while it waits for the disk; the loop does not wait for it.
-            process.child.kill()
-            process.is_killed = True
+        elif process is not None and now > process.question.ends_at:
+            _kill(process)
         while self._waiting and now > self._waiting[0].ends_at:
             question = self._waiting.popleft()
             found.append((question.peer, error_reply(question.number, OverloadedError(_FAILED))))
         if self._process is None and self._waiting:
-            self._process = self._start(self._waiting.popleft())
+            self._process = self._start(self._waiting.popleft(), now)
         return found
+
+    def end(self, peer: Peer, numbers: Iterable[int]) -> None:
+        """Drop questions of a front end whose callers have left."""
+        self._drop({(peer, number) for number in numbers}.__contains__)
+
+    def forget(self, peer: Peer) -> None:
+        """Drop all questions of a front end that is lost."""
+        self._drop(lambda key: key[0] == peer)
+
+    def _drop(self, is_dropped: Callable[[tuple[Peer, int]], bool]) -> None:
+        self._waiting = deque(each for each in self._waiting if not is_dropped((each.peer, each.number)))
+        process = self._process
+        if process is not None and is_dropped((process.question.peer, process.question.number)):
+            process.is_wanted = False
+            _kill(process)
 
     def close(self) -> None:
         """End the process that reads."""
@@ -107,12 +127,19 @@ class LiveExplanations:
             self._process.child.kill()
             self._process.child.wait()
 
-    def _start(self, question: _Question) -> _Process:
+    def _start(self, question: _Question, now: float) -> _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "scheduler_svc.explain.live", str(self._folder)]
-        command.append(base64.b64encode(question.payload).decode())
+        command += [base64.b64encode(question.payload).decode(), f"{question.ends_at - now:.1f}"]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
         return _Process(question, child, output)
+
+
+def _kill(process: _Process) -> None:
+    """Kill a process. It may take a while to end, for example while it waits for the disk; the loop does not wait."""
+    if not process.is_killed:
+        process.child.kill()
+        process.is_killed = True
 
 
 def _reply(process: _Process) -> link_pb2.OperatorReply:
@@ -152,10 +179,10 @@ def _check(question: Message) -> None:
         check(question)
 
 
-def _answer(question: Message, place: Path) -> Message:
-    """Answer a question from the record in a folder."""
+def _answer(question: Message, place: Path, ends_at: float) -> Message:
+    """Answer a question from the record in a folder; `ends_at` is the monotonic time at which the caller gives up."""
     if isinstance(question, admin.CompareStrategiesRequest):
-        return compare_strategies(question, place)
+        return compare_strategies(question, place, ends_at)
     assert isinstance(question, admin.ExplainRequest)
     return answer(question, place).message()
 
@@ -163,10 +190,10 @@ def _answer(question: Message, place: Path) -> Message:
 def main() -> int:
     """Answer one question; the process of `LiveExplanations`."""
     os.nice(10)
-    place, payload = Path(sys.argv[1]), base64.b64decode(sys.argv[2])
+    place, payload, ends_at = Path(sys.argv[1]), base64.b64decode(sys.argv[2]), time.monotonic() + float(sys.argv[3])
     reply = link_pb2.OperatorReply()
     try:
-        reply.response.Pack(_answer(_unpacked(AnyMessage.FromString(payload)), place))
+        reply.response.Pack(_answer(_unpacked(AnyMessage.FromString(payload)), place, ends_at))
     except QuireError as error:
         reply = error_reply(0, error)
     except (OSError, UnreadableRecordError) as error:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,8 @@ class Encoder:
         """Those of them that are not in the current batch."""
         self._decodes = _DecodeSteps()
         self.view: StepView | None = None
-        """Gets the plans and answers while somebody watches."""
+        """Gets the plans and answers while somebody watches; an error of its own ends it."""
+        self.view_error: Exception | None = None
 
     def begin(self, now: float) -> pb.Opening:
         """Begin a segment; return its opening, without the fields that only the caller knows."""
@@ -144,7 +145,7 @@ class Encoder:
                     self._planned(item)
             elif isinstance(item, Handled):
                 if self.view is not None and isinstance(item.event, ev.WorkerLost):
-                    self._show_lost(self.view, item.event, item.now)
+                    self._give(self._show_lost, item.event, item.now)
                 if not self._decoded_again(item):
                     self._handled(item)
             elif isinstance(item, Reported):
@@ -155,7 +156,7 @@ class Encoder:
                 self._facts(self._entry(item.now), item.facts)
                 continue
             if self.view is not None:
-                self._show(self.view, item)
+                self._give(self._show_call, item)
             for note in item.notes:
                 self._note(note)
             for effect in item.effects:
@@ -185,13 +186,25 @@ class Encoder:
             self._decodes = _DecodeSteps()
         return batch
 
-    def show_load(self, view: StepView, now: float) -> None:
-        """Give a view the live requests and the rows."""
+    def show_load(self, now: float) -> None:
+        """Give the view the live requests and the rows."""
+        self._give(self._show_load, now)
+
+    def _give(self, show: Callable[..., None], *arguments: Any) -> None:
+        """Call a function with the view, if there is one. An error ends the view, so that the recording goes on."""
+        if self.view is None:
+            return
+        try:
+            show(self.view, *arguments)
+        except Exception as error:
+            self.view, self.view_error = None, error
+
+    def _show_load(self, view: StepView, now: float) -> None:
         live = {key: _about(arrived.spec) for key, arrived in self._live.items()}
         rows = [row for worker in self._workers.values() if not worker.is_gone for row in worker.rows.values()]
         view.add_load(now, rows, live)
 
-    def _show(self, view: StepView, item: Planned | Handled) -> None:
+    def _show_call(self, view: StepView, item: Planned | Handled) -> None:
         """Give a view a call that has been encoded."""
         if isinstance(item, Planned):
             if item.plan is not None:

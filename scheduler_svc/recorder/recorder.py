@@ -7,7 +7,8 @@ more if the state is large. Once a fork was too long, a segment that begins whil
 next one begins as soon as the core is idle.
 
 Trouble never reaches the service. While the disk refuses writes, calls are encoded and discarded, and a new segment is
-tried every minute. If the thread falls too far behind, recording ends until the next start.
+tried every minute. If the thread falls too far behind, recording ends until the next start. An error in a live view
+ends the live views, and never the recording.
 """
 
 import contextlib
@@ -134,8 +135,11 @@ class Recorder:
         """Whether the loop has begun the segment without a snapshot."""
         self._clock = clock
         self._is_watched = False
+        self.views_failed = False
+        """Whether an error has ended the live views."""
         # Appending and popping are atomic, so the loop may take the parts.
         self._parts: deque[admin.WatchStepsResponse] = deque()
+        self._view_errors = 0
         self._dropped_steps = 0
         """Steps that were left out of live views since the last part."""
         self._ending = threading.Event()
@@ -163,6 +167,8 @@ class Recorder:
 
     def watch(self, is_on: bool) -> None:
         """Begin or end to make parts of live views."""
+        if is_on and not self._is_watched:
+            self.views_failed = False
         self._is_watched = is_on
 
     def take_views(self) -> Iterator[admin.WatchStepsResponse]:
@@ -224,7 +230,7 @@ class Recorder:
     def _round(self) -> None:
         tape = self.tape.items
         encoder = self._encoder
-        if self._is_watched is (encoder.view is None):
+        if self._is_watched is (encoder.view is None) and not (self._is_watched and self.views_failed):
             encoder.view = StepView(self._unix_offset_ns, self.numbers) if self._is_watched else None
             self._parts.clear()
         # What comes meanwhile is for the next round, so that a busy loop cannot keep a segment open.
@@ -243,13 +249,13 @@ class Recorder:
                 before = encoder.num_entries
                 encoder.encode(items)
                 self._write(encoder.take(), encoder.num_entries - before)
-                self._show(encoder.view)
+                self._show()
             if cut is not None:
                 self._begin(cut)
         now = self._clock()
         if encoder.view is not None and encoder.view.is_load_due(now):
-            encoder.show_load(encoder.view, now)
-            self._show(encoder.view)
+            encoder.show_load(now)
+            self._show()
         if self._snapshot_pipe >= 0:
             self._copy_snapshot()
         if self._writer is None:
@@ -259,9 +265,16 @@ class Recorder:
         if is_due and not self._cut_asked:
             self._cut_asked = self._wants_cut = True
 
-    def _show(self, view: StepView | None) -> None:
+    def _show(self) -> None:
         """Hand a part of the live views to the loop, or drop it if the loop does not take them."""
-        part = None if view is None else view.take()
+        encoder = self._encoder
+        if encoder.view_error is not None:
+            error, encoder.view_error = encoder.view_error, None
+            if not self._view_errors:
+                log.error("live views ended by an error; recording goes on; please report this", exc_info=error)
+            self._view_errors += 1
+            self.views_failed = True
+        part = None if encoder.view is None else encoder.view.take()
         if part is None:
             return
         if len(self._parts) >= _MAX_PARTS:

@@ -2,9 +2,16 @@
 
 All three have the same workers with the same rows, and the step times of the record. As in `quire bench strategies`, a
 static batch waits up to ten seconds until it is full, a dynamic one 50 ms.
+
+The answer comes in time also from a busy machine, on which this process gets little of the processor. The newest
+segments are read first. A few of the newest requests are simulated first, which shows how many more there is time for.
 """
 
+import contextlib
 import dataclasses
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +26,7 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recorder.reader import Segment, read
 from scheduler_svc.whatif.answer import fleet
-from scheduler_svc.whatif.arrivals import WhatIfError, read_load
+from scheduler_svc.whatif.arrivals import Recorded, WhatIfError, read_load
 from scheduler_svc.whatif.figures import Latency
 from scheduler_svc.whatif.load import Arrival, Load, Member
 from scheduler_svc.whatif.settings import change
@@ -33,12 +40,21 @@ DEFAULT_ROWS, MAX_ROWS = 8, 256
 MAX_REQUESTS = 1000
 MAX_OUTPUTS = 60_000
 """Most generated tokens of all requests together: three simulations of as many take 5 to 20 s of one core."""
+_FIRST_OUTPUTS = 4_000
+"""Generated tokens of the requests that are simulated first."""
+_READING_SHARE = 0.4
+"""Share of the time for reading the record."""
+_SIMULATING_SHARE = 0.7
+"""Share of the time left after the first simulation for which the second one is planned."""
 MAX_STAYS = 2000
 STRATEGIES = {
     "static": ("batching=static", "max_wait_ms=10000"),
     "dynamic": ("batching=dynamic", "max_wait_ms=50"),
     "continuous": ("batching=continuous",),
 }
+
+Clock = Callable[[], float]
+IsLate = Callable[[], bool]
 
 
 def check_comparison(question: admin.CompareStrategiesRequest) -> None:
@@ -53,8 +69,15 @@ def check_comparison(question: admin.CompareStrategiesRequest) -> None:
         raise InvalidRequestError(FieldViolation("since", f"must be more than 0 and at most {MAX_SINCE_S:g} s"))
 
 
-def compare_strategies(question: admin.CompareStrategiesRequest, place: Path) -> admin.CompareStrategiesResponse:
+def compare_strategies(
+    question: admin.CompareStrategiesRequest, place: Path, ends_at: float
+) -> admin.CompareStrategiesResponse:
     """Answer a question from the record in a folder or file.
+
+    Args:
+        question: which requests, and how many rows.
+        place: the record.
+        ends_at: monotonic time at which the caller gives up, s.
 
     Raises:
         InvalidRequestError: the question is not valid.
@@ -65,14 +88,26 @@ def compare_strategies(question: admin.CompareStrategiesRequest, place: Path) ->
     check_comparison(question)
     since_s = question.since.ToMilliseconds() / 1e3 if question.HasField("since") else DEFAULT_SINCE_S
     try:
-        recorded = read_load(_recent(read(place), since_s))
+        recorded, is_whole = _read(_recent(read(place), since_s), ends_at)
         times = dataclasses.replace(learn(recorded.samples), pace=())
-        return run_strategies(recorded.load, times, since_s=since_s, rows=question.rows or DEFAULT_ROWS)
+        response = run_strategies(
+            recorded.load, times, since_s=since_s, rows=question.rows or DEFAULT_ROWS, ends_at=ends_at
+        )
     except (WhatIfError, StepTimesError, SimulationError, ConfigError, InvalidLimitsError) as error:
         raise RequestNotFoundError(f"compare: {error}") from None
+    response.older_left_out |= not is_whole
+    return response
 
 
-def run_strategies(load: Load, times: StepTimes, *, since_s: float, rows: int) -> admin.CompareStrategiesResponse:
+def run_strategies(
+    load: Load,
+    times: StepTimes,
+    *,
+    since_s: float,
+    rows: int,
+    ends_at: float = math.inf,
+    clock: Clock = time.monotonic,
+) -> admin.CompareStrategiesResponse:
     """Serve the newest requests of a load under each strategy.
 
     Args:
@@ -80,43 +115,95 @@ def run_strategies(load: Load, times: StepTimes, *, since_s: float, rows: int) -
         times: the model of step times.
         since_s: how long before the end of the load the first request arrives, s.
         rows: rows of each worker.
+        ends_at: time at which the caller gives up, s.
+        clock: the clock of this time.
 
     Raises:
         WhatIfError: no request arrived in this time.
         SimulationError: the load cannot be served with so many rows.
     """
-    arrivals = newest(load.arrivals, load.duration - since_s)
-    if not arrivals:
+    since = load.duration - since_s
+    num_asked = sum(1 for each in load.arrivals if each.at >= since and not each.left_out)
+    if not num_asked:
         raise WhatIfError(f"no request has arrived in the last {since_s:g} s; send some, or ask for a longer time")
     members = [dataclasses.replace(each, joined=0.0) for each in load.members if each.lost is None]
     if not members:
         raise WhatIfError("the record has no worker that is still there; wait for one")
-    response = admin.CompareStrategiesResponse(
-        requests=len(arrivals), arrival_seconds=arrivals[-1].at - arrivals[0].at, rows=rows
-    )
-    for name, settings in STRATEGIES.items():
-        _fill(response.runs.add(name=name), _run(arrivals, members, load.config, times, settings, rows), rows)
-    return response
+
+    def simulated(arrivals: list[Arrival], ends_at: float) -> admin.CompareStrategiesResponse:
+        response = admin.CompareStrategiesResponse(
+            requests=len(arrivals),
+            arrival_seconds=arrivals[-1].at - arrivals[0].at,
+            rows=rows,
+            older_left_out=len(arrivals) < num_asked,
+        )
+        for name, settings in STRATEGIES.items():
+            run = _run(arrivals, members, load.config, times, settings, rows, lambda: clock() > ends_at)
+            _fill(response.runs.add(name=name), run, rows)
+        return response
+
+    few = newest(load.arrivals, since, max_outputs=_FIRST_OUTPUTS)
+    began = clock()
+    first = simulated(few, math.inf)
+    now = clock()
+    fitting = (ends_at - now) / max(now - began, 1e-9) * _SIMULATING_SHARE * sum(each.num_outputs for each in few)
+    arrivals = newest(load.arrivals, since, max_outputs=min(MAX_OUTPUTS, fitting))
+    if len(arrivals) <= len(few):
+        return first
+    with contextlib.suppress(_OutOfTimeError):
+        return simulated(arrivals, now + (ends_at - now) * (1 + _SIMULATING_SHARE) / 2)
+    return first
 
 
-def newest(arrivals: list[Arrival], since: float) -> list[Arrival]:
+def newest(arrivals: list[Arrival], since: float, max_outputs: float = MAX_OUTPUTS) -> list[Arrival]:
     """Return the requests that arrived from a time on, the newest within the limits; the first one arrives at 0."""
     found: list[Arrival] = []
     outputs = 0
     for each in reversed(arrivals):
-        outputs += each.num_outputs
-        if each.at < since or len(found) == MAX_REQUESTS or (found and outputs > MAX_OUTPUTS):
+        if each.at < since or len(found) == MAX_REQUESTS:
             break
-        if not each.left_out:
-            found.append(each)
+        if each.left_out:
+            continue
+        outputs += each.num_outputs
+        if found and outputs > max_outputs:
+            break
+        found.append(each)
     return [dataclasses.replace(each, at=each.at - found[-1].at) for each in reversed(found)]
+
+
+def _read(segments: list[Segment], ends_at: float) -> tuple[Recorded, bool]:
+    """Read the newest segments that have enough requests and that there is time for; return whether these are all.
+
+    Raises:
+        WhatIfError: the record has no request, or no worker.
+    """
+    began = time.monotonic()
+    count = 1
+    while True:
+        is_whole = count >= len(segments)
+        try:
+            recorded = read_load(segments[-count:])
+        except WhatIfError:
+            if is_whole:
+                raise
+            recorded = None
+        # The next turn reads twice as many.
+        is_late = 3 * (time.monotonic() - began) > _READING_SHARE * (ends_at - began)
+        if recorded is not None and (is_whole or is_late or _is_enough(recorded.load)):
+            return recorded, is_whole
+        count *= 2
+
+
+def _is_enough(load: Load) -> bool:
+    arrivals = [each for each in load.arrivals if not each.left_out]
+    return len(arrivals) > MAX_REQUESTS or sum(each.num_outputs for each in arrivals) > MAX_OUTPUTS
 
 
 def _recent(segments: list[Segment], since_s: float) -> list[Segment]:
     """Return the segments that were written in the last `since_s` seconds of the record."""
     times = [_written_at(segment) for segment in segments]
     limit = max(times, default=0.0) - since_s
-    return [segment for segment, time in zip(segments, times, strict=True) if time >= limit]
+    return [segment for segment, written in zip(segments, times, strict=True) if written >= limit]
 
 
 def _written_at(segment: Segment) -> float:
@@ -125,6 +212,10 @@ def _written_at(segment: Segment) -> float:
         return segment.path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+class _OutOfTimeError(Exception):
+    """A simulation takes too long."""
 
 
 @dataclass(slots=True)
@@ -188,11 +279,12 @@ class _Chart:
 
 
 class _ChartedScheduler(Scheduler):
-    """The core, with a chart of its first worker's rows."""
+    """The core, with a chart of its first worker's rows, and with a limit of time."""
 
-    def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, chart: _Chart) -> None:
+    def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, chart: _Chart, is_late: IsLate) -> None:
         super().__init__(config, incarnation, facts)
         self._chart = chart
+        self._is_late = is_late
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """See the base class."""
@@ -206,6 +298,8 @@ class _ChartedScheduler(Scheduler):
 
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
         """See the base class."""
+        if self._is_late():
+            raise _OutOfTimeError
         plan, effects = super().plan(peer, now)
         if plan is not None:
             self._chart.planned(plan, now)
@@ -219,6 +313,7 @@ def _run(
     times: StepTimes,
     settings: tuple[str, ...],
     rows: int,
+    is_late: IsLate,
 ) -> _Run:
     changed = change(recorded, [*settings, f"max_batch_size={rows}", f"max_num_seqs={rows}"])
     chart = _Chart()
@@ -227,7 +322,7 @@ def _run(
         fleet(members, None, changed),
         changed.config,
         times,
-        make_core=lambda config, incarnation, facts: _ChartedScheduler(config, incarnation, facts, chart),
+        make_core=lambda config, incarnation, facts: _ChartedScheduler(config, incarnation, facts, chart, is_late),
     )
     return _Run(simulated, chart.stays)
 

@@ -210,7 +210,11 @@ class CoreLink:
         if not self._in_handshake:
             request.number = request.number or next(self._question_numbers)
             self._outgoing.operate(request)
-            reply = await self._answer(self._replies, request.number, timeout_s)
+            try:
+                reply = await self._answer(self._replies, request.number, timeout_s)
+            finally:
+                if reply is None:
+                    self._end_order(request.number)  # the caller has left; the core may end the work for it
         if reply is None:
             raise NotReadyError("scheduler did not answer in time; try again in a moment", retry_ms=RETRY_MS)
         if reply.HasField("error"):
@@ -232,9 +236,12 @@ class CoreLink:
             yield view
         finally:
             self._views.pop(number, None)
-            if not self._in_handshake:
-                self._outgoing.end_view(number)
-                self._socket.flush_soon()
+            self._end_order(number)
+
+    def _end_order(self, number: int) -> None:
+        if not self._in_handshake:
+            self._outgoing.end_order(number)
+            self._socket.flush_soon()
 
     def end_views(self, reason: str) -> None:
         """End all live views with an error."""
@@ -357,6 +364,8 @@ class CoreLink:
             _resolve(self._resumes, resumed.number, resumed)
         for reply in message.operator_replies:
             _resolve(self._replies, reply.number, reply)
+            if reply.HasField("error") and (failed := self._views.get(reply.number)) is not None:
+                failed.fail(operator_error(reply.error))
         for part in message.views:
             view = self._views.get(part.number)
             if view is not None:

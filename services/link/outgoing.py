@@ -20,7 +20,7 @@ class Outgoing:
         "_cancelled",
         "_credit",
         "_detached",
-        "_ended_views",
+        "_ended_orders",
         "_goodbye",
         "_hello",
         "_matches",
@@ -51,7 +51,7 @@ class Outgoing:
         self._traced: list[link_pb2.TracedStream] = []
         self._snapshot_request = 0
         self._operator_requests: list[link_pb2.OperatorRequest] = []
-        self._ended_views: list[int] = []
+        self._ended_orders: list[int] = []
         self._goodbye = False
 
     def hello(self, hello: link_pb2.FrontendHello) -> None:
@@ -117,9 +117,9 @@ class Outgoing:
         """Add an operator request."""
         self._operator_requests.append(request)
 
-    def end_view(self, number: int) -> None:
-        """Add the end of a live view."""
-        self._ended_views.append(number)
+    def end_order(self, number: int) -> None:
+        """Add the end of a live view, or of the wait for a reply."""
+        self._ended_orders.append(number)
 
     def take(self) -> list[bytes]:
         """Return the messages to send, oldest first, and clear the events."""
@@ -153,6 +153,6 @@ class Outgoing:
         last = packer.messages[-1]
         last.snapshot_request = self._snapshot_request
         last.goodbye = self._goodbye
-        last.ended_views.extend(self._ended_views)
+        last.ended_orders.extend(self._ended_orders)
         self.clear()
         return [payload for payload in (message.SerializeToString() for message in packer.messages) if payload]

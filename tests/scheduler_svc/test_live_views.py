@@ -15,8 +15,11 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.live_views import MAX_VIEWS, LiveViews
+from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.recorder import Recorder
+from scheduler_svc.recorder.step_view import StepView
 from scheduler_svc.recorder.tape import RecordedScheduler
+from scheduler_svc.recorder.values import PlanAsked
 from scheduler_svc.sim.model_worker import ModelWorker
 from shared.frames import LINK_MAX_MESSAGE
 from shared.sockets import connect_dealer, receive_from
@@ -318,3 +321,40 @@ def test_tables_are_for_views_that_ask(tmp_path: Path) -> None:
     assert (queue.reason, queue.length) == ("room", 3)
     assert [each.request_id for each in queue.first] == ["r2", "r3", "r4"]
     assert len({each.number for each in queue.first} | set(blocks.owners)) == 5
+
+
+def test_an_error_in_a_view_ends_the_views_and_not_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The views end with an error, it is logged once, the record is complete, and a later view works."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("planted")
+
+    with _service(tmp_path, max_num_seqs=3, max_num_batched_tokens=8) as service:
+        for number in (1, 2):
+            service.watch()
+            with monkeypatch.context() as patched:
+                patched.setattr(StepView, "answered", fail)
+                service.submit(number, [1, 2, 3], 5)
+                service.run()
+                service.until(lambda: not service.views._views)
+            service.hub.flush()
+            assert service.dealer.poll(20_000)
+            replies: list[link_pb2.OperatorReply] = []
+            while not replies:
+                assert service.dealer.poll(20_000)
+                replies = list(link_pb2.CoreMessage.FromString(service.dealer.recv()).operator_replies)
+            assert [(each.number, each.error.reason) for each in replies] == [(1, "NOT_READY")]
+        service.watch()
+        begun = len(service.plans)
+        service.submit(3, [1, 2, 3], 5)
+        service.run()
+        service.settle()
+        steps = [step.step for part, _ in service.received() for step in part.steps]
+        assert steps == [plan.step for plan in service.plans[begun:]]
+        assert not service.recorder.tape.is_off
+        num_plans = len(service.plans)
+    assert "".join(capsys.readouterr()).count("live views ended by an error") == 1
+    entries = [entry.what for segment in read(tmp_path / "record") for entry in segment]
+    assert sum(isinstance(each, PlanAsked) and each.plan is not None for each in entries) == num_plans

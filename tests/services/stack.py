@@ -56,6 +56,7 @@ class TestCore(EchoCore):
         """Every submission is answered with this end."""
         self.operator_error: link_pb2.OperatorError | None = None
         """Every operator call is answered with this error."""
+        self.answers_operators = True
         self.skew = 0
         """Added once to the index of the next stream's first token."""
         self.forget_frontends = threading.Event()
@@ -88,7 +89,9 @@ class TestCore(EchoCore):
         self.skew = 0
 
     def operate(self, reply: link_pb2.OperatorReply) -> None:
-        """Reports the error, if there is one."""
+        """Reports the error, if there is one; without answers, the reply belongs to no request."""
+        if not self.answers_operators:
+            reply.number = 0
         if self.operator_error is None:
             super().operate(reply)
         else:

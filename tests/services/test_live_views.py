@@ -60,12 +60,30 @@ def test_a_reader_gets_the_parts_and_its_end_ends_the_view(tmp_path: Path) -> No
                 assert [step.step for step in response.steps] == [first, first + 1, first + 2]
                 assert not response.dropped_steps
             calls[0].cancel()
-            await stack.core.saw(lambda core: any(numbers[0] in message.ended_views for message in core.messages))
+            await stack.core.saw(lambda core: any(numbers[0] in message.ended_orders for message in core.messages))
             stack.core.forget_frontends.set()
             with pytest.raises(aio.AioRpcError) as refusal:
                 await _read(calls[1])
             assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
             assert "watch again" in str(refusal.value.details())
+
+    asyncio.run(main())
+
+
+def test_a_view_that_fails_at_the_core_ends_with_its_error(tmp_path: Path) -> None:
+    """An error that the core reports later ends the call."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):
+            call = admin_pb2_grpc.AdminServiceStub(stack.channel).WatchSteps(admin.WatchStepsRequest())
+            reply = link_pb2.OperatorReply(number=await _watching(stack, call))
+            reply.error.reason, reply.error.message = NotReadyError.reason, "watch: the view failed"
+            message = link_pb2.CoreMessage(incarnation=stack.core.incarnation, operator_replies=[reply])
+            stack.core.say(message.SerializeToString())
+            with pytest.raises(aio.AioRpcError) as refusal:
+                await _read(call)
+            assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "the view failed" in str(refusal.value.details())
 
     asyncio.run(main())
 

@@ -405,7 +405,8 @@ class CompareStrategiesRequest(_message.Message):
     @_builtins.property
     def since(self) -> _duration_pb2.Duration:
         """Requests that arrived within this time before the newest entry of the record, at most 15 minutes. Not set: three
-        minutes. Of more than 1,000 requests or 60,000 generated tokens, the newest are used.
+        minutes. Of more than 1,000 requests or 60,000 generated tokens, the newest are used; fewer on a machine that is too
+        busy to simulate them within a minute.
         """
 
     def __init__(
@@ -432,12 +433,15 @@ class CompareStrategiesResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     ARRIVAL_SECONDS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    OLDER_LEFT_OUT_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Number of requests."""
     arrival_seconds: _builtins.float
     """Time from the first arrival to the last, s."""
     rows: _builtins.int
     """Rows of each worker."""
+    older_left_out: _builtins.bool
+    """Whether older requests of the asked time were left out: there are too many, or the machine is too busy."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StrategyRun]:
         """Static, dynamic and continuous batching, in this order."""
@@ -449,10 +453,11 @@ class CompareStrategiesResponse(_message.Message):
         requests: _builtins.int = ...,
         arrival_seconds: _builtins.float = ...,
         rows: _builtins.int = ...,
+        older_left_out: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_seconds", b"arrival_seconds", "requests", b"requests", "rows", b"rows", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_seconds", b"arrival_seconds", "older_left_out", b"older_left_out", "requests", b"requests", "rows", b"rows", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -83,7 +83,10 @@ class ConsoleEndpoints:
     async def explain(self, exchange: Exchange) -> None:
         """Explain why a request took as long as it did."""
         asked = await _question(exchange)
-        request = admin.ExplainRequest(request_id=_text(asked, "request"))
+        await exchange.run_until_disconnect(self._explain(exchange, _text(asked, "request")))
+
+    async def _explain(self, exchange: Exchange, request_id: str) -> None:
+        request = admin.ExplainRequest(request_id=request_id)
         response = await self._ask(request, admin.ExplainResponse(), _READING_TIMEOUT_S)
         await exchange.answer({"text": response.text, "values": json.loads(response.json)})
 
@@ -92,6 +95,9 @@ class ConsoleEndpoints:
         asked = await _question(exchange)
         request = admin.CompareStrategiesRequest(rows=_number(asked, "rows", 256))
         request.since.FromSeconds(_number(asked, "seconds", 900))
+        await exchange.run_until_disconnect(self._strategies(exchange, request))
+
+    async def _strategies(self, exchange: Exchange, request: admin.CompareStrategiesRequest) -> None:
         response = await self._ask(request, admin.CompareStrategiesResponse(), _READING_TIMEOUT_S)
         await exchange.answer(comparison(response))
 
@@ -125,12 +131,16 @@ def _text(asked: dict[str, Any], name: str) -> str:
     value = asked.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= 512:
         raise InvalidRequestError(FieldViolation(name, "must be a text of 1 to 512 characters"))
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(FieldViolation(name, "not valid Unicode text; remove lone surrogates")) from None
     return value
 
 
 def _number(asked: dict[str, Any], name: str, most: int) -> int:
     value = asked.get(name)
-    if not isinstance(value, int) or not 1 <= value <= most:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise InvalidRequestError(FieldViolation(name, f"must be a whole number from 1 to {most}"))
     return value
 

@@ -13,6 +13,8 @@ from quire.admin.v1 import admin_pb2 as admin
 
 _Rows = dict[int, int]
 """By row: the number of its request."""
+_FORGET_S = 60.0
+"""Time without a worker in the load after which its rows are forgotten, s."""
 _KINDS = {number: name.removeprefix("KIND_").lower() for name, number in admin.Incident.Kind.items()}
 
 
@@ -24,6 +26,8 @@ class Feed:
         """By worker: the decode rows of its newest step."""
         self._waiting: dict[str, _Rows] = {}
         """The same for rows that take no part."""
+        self._absent: dict[str, float | None] = {}
+        """By worker that has had steps: time of the first load without it, s; None: it is there."""
 
     def message(self, part: admin.WatchStepsResponse) -> dict[str, Any]:
         """Return a part as the values of a JSON object; absent entries are empty."""
@@ -37,6 +41,8 @@ class Feed:
             ]
         if part.HasField("load"):
             found["load"] = _load(part.load)
+            if forgotten := self._forget(part.load):
+                found["forgotten"] = forgotten
         if part.HasField("tables"):
             found["tables"] = _tables(part.tables)
         if part.incidents:
@@ -54,7 +60,19 @@ class Feed:
             found["dropped"] = part.dropped_steps
         return found
 
+    def _forget(self, load: admin.SchedulerLoad) -> list[str]:
+        """Forget workers that left a while ago; return their names, so that the page forgets them as well."""
+        now, present = _seconds(load.time), {each.worker_id for each in load.workers}
+        for name, since in self._absent.items():
+            self._absent[name] = None if name in present else now if since is None else since
+        left = [name for name, since in self._absent.items() if since is not None and now - since >= _FORGET_S]
+        for name in left:
+            for known in (self._absent, self._decode, self._waiting):
+                known.pop(name, None)
+        return left
+
     def _step(self, step: admin.WatchedStep) -> dict[str, Any]:
+        self._absent[step.worker_id] = None
         found: dict[str, Any] = {
             "worker": step.worker_id,
             "step": step.step,
@@ -108,6 +126,7 @@ def comparison(found: admin.CompareStrategiesResponse) -> dict[str, Any]:
         "requests": found.requests,
         "arrivalSeconds": found.arrival_seconds,
         "rows": found.rows,
+        "isCut": found.older_left_out,
         "runs": [
             {
                 "name": run.name,

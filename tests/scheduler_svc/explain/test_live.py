@@ -93,3 +93,28 @@ def test_the_loop_does_not_wait_for_a_process_to_end(tmp_path: Path, monkeypatch
     child.stdin.close()
     ((_, reply),) = _replies(explanations, 100.0)
     assert reply.number == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_caller_that_leaves_ends_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """The process of a question is killed, and waiting ones are dropped; those of other front ends are answered."""
+    explanations = LiveExplanations(tmp_path)
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **pipes: popen(["sleep", "600"], **pipes))
+    explanations.ask(PEER, _question(1), 0.0)
+    assert explanations.replies(0.0) == []
+    explanations.ask(PEER, _question(2), 0.0)
+    explanations.ask(b"front/2", _question(2), 0.0)
+    monkeypatch.undo()
+    assert explanations._process is not None
+    child = explanations._process.child
+
+    if is_lost:
+        explanations.forget(PEER)
+    else:
+        explanations.end(PEER, [1, 2])
+    ((peer, reply),) = _replies(explanations, 1.0)
+
+    assert child.returncode == -signal.SIGKILL
+    assert (peer, reply.number) == (b"front/2", 2)
+    explanations.close()

@@ -1,6 +1,7 @@
 """Strategies of the console: the newest requests of a record under static, dynamic and continuous batching."""
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,44 @@ def test_the_newest_requests_are_used() -> None:
     assert [each.at for each in newest(many.arrivals, 0.0)] == [0.0, 1.0]
 
 
+class _Clock:
+    """A clock that goes on with each look at it: by a second, or by more and more."""
+
+    def __init__(self, power: int) -> None:
+        self._power = power
+        self.looks = 0
+
+    def __call__(self) -> float:
+        """Return the time, s."""
+        self.looks += 1
+        return float(self.looks**self._power)
+
+
+@pytest.mark.parametrize(
+    ("power", "budget", "expected"),
+    [(1, 0.0, range(10, 11)), (1, 4.0, range(15, 30)), (1, math.inf, range(40, 41)), (4, 20.0, range(10, 11))],
+    ids=["no time", "time for some", "time for all", "slower than planned"],
+)
+def test_what_there_is_no_time_for_is_left_out(power: int, budget: float, expected: range) -> None:
+    """The newest requests are simulated that there is time for, at least a few; the answer says that it is cut."""
+    load, clock = _load([400] * 40, every_s=0.01), _Clock(power)
+    run_strategies(_load([400] * 10, every_s=0.01), TIMES, since_s=1000.0, rows=ROWS, clock=clock)
+    first_s = clock()
+
+    clock = _Clock(power)
+    found = run_strategies(load, TIMES, since_s=1000.0, rows=ROWS, ends_at=budget * first_s, clock=clock)
+
+    assert found.requests in expected
+    assert found.older_left_out == (found.requests < 40)
+    assert [(run.name, len(run.stays)) for run in found.runs] == [
+        (name, found.requests) for name in ("static", "dynamic", "continuous")
+    ]
+
+
 def test_a_record_without_requests_is_refused(tmp_path: Path) -> None:
     """An empty record is an error that says what to do."""
     with pytest.raises(RequestNotFoundError, match="compare: record: it has no request"):
-        compare_strategies(admin.CompareStrategiesRequest(), tmp_path)
+        compare_strategies(admin.CompareStrategiesRequest(), tmp_path, math.inf)
 
 
 @pytest.mark.parametrize(("rows", "since_s"), [(257, 60), (8, 901), (8, 0)])

@@ -219,7 +219,7 @@ def test_a_viewer_that_leaves_ends_its_view(tmp_path: Path) -> None:
         async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):
             async with _watching(stack) as (_, events):
                 await anext(events)
-            await stack.core.saw(lambda core: any(message.ended_views for message in core.messages))
+            await stack.core.saw(lambda core: any(message.ended_orders for message in core.messages))
 
     asyncio.run(main())
 
@@ -253,3 +253,67 @@ def test_a_viewer_can_restore_the_rows_from_the_changes(
             assert rows == expected
             assert (name in step) == (before != expected)
             assert not any(before.get(row) == number for row, number in zip(joined, numbers, strict=True))
+
+
+def _load(seconds: int, *workers: str) -> admin.WatchStepsResponse:
+    part = admin.WatchStepsResponse()
+    part.load.time.FromSeconds(seconds)
+    for name in workers:
+        part.load.workers.add(worker_id=name)
+    return part
+
+
+def _step(worker: str, *rows: int) -> admin.WatchStepsResponse:
+    part = admin.WatchStepsResponse()
+    part.steps.add(worker_id=worker, decode_rows=rows, decode_requests=rows)
+    return part
+
+
+def test_a_worker_that_left_is_forgotten_after_a_minute() -> None:
+    """Its name is sent once, and all rows of a successor of this name; a worker that comes back earlier is kept."""
+    feed = Feed()
+    for worker in ("left", "back"):
+        feed.message(_step(worker, 1, 2))
+    assert "forgotten" not in feed.message(_load(0, "left", "back"))
+    assert "forgotten" not in feed.message(_load(10))
+    assert "forgotten" not in feed.message(_load(69, "back"))
+    assert feed.message(_load(70, "back"))["forgotten"] == ["left"]
+    assert "forgotten" not in feed.message(_load(200, "back"))
+    (step,) = feed.message(_step("left", 1, 2))["steps"]
+    assert step["decode"] == [[], [1, 2], [1, 2]]
+    (step,) = feed.message(_step("back", 1, 2))["steps"]
+    assert "decode" not in step
+
+
+@pytest.mark.parametrize(("path", "name"), [("drain", "worker"), ("resume", "worker"), ("explain", "request")])
+def test_text_that_is_not_unicode_is_refused(tmp_path: Path, path: str, name: str) -> None:
+    """A lone surrogate in a name is the caller's error."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            body = json.dumps({name: "a\ud800"})
+            response = await stack.http.post(f"/console/api/{path}", content=body, headers=JSON)
+            assert response.status_code == 400
+            assert "lone surrogates" in response.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("strategies", '{"seconds": 60, "rows": 4}'), ("explain", '{"request": "r"}')]
+)
+def test_a_page_that_leaves_ends_the_work_for_it(tmp_path: Path, path: str, body: str) -> None:
+    """The core is notified that nobody waits for a reply any more."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):
+            stack.core.answers_operators = False
+            asking = asyncio.create_task(
+                stack.http.post(f"/console/api/{path}", content=body, headers=JSON, timeout=PATIENCE_S)
+            )
+            await stack.core.saw(lambda core: any(message.operator_requests for message in core.messages))
+            (number,) = [each.number for message in stack.core.messages for each in message.operator_requests]
+            asking.cancel()
+            await stack.core.saw(lambda core: any(number in message.ended_orders for message in core.messages))
+
+    asyncio.run(main())

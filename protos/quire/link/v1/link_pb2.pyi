@@ -128,7 +128,7 @@ class FrontendMessage(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     REQUEST_REPORTS_FIELD_NUMBER: _builtins.int
     TRACED_FIELD_NUMBER: _builtins.int
-    ENDED_VIEWS_FIELD_NUMBER: _builtins.int
+    ENDED_ORDERS_FIELD_NUMBER: _builtins.int
     cancelled: _builtins.bytes
     """Column of streams whose client disconnected or whose deadline has passed."""
     credit_streams: _builtins.bytes
@@ -174,8 +174,10 @@ class FrontendMessage(_message.Message):
         """Ended streams whose spans are wanted although their requests were not sampled."""
 
     @_builtins.property
-    def ended_views(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Live views that have ended, by the numbers of their operator requests. A lost front end ends all of its views."""
+    def ended_orders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Operator requests whose callers have left, by number: live views, and questions without a reply so far. A lost front
+        end ends all of its own.
+        """
 
     def __init__(
         self,
@@ -194,11 +196,11 @@ class FrontendMessage(_message.Message):
         goodbye: _builtins.bool = ...,
         request_reports: _abc.Iterable[Global___RequestReport] | None = ...,
         traced: _abc.Iterable[Global___TracedStream] | None = ...,
-        ended_views: _abc.Iterable[_builtins.int] | None = ...,
+        ended_orders: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "ended_views", b"ended_views", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "request_reports", b"request_reports", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions", "traced", b"traced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "credit_bytes", b"credit_bytes", "credit_streams", b"credit_streams", "detached", b"detached", "ended_orders", b"ended_orders", "goodbye", b"goodbye", "hello", b"hello", "operator_requests", b"operator_requests", "report", b"report", "request_reports", b"request_reports", "resume_questions", b"resume_questions", "snapshot_request", b"snapshot_request", "stop_matches", b"stop_matches", "submissions", b"submissions", "traced", b"traced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

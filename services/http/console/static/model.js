@@ -96,6 +96,7 @@ export class Model {
       this.requests.delete(number);
     }
     for (const step of message.steps ?? []) this.steps(step.worker).add(step);
+    for (const worker of message.forgotten ?? []) this.workers.delete(worker);
     if (message.load) {
       this.loads.push(message.load);
       if (this.loads.length > MAX_LOADS) this.loads.shift();

@@ -35,8 +35,9 @@ export class Strategies {
   }
 
   show() {
-    const { requests, arrivalSeconds, rows, runs } = this.found;
-    this.status.textContent = `${requests} requests that arrived within ${duration(arrivalSeconds)}, with ${rows} rows per worker.`;
+    const { requests, arrivalSeconds, rows, runs, isCut } = this.found;
+    const cut = isCut ? " Older requests were left out, so that the answer comes in time." : "";
+    this.status.textContent = `${requests} requests that arrived within ${duration(arrivalSeconds)}, with ${rows} rows per worker.${cut}`;
     this.table.replaceChildren(...runs.map(line));
     this.canvases = runs.map((run) => {
       const figure = document.createElement("figure");
