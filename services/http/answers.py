@@ -5,7 +5,7 @@ stream and returns the resulting chunks. `whole_answer` adds them up for request
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
@@ -14,7 +14,7 @@ from quire.v1 import generation_pb2 as v1
 from services.http.logprobs import Logprobs, TextOffsets, prompt_logprobs
 from services.http.prompts import NewParser
 from services.http.schema import StreamOptions
-from services.parsers import CallArguments, CallBegun, Content, Event, OutputParser, Reasoning
+from services.parsers import CallArguments, CallBegun, CallEnded, Content, Event, OutputParser, Reasoning
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 """Tells clients that results may differ after an upgrade, also with the same seed."""
@@ -208,7 +208,7 @@ class Answer:
         if state.parser is None:
             contents = [{"content": text}] if text else []
         else:
-            contents = [_content_of(event) for event in state.parser.push(text)]
+            contents = [*_contents_of(state.parser.push(text))]
         return self._noted(state, contents)
 
     @staticmethod
@@ -237,7 +237,7 @@ class Answer:
             return
         state.ended = True
         held = state.parser.finish() if state.parser else []
-        for content in self._noted(state, [_content_of(event) for event in held]):
+        for content in self._noted(state, [*_contents_of(held)]):
             yield self._chunk({"index": state.index, "delta": content, "logprobs": None, "finish_reason": None})
         content = {} if not self.chat or state.role_sent else {"role": "assistant", "content": ""}
         reason = "length" if self.only_prompt or end.reason == v1.FINISH_REASON_LENGTH else "stop"
@@ -251,17 +251,21 @@ class Answer:
         yield self._chunk(choice)
 
 
-def _content_of(event: Event) -> Json:
-    match event:
-        case Content():
-            return {"content": event.text}
-        case Reasoning():
-            return {"reasoning_content": event.text}
-        case CallBegun():
-            function = {"name": event.name, "arguments": ""}
-            return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-        case CallArguments():
-            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+def _contents_of(events: Iterable[Event]) -> Iterator[Json]:
+    """Yield the contents of deltas. The end of a call has none."""
+    for event in events:
+        match event:
+            case Content():
+                yield {"content": event.text}
+            case Reasoning():
+                yield {"reasoning_content": event.text}
+            case CallBegun():
+                call = {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+                yield {"tool_calls": [{"index": event.index, **call}]}
+            case CallArguments():
+                yield {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+            case CallEnded():
+                pass
 
 
 def _stop_reason(end: v1.ChoiceFinished | v1.Finished) -> str | int | None:

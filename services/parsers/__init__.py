@@ -5,7 +5,7 @@ An `OutputParser` reads one output. It takes text in pieces of any size. It retu
 they are certain. The sizes of the pieces affect only where the texts of events are cut.
 """
 
-from services.parsers.events import CallArguments, CallBegun, Content, Event, Reasoning, merged
+from services.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Reasoning, merged
 from services.parsers.families import forced_json
 from services.parsers.parser import FAMILIES, Family, OutputParser, choose_family
 
@@ -13,6 +13,7 @@ __all__ = [
     "FAMILIES",
     "CallArguments",
     "CallBegun",
+    "CallEnded",
     "Content",
     "Event",
     "Family",

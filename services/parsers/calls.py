@@ -4,7 +4,7 @@ import json
 import secrets
 from collections.abc import Callable, Container, Generator
 
-from services.parsers.events import CallArguments, CallBegun, Emit
+from services.parsers.events import CallArguments, CallBegun, CallEnded, Emit
 from services.parsers.reader import Reader, Step
 
 _NAMES = ("name",)
@@ -19,16 +19,26 @@ class Calls:
         self._new_id = new_id
         self.count = 0
         """Number of calls so far."""
+        self._has_arguments = False
+        """Whether the latest call has arguments so far."""
 
     def begin(self, name: str) -> None:
         """Begin the next call."""
         self._emit(CallBegun(self.count, self._new_id(), name))
         self.count += 1
+        self._has_arguments = False
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the latest call."""
         if text:
             self._emit(CallArguments(self.count - 1, text))
+            self._has_arguments = True
+
+    def end(self) -> None:
+        """End the latest call, which is complete."""
+        if not self._has_arguments:
+            self.arguments("{}")
+        self._emit(CallEnded(self.count - 1))
 
 
 def random_id() -> str:
@@ -47,21 +57,19 @@ def read_object(reader: Reader, calls: Calls, functions: Container[str] | None =
     Returns:
         the text that was read if it is no call, so that the caller can show it; empty after a call.
     """
-    read = ""
+    read: list[str] = []
     """Everything up to the name: shown if there is no name."""
-    waiting = ""
+    waiting: list[str] = []
     """Arguments that came before the name."""
-    begun = False
+    begun = complete = has_arguments = False
 
     def keep(text: str) -> None:
-        nonlocal read
         if not begun:
-            read += text
+            read.append(text)
 
     def wait(text: str) -> None:
-        nonlocal waiting
-        waiting += text
-        keep(text)
+        waiting.append(text)
+        read.append(text)
 
     if (yield from reader.peek()) != "{":
         return ""
@@ -73,6 +81,7 @@ def read_object(reader: Reader, calls: Calls, functions: Container[str] | None =
             keep(reader.take())
             if character == ",":
                 continue
+            complete = True
             break
         if character != '"':
             break
@@ -88,14 +97,16 @@ def read_object(reader: Reader, calls: Calls, functions: Container[str] | None =
                 break
             calls.begin(name)
             begun = True
-            calls.arguments(waiting)
-        elif key in _ARGUMENTS:
-            complete = yield from reader.json_value(calls.arguments if begun else wait)
-            if not complete:
+            calls.arguments("".join(waiting))
+        elif key in _ARGUMENTS and not has_arguments:
+            has_arguments = True
+            if not (yield from reader.json_value(calls.arguments if begun else wait)):
                 break
         elif not (yield from reader.json_value(keep)):
             break
-    return "" if begun else read
+    if begun and complete:
+        calls.end()
+    return "" if begun else "".join(read)
 
 
 def read_objects(reader: Reader, calls: Calls, show: Callable[[str], None]) -> Step:
@@ -119,15 +130,15 @@ def _string(reader: Reader, keep: Callable[[str], None]) -> Generator[None, None
     """Read a JSON string and return its value; None if there is none."""
     if (yield from reader.peek()) != '"':
         return None
-    text = ""
+    pieces: list[str] = []
 
     def add(piece: str) -> None:
-        nonlocal text
-        text += piece
+        pieces.append(piece)
         keep(piece)
 
     if not (yield from reader.json_value(add)):
         return None
+    text = "".join(pieces)
     try:
         return str(json.loads(text, strict=False))
     except ValueError:

@@ -35,7 +35,14 @@ class CallArguments:
     text: str
 
 
-Event = Reasoning | Content | CallBegun | CallArguments
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The end of a tool call whose arguments are complete; a call that the output's end cuts off has none."""
+
+    index: int
+
+
+Event = Reasoning | Content | CallBegun | CallArguments | CallEnded
 Emit = Callable[[Event], None]
 
 
@@ -45,8 +52,8 @@ def merged(events: Iterable[Event]) -> list[Event]:
     for event in events:
         last = joined[-1] if joined else None
         if (
-            not isinstance(event, CallBegun)
-            and not isinstance(last, CallBegun)
+            not isinstance(event, CallBegun | CallEnded)
+            and not isinstance(last, CallBegun | CallEnded)
             and last is not None
             and type(last) is type(event)
             and (not isinstance(event, CallArguments) or event.index == getattr(last, "index", None))

@@ -123,10 +123,10 @@ def _coder_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
         if not (yield from reader.starts_with("<parameter=")):
             break
         key, complete = yield from _collect(reader, ">")
-        if not complete:
-            break
-        yield from writer.value(reader, key, "</parameter>", newlines=True)
-    writer.end()
+        if not complete or not (yield from writer.value(reader, key, "</parameter>", newlines=True)):
+            return True
+    if (yield from reader.peek()):
+        writer.end()
     yield from reader.starts_with("</function>")
     yield from reader.until(output.content, _END_CALL, trim_start=True, trim_end=True)
     return True
@@ -150,10 +150,12 @@ def _glm_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
         yield from reader.skip_space()
         if not complete or not (yield from reader.starts_with("<arg_value>")):
             break
-        yield from writer.value(reader, key.strip(SPACE), "</arg_value>", newlines=False)
+        if not (yield from writer.value(reader, key.strip(SPACE), "</arg_value>", newlines=False)):
+            return True
         yield from reader.skip_space()
-        marker = yield from reader.starts_with("<arg_key>")
-    writer.end()
+        marker = yield from reader.starts_with("<arg_key>", _END_CALL)
+    if marker or (yield from reader.peek()):
+        writer.end()
     if marker != _END_CALL:
         yield from reader.until(output.content, _END_CALL, trim_start=True, trim_end=True)
     return True
@@ -211,6 +213,7 @@ def pythonic(reader: Reader, output: Output) -> Step:
             return
         output.calls.begin(parsed[0])
         output.calls.arguments(parsed[1])
+        output.calls.end()
         read = ""
         yield from reader.skip_space()
         if not (yield from reader.starts_with(",")):
@@ -223,12 +226,13 @@ def pythonic(reader: Reader, output: Output) -> Step:
 
 def _python_call(reader: Reader) -> Generator[None, None, str]:
     """Return the text up to the parenthesis that closes a call; up to a character that cannot begin one."""
-    text, depth, quote, escaped = "", 0, "", False
+    pieces: list[str] = []
+    depth, quote, escaped = 0, "", False
     while True:
         character = yield from reader.peek()
         if not character or (not depth and not (character.isalnum() or character in "_.-(")):
-            return text
-        text += reader.take()
+            return "".join(pieces)
+        pieces.append(reader.take())
         if quote:
             quote = quote if escaped or character != quote else ""
             escaped = character == "\\" and not escaped
@@ -239,7 +243,7 @@ def _python_call(reader: Reader) -> Generator[None, None, str]:
         elif character in ")]}":
             depth -= 1
             if depth <= 0:
-                return text
+                return "".join(pieces)
 
 
 def _parse_python(call: str) -> tuple[str, str] | None:
@@ -295,9 +299,14 @@ def _mistral_call(reader: Reader, output: Output) -> Step:
     if (yield from reader.starts_with("[CALL_ID]", "[ARGS]")) == "[CALL_ID]":
         yield from reader.until(lambda _: None, "[ARGS]")
     output.calls.begin(name)
+    yield from _json_arguments(reader, output)
+
+
+def _json_arguments(reader: Reader, output: Output) -> Step:
+    """Read the arguments of the latest call, if a JSON object is at this place."""
     yield from reader.skip_space()
-    if (yield from reader.peek()) == "{":
-        yield from reader.json_value(output.calls.arguments)
+    if (yield from reader.peek()) == "{" and (yield from reader.json_value(output.calls.arguments)):
+        output.calls.end()
 
 
 DEEPSEEK_CALL = "<｜tool▁call"
@@ -338,9 +347,7 @@ def _deepseek_call(reader: Reader, output: Output) -> Step:
         yield from reader.skip_space()
         yield from reader.starts_with("```json", "```")
     output.calls.begin(head.strip(SPACE))
-    yield from reader.skip_space()
-    if (yield from reader.peek()) == "{":
-        yield from reader.json_value(output.calls.arguments)
+    yield from _json_arguments(reader, output)
     yield from reader.skip_space()
     yield from reader.starts_with("```")
     yield from reader.until(output.content, _DS_CALL_END, trim_start=True, trim_end=True)
@@ -366,9 +373,7 @@ def harmony(reader: Reader, output: Output) -> Step:
         channel = header.partition(_CHANNEL)[2] if opening == _START else header
         if recipient is not None:
             output.calls.begin(recipient[1])
-            yield from reader.skip_space()
-            if (yield from reader.peek()) == "{":
-                yield from reader.json_value(output.calls.arguments)
+            yield from _json_arguments(reader, output)
             yield from reader.until(output.content, *_ENDS, trim_start=True, trim_end=True)
         elif channel.strip(SPACE).startswith("analysis"):
             yield from reader.until(output.reasoning, *_ENDS)
@@ -428,7 +433,7 @@ class _Arguments:
         self._properties = properties if isinstance(properties, Mapping) else {}
         self._empty = True
 
-    def value(self, reader: Reader, key: str, end: str, *, newlines: bool) -> Step:
+    def value(self, reader: Reader, key: str, end: str, *, newlines: bool) -> Generator[None, None, bool]:
         """Read the value of a key up to its closing tag.
 
         Args:
@@ -436,6 +441,9 @@ class _Arguments:
             key: the name of the argument.
             end: the closing tag.
             newlines: whether a newline right after the opening and before the closing tag belongs to the tags.
+
+        Returns:
+            whether the value is complete.
         """
         self._calls.arguments(("{" if self._empty else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         self._empty = False
@@ -444,15 +452,18 @@ class _Arguments:
         ends = ("\n" + end, end) if newlines else (end,)
         if self._is_string(key):
             self._calls.arguments('"')
-            if (yield from reader.until(lambda text: self._calls.arguments(_escaped(text)), *ends)):
-                self._calls.arguments('"')
-            return
-        text, _ = yield from _collect(reader, *ends)
+            if not (yield from reader.until(lambda text: self._calls.arguments(_escaped(text)), *ends)):
+                return False
+            self._calls.arguments('"')
+            return True
+        text, complete = yield from _collect(reader, *ends)
         self._calls.arguments(_as_json(text))
+        return bool(complete)
 
     def end(self) -> None:
-        """Close the object."""
+        """Close the object and the call."""
         self._calls.arguments("{}" if self._empty else "}")
+        self._calls.end()
 
     def _is_string(self, key: str) -> bool:
         schema = self._properties.get(key)
@@ -466,7 +477,12 @@ def _escaped(text: str) -> str:
 def _as_json(text: str) -> str:
     """Return a value as JSON: itself if it is JSON, otherwise a string."""
     try:
-        json.loads(text)
+        json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return text
+
+
+def _refuse(constant: str) -> None:
+    """Refuse NaN and infinity, which JSON does not have."""
+    raise ValueError(constant)

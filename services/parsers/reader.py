@@ -3,11 +3,20 @@
 A parser is a generator. Its operations on the reader are generators too: they yield when they need more text, and
 continue when it has arrived. Every decision depends on the characters alone, never on where a piece ends. Text that may
 still become a marker is held back until it is certain.
+
+Each character is copied a bounded number of times, whatever the size of the pieces: an operation moves the place in the
+text, and the consumed part is dropped when the next piece arrives.
 """
 
+import re
 from collections.abc import Callable, Generator
+from functools import cache
 
 SPACE = " \t\r\n"
+_SPACES = re.compile(f"[{SPACE}]*")
+_SCALAR = re.compile(rf'[^,}}\]{{\[:"{SPACE}]*')
+_BRACKET_OR_QUOTE = re.compile(r'["{}\[\]]')
+_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 
 Step = Generator[None, None, None]
 """A parser, or an operation of a parser without a result."""
@@ -17,15 +26,23 @@ class Reader:
     """Text that has arrived and is not consumed."""
 
     def __init__(self) -> None:
-        self.text = ""
+        self._text = ""
+        self._at = 0
+        """Number of characters of the text that are consumed."""
         self.ended = False
         """Whether no more text will arrive."""
         self.trimmed = ""
         """Whitespace that `until` has dropped before its last marker."""
 
+    @property
+    def rest(self) -> str:
+        """The text that is not consumed."""
+        return self._text[self._at :]
+
     def feed(self, text: str) -> None:
         """Append text."""
-        self.text += text
+        self._text = self.rest + text
+        self._at = 0
 
     def until(
         self, emit: Callable[[str], None], *markers: str, trim_start: bool = False, trim_end: bool = False
@@ -45,10 +62,10 @@ class Reader:
         """Whitespace that is held back; it is not searched again."""
         while True:
             if trim_start:
-                self.text = self.text.lstrip(SPACE)
-                trim_start = not self.text
-            place, marker = _find(self.text, markers, ended=self.ended)
-            before, self.text = self.text[:place], self.text[place:]
+                self._take_space()
+                trim_start = self._is_empty()
+            place, marker = _find(self._text, self._at, markers, ended=self.ended)
+            before, self._at = self._text[self._at : place], place
             kept = before.rstrip(SPACE) if trim_end else before
             if kept:
                 emit("".join(spaces) + kept)
@@ -56,7 +73,7 @@ class Reader:
             spaces.append(before[len(kept) :])
             if marker:
                 self.trimmed = "".join(spaces)
-                self.text = self.text[len(marker) :]
+                self._at += len(marker)
                 return marker
             if self.ended:
                 emit("".join(spaces))
@@ -65,36 +82,37 @@ class Reader:
 
     def starts_with(self, *beginnings: str) -> Generator[None, None, str]:
         """Return the beginning that the text starts with, longest first, and consume it; empty for none."""
+        longest_first = sorted(beginnings, key=len, reverse=True)
         while True:
-            if not self.ended and any(len(self.text) < len(each) and each.startswith(self.text) for each in beginnings):
+            next_text = self._text[self._at : self._at + len(longest_first[0])]
+            if not self.ended and any(len(next_text) < len(each) and each.startswith(next_text) for each in beginnings):
                 yield
                 continue
-            for each in sorted(beginnings, key=len, reverse=True):
-                if self.text.startswith(each):
-                    self.text = self.text[len(each) :]
+            for each in longest_first:
+                if next_text.startswith(each):
+                    self._at += len(each)
                     return each
             return ""
 
     def peek(self) -> Generator[None, None, str]:
         """Return the next character; empty at the end of the output."""
-        while not self.text and not self.ended:
+        while self._is_empty() and not self.ended:
             yield
-        return self.text[:1]
+        return self._text[self._at : self._at + 1]
 
     def take(self) -> str:
         """Consume and return the next character, which `peek` has returned."""
-        character, self.text = self.text[0], self.text[1:]
+        character = self._text[self._at]
+        self._at += 1
         return character
 
     def skip_space(self) -> Generator[None, None, str]:
         """Consume whitespace and return it."""
-        skipped = ""
+        skipped: list[str] = []
         while True:
-            rest = self.text.lstrip(SPACE)
-            skipped += self.text[: len(self.text) - len(rest)]
-            self.text = rest
-            if rest or self.ended:
-                return skipped
+            skipped.append(self._take_space())
+            if self.ended or not self._is_empty():
+                return "".join(skipped)
             yield
 
     def json_value(self, emit: Callable[[str], None]) -> Generator[None, None, bool]:
@@ -108,49 +126,79 @@ class Reader:
             return (yield from self._scalar(emit))
         depth, in_string, escaped = 0, False, False
         while True:
-            for place, character in enumerate(self.text):
-                if in_string:
-                    in_string = escaped or character != '"'
-                    escaped = character == "\\" and not escaped
-                elif character == '"':
-                    in_string = True
-                elif character in "{[":
-                    depth += 1
-                elif character in "}]":
-                    depth -= 1
+            text, start, place = self._text, self._at, self._at
+            while place < len(text):
+                if escaped:
+                    escaped = False
+                    place += 1
+                    continue
+                found = (_QUOTE_OR_ESCAPE if in_string else _BRACKET_OR_QUOTE).search(text, place)
+                if found is None:
+                    break
+                place = found.end()
+                match found[0]:
+                    case '"':
+                        in_string = not in_string
+                    case "\\":
+                        escaped = True
+                    case "{" | "[":
+                        depth += 1
+                    case _:
+                        depth -= 1
                 if not depth and not in_string:
-                    emit(self.text[: place + 1])
-                    self.text = self.text[place + 1 :]
+                    emit(text[start:place])
+                    self._at = place
                     return True
-            emit(self.text)
-            self.text = ""
+            emit(text[start:])
+            self._at = len(text)
             if self.ended:
                 return False
             yield
 
     def _scalar(self, emit: Callable[[str], None]) -> Generator[None, None, bool]:
-        found = False
+        is_found = False
         while True:
-            character = yield from self.peek()
-            if not character or character in ',}]{[:"' + SPACE:
-                return found
-            emit(self.take())
-            found = True
+            yield from self.peek()
+            text = self._take(_SCALAR)
+            if text:
+                emit(text)
+                is_found = True
+            if self.ended or not self._is_empty():
+                return is_found
+
+    def _is_empty(self) -> bool:
+        return self._at == len(self._text)
+
+    def _take_space(self) -> str:
+        return self._take(_SPACES)
+
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        """Consume and return what a pattern matches here."""
+        found = pattern.match(self._text, self._at)
+        assert found is not None, "the pattern matches the empty text"
+        self._at = found.end()
+        return found[0]
 
 
-def _find(text: str, markers: tuple[str, ...], *, ended: bool) -> tuple[int, str]:
-    """Return the place of the first marker and the marker itself.
+def _find(text: str, start: int, markers: tuple[str, ...], *, ended: bool) -> tuple[int, str]:
+    """Return the place of the first marker from `start` on, and the marker itself.
 
     Without a marker: the place from which the text may still become one, or the text's end.
     """
-    firsts = {marker[0] for marker in markers}
-    for place, character in enumerate(text):
-        if character not in firsts:
-            continue
+    if not markers:
+        return len(text), ""
+    for found in _first_characters(markers).finditer(text, start):
+        place = found.start()
         rest = len(text) - place
-        if not ended and any(len(each) > rest and each.startswith(text[place:]) for each in markers):
+        if not ended and any(len(each) > rest and text.endswith(each[:rest]) for each in markers):
             return place, ""
-        found = [each for each in markers if text.startswith(each, place)]
-        if found:
-            return place, max(found, key=len)
+        complete = [each for each in markers if text.startswith(each, place)]
+        if complete:
+            return place, max(complete, key=len)
     return len(text), ""
+
+
+@cache
+def _first_characters(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Return the pattern of the characters with which a marker begins."""
+    return re.compile("[" + "".join(re.escape(marker[0]) for marker in markers) + "]")

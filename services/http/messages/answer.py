@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.v1 import generation_pb2 as v1
 from services.http.output import ChatOutput
-from services.parsers import CallArguments, CallBegun, Content, Event, Reasoning
+from services.parsers import CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 Json = dict[str, Any]
 
@@ -59,6 +59,8 @@ class MessagesAnswer:
                 index = len(self._blocks) - 1
                 self._arguments[index] = self._arguments.get(index, "") + event.text
                 yield self._delta({"type": "input_json_delta", "partial_json": event.text})
+            case CallEnded():
+                yield from self._end_block()
 
     def _text(self, kind: str, delta: str, text: str) -> Iterator[Json]:
         """Add text to the last block if it is of this kind; otherwise to a new one."""

@@ -9,7 +9,7 @@ from quire.v1 import generation_pb2 as v1
 from services.http.output import ChatOutput
 from services.http.responses.schema import ResponsesBody, ResponseTool
 from services.http.responses.tools import callable_tools, custom_input
-from services.parsers import CallArguments, CallBegun, Content, Event, Reasoning
+from services.parsers import CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 Json = dict[str, Any]
 
@@ -110,6 +110,8 @@ class ResponsesAnswer:
                     yield self._item_event("response.function_call_arguments.delta", delta=event.text)
                 else:
                     self._custom_arguments += event.text
+            case CallEnded():
+                yield from self._end_item(completed=True)
 
     def _call(self, event: CallBegun) -> Json:
         """Return the item of a call that begins."""
@@ -143,7 +145,7 @@ class ResponsesAnswer:
         self._open = True
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item))
 
-    def _end_item(self) -> Iterator[Json]:
+    def _end_item(self, *, completed: bool = False) -> Iterator[Json]:
         if not self._open:
             return
         self._open = False
@@ -160,8 +162,7 @@ class ResponsesAnswer:
             extra: Json = {"logprobs": []} if item["type"] == "message" else {}
             yield self._item_event(f"response.{part['type']}.done", content_index=0, text=part["text"], **extra)
             yield self._item_event("response.content_part.done", content_index=0, part=dict(part))
-        cut_off = self.output.reached_limit and self.output.finished is not None
-        item["status"] = "incomplete" if cut_off else "completed"
+        item["status"] = "incomplete" if self.output.reached_limit and not completed else "completed"
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
 
     def _item_event(self, event: str, /, **fields: object) -> Json:
