@@ -6,6 +6,7 @@ leaves) goes into the next plan exactly as asked.
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,24 +121,31 @@ class Driver:
         row: int | None = None,
         sampling: plan_pb2.SamplingParams = GREEDY,
         traceparent: str = "",
+        blocks: Sequence[int] = (),
+        computed: int = 0,
     ) -> int:
-        """Admits a row without any of its blocks; they come with the chunks."""
+        """Admits a row with blocks that hold its first `computed` tokens; the others come with the chunks."""
         row = self.free_rows()[0] if row is None else row
         self._generations[row] = self._generations.get(row, 0) + 1
-        self.rows[row] = Row(list(tokens), len(tokens))
+        self.rows[row] = Row(list(tokens), len(tokens), computed, list(blocks))
         self.plan.admissions.append(
             plan_pb2.Admission(
                 row=row,
                 generation=self._generations[row],
                 token_ids=to_column(tokens),
                 num_prompt_tokens=len(tokens),
-                block_tables=[b""],
+                num_computed_tokens=computed,
+                block_tables=[to_column(blocks)],
                 sampling=sampling.SerializeToString(),
                 request_id=f"request-{row}",
                 traceparent=traceparent,
             )
         )
         return row
+
+    def take_block(self) -> int:
+        """Takes a block that no row has."""
+        return self._free.pop()
 
     def leave(self, row: int) -> list[int]:
         """Takes a row out and returns its tokens."""
@@ -181,7 +189,7 @@ class Driver:
             row.computed += count
             reach = min(row.computed + row.ahead, max(row.computed, self.engine.limits.max_model_len))
             while count and len(row.blocks) * self.engine.limits.block_size < reach:
-                row.blocks.append(self._free.pop())
+                row.blocks.append(self.take_block())
                 plan.append_rows += to_column([number])
                 plan.append_blocks += to_column([row.blocks[-1]])
         self._limits.append(limits)

@@ -180,6 +180,48 @@ def test_shared_copied_and_swapped_blocks_have_the_kv_of_the_draft_model(checkpo
     assert result.tokens == to_column(expected[2 : 2 + MOST + 1])
 
 
+@pytest.mark.parametrize("way", ["shared", "copied", "swapped"])
+@pytest.mark.parametrize("paused", [False, True])
+def test_drafts_after_a_pause_are_as_good_as_without(checkpoint: Path, paused: bool, way: str) -> None:
+    """A request continues from tokens that another row sampled, with or without drafts: no draft is rejected.
+
+    The draft model computes what it lacks in the blocks of these tokens.
+    """
+    driver = Driver(drafting(checkpoint, checkpoint, swap_space="1MiB", max_model_len=512))
+    prompt = [(7 * index + 3) % VOCAB_SIZE for index in range(21)]
+    row = driver.admit(prompt)
+    driver.chunk(row, len(prompt))
+    driver.speculate(row, 0 if paused else MOST)
+    while len(driver.rows[row].tokens) < 70:
+        driver.step()
+    assert (driver.num_drafted == 0) == paused
+    blocks, driver.rows[row].blocks = driver.rows[row].blocks, []  # they stay in use
+    history = driver.leave(row)
+    plan = driver.plan
+    match way:
+        case "shared":
+            blocks, computed = blocks[:6], 48
+        case "copied":
+            source, blocks, computed = blocks[6], [*blocks[:6], driver.take_block()], 50
+            plan.copy_sources, plan.copy_targets = to_column([source]), to_column([blocks[-1]])
+        case "swapped":
+            computed = len(history) - 1
+            on_host = to_column(list(range(len(blocks))))
+            plan.swap_out_blocks, plan.swap_out_host_blocks, plan.copy_ids = to_column(blocks), on_host, to_column([1])
+            driver.step()
+            blocks, plan = [driver.take_block() for _ in blocks], driver.plan
+            plan.swap_in_blocks, plan.swap_in_host_blocks, plan.copy_ids = to_column(blocks), on_host, to_column([2])
+    driver.num_drafted = driver.num_accepted = 0
+
+    row = driver.admit(history, blocks=blocks, computed=computed)
+    driver.chunk(row, len(history) - computed)
+    driver.speculate(row, MOST)
+    for _ in range(6):
+        driver.step()
+
+    assert driver.num_drafted == driver.num_accepted == 5 * MOST
+
+
 def test_blocks_are_sized_for_both_models(checkpoint: Path, sibling: Path) -> None:
     """The KV cache has fewer blocks with a draft model, by the share of its layers."""
     memory: dict[str, Any] = {"kv_cache_memory": "300KiB", "max_model_len": 512}

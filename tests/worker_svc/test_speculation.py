@@ -18,6 +18,7 @@ from tests.worker_svc.driver import GREEDY, Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.execution.engine import Engine
 from worker_svc.interface.arrays import IntArray
+from worker_svc.interface.plan import Plan
 from worker_svc.rows.table import RowTable
 
 DEMO = Path("shared/demo_model")
@@ -67,7 +68,7 @@ class Guesser:
     def prefill(self, rows: IntArray, lengths: IntArray) -> None:
         """Nothing is computed."""
 
-    def leave(self, rows: IntArray) -> None:
+    def follow(self, plan: Plan) -> None:
         """Nothing is kept."""
 
     def clear(self) -> None:
@@ -386,7 +387,7 @@ class Constant:
     def prefill(self, rows: IntArray, lengths: IntArray) -> None:
         """Nothing is computed."""
 
-    def leave(self, rows: IntArray) -> None:
+    def follow(self, plan: Plan) -> None:
         """Nothing is kept."""
 
     def clear(self) -> None:

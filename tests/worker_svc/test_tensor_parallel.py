@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("speculation", ["off", "ngram"])
+@pytest.mark.parametrize("speculation", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("names", [["plain", "cold", "greedy"], list(SAMPLINGS)], ids=["exchanged", "gathered"])
 def test_sampled_tokens_equal_those_of_one_process(
     names: list[str], speculation: str, pair: Ranks, tmp_path: Path
@@ -65,6 +66,10 @@ def test_sampled_tokens_equal_those_of_one_process(
     So do rows with drafts.
     """
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    settings: dict[str, Any] = {
+        "speculation": speculation,
+        "draft_model": str(folder) if speculation == "draft" else "",
+    }
 
     def generate(driver: Driver) -> tuple[list[list[int]], int]:
         prompts = [[9, 10, 11, number] * 3 for number in range(len(names))]
@@ -80,8 +85,8 @@ def test_sampled_tokens_equal_those_of_one_process(
                     driver.speculate(row, 3)
         return [driver.leave(row)[: 12 + COUNT] for row in rows], num_scores
 
-    expected = generate(Driver(make_engine(folder, speculation=speculation)))
-    with pair.driver(folder, speculation=speculation) as driver:
+    expected = generate(Driver(make_engine(folder, **settings)))
+    with pair.driver(folder, **settings) as driver:
         found = generate(driver)
 
     assert found == expected

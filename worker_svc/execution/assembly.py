@@ -25,7 +25,7 @@ from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.ranks.group import Group
 from worker_svc.rows.table import RowTable
 from worker_svc.speculation.draft_model import DraftModelProposer, load_draft_model
-from worker_svc.speculation.drafts import Proposer
+from worker_svc.speculation.drafts import GroupProposer, Proposer
 from worker_svc.speculation.ngram import NgramProposer
 
 
@@ -68,11 +68,11 @@ def build_engine(
         hidden_size=model.hidden_size,
         max_draft_tokens=0 if config.speculation == "off" else config.speculative_tokens,
     )
+    group = group or Group()
     draft_model = _load_draft_model(config, description, device, group)
     kv_shapes = model.kv_shapes + (() if draft_model is None else draft_model.kv_shapes)
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
-    group = group or Group()
     # The collectives of a step with several ranks are not captured.
     if config.cuda_graphs and accelerator is not None and group.size == 1:
         decode = buckets(limits.max_rows)
@@ -105,36 +105,37 @@ def build_engine(
         accelerator=accelerator,
         decode_sizes=decode,
         mixed_sizes=mixed,
-        make_proposer=_make_proposer(config.speculation, draft_model, device),
+        make_proposer=_make_proposer(config.speculation, draft_model, device, group),
         group=group,
     )
 
 
 def _load_draft_model(
-    config: WorkerConfig, description: ModelDescription, device: torch.device, group: Group | None
+    config: WorkerConfig, description: ModelDescription, device: torch.device, group: Group
 ) -> Model | None:
-    """Load the draft model if the configuration wants one.
+    """Load the draft model if the configuration wants one; among several ranks, only rank 0 has it.
 
     Raises:
         ConfigError: the settings contradict each other, or the draft model does not fit.
     """
     if (config.speculation == "draft") != bool(config.draft_model):
         raise ConfigError("draft_model: it is set if and only if speculation is draft; set both, or none of them")
-    if config.speculation != "draft":
+    if config.speculation != "draft" or group.rank > 0:
         return None
-    if group is not None and group.size > 1:
-        raise ConfigError(
-            "speculation: a draft model is not supported with tensor_parallel_size above 1; use ngram or off"
-        )
     return load_draft_model(config, description, device)
 
 
 def _make_proposer(
-    speculation: str, draft_model: Model | None, device: torch.device
+    speculation: str, draft_model: Model | None, device: torch.device, group: Group
 ) -> Callable[[RowTable, Sequence[KVCache]], Proposer] | None:
-    if draft_model is not None:
-        return lambda table, caches: DraftModelProposer(table, draft_model, caches, device)
-    return NgramProposer if speculation == "ngram" else None
+    if speculation != "draft":
+        return NgramProposer if speculation == "ngram" else None
+
+    def make(table: RowTable, caches: Sequence[KVCache]) -> Proposer:
+        proposer = None if draft_model is None else DraftModelProposer(table, draft_model, caches, device)
+        return GroupProposer(group, proposer) if proposer is None or group.size > 1 else proposer
+
+    return make
 
 
 def make_grammar_store(description: ModelDescription, max_rows: int) -> GrammarStore | None:

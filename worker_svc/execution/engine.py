@@ -183,7 +183,7 @@ class Engine:
         began, began_unix_ns = time.perf_counter_ns(), time.time_ns()
         if self._proposer is not None:
             self._settle(plan)
-            self._proposer.leave(plan.leaves)
+            self._proposer.follow(plan)
         self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
         swapped_out = self._host_pool.swap_out(plan)
         if plan.block_copies is not None:

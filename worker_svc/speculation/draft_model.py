@@ -1,9 +1,12 @@
 """Draft model: a smaller model with the same tokenizer proposes tokens.
 
 Its layers are further layers of the KV cache, in the same blocks as those of the served model. So prefix sharing, block
-copies and swaps include them without code of their own. The draft model computes the chunks of prompts with the served
-model, and the tokens of a decode row only when the row may have drafts. It then begins with the tokens that it has not
-computed yet, the last known token among them, and computes one draft per pass.
+copies and swaps include them. The draft model computes the chunks of prompts with the served model, and the tokens of a
+decode row only when the row may have drafts. It then begins with the tokens that it has not computed yet, the last
+known token among them, and computes one draft per pass.
+
+A row without drafts thus leaves blocks without KV of the draft model, and another row may share them. So the number of
+tokens that the draft model has computed is kept for each block. A row whose blocks lack some computes them first.
 
 A draft is sampled with the row's own parameters and with the noise of its place, which the served model's token at this
 place gets too. So both models tend to pick the same token, also at high temperatures.
@@ -11,23 +14,26 @@ place gets too. So both models tend to pick the same token, also at high tempera
 
 import dataclasses
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.sampling import sample
 from shared.config import ConfigError, WorkerConfig
 from worker_svc.device.upload import upload
 from worker_svc.interface.arrays import IntArray
+from worker_svc.interface.plan import Plan
 from worker_svc.model.base import AttentionInputs, KVCache, Model
 from worker_svc.model.loader import ModelDescription, load_model
 from worker_svc.rows.table import RowTable
 
 _MOST_BEHIND = 256
-"""Tokens that the draft model computes before it proposes; a row that lacks more gets drafts in a later step."""
+"""Most tokens of a row that one step makes up for; a row that lacks more gets drafts in a later step."""
 
 
 def load_draft_model(config: WorkerConfig, description: ModelDescription, device: torch.device) -> Model:
@@ -75,15 +81,17 @@ class _Row:
     drafts: list[int] = field(default_factory=list)
     """The drafts whose KV is computed."""
 
-    def settle(self, tokens: Sequence[int]) -> None:
-        """Forget the KV of drafts that are not among the row's `tokens`."""
+    def settle(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Forget the KV of drafts that are not among the row's `tokens`; return the range of those that are."""
         accepted = 0
         for draft, token in zip(self.drafts, tokens[self.known :], strict=False):
             if draft != token:
                 break
             accepted += 1
-        self.computed -= len(self.drafts) - accepted
+        begin = self.computed - len(self.drafts)
+        self.computed = begin + accepted
         self.drafts = []
+        return begin, self.computed
 
 
 class DraftModelProposer:
@@ -96,20 +104,48 @@ class DraftModelProposer:
         self._caches = caches
         self._device = device
         self._rows: dict[int, _Row] = {}
+        self._in_block = np.zeros(table.limits.num_blocks, np.int64)
+        """`[num_blocks]`: tokens at the beginning of each block whose KV the draft model has computed."""
+        self._in_host_block = np.zeros(table.limits.num_host_blocks, np.int64)
+        """`[num_host_blocks]`: the same in host memory."""
+
+    def follow(self, plan: Plan) -> None:
+        """See `Proposer.follow`."""
+        for row in plan.leaves.tolist():
+            if row in self._rows:
+                self._settle(row)
+                del self._rows[row]
+        in_block = self._in_block
+        if plan.swap_out is not None:
+            self._in_host_block[plan.swap_out.targets] = in_block[plan.swap_out.sources]
+        if plan.block_copies is not None:
+            in_block[plan.block_copies.targets] = in_block[plan.block_copies.sources]
+        appended = plan.append_blocks
+        in_block[appended if plan.append_groups is None else appended[plan.append_groups == 0]] = 0
+        if plan.swap_in is not None:
+            in_block[plan.swap_in.targets] = self._in_host_block[plan.swap_in.sources]
+        for admission in plan.admissions:
+            full, rest = divmod(admission.num_computed_tokens, self._table.limits.block_size)
+            blocks = admission.block_tables[0][full:]
+            in_block[blocks[1 if rest else 0 :]] = 0
+            if rest:
+                in_block[blocks[0]] = min(in_block[blocks[0]], rest)
 
     def propose(self, rows: IntArray, most: IntArray) -> Sequence[Sequence[int]]:
         """See `Proposer.propose`. A row has `most` drafts, or none while the draft model lacks many of its tokens."""
+        left = self._table.limits.max_tokens_per_step - len(rows)
         starts, ends, known = np.zeros_like(rows), np.zeros_like(rows), np.zeros_like(rows)
         ids = []
         for place, row in enumerate(rows.tolist()):
-            tokens, state = self._table.known_tokens(row), self._rows[row]
-            state.settle(tokens)
+            tokens, state = self._settle(row), self._rows[row]
             start = state.computed
-            state.computed = end = min(len(tokens), start + _MOST_BEHIND)
+            more = min(len(tokens) - start - 1, _MOST_BEHIND, left)
+            left -= more
+            state.computed = end = start + 1 + more
             state.known = len(tokens)
             starts[place], ends[place], known[place] = start, end, len(tokens)
             ids.append(np.frombuffer(tokens[start:end], np.int32))
-        logits = self._forward(rows, starts, ends - starts, upload(np.concatenate(ids), self._device))
+        logits = self._compute(rows, starts, ends, ids)
         drafting = np.flatnonzero(ends == known)
         logits = logits[upload(drafting, self._device)]
         passes: list[tuple[IntArray, torch.Tensor]] = []
@@ -133,26 +169,71 @@ class DraftModelProposer:
         return drafts
 
     def prefill(self, rows: IntArray, lengths: IntArray) -> None:
-        """See `Proposer.prefill`. Tokens before a row's first chunk have KV from the row that shared or swapped it."""
+        """See `Proposer.prefill`. A row that lacks earlier tokens computes some of them beside its chunk."""
         generates = ~self._table.pooling.pools(rows)
         rows, lengths = rows[generates], lengths[generates]
         if not len(rows):
             return
-        ends = self._table.num_computed[rows]
+        left = self._table.limits.max_tokens_per_step - int(lengths.sum())
+        starts, ends = np.zeros_like(rows), np.zeros_like(rows)
         ids = []
-        for row, end, length in zip(rows.tolist(), ends.tolist(), lengths.tolist(), strict=True):
-            ids.append(np.frombuffer(self._table.known_tokens(row)[end - length : end], np.int32))
-            self._rows[row] = _Row(end)
-        self._forward(rows, ends - lengths, lengths, upload(np.concatenate(ids), self._device))
-
-    def leave(self, rows: IntArray) -> None:
-        """See `Proposer.leave`."""
-        for row in rows.tolist():
-            self._rows.pop(row, None)
+        chunks = zip(rows.tolist(), self._table.num_computed[rows].tolist(), lengths.tolist(), strict=True)
+        for place, (row, chunk_end, length) in enumerate(chunks):
+            state = self._rows.get(row)
+            if state is None:
+                state = self._rows[row] = _Row(self._first_missing(row, chunk_end - length))
+            start = state.computed
+            more = min(chunk_end - length - start, _MOST_BEHIND, left)
+            left -= more
+            state.computed = end = start + length + more
+            starts[place], ends[place] = start, end
+            ids.append(np.frombuffer(self._table.known_tokens(row)[start:end], np.int32))
+        self._compute(rows, starts, ends, ids)
 
     def clear(self) -> None:
         """See `Proposer.clear`."""
         self._rows.clear()
+        self._in_block.fill(0)
+        self._in_host_block.fill(0)
+
+    def _settle(self, row: int) -> "array[int]":
+        """Count the accepted drafts of a row as computed, and return its known tokens."""
+        tokens = self._table.known_tokens(row)
+        begin, end = self._rows[row].settle(tokens)
+        if end > begin:
+            self._count(np.full(end - begin, row), np.arange(begin, end))
+        return tokens
+
+    def _first_missing(self, row: int, end: int) -> int:
+        """Return the first position of a row, up to `end`, whose KV the draft model has not computed."""
+        size = self._table.limits.block_size
+        begins = np.arange(0, end, size)
+        computed = self._in_block[self._table.tables[0].blocks_at(np.full_like(begins, row), begins // size)]
+        incomplete = np.flatnonzero(computed < np.minimum(size, end - begins))
+        return end if not len(incomplete) else int(begins[incomplete[0]] + computed[incomplete[0]])
+
+    def _compute(
+        self, rows: IntArray, starts: IntArray, ends: IntArray, ids: Sequence[npt.NDArray[np.int32]]
+    ) -> torch.Tensor:
+        """Compute known tokens of each row, `ids[i]` from position `starts[i]` to `ends[i]`.
+
+        Returns:
+            See `_forward`.
+        """
+        lengths = ends - starts
+        logits = self._forward(rows, starts, lengths, upload(np.concatenate(ids), self._device))
+        self._count(np.repeat(rows, lengths), _ranges(starts, lengths))
+        return logits
+
+    def _count(self, rows: IntArray, positions: IntArray) -> None:
+        """Count tokens as computed in their blocks; the tokens before them are computed."""
+        blocks, offsets = self._slots(rows, positions)
+        np.maximum.at(self._in_block, blocks, offsets + 1)
+
+    def _slots(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the block of each token, and its place in the block."""
+        index, offsets = np.divmod(positions, self._table.limits.block_size)
+        return self._table.tables[0].blocks_at(rows, index), offsets
 
     def _forward(self, rows: IntArray, starts: IntArray, lengths: IntArray, ids: torch.Tensor) -> torch.Tensor:
         """Compute `lengths[i]` tokens of each row from position `starts[i]` on.
@@ -163,9 +244,9 @@ class DraftModelProposer:
         table, block_size = self._table, self._table.limits.block_size
         table.publish()
         query_start = np.concatenate(([0], np.cumsum(lengths)))
-        positions = np.repeat(starts - query_start[:-1], lengths) + np.arange(query_start[-1])
-        index, offset = np.divmod(positions, block_size)
-        slots = table.tables[0].blocks_at(np.repeat(rows, lengths), index) * block_size + offset
+        positions = _ranges(starts, lengths)
+        blocks, offsets = self._slots(np.repeat(rows, lengths), positions)
+        slots = blocks * block_size + offsets
         ends = starts + lengths
         wide = upload(np.concatenate((positions, slots, rows, query_start[1:] - 1)), self._device)
         narrow = upload(np.concatenate((query_start, ends)).astype(np.int32), self._device)
@@ -191,3 +272,9 @@ class DraftModelProposer:
         """Sample a draft for each row at `positions`, `[len(rows)] int64`."""
         on_device = upload(positions.astype(np.int32), self._device)
         return sample(logits, self._table.sampling.tensors(rows, on_device))
+
+
+def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Return the numbers of all ranges from `starts[i]`, `lengths[i]` of each, one range after the other."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
+from worker_svc.interface.plan import Plan
+from worker_svc.ranks.group import Group
 from worker_svc.rows.table import RowTable
 
 
@@ -25,13 +28,46 @@ class Proposer(Protocol):
         """Note the chunks of the step: the last `lengths[i]` tokens that `rows[i]` now counts as computed."""
         ...
 
-    def leave(self, rows: IntArray) -> None:
-        """Forget rows that leave."""
+    def follow(self, plan: Plan) -> None:
+        """Note the changes of a plan, before the rows change: rows leave, blocks get other content."""
         ...
 
     def clear(self) -> None:
         """Forget all rows, for a new epoch."""
         ...
+
+
+class GroupProposer:
+    """Proposer of several ranks: rank 0 proposes, and sends its drafts to the others."""
+
+    def __init__(self, group: Group, proposer: Proposer | None) -> None:
+        """Create a proposer; `proposer` is that of rank 0, None on the other ranks."""
+        self._group = group
+        self._proposer = proposer
+
+    def propose(self, rows: IntArray, most: IntArray) -> Sequence[Sequence[int]]:
+        """See `Proposer.propose`. All ranks call this at the same point of a step, with the same arguments."""
+        sent = np.zeros((len(rows), 1 + int(most.max())), np.int32)
+        if self._proposer is not None:
+            for place, drafts in enumerate(self._proposer.propose(rows, most)):
+                sent[place, : 1 + len(drafts)] = (len(drafts), *drafts)
+        self._group.broadcast(torch.from_numpy(sent))
+        return [each[1 : 1 + each[0]] for each in sent.tolist()]
+
+    def prefill(self, rows: IntArray, lengths: IntArray) -> None:
+        """See `Proposer.prefill`."""
+        if self._proposer is not None:
+            self._proposer.prefill(rows, lengths)
+
+    def follow(self, plan: Plan) -> None:
+        """See `Proposer.follow`."""
+        if self._proposer is not None:
+            self._proposer.follow(plan)
+
+    def clear(self) -> None:
+        """See `Proposer.clear`."""
+        if self._proposer is not None:
+            self._proposer.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 
 from worker_svc.interface.arrays import IntArray
+from worker_svc.interface.plan import Plan
 from worker_svc.model.base import KVCache
 from worker_svc.rows.table import RowTable
 
@@ -100,9 +101,9 @@ class NgramProposer:
     def prefill(self, rows: IntArray, lengths: IntArray) -> None:
         """See `Proposer.prefill`; the text is known anyway."""
 
-    def leave(self, rows: IntArray) -> None:
-        """See `Proposer.leave`."""
-        for row in rows.tolist():
+    def follow(self, plan: Plan) -> None:
+        """See `Proposer.follow`; the blocks do not matter."""
+        for row in plan.leaves.tolist():
             self._indexes.pop(row, None)
 
     def clear(self) -> None:
