@@ -67,7 +67,7 @@ def make_api(
     family = _family_of(services)
     generation = GenerationEndpoints(services, generator, family)
     runner = ChatRunner(services, generator, family)
-    responses, messages = ResponsesEndpoints(services, runner), MessagesEndpoints(services, runner, texts)
+    responses, messages = ResponsesEndpoints(services, runner, texts), MessagesEndpoints(services, runner, texts)
     embedding = EmbeddingEndpoint(services, embedder)
     text = TextEndpoints(services, texts)
     served: list[tuple[str, str, Handler]] = [
@@ -81,6 +81,7 @@ def make_api(
     ]
     others: list[tuple[str, str, Handler, Dialect]] = [
         ("POST", "/v1/responses", responses.create, RESPONSES),
+        ("POST", "/v1/responses/input_tokens", responses.count_tokens, RESPONSES),
         ("GET", "/v1/responses/{id}", responses.get, RESPONSES),
         ("DELETE", "/v1/responses/{id}", responses.delete, RESPONSES),
         ("POST", "/v1/messages", messages.create, MESSAGES),

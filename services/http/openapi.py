@@ -117,6 +117,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
             "usage": _object({"input_tokens": _INT, "output_tokens": _INT}),
         }
     ),
+    "InputTokens": _object({"object": {"const": "response.input_tokens"}, "input_tokens": _INT}),
     "TokenCount": _object({"input_tokens": _INT}),
     "MessagesError": _object({"type": {"const": "error"}, "error": _object({"type": _STRING, "message": _STRING})}),
     "Models": _object({"object": {"const": "list"}, "data": _list(_MODEL)}),
@@ -162,6 +163,7 @@ _POSTS: list[tuple[str, str, type[Body], str, bool]] = [
     ("/v1/chat/completions", "Continue a conversation", ChatBody, "ChatCompletion", True),
     ("/v1/completions", "Continue a prompt", CompletionBody, "Completion", True),
     ("/v1/responses", "Continue a conversation, in OpenAI's Responses API", ResponsesBody, "Response", True),
+    ("/v1/responses/input_tokens", "Count the tokens of a conversation", ResponsesBody, "InputTokens", False),
     ("/v1/messages", "Continue a conversation, in Anthropic's Messages API", MessagesBody, "AssistantMessage", True),
     ("/v1/messages/count_tokens", "Count the tokens of a conversation", CountTokensBody, "TokenCount", False),
     ("/v1/embeddings", "Turn texts into vectors", EmbeddingBody, "Embeddings", False),

@@ -3,11 +3,27 @@
 With `tool_choice` "required" or a named function, a grammar forces a call: the output is a JSON array of {"name",
 "parameters"}, each following its function's schema. With "auto" the model decides, and `services.parsers` finds the
 calls in its output.
+
+A model may add a property to any object that does not forbid it. Many clients leave `additionalProperties` out, and a
+weak model then invents arguments. So an object that lists its properties has no others here, unless the schema says so.
 """
 
 from collections.abc import Sequence
 
 from services.http.schema import FunctionDefinition, JsonObject
+
+_COMBINING = {
+    "$ref",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "patternProperties",
+    "additionalProperties",
+    "unevaluatedProperties",
+}
+"""Keywords beside which `properties` does not list all properties."""
 
 
 def forced_calls(functions: Sequence[FunctionDefinition], *, parallel: bool) -> JsonObject:
@@ -28,13 +44,28 @@ def _call_schema(function: FunctionDefinition, number: int, definitions: JsonObj
         own = parameters.pop(keyword, None)
         if isinstance(own, dict):
             # References are relative to the root of the schema, and this schema is no longer the root.
-            definitions.update({f"{number}.{name}": _moved(each, number) for name, each in own.items()})
+            definitions.update({f"{number}.{name}": _closed(_moved(each, number)) for name, each in own.items()})
     return {
         "type": "object",
-        "properties": {"name": {"const": function.name}, "parameters": _moved(parameters, number)},
+        "properties": {"name": {"const": function.name}, "parameters": _closed(_moved(parameters, number))},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
+
+
+def _closed(schema: JsonObject) -> JsonObject:
+    """Return the schema without properties that it does not list. Parts of combined schemas remain open."""
+    closed = dict(schema)
+    properties, items = closed.get("properties"), closed.get("items")
+    if isinstance(properties, dict):
+        closed["properties"] = {
+            name: _closed(each) if isinstance(each, dict) else each for name, each in properties.items()
+        }
+        if not _COMBINING & closed.keys():
+            closed["additionalProperties"] = False
+    if isinstance(items, dict):
+        closed["items"] = _closed(items)
+    return closed
 
 
 def _moved(schema: object, number: int) -> JsonObject:

@@ -160,8 +160,9 @@ def resolve_max_tokens(
         raise ContextLengthError(
             FieldViolation(
                 field,
-                f"{num_prompt_tokens} tokens leave no room for output in the maximum context length of"
-                f" {model.max_model_len}; give at most {model.max_model_len - 1}",
+                # LangChain looks for "prompt is too long", litellm for "this model's maximum context length is".
+                f"the prompt is too long: this model's maximum context length is {model.max_model_len} tokens, and the"
+                f" prompt has {num_prompt_tokens}; give at most {model.max_model_len - 1}",
             )
         )
     if max_tokens is None:
@@ -170,8 +171,8 @@ def resolve_max_tokens(
         raise ContextLengthError(
             FieldViolation(
                 "stop.max_tokens",
-                f"{max_tokens} with a prompt of {num_prompt_tokens} tokens exceeds the maximum context length of"
-                f" {model.max_model_len}; give at most {room}",
+                f"{max_tokens} is too large: this model's maximum context length is {model.max_model_len} tokens, and"
+                f" the prompt has {num_prompt_tokens}; give at most {room}",
             )
         )
     return max_tokens

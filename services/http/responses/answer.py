@@ -3,9 +3,11 @@
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from quire.v1 import generation_pb2 as v1
+from services.http.logprobs import Logprobs
 from services.http.output import ChatOutput
 from services.http.responses.schema import ResponsesBody, ResponseTool
 from services.http.responses.tools import callable_tools, custom_input
@@ -14,10 +16,38 @@ from services.parsers import CallArguments, CallBegun, CallEnded, Content, Event
 Json = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The place of a text in an item, and the names of its events."""
+
+    item: str
+    """Type of the item."""
+    place: str
+    """Field of the item that has the part with the text."""
+    kind: str
+    """Type of the part."""
+    event: str
+    """Beginning of the names of events about the text."""
+    part_event: str
+    """Beginning of the names of events about the part."""
+    index: str
+    """Field of events with the number of the part, which is 0."""
+
+
+_MESSAGE = _Text("message", "content", "output_text", "output_text", "content_part", "content_index")
+_REASONING = _Text("reasoning", "content", "reasoning_text", "reasoning_text", "content_part", "content_index")
+_SUMMARY = _Text(
+    "reasoning", "summary", "summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary_index"
+)
+"""Reasoning of which the client requests a summary. The reasoning itself is the summary: many clients read no other."""
+
+
 class ResponsesAnswer:
     """One response: a list of output items, each of which begins, grows and ends."""
 
-    def __init__(self, body: ResponsesBody, response_id: str, model: str, output: ChatOutput) -> None:
+    def __init__(
+        self, body: ResponsesBody, response_id: str, model: str, output: ChatOutput, logprobs: Logprobs | None = None
+    ) -> None:
         """Start a response.
 
         Args:
@@ -25,12 +55,17 @@ class ResponsesAnswer:
             response_id: the id of the response.
             model: name of the model.
             output: takes the generator's messages.
+            logprobs: form of log-probabilities; None: none.
         """
         self._body = body
         self._id = response_id
         self._model = model
         self.output = output
         self._tools = {tool.function: tool for tool in callable_tools(body.tools)}
+        self._logprobs = logprobs
+        self._scored: list[Json] = []
+        """Log-probabilities of tokens whose text has not been shown."""
+        self._reasoning = _SUMMARY if body.reasoning is not None and body.reasoning.summary else _REASONING
         self._created = int(time.time())
         self._items: list[Json] = []
         self._open = False
@@ -46,6 +81,8 @@ class ResponsesAnswer:
 
     def events(self, message: v1.GenerateResponse) -> Iterator[Json]:
         """Yield the events of the generator's next message."""
+        if self._logprobs is not None and message.HasField("delta"):
+            self._scored += self._logprobs.of_chat(message.delta.logprobs)["content"]
         for event in self.output.take(message):
             yield from self._piece(event)
         if self.output.finished is not None:
@@ -82,12 +119,16 @@ class ResponsesAnswer:
             "output": [dict(item) for item in self._items],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning is not None else None,
+                "summary": body.reasoning.summary if body.reasoning is not None else None,
+            },
             "store": body.store,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": _tool_choice(body),
             "tools": [_tool(tool) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": usage,
@@ -97,10 +138,12 @@ class ResponsesAnswer:
     def _piece(self, event: Event) -> Iterator[Json]:
         match event:
             case Reasoning():
-                yield from self._text("reasoning", "reasoning_text", event.text)
+                self._scored = []
+                yield from self._text(self._reasoning, event.text)
             case Content():
-                yield from self._text("message", "output_text", event.text)
+                yield from self._text(_MESSAGE, event.text)
             case CallBegun():
+                self._scored = []
                 yield from self._end_item()
                 yield from self._add_item(self._call(event))
             case CallArguments():
@@ -124,21 +167,23 @@ class ResponsesAnswer:
         self._custom_arguments = ""
         return {"id": f"ctc_{secrets.token_hex(16)}", "type": "custom_tool_call", **item, "input": ""}
 
-    def _text(self, kind: str, part: str, text: str) -> Iterator[Json]:
-        """Add text to the last item if it is of this kind; otherwise to a new one."""
-        if not self._open or self._items[-1]["type"] != kind:
+    def _text(self, form: _Text, text: str) -> Iterator[Json]:
+        """Add text to the last item if it has this form; otherwise to a new one."""
+        if not self._open or self._items[-1]["type"] != form.item:
             yield from self._end_item()
-            item: Json = {"id": f"{'rs' if kind == 'reasoning' else 'msg'}_{secrets.token_hex(16)}", "type": kind}
-            if kind == "reasoning":
-                item["summary"] = []
-            else:
-                item["role"] = "assistant"
-            yield from self._add_item(item | {"status": "in_progress", "content": []})
-            self._items[-1]["content"] = [_part(part, "")]
-            yield self._item_event("response.content_part.added", content_index=0, part=_part(part, ""))
-        self._items[-1]["content"][0]["text"] += text
-        extra: Json = {"logprobs": []} if kind == "message" else {}
-        yield self._item_event(f"response.{part}.delta", content_index=0, delta=text, **extra)
+            own: Json = {"role": "assistant"} if form is _MESSAGE else {"summary": []}
+            prefix = "msg" if form is _MESSAGE else "rs"
+            item = {"id": f"{prefix}_{secrets.token_hex(16)}", "type": form.item, **own, "status": "in_progress"}
+            yield from self._add_item(item | {form.place: []})
+            self._items[-1][form.place] = [_part(form, "")]
+            yield self._item_event(f"response.{form.part_event}.added", part=_part(form, ""), **{form.index: 0})
+        part = self._items[-1][form.place][0]
+        part["text"] += text
+        extra: Json = {form.index: 0}
+        if form is _MESSAGE:
+            extra["logprobs"], self._scored = self._scored, []
+            part["logprobs"] += extra["logprobs"]
+        yield self._item_event(f"response.{form.event}.delta", delta=text, **extra)
 
     def _add_item(self, item: Json) -> Iterator[Json]:
         self._items.append(item)
@@ -158,10 +203,11 @@ class ResponsesAnswer:
             yield self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
             yield self._item_event("response.custom_tool_call_input.done", input=item["input"])
         else:
-            part = item["content"][0]
-            extra: Json = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._item_event(f"response.{part['type']}.done", content_index=0, text=part["text"], **extra)
-            yield self._item_event("response.content_part.done", content_index=0, part=dict(part))
+            form = _MESSAGE if item["type"] == "message" else self._reasoning
+            part = item[form.place][0]
+            extra: Json = {form.index: 0} | ({"logprobs": part["logprobs"]} if form is _MESSAGE else {})
+            yield self._item_event(f"response.{form.event}.done", text=part["text"], **extra)
+            yield self._item_event(f"response.{form.part_event}.done", part=dict(part), **{form.index: 0})
         item["status"] = "incomplete" if self.output.reached_limit and not completed else "completed"
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
 
@@ -174,9 +220,9 @@ class ResponsesAnswer:
         return content
 
 
-def _part(kind: str, text: str) -> Json:
-    part: Json = {"type": kind, "text": text}
-    return part | {"annotations": [], "logprobs": []} if kind == "output_text" else part
+def _part(form: _Text, text: str) -> Json:
+    part: Json = {"type": form.kind, "text": text}
+    return part | {"annotations": [], "logprobs": []} if form is _MESSAGE else part
 
 
 def _tool(tool: ResponseTool) -> Json:

@@ -40,6 +40,8 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ChatBody:
         "top_p": body.top_p,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "logprobs": body.logprobs,
+        "top_logprobs": body.top_logprobs if body.logprobs else None,
     }
     tools = [
         {

@@ -1,12 +1,15 @@
-"""`/v1/responses`: creates, returns and deletes responses."""
+"""`/v1/responses`: creates, returns and deletes responses, and counts the tokens of their input."""
 
 from functools import partial
 
+from quire.v1 import generation_pb2 as v1
 from services.access.principals import CURRENT
 from services.calls.context import Services
+from services.calls.texts import Texts
 from services.http.bodies import parse
 from services.http.chat_run import ChatRunner
 from services.http.endpoint import Exchange
+from services.http.logprobs import Logprobs
 from services.http.output import ChatOutput
 from services.http.responses.answer import ResponsesAnswer
 from services.http.responses.conversion import FIELDS, Json, to_chat, to_messages
@@ -19,9 +22,10 @@ from shared.ids import draw_request_id
 class ResponsesEndpoints:
     """Endpoints of the Responses API."""
 
-    def __init__(self, services: Services, runner: ChatRunner) -> None:
+    def __init__(self, services: Services, runner: ChatRunner, texts: Texts) -> None:
         self._services = services
         self._runner = runner
+        self._texts = texts
         self._store = ResponseStore(services.config.response_store_bytes)
 
     async def create(self, exchange: Exchange) -> None:
@@ -31,7 +35,13 @@ class ResponsesEndpoints:
         request_id = exchange.request_id = draw_request_id()
         prepared = self._runner.prepare(partial(to_chat, body, earlier), request_id, FIELDS)
         model = self._services.served_model().name
-        answer = ResponsesAnswer(body, f"resp_{request_id}", model, ChatOutput(prepared.new_parser))
+        logprobs = None
+        if body.logprobs:
+            tokenizer = self._services.tokenizer
+            detokenizer = partial(tokenizer.detokenizer, skip_special_tokens=True)
+            logprobs = Logprobs(body.top_logprobs or 0, False, tokenizer.token_bytes, detokenizer)
+        output = ChatOutput(prepared.new_parser)
+        answer = ResponsesAnswer(body, f"resp_{request_id}", model, output, logprobs)
         principal = CURRENT.get().name
 
         def keep() -> None:
@@ -44,6 +54,13 @@ class ResponsesEndpoints:
 
         run = self._runner.run(exchange, prepared, answer, FIELDS, answer.response, stream=body.stream, finished=keep)
         await exchange.run_until_disconnect(run)
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        """Serve POST `/v1/responses/input_tokens`."""
+        body = self._resolved(parse(ResponsesBody, await exchange.body()))
+        prepared = self._runner.prepare(partial(to_chat, body, self._earlier(body)), draw_request_id(), FIELDS)
+        response = await self._texts.tokenize(v1.TokenizeRequest(chat=prepared.request.chat))
+        await exchange.answer({"object": "response.input_tokens", "input_tokens": len(response.token_ids)})
 
     async def get(self, exchange: Exchange) -> None:
         """Serve GET `/v1/responses/ID`."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from services.http.open_body import OpenBody
-from services.http.schema import JsonObject
+from services.http.schema import JsonObject, Uint32
 from services.text.chat import MAX_MESSAGES
 
 MAX_TOOLS = 512
@@ -70,6 +70,7 @@ class ReasoningOptions(OpenBody):
     """Options of the reasoning."""
 
     effort: str | None = Field(default=None, description="passed to the chat template as reasoning_effort")
+    summary: str | None = Field(default=None, description="if given, the reasoning is in `summary`, else in `content`")
 
 
 class ResponsesBody(OpenBody):
@@ -90,5 +91,14 @@ class ResponsesBody(OpenBody):
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    include: list[str] | None = Field(
+        default=None, description="message.output_text.logprobs: log-probabilities; others have no effect"
+    )
+    top_logprobs: Uint32 | None = None
     metadata: JsonObject | None = None
     user: str | None = None
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log-probabilities are requested."""
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())

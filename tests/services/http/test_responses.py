@@ -74,6 +74,21 @@ def test_an_output_becomes_items() -> None:
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == response["output"]
 
 
+def test_a_client_that_requests_a_summary_reads_the_reasoning_there() -> None:
+    """Events and item have OpenAI's form of a summary; its text is the whole reasoning."""
+    events, response = answered(OUTPUT, v1.FINISH_REASON_STOP, reasoning={"summary": "auto"})
+
+    reasoning = response["output"][0]
+    assert reasoning["summary"] == [{"type": "summary_text", "text": "hm"}]
+    assert "content" not in reasoning
+    assert response["reasoning"] == {"effort": None, "summary": "auto"}
+    parts = [event for event in events if "summary_index" in event]
+    assert [event["type"].removeprefix("response.reasoning_summary_") for event in parts] == [
+        "part.added", "text.delta", "text.done", "part.done",
+    ]  # fmt: skip
+    assert parts[1]["delta"] == parts[2]["text"] == parts[3]["part"]["text"] == "hm"
+
+
 def test_an_output_that_reaches_its_limit_is_incomplete() -> None:
     """The last event, the response and its last item say so."""
     events, response = answered("Half a sent", v1.FINISH_REASON_LENGTH)
@@ -238,6 +253,49 @@ def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> Non
             assert second["usage"]["input_tokens"] > 2 * first["usage"]["input_tokens"]
             assert deleted.json()["deleted"]
             assert (missing.status_code, unknown.status_code) == (404, 404)
+
+    asyncio.run(main())
+
+
+def test_log_probabilities_of_the_text(tmp_path: Path) -> None:
+    """`include` or `top_logprobs` requests them; those of the deltas together are those of the part."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = {"input": "the fox", "max_output_tokens": 8, "temperature": 0, "top_logprobs": 2}
+            whole = (await stack.http.post("/v1/responses", json=request)).json()
+            stream = (await stack.http.post("/v1/responses", json=request | {"stream": True})).text
+            included = {"include": ["message.output_text.logprobs"], "top_logprobs": None}
+            chosen = (await stack.http.post("/v1/responses", json=request | included)).json()
+            none = (await stack.http.post("/v1/responses", json=request | {"top_logprobs": None})).json()
+
+            part = whole["output"][0]["content"][0]
+            assert len(part["logprobs"]) == 8
+            assert "".join(each["token"] for each in part["logprobs"]).endswith(part["text"])
+            assert all(each["logprob"] <= 0 for each in part["logprobs"])
+            events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+            deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+            assert [each for event in deltas for each in event["logprobs"]] == part["logprobs"]
+            assert len(chosen["output"][0]["content"][0]["logprobs"]) == 8
+            assert none["output"][0]["content"][0]["logprobs"] == []
+
+    asyncio.run(main())
+
+
+def test_the_tokens_of_an_input_are_counted(tmp_path: Path) -> None:
+    """The count is that of the usage, also when a response is continued; nothing is generated."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = {"input": "the fox", "instructions": "Be brief.", "max_output_tokens": 8}
+            first = (await stack.http.post("/v1/responses", json=request)).json()
+            counted = (await stack.http.post("/v1/responses/input_tokens", json=request)).json()
+            further = request | {"previous_response_id": first["id"]}
+            second = (await stack.http.post("/v1/responses", json=further)).json()
+            recounted = (await stack.http.post("/v1/responses/input_tokens", json=further)).json()
+
+            assert counted == {"object": "response.input_tokens", "input_tokens": first["usage"]["input_tokens"]}
+            assert recounted["input_tokens"] == second["usage"]["input_tokens"] > counted["input_tokens"]
 
     asyncio.run(main())
 

@@ -2,7 +2,7 @@
 
 import jsonschema
 
-from services.http.schema import FunctionDefinition
+from services.http.schema import FunctionDefinition, JsonObject
 from services.http.tool_calls import forced_calls
 
 
@@ -28,3 +28,29 @@ def test_the_schema_of_forced_calls_accepts_calls_only() -> None:
     assert not valid({"name": "shout", "parameters": {}})
     assert not valid()
     assert forced_calls(functions, parallel=False)["maxItems"] == 1
+
+
+def test_a_call_has_only_arguments_that_the_function_lists() -> None:
+    """Objects are closed, also nested ones, unless the schema itself permits more or combines schemas."""
+    inner: JsonObject = {"type": "object", "properties": {"a": {"type": "string"}}}
+    parameters: JsonObject = {
+        "type": "object",
+        "properties": {
+            "item": inner,
+            "items": {"type": "array", "items": inner},
+            "free": inner | {"additionalProperties": {"type": "integer"}},
+            "both": {"allOf": [inner, {"required": ["b"]}]},
+            "any": {"type": "object"},
+        },
+    }
+    schema = forced_calls([FunctionDefinition(name="f", parameters=parameters)], parallel=True)
+
+    def valid(**arguments: object) -> bool:
+        call = {"name": "f", "parameters": arguments}
+        return bool(jsonschema.Draft202012Validator(schema).is_valid([call]))
+
+    assert valid(item={"a": "x"}, items=[{"a": "x"}], free={"a": "x", "b": 1}, both={"a": "x", "b": 1}, any={"b": 1})
+    assert not valid(other=1)
+    assert not valid(item={"b": 1})
+    assert not valid(items=[{"b": 1}])
+    assert not valid(free={"b": "x"})
