@@ -115,6 +115,7 @@ class AllowList:
             if self._seen.get(domain) != files:
                 self._seen[domain] = files
                 self._authenticator.configure_curve(domain=domain, location=folder)
+                get_logger().info("allowed keys loaded", domain=domain)
 
     def close(self) -> None:
         """Stop the thread."""

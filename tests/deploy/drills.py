@@ -1,13 +1,17 @@
 """The drills of docs/operations.md, on a cell that is started from the rendered manifests.
 
-    unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills
+    unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills [TEST ...]
 
 Clients generate without a pause while workers are added and removed, each kind of process is upgraded, keys are
-rotated, and pods are lost. Every answer must be that of an undisturbed service. It prints one line per drill, and the
-totals as JSON.
+rotated, and pods are lost. Every answer must have the tokens of an undisturbed service, each exactly once. It prints
+one line per drill, and the totals as JSON.
+
+With names of end-to-end tests, it runs these against the cell instead. The cell then serves plaintext, as the cells of
+`eight-gpus` do, because these tests know no certificate.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,9 @@ import yaml
 
 from quire import Client, errors
 from quire_server.cli.keys import add, create, revoke
-from tests.deploy.manifests import KUBERNETES, TOOLS, Pod
+from tests.deploy.manifests import KUBERNETES, ROOT, TOOLS, Pod
 from tests.deploy.node import NETWORK, Node, Running
+from tests.e2e.harness import SERVICE_VARIABLE
 
 _TOKENS = 40
 _CLIENTS = 4
@@ -44,7 +49,8 @@ class Load:
         """Addresses of front ends that died."""
         self.answers: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._expected: dict[str, str] = {}
+        self._answered = threading.Condition()
+        self._expected: dict[str, tuple[list[int], str]] = {}
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -52,7 +58,7 @@ class Load:
         """Learn the right answers from the undisturbed service."""
         with self._client(self.targets[0]) as client:
             for prompt in _PROMPTS:
-                self._expected[prompt] = client.generate(prompt, max_tokens=_TOKENS, temperature=0.0).result().text
+                self._expected[prompt] = _generated(client, prompt)
 
     def begin(self) -> None:
         """Start the clients."""
@@ -69,12 +75,11 @@ class Load:
             thread.join(60)
 
     def more(self, count: int) -> None:
-        """Wait for further answers."""
-        wanted, end = self.answers["ok"] + count, time.monotonic() + 240
-        while self.answers["ok"] < wanted and time.monotonic() < end:
-            time.sleep(0.1)
-        if self.answers["ok"] < wanted:
-            raise RuntimeError(f"no more answers: {self.answers}, {self.wrong[:3]}")
+        """Wait for further answers to requests that were sent from now on by each client."""
+        with self._answered:
+            wanted = self.answers["ok"] + count + _CLIENTS
+            if not self._answered.wait_for(lambda: self.answers["ok"] >= wanted, 240):
+                raise RuntimeError(f"no more answers: {self.answers}, {self.wrong[:3]}")
 
     def _generate(self, number: int) -> None:
         turn = number
@@ -85,9 +90,7 @@ class Load:
             target = targets[turn % len(targets)]
             try:
                 with self._client(target) as client:
-                    answer = client.generate(
-                        prompt, max_tokens=_TOKENS, temperature=0.0, resumable=True, timeout=120
-                    ).result()
+                    found = _generated(client, prompt)
             except errors.UnavailableError as error:
                 if target in self.lost:  # the client tries again through the Service
                     self.answers["tried again"] += 1
@@ -97,25 +100,39 @@ class Load:
             except errors.QuireError as error:
                 self.wrong.append(f"{type(error).__name__}: {error}")
                 continue
-            if answer.text != self._expected[prompt]:
-                self.wrong.append(f"{prompt!r}: {answer.text!r} instead of {self._expected[prompt]!r}")
-            else:
+            if found != self._expected[prompt]:
+                self.wrong.append(f"{prompt!r}: {found} instead of {self._expected[prompt]}")
+                continue
+            with self._answered:
                 self.answers["ok"] += 1
+                self._answered.notify_all()
 
     def _client(self, address: str) -> Client:
         return Client(f"{address}:50051", credentials=grpc.ssl_channel_credentials(self._ca))
 
 
+def _generated(client: Client, prompt: str) -> tuple[list[int], str]:
+    """Return tokens and text of an answer, as its parts have them."""
+    tokens: list[int] = []
+    text = ""
+    for delta in client.generate(prompt, max_tokens=_TOKENS, temperature=0.0, resumable=True, timeout=120):
+        if delta.first_index != len(tokens):
+            raise errors.QuireError(f"token {delta.first_index} came after {len(tokens)} tokens")
+        tokens += delta.token_ids
+        text += delta.text
+    return tokens, text
+
+
 class Cell:
     """A cell and the operator's actions on it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *components: str) -> None:
         self._folder = folder
         self._keys = folder / "keys"
         create(self._keys)
         authority = trustme.CA()
         certificate = authority.issue_cert(*(f"{NETWORK}.{number}" for number in range(2, 60)))
-        manifests = _render(folder)
+        manifests = _render(components)
         maps = {each["metadata"]["name"]: each["data"] for each in manifests if each["kind"] == "ConfigMap"}
         secrets: dict[str, Mapping[str, bytes]] = {
             "quire-keys-scheduler": {"own.key_secret": (self._keys / "scheduler" / "own.key_secret").read_bytes()},
@@ -129,69 +146,80 @@ class Cell:
             },
         }
         self.node = Node(folder, secrets, maps)
-        self._templates = {
-            each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]["template"]
+        self._specs = {
+            each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]
             for each in manifests
             if each["kind"] in ("Deployment", "StatefulSet")
         }
         self.load = Load(authority.cert_pem.bytes())
-        self.frontends: list[Running] = []
-        self.workers: list[Running] = []
+        self.pods: dict[str, list[Running]] = {"frontend": [], "worker": []}
+        """Pods of the Deployments by role, oldest first."""
         self.scheduler = self._start("scheduler")
         self.node.ready(self.scheduler)
-        self.add_worker()
-        self.add_frontend()
-        self.add_frontend()
-        self.load.learn()
+        for role in ("worker", "frontend"):
+            for _ in range(self._specs[role]["replicas"]):
+                self.add(role)
 
     def _allowed(self, domain: str) -> dict[str, bytes]:
         return _files(self._keys / "scheduler" / "allowed" / domain)
 
     def _start(self, role: str) -> Running:
-        template = self._templates[role]
+        template = self._specs[role]["template"]
         pod = Pod(f"quire-{role}", template["metadata"]["labels"], template["spec"])
         image = pod.container["image"].partition(":")[0].removesuffix("-cpu")
         return self.node.start(pod, image, suffix="0" if role == "scheduler" else "")
 
-    def add_worker(self) -> None:
-        """Start a worker, and wait until it is ready."""
-        worker = self._start("worker")
-        self.node.ready(worker)
-        self.workers.append(worker)
-
-    def remove_worker(self) -> None:
-        """End the oldest worker."""
-        _expect_zero(self.node.stop(self.workers.pop(0)))
-
-    def add_frontend(self) -> None:
-        """Start a front end, and send it clients when it is ready."""
-        frontend = self._start("frontend")
-        self.node.ready(frontend)
-        self.frontends.append(frontend)
+    def add(self, role: str) -> None:
+        """Start a pod of a Deployment. When it is ready, it joins its Service."""
+        pod = self._start(role)
+        self.node.ready(pod)
+        self.pods[role].append(pod)
         self._announce()
 
-    def remove_frontend(self) -> None:
-        """Take the oldest front end from the Service, and end it."""
-        frontend = self.frontends.pop(0)
+    def remove(self, role: str) -> None:
+        """Take the oldest pod of a Deployment from its Service, and end it."""
+        pod = self.pods[role].pop(0)
         self._announce()
-        _expect_zero(self.node.stop(frontend))
+        _expect_zero(self.node.stop(pod))
+
+    def lose(self, role: str) -> None:
+        """Kill the oldest pod of a Deployment, which starts another."""
+        pod = self.pods[role].pop(0)
+        if role == "frontend":
+            self.load.lost.add(pod.address)
+        self.node.kill(pod)
+        self._announce()
+        self.add(role)
+
+    def roll(self, role: str) -> None:
+        """Replace all pods of a Deployment, as its strategy allows it."""
+        replicas, strategy = self._specs[role]["replicas"], self._specs[role]["strategy"]["rollingUpdate"]
+        old, new = len(self.pods[role]), 0
+        while old or new < replicas:
+            if new < replicas and old + new < replicas + strategy["maxSurge"]:
+                self.add(role)
+                new += 1
+            elif old and old + new > replicas - strategy["maxUnavailable"]:
+                self.remove(role)
+                old -= 1
+            else:
+                raise RuntimeError(f"{role}: the strategy {strategy} allows neither another pod nor one less")
 
     def _announce(self) -> None:
-        self.load.targets = [each.address for each in self.frontends]
+        self.load.targets = [each.address for each in self.pods["frontend"]]
 
     # ---------------------------------------------------------------- drills
 
     def scale_workers(self) -> None:
         """`kubectl apply -k OVERLAY`, in which `replicas` of quire-worker is 2, and then 1 again."""
-        self.add_worker()
+        self.add("worker")
         self.load.more(12)
-        self.remove_worker()
+        self.remove("worker")
         self.load.more(12)
 
     def upgrade_workers(self) -> None:
         """`kubectl rollout restart deployment/quire-worker`."""
-        self.add_worker()
-        self.remove_worker()
+        self.roll("worker")
         self.load.more(12)
 
     def upgrade_scheduler(self) -> None:
@@ -202,18 +230,17 @@ class Cell:
 
     def upgrade_frontends(self) -> None:
         """`kubectl rollout restart deployment/quire-frontend`."""
-        for _ in range(2):
-            self.add_frontend()
-            self.remove_frontend()
+        self.roll("frontend")
         self.load.more(12)
 
     def rotate_worker_key(self) -> None:
         """`quire keys add keys worker-2`."""
         add(self._keys, "worker-2", "worker")
+        loaded = self._count_loaded_keys()
         self.node.write("quire-allowed-workers", self._allowed("workers"))
         self.node.write("quire-keys-worker", _files(self._keys / "worker-2"))
-        time.sleep(1.5)  # the scheduler looks every second
-        self.upgrade_workers()
+        until(lambda: self._count_loaded_keys() > loaded, "the scheduler has loaded the new key")
+        self.roll("worker")
         revoke(self._keys, "worker", only_old=False)
         self.node.write("quire-allowed-workers", self._allowed("workers"))
         self.load.more(12)
@@ -223,8 +250,7 @@ class Cell:
 
         The only worker dies; its Deployment starts another.
         """
-        self.node.kill(self.workers.pop(0))
-        self.add_worker()
+        self.lose("worker")
         self.load.more(12)
 
     def lose_the_scheduler(self) -> None:
@@ -241,17 +267,16 @@ class Cell:
 
         Its clients get UNAVAILABLE, and try again on another front end.
         """
-        frontend = self.frontends.pop(0)
-        self.load.lost.add(frontend.address)
-        self.node.kill(frontend)
-        self._announce()
-        self.add_frontend()
+        self.lose("frontend")
         self.load.more(12)
 
     def _renew(self, old: Running) -> None:
         shutil.rmtree(self._folder / old.name)
         self.scheduler = self._start("scheduler")
         self.node.ready(self.scheduler)
+
+    def _count_loaded_keys(self) -> int:
+        return self.scheduler.log.read_bytes().count(b"allowed keys loaded")
 
 
 DRILLS: tuple[Callable[[Cell], None], ...] = (
@@ -260,21 +285,22 @@ DRILLS: tuple[Callable[[Cell], None], ...] = (
 )  # fmt: skip
 
 
-def _render(folder: Path) -> list[dict[str, Any]]:
-    """Return the manifests of a cell whose worker has one core."""
-    overlay = KUBERNETES.parents[1] / "build" / "overlay"
-    overlay.mkdir(parents=True, exist_ok=True)
-    (overlay / "kustomization.yaml").write_text(
-        "resources: [../../deploy/kubernetes/examples/one-cell-cpu]\n"
-        "patches:\n"
-        "  - target: {kind: Deployment, name: quire-worker}\n"
-        "    patch: |\n"
-        '      - {op: replace, path: /spec/template/spec/containers/0/resources/limits/cpu, value: "1"}\n'
-    )
-    text = subprocess.run(
-        [str(TOOLS / "kubectl"), "kustomize", str(overlay)], check=True, capture_output=True, text=True
-    ).stdout
-    return list(yaml.safe_load_all(text))
+def _render(components: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the manifests of a cell with further components whose worker has one core."""
+    build = KUBERNETES.parents[1] / "build"
+    build.mkdir(exist_ok=True)
+    added = ", ".join(f"../../deploy/kubernetes/components/{each}" for each in components)
+    with tempfile.TemporaryDirectory(prefix="overlay-", dir=build) as overlay:
+        (Path(overlay) / "kustomization.yaml").write_text(
+            "resources: [../../deploy/kubernetes/examples/one-cell-cpu]\n"
+            f"components: [{added}]\n"
+            "patches:\n"
+            "  - target: {kind: Deployment, name: quire-worker}\n"
+            "    patch: |\n"
+            '      - {op: replace, path: /spec/template/spec/containers/0/resources/limits/cpu, value: "1"}\n'
+        )
+        command = [str(TOOLS / "kubectl"), "kustomize", overlay]
+        return list(yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -286,25 +312,47 @@ def _expect_zero(code: int) -> None:
         raise RuntimeError(f"a pod ended with exit code {code}")
 
 
-def main() -> int:
-    """Run all drills."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
-        cell = Cell(Path(name))
-        try:
-            cell.load.begin()
-            cell.load.more(4)
-            for drill in DRILLS:
-                began = time.monotonic()
-                drill(cell)
-                print(
-                    f"{drill.__name__}: {time.monotonic() - began:.1f} s, {cell.load.answers['ok']} answers", flush=True
-                )
-            cell.load.end()
-        finally:
-            cell.node.end()
-        print(json.dumps({"answers": cell.load.answers["ok"], "wrong": cell.load.wrong[:5]}))
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError(f"not after 60 s: {what}")
+        time.sleep(0.05)
+
+
+def _drill(cell: Cell) -> int:
+    """Run all drills under load."""
+    cell.load.learn()
+    cell.load.begin()
+    cell.load.more(4)
+    for drill in DRILLS:
+        began = time.monotonic()
+        drill(cell)
+        print(f"{drill.__name__}: {time.monotonic() - began:.1f} s, {cell.load.answers['ok']} answers", flush=True)
+    cell.load.end()
+    print(json.dumps({"answers": cell.load.answers["ok"], "wrong": cell.load.wrong[:5]}))
     return 0 if not cell.load.wrong else 1
 
 
+def _test(cell: Cell, tests: Sequence[str]) -> int:
+    """Run end-to-end tests against the cell."""
+    address = cell.load.targets[0]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | {SERVICE_VARIABLE: f"{address}:50051,{address}:8000"}
+    ).returncode
+
+
+def main(tests: Sequence[str]) -> int:
+    """Run all drills, or tests."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        cell = Cell(Path(name), *(["pool-member"] if tests else []))
+        try:
+            return _test(cell, tests) if tests else _drill(cell)
+        finally:
+            cell.node.end()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

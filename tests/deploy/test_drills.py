@@ -15,6 +15,14 @@ from tests.deploy.manifests import ROOT, needs_tools
 from tests.deploy.node import ENTRY_POINTS
 
 _UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+_END_TO_END = (
+    "tests/e2e/test_openai_client.py", "tests/e2e/test_commands.py::test_a_conversation_in_the_terminal",
+    "tests/e2e/test_batch.py", "tests/e2e/test_node_client.py",
+    "tests/e2e/test_row_failures.py::test_contradictory_constraints_end_their_own_request_only",
+    "tests/e2e/test_bench.py::test_cancelled_requests_end_on_the_server",
+    "tests/e2e/test_bench.py::test_a_deadline_is_a_failure_with_its_reason",
+)  # fmt: skip
+"""End-to-end tests that need a service with the embedded model, and neither its processes nor an operator's rights."""
 _PROGRAMS = ("unshare", "nsenter", "setpriv", "ip")
 
 
@@ -44,9 +52,31 @@ def test_entry_points_are_those_of_the_images() -> None:
         assert json.loads(found) == ENTRY_POINTS[image]
 
 
+needs_namespaces = pytest.mark.skipif(
+    not _can_isolate(), reason="needs root, network namespaces, iproute2 and util-linux"
+)
+
+
 @pytest.mark.release
 @needs_tools
-@pytest.mark.skipif(not _can_isolate(), reason="needs root, network namespaces, iproute2 and util-linux")
+@needs_namespaces
+@pytest.mark.timeout(900)
+def test_the_cell_passes_the_end_to_end_tests() -> None:
+    """Chat, completions, streams, structured output, tools, cancels and batches work on the manifests' cell."""
+    done = subprocess.run(
+        [*_UNSHARE, sys.executable, "-u", "-m", "tests.deploy.drills", *_END_TO_END],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed
+    assert int(passed[1]) >= 20
+
+
+@pytest.mark.release
+@needs_tools
+@needs_namespaces
 @pytest.mark.timeout(900)
 def test_no_drill_loses_an_answer() -> None:
     """Under load, every answer is complete and right while pods come, go and die."""

@@ -1,14 +1,18 @@
 """The service that end-to-end tests share if they neither configure nor damage it."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.harness import Served, serve
+from tests.e2e.harness import SERVICE_VARIABLE, Service, serve
 
 
 @pytest.fixture(scope="package")
-def demo() -> Iterator[Served]:
-    """`quire serve` with the embedded model and default settings."""
+def demo() -> Iterator[Service]:
+    """`quire serve` with the embedded model and default settings; or a service with this model that runs already."""
+    if given := os.environ.get(SERVICE_VARIABLE):
+        yield Service(*given.split(","))
+        return
     with serve("demo") as served:
         yield served

@@ -38,33 +38,20 @@ DEFAULTS = {
 }
 """What the service's environment holds unless a test says otherwise."""
 
+SERVICE_VARIABLE = "QUIRE_TEST_SERVICE"
+"""Names a service that runs already, for the tests that neither configure nor damage it: its addresses GRPC,HTTP."""
 _MARKER = "QUIRE_TEST_RUN"
 _READY = re.compile(r"ready grpc=(\S+) http=(\S+)\n")
 
 
-class Served:
-    """A running service. Made by `serve`."""
+class Service:
+    """A running service that is reached at two addresses."""
 
-    def __init__(self, process: "subprocess.Popen[str]", marker: str, log: Path, grpc: str, http: str) -> None:
-        self.process = process
-        """The supervisor."""
-        self.log = log
-        """What the supervisor and its children wrote on stderr."""
+    def __init__(self, grpc: str, http: str) -> None:
         self.grpc = grpc
         """HOST:PORT of gRPC."""
         self.http = http
         """HOST:PORT of HTTP."""
-        self._marker = marker
-
-    def children(self, role: str = "") -> list[psutil.Process]:
-        """The live processes of a role ("scheduler", "worker", "frontend"), or all of them."""
-        found = psutil.Process(self.process.pid).children()
-        return [child for child in found if is_alive(child) and (not role or role in child.cmdline())]
-
-    def pid(self, role: str) -> int:
-        """The process id of the only process of a role."""
-        (child,) = self.children(role)
-        return int(child.pid)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all samples of a metric that carry these labels; 0 when there are none."""
@@ -91,6 +78,28 @@ class Served:
         # Of the same moment: a worker may join any time.
         free, cached, total = (_sum(metrics, "quire_kv_blocks", state=state) for state in ("free", "cached", "total"))
         assert free + cached == total
+
+
+class Served(Service):
+    """A running service of this machine. Made by `serve`."""
+
+    def __init__(self, process: "subprocess.Popen[str]", marker: str, log: Path, grpc: str, http: str) -> None:
+        super().__init__(grpc, http)
+        self.process = process
+        """The supervisor."""
+        self.log = log
+        """What the supervisor and its children wrote on stderr."""
+        self._marker = marker
+
+    def children(self, role: str = "") -> list[psutil.Process]:
+        """The live processes of a role ("scheduler", "worker", "frontend"), or all of them."""
+        found = psutil.Process(self.process.pid).children()
+        return [child for child in found if is_alive(child) and (not role or role in child.cmdline())]
+
+    def pid(self, role: str) -> int:
+        """The process id of the only process of a role."""
+        (child,) = self.children(role)
+        return int(child.pid)
 
     def processes(self) -> list[psutil.Process]:
         """Every live process of this service, also one whose parent has died."""
