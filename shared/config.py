@@ -25,8 +25,9 @@ def _option(
     unit: str = "",
     least: float | None = None,
     most: float | None = None,
+    is_size: bool = False,
 ) -> Any:
-    metadata = {"help": help_text, "choices": choices, "unit": unit, "least": least, "most": most}
+    metadata = {"help": help_text, "choices": choices, "unit": unit, "least": least, "most": most, "is_size": is_size}
     return field(default=default, metadata=metadata)
 
 
@@ -204,9 +205,9 @@ class WorkerConfig(_Checked):
         "auto", "'auto' loads the weights, 'random' initialises them randomly", choices=("auto", "random")
     )
     block_size: int = _option(16, "tokens per KV block", least=1, most=4096)
-    kv_cache_memory: str = _option("512MiB", "memory for the KV cache on a CPU, for example 2GiB")
+    kv_cache_memory: str = _option("512MiB", "memory for the KV cache on a CPU, for example 2GiB", is_size=True)
     swap_space: str = _option(
-        "0", "host memory for the KV cache of preempted requests, for example 4GiB; 0: recompute it"
+        "0", "host memory for the KV cache of preempted requests, for example 4GiB; 0: recompute it", is_size=True
     )
     kv_cache_dtype: str = _option(
         "auto",
@@ -389,14 +390,16 @@ def parse_bytes(text: str) -> int:
         "KIB": 1 << 10,
         "MIB": 1 << 20,
         "GIB": 1 << 30,
+        "TIB": 1 << 40,
         "KB": 10**3,
         "MB": 10**6,
         "GB": 10**9,
+        "TB": 10**12,
         "B": 1,
         "": 1,
     }
     stripped = text.strip().upper()
-    number = stripped.rstrip("KMGIB")
+    number = stripped.rstrip("KMGTIB")
     unit = stripped[len(number) :]
     try:
         size = int(float(number) * units[unit])
@@ -417,3 +420,8 @@ def _check(option: "dataclasses.Field[Any]", value: Any) -> None:
         raise ConfigError(f"{name}: {value} is too small; give at least {least}")
     if most is not None and not value <= most:
         raise ConfigError(f"{name}: {value} is too large; give at most {most}")
+    if option.metadata["is_size"]:
+        try:
+            parse_bytes(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None

@@ -35,6 +35,7 @@ from tests.e2e.harness import SERVICE_VARIABLE
 
 _TOKENS = 40
 _CLIENTS = 4
+_PATIENCE_S = 600
 _PROMPTS = tuple(f"Tale {number}:" for number in range(6))
 
 
@@ -72,13 +73,13 @@ class Load:
         """Wait for the last answers."""
         self._stopping.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(_PATIENCE_S)
 
     def more(self, count: int) -> None:
         """Wait for further answers to requests that were sent from now on by each client."""
         with self._answered:
             wanted = self.answers["ok"] + count + _CLIENTS
-            if not self._answered.wait_for(lambda: self.answers["ok"] >= wanted, 240):
+            if not self._answered.wait_for(lambda: self.answers["ok"] >= wanted, _PATIENCE_S):
                 raise RuntimeError(f"no more answers: {self.answers}, {self.wrong[:3]}")
 
     def _generate(self, number: int) -> None:
@@ -115,7 +116,7 @@ def _generated(client: Client, prompt: str) -> tuple[list[int], str]:
     """Return tokens and text of an answer, as its parts have them."""
     tokens: list[int] = []
     text = ""
-    for delta in client.generate(prompt, max_tokens=_TOKENS, temperature=0.0, resumable=True, timeout=120):
+    for delta in client.generate(prompt, max_tokens=_TOKENS, temperature=0.0, resumable=True, timeout=_PATIENCE_S):
         if delta.first_index != len(tokens):
             raise errors.QuireError(f"token {delta.first_index} came after {len(tokens)} tokens")
         tokens += delta.token_ids
@@ -286,7 +287,10 @@ DRILLS: tuple[Callable[[Cell], None], ...] = (
 
 
 def _render(components: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the manifests of a cell with further components whose worker has one core."""
+    """Return the manifests of a cell with further components.
+
+    Its worker has one core. Requests wait longer for a worker than it takes to load the model on a busy machine.
+    """
     build = KUBERNETES.parents[1] / "build"
     build.mkdir(exist_ok=True)
     added = ", ".join(f"../../deploy/kubernetes/components/{each}" for each in components)
@@ -295,6 +299,11 @@ def _render(components: Sequence[str]) -> list[dict[str, Any]]:
             "resources: [../../deploy/kubernetes/examples/one-cell-cpu]\n"
             f"components: [{added}]\n"
             "patches:\n"
+            "  - target: {kind: StatefulSet, name: quire-scheduler}\n"
+            "    patch: |\n"
+            "      - op: add\n"
+            "        path: /spec/template/spec/containers/0/env/-\n"
+            f'        value: {{name: QUIRE_WORKER_WAIT_S, value: "{_PATIENCE_S}"}}\n'
             "  - target: {kind: Deployment, name: quire-worker}\n"
             "    patch: |\n"
             '      - {op: replace, path: /spec/template/spec/containers/0/resources/limits/cpu, value: "1"}\n'
@@ -314,10 +323,10 @@ def _expect_zero(code: int) -> None:
 
 def until(condition: Callable[[], bool], what: str) -> None:
     """Wait for a condition."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + _PATIENCE_S
     while not condition():
         if time.monotonic() > end:
-            raise RuntimeError(f"not after 60 s: {what}")
+            raise RuntimeError(f"not after {_PATIENCE_S} s: {what}")
         time.sleep(0.05)
 
 

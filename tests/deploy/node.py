@@ -30,7 +30,8 @@ NETWORK = "10.93.0"
 BRIDGE = "quire-node"
 SCHEDULER_IP = f"{NETWORK}.2"
 """The address of the Service, which the pod has as well: here no packet is rewritten."""
-_WAIT_S = 120
+_WAIT_S = 600
+"""Patience with a pod that starts, for a machine with busy cores."""
 ENTRY_POINTS = {"quire-scheduler": ["quire"], "quire-worker": ["quire", "worker"]}
 """By image: its entry point. A test compares them with the Dockerfiles."""
 

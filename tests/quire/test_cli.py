@@ -60,6 +60,12 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
         ),
         (["serve", "--workers", "0"], 1, "quire serve: workers (--workers): 0 is too small; give at least 1"),
         (
+            ["serve", "--kv-cache-memory", "5 pounds"],
+            1,
+            "quire serve: kv_cache_memory (--kv-cache-memory): '5 pounds' is not a size in bytes; give for example 512MiB"
+            " or 2GiB",
+        ),
+        (
             ["bench", "offline", "--requests", "/nowhere"],
             1,
             "quire bench offline: --requests: /nowhere: No such file or directory",
