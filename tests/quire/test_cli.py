@@ -62,8 +62,8 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
         (
             ["serve", "--kv-cache-memory", "5 pounds"],
             1,
-            "quire serve: kv_cache_memory (--kv-cache-memory): '5 pounds' is not a size in bytes; give for example 512MiB"
-            " or 2GiB",
+            "quire serve: kv_cache_memory (--kv-cache-memory): '5 pounds' is not a size in bytes; give for example"
+            " 512MiB or 2GiB",
         ),
         (
             ["bench", "offline", "--requests", "/nowhere"],
