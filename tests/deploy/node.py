@@ -57,6 +57,28 @@ def _open_interpreter() -> None:
     _run("mount", "--bind", str(held), str(prefix))
 
 
+def _check_confined(running: "Running") -> None:
+    """Check that a pod has the manifest's user, no right, a root that it cannot write to, and a network of its own.
+
+    Its filter of system calls is missing: that is a part of the container runtime.
+    """
+    process = Path("/proc") / str(running.process.pid)
+    status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)
+    security = running.pod.spec["securityContext"]
+    rights = {status[name] for name in ("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb")}
+    roots = [line.split() for line in (process / "mountinfo").read_text().splitlines() if line.split()[4] == "/"]
+    expected = {
+        "user": status["Uid"].split() == [str(security["runAsUser"])] * 4,
+        "group": status["Gid"].split() == [str(security["runAsGroup"])] * 4,
+        "capabilities": rights == {"0" * 16},
+        "privilege escalation": status["NoNewPrivs"] == "1",
+        "read-only root": "ro" in roots[-1][5].split(","),
+        "network": os.readlink(process / "ns" / "net") != os.readlink("/proc/self/ns/net"),
+    }
+    if wrong := [name for name, is_right in expected.items() if not is_right]:
+        raise RuntimeError(f"{running.name}: not as its manifest demands: {', '.join(wrong)}")
+
+
 @dataclass(slots=True)
 class Running:
     """A pod that runs."""
@@ -133,6 +155,7 @@ class Node:
                 if running.process.poll() is not None or time.monotonic() > end:
                     raise RuntimeError(f"{running.name}: not ready: {running.said}\n{running.log.read_text()[-3000:]}")
                 time.sleep(0.2)
+        _check_confined(running)
 
     def probe(self, running: Running, kind: str) -> bool:
         """Return whether a probe succeeds now, asked as a kubelet asks it."""
