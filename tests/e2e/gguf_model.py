@@ -59,13 +59,15 @@ def _renamed(name: str) -> str:
 
 def _tokenizer(writer: gguf.GGUFWriter, source: Path, config: dict[str, int]) -> None:
     tokenizer = json.loads((source / "tokenizer.json").read_text())
-    added = {each["content"] for each in tokenizer["added_tokens"]}
-    tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
-    kinds = [gguf.TokenType.CONTROL if token in added else gguf.TokenType.NORMAL for token in tokens]
+    ids = tokenizer["model"]["vocab"] | {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    kinds = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
+    for each in tokenizer["added_tokens"]:
+        kinds[each["content"]] = gguf.TokenType.CONTROL if each["special"] else gguf.TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
+    writer.add_token_types(list(kinds.values()))
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])

@@ -1,8 +1,12 @@
 """The official `openai` package against a running Quire: what its users expect to work, works."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -317,10 +321,50 @@ def test_a_forced_call_is_parsed(client: Any, stream: bool) -> None:
         assert choice == "required" or name == "get_weather"
 
 
-def test_a_model_that_knows_no_tools_says_so(client: Any) -> None:
-    """Left the choice, a model whose template has no place for tools would never see them: that is an error."""
-    with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model="demo", messages=ARITHMETIC, tools=[WEATHER])
+def test_the_example_of_the_documentation_runs(demo: Served) -> None:
+    """The example of a tool in docs/api.md prints what the page says."""
+    (example,) = re.findall(r"```python\n(from openai.*?)```", Path("docs/api.md").read_text("utf-8"), re.DOTALL)
+    program = example.replace("127.0.0.1:8000", demo.http)
+    assert program != example
 
-    assert error.value.param == "tools"
-    assert "required" in error.value.message
+    environ = os.environ | {"NO_PROXY": "*"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
+
+    assert ran.stdout.strip() == example.splitlines()[-1].removeprefix("# "), ran.stderr
+
+
+def _function(name: str, description: str, properties: dict[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_demo_model_calls_a_tool_and_uses_its_result(client: Any, stream: bool) -> None:
+    """Left the choice, the model calls the tool that answers the question, and then tells the tool's result."""
+    numbers = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    tools = [
+        _function("multiply", "Multiply two numbers.", numbers),
+        _function("get_weather", "Get the weather in a city.", {"city": {"type": "string"}}),
+    ]
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Lisbon?"}]
+    request = {"model": "demo", "messages": messages, "tools": tools, "temperature": 0}
+    if stream:
+        parts = [each.choices[0].delta for each in client.chat.completions.create(stream=True, **request)]
+        calls = [call for part in parts for call in part.tool_calls or ()]
+        assert not any(part.content for part in parts)
+        name = "".join(call.function.name or "" for call in calls)
+        arguments = "".join(call.function.arguments or "" for call in calls)
+        call = {"id": calls[0].id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    else:
+        choice = client.chat.completions.create(**request).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        (call,) = choice.message.model_dump()["tool_calls"]
+        messages.append(choice.message)
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Lisbon"}
+
+    messages.append({"role": "tool", "tool_call_id": call["id"], "content": "sunny"})
+    answer = client.chat.completions.create(**request).choices[0]
+
+    assert (answer.finish_reason, answer.message.content) == ("stop", "The weather in Lisbon is sunny.")

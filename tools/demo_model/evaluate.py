@@ -1,4 +1,4 @@
-"""Measure the embedded model: held-out arithmetic, held-out recall by distance, perplexity of held-out stories.
+"""Measure the embedded model: held-out arithmetic, recall by distance, calls of tools, and perplexity of stories.
 
 Arithmetic and recall are measured through a function `complete(prompt, max_tokens) -> str`, plain or async. Here this
 is `generate` of transformers, in a test the whole server. The problem lists are functions of their arguments and
@@ -23,14 +23,28 @@ from typing import Any, TypeAlias
 from tokenizers import Tokenizer
 
 from tools.demo_model import stories
-from tools.demo_model.corpus import BOS, EOS
+from tools.demo_model.corpus import (
+    ASSISTANT,
+    BOS,
+    CALL,
+    CALL_END,
+    EOS,
+    RESPONSE,
+    RESPONSE_END,
+    SYSTEM,
+    USER,
+    tool_list,
+)
 from tools.demo_model.problems import Problem, draw_facts, draw_problem
+from tools.demo_model.tool_use import Errand, Tool, competing, draw_errand
 
 Complete: TypeAlias = Callable[[str, int], str] | Callable[[str, int], Awaitable[str]]
 
 NEAREST, FARTHEST, BUCKET = 200, 600, 100
 _REMARK_TOKENS = 30
 ANSWER_TOKENS = 32
+CALL_TOKENS = 96
+_MOST_TOOLS = 4
 CHECKPOINT = Path("shared/demo_model")
 QUALITY_FILE = "quality.json"
 
@@ -72,6 +86,10 @@ class Quality:
     recall_accuracy: float
     recall_accuracy_by_distance: dict[str, float]
     story_perplexity: float
+    tool_choice_accuracy: float
+    no_tool_accuracy: float
+    tool_call_accuracy: float
+    tool_answer_accuracy: float
     items_each: int
     evaluation_seed: int
 
@@ -103,13 +121,75 @@ def held_out_stories(n: int, seed: int) -> list[str]:
     return [stories.tell(rng, stories.draw_cast(rng, held_out=True)) for _ in range(n)]
 
 
-async def score(items: Iterable[Item], complete: Complete, concurrency: int = 1) -> Score:
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A held-out errand, and the tools that are offered with its question; one of them is right."""
+
+    tools: tuple[Tool, ...]
+    errand: Errand
+
+    @property
+    def asked(self) -> str:
+        """The prompt up to the turn of the model."""
+        return asked(self.tools, self.errand.question)
+
+    @property
+    def choice(self) -> Item:
+        """The item that a call of the right tool answers."""
+        return Item(self.asked, f'{CALL}\n{{"name": "{self.errand.tool.name}"')
+
+    @property
+    def call(self) -> Item:
+        """The item that the right call with the right arguments answers."""
+        return Item(self.asked, f"{CALL}\n{self.errand.call()}\n{CALL_END}")
+
+    @property
+    def answer(self) -> Item:
+        """The item that the sentence with the tool's result answers."""
+        result = f"{USER}{RESPONSE}\n{self.errand.result}\n{RESPONSE_END}{ASSISTANT}"
+        return Item(f"{self.call.prompt}{self.call.expected}{EOS}{result}", self.errand.answer)
+
+
+def asked(tools: Iterable[Tool], question: str) -> str:
+    """Return the prompt that asks `question` and offers `tools`."""
+    return f"{SYSTEM}{tool_list(list(tools))}{USER}{question}{ASSISTANT}"
+
+
+def held_out_tasks(n: int, seed: int) -> list[Task]:
+    """Return `n` held-out errands, each among one to four tools."""
+    rng = random.Random(f"tools/{seed}")
+    tasks: list[Task] = []
+    while len(tasks) < n:
+        errand = draw_errand(rng, held_out=True)
+        tools = {errand.tool.name: errand.tool, **_other_tools(rng, errand.subject, rng.randrange(_MOST_TOOLS))}
+        tasks.append(Task(tuple(rng.sample(list(tools.values()), len(tools))), errand))
+    return tasks
+
+
+def held_out_direct(n: int, seed: int) -> list[Item]:
+    """Return `n` problems and requests for stories that no offered tool serves; each expected text is the beginning."""
+    rng = random.Random(f"direct/{seed}")
+    items: list[Item] = []
+    while len(items) < n:
+        tools = _other_tools(rng, "", rng.randint(1, _MOST_TOOLS), without=("plus", "minus", "calculator", "search"))
+        if len(items) % 2:
+            problem = draw_problem(rng, held_out=True)
+            items.append(Item(asked(tools.values(), f"What is {problem.phrase}?"), _sentence(problem)))
+        else:
+            request = stories.request(rng, stories.draw_cast(rng, held_out=True))
+            items.append(Item(asked(tools.values(), request), ""))
+    return items
+
+
+async def score(
+    items: Iterable[Item], complete: Complete, concurrency: int = 1, max_tokens: int = ANSWER_TOKENS
+) -> Score:
     """Call `complete` for each item, up to `concurrency` at a time when it is async."""
     turns = asyncio.Semaphore(concurrency)
 
     async def answer(item: Item) -> tuple[Item, str]:
         async with turns:
-            said = complete(item.prompt, ANSWER_TOKENS)
+            said = complete(item.prompt, max_tokens)
             return item, (await said if inspect.isawaitable(said) else said)
 
     answers = await asyncio.gather(*map(answer, items))
@@ -138,6 +218,21 @@ def perplexity(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
             loss += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
             count += ids.shape[1] - 1
     return math.exp(loss / count)
+
+
+def acceptance(model: Any, draft: Any, tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> float:
+    """Return the share of tokens of the model's greedy continuations that are also the draft model's choice."""
+    import torch
+
+    accepted, count = 0, 0
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = tokenizer(prompt, return_tensors="pt").input_ids
+            output = model.generate(ids, max_new_tokens=max_tokens, do_sample=False)
+            drafts = draft(input_ids=output).logits[0, ids.shape[1] - 1 : -1].argmax(-1)
+            accepted += int((drafts == output[0, ids.shape[1] :]).sum())
+            count += len(drafts)
+    return accepted / count
 
 
 def generate_with(model: Any, tokenizer: Any, chat: bool = False) -> Callable[[str, int], str]:
@@ -169,6 +264,11 @@ def measure(folder: Path, items: int, seed: int) -> Quality:
     def accuracy(asked: Iterable[Item], complete: Complete) -> float:
         return round(asyncio.run(score(asked, complete)).accuracy, 4)
 
+    tasks = held_out_tasks(items, seed)
+    calls = asyncio.run(score([task.call for task in tasks], plain, max_tokens=CALL_TOKENS))
+    wrong = {item.prompt: said for item, said in calls.wrong}
+    choices = [task.choice.is_answered_by(wrong.get(task.asked, task.call.expected)) for task in tasks]
+    direct = asyncio.run(score([Item(each.prompt, "\0") for each in held_out_direct(items, seed)], plain)).wrong
     distances = {name: accuracy(bucket, plain) for name, bucket in by_distance(recall).items()}
     sizes = {name: len(bucket) for name, bucket in by_distance(recall).items()}
     return Quality(
@@ -177,9 +277,25 @@ def measure(folder: Path, items: int, seed: int) -> Quality:
         recall_accuracy=round(sum(distances[name] * sizes[name] for name in sizes) / items, 4),
         recall_accuracy_by_distance=distances,
         story_perplexity=round(perplexity(model, tokenizer, held_out_stories(items, seed)), 4),
+        tool_choice_accuracy=round(sum(choices) / items, 4),
+        no_tool_accuracy=round(sum(CALL not in said for _, said in direct) / items, 4),
+        tool_call_accuracy=round(calls.accuracy, 4),
+        tool_answer_accuracy=accuracy([task.answer for task in tasks], plain),
         items_each=items,
         evaluation_seed=seed,
     )
+
+
+def _other_tools(rng: random.Random, subject: str, count: int, without: Sequence[str] = ()) -> dict[str, Tool]:
+    """Return `count` tools by name that do not serve `subject`, nor those of `without`."""
+    tools: dict[str, Tool] = {}
+    subjects = {subject, *without}
+    while len(tools) < count:
+        other = draw_errand(rng, held_out=rng.random() < 0.5)
+        if subjects.isdisjoint(competing(other.subject)):
+            tools.setdefault(other.tool.name, other.tool)
+            subjects.add(other.subject)
+    return tools
 
 
 def _problems(n: int, seed: int) -> list[Problem]:

@@ -3,12 +3,17 @@
 The recipe is a list of stages with growing sequence length. The first stages have short pages with many facts and
 questions, on which induction heads form quickly. Then the distances grow until recall works beyond 600 tokens. Muon
 trains the weight matrices, and AdamW everything else. The learning rate warms up, stays, and decays linearly to zero.
+The last stage, with more sums, starts again at a third of the rate and decays as well.
+
+`--draft` trains the draft model of speculative decoding: a smaller model with the same tokenizer. It learns the
+distribution that the trained model gives to each token of the corpus, because a draft must equal the model's own token.
 
 The data of a step is a function of (seed, step). So a checkpoint contains only the weights, the optimiser states and
 the number of the next step. It is written every few minutes. The same command run again continues from it. The same
 seed reaches the same accuracies; bits differ only where the machine's arithmetic does.
 
-    python -m tools.demo_model.train --work build/demo_model --output shared/demo_model
+    python -m tools.demo_model.train          train shared/demo_model
+    python -m tools.demo_model.train --draft  train shared/demo_draft from it
 """
 
 import argparse
@@ -25,11 +30,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from tools.demo_model.corpus import DENSE, LONG, MIDDLE, Document, Mix, sequences
-from tools.demo_model.evaluate import QUALITY_FILE, Item, held_out_arithmetic, held_out_recall
+from tools.demo_model.corpus import DENSE, FINISH, LONG, MIDDLE, Document, Mix, sequences
+from tools.demo_model.evaluate import CHECKPOINT, QUALITY_FILE, Item, held_out_arithmetic, held_out_recall
 from tools.demo_model.muon import Muon
 from tools.demo_model.tokenizer import MAX_LENGTH, save_tokenizer, train_tokenizer
 
+DRAFT_CHECKPOINT = Path("shared/demo_draft")
 CHECKPOINT_SECONDS = 240.0
 REPORT_STEPS = 50
 PROBE_STEPS = 250
@@ -46,46 +52,75 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model: heads of 32 dimensions, half as many heads of keys and values."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """Everything except the seed that determines the trained model."""
 
+    shape: Shape
     stages: tuple[Stage, ...]
+    finish: Stage | None = None
+    finish_rate: float = 0.35
     matrix_rate: float = 0.02
     other_rate: float = 0.005
     warm_up: int = 100
     decay_share: float = 0.4
 
     @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """The stages and the finish."""
+        return self.stages if self.finish is None else (*self.stages, self.finish)
+
+    @property
     def steps(self) -> int:
         """Number of optimiser steps of all stages."""
-        return sum(stage.steps for stage in self.stages)
+        return sum(stage.steps for stage in self.all_stages)
 
     @property
     def tokens(self) -> int:
         """Number of training tokens of all stages."""
-        return sum(stage.steps * stage.count * stage.tokens for stage in self.stages)
+        return sum(stage.steps * stage.count * stage.tokens for stage in self.all_stages)
 
     def stage_at(self, step: int) -> Stage:
         """Return the stage of a step."""
-        for stage in self.stages:
+        for stage in self.all_stages:
             if step < stage.steps:
                 return stage
             step -= stage.steps
-        return self.stages[-1]
+        return self.all_stages[-1]
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of `step` as a share of its peak."""
-        left = (self.steps - step) / (self.decay_share * self.steps)
-        return min(1.0, (step + 1) / self.warm_up, left)
+        first = sum(stage.steps for stage in self.stages)
+        if step >= first:
+            return self.finish_rate * (self.steps - step) / (self.steps - first)
+        return min(1.0, (step + 1) / self.warm_up, (first - step) / (self.decay_share * first))
 
 
 RECIPE = Recipe(
+    Shape(layers=4, hidden=128, intermediate=384, heads=4),
     stages=(
-        Stage(steps=400, count=16, tokens=256, mix=DENSE),
-        Stage(steps=600, count=8, tokens=256, mix=DENSE),
-        Stage(steps=400, count=8, tokens=512, mix=MIDDLE),
-        Stage(steps=450, count=4, tokens=1024, mix=LONG),
-    )
+        Stage(steps=500, count=16, tokens=256, mix=DENSE),
+        Stage(steps=800, count=8, tokens=256, mix=DENSE),
+        Stage(steps=850, count=8, tokens=512, mix=MIDDLE),
+        Stage(steps=750, count=4, tokens=1024, mix=LONG),
+    ),
+    finish=Stage(steps=600, count=8, tokens=512, mix=FINISH),
+)
+DRAFT_RECIPE = Recipe(
+    Shape(layers=1, hidden=64, intermediate=192, heads=2),
+    stages=(
+        Stage(steps=500, count=16, tokens=256, mix=DENSE),
+        Stage(steps=300, count=8, tokens=512, mix=MIDDLE),
+    ),
 )
 
 
@@ -97,16 +132,16 @@ class Batch:
     weights: torch.Tensor
 
 
-def new_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
-    """Return an untrained model: 4 layers, 4 query heads over 2 key/value heads of 32 dimensions."""
+def new_model(shape: Shape, tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
+    """Return an untrained model."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads // 2,
         head_dim=32,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
@@ -158,14 +193,17 @@ class Trainer:
     machine with other load, this loses far less time than threads that synchronise in every operation.
     """
 
-    def __init__(self, recipe: Recipe, seed: int, tokenizer: Any, threads: int) -> None:
+    def __init__(
+        self, recipe: Recipe, seed: int, tokenizer: Any, threads: int, teacher: Qwen3ForCausalLM | None = None
+    ) -> None:
         self.recipe = recipe
         self.seed = seed
         self.tokenizer = tokenizer
         self.encoder: Tokenizer = tokenizer.backend_tokenizer
         self.threads = threads
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-        self.model = new_model(tokenizer, seed)
+        self.teacher = teacher
+        self.model = new_model(recipe.shape, tokenizer, seed)
         self.parameters = list(self.model.parameters())
         matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in name]
         others = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -225,9 +263,17 @@ class Trainer:
     ) -> tuple[float, tuple[torch.Tensor, ...]]:
         """Return the share of the loss of `ids` and its gradients; the gradients of the parameters stay unchanged."""
         logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self._targets(ids), reduction="none")
         loss = losses @ weights.flatten() / total
         return loss.item(), torch.autograd.grad(loss, self.parameters)
+
+    def _targets(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the next tokens, or the teacher's distributions of them."""
+        if self.teacher is None:
+            return ids[:, 1:].flatten()
+        with torch.no_grad():
+            logits: torch.Tensor = self.teacher(input_ids=ids[:, :-1], use_cache=False).logits
+        return logits.flatten(0, 1).softmax(-1)
 
     def probe(self, items: list[Item]) -> float:
         """Return the share of items with every expected token as the greedy choice, with one forward per item."""
@@ -288,27 +334,30 @@ def train(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def main() -> None:
-    """Train the embedded model."""
+    """Train the embedded model or its draft model."""
     parser = argparse.ArgumentParser(description="Train the embedded model, or continue where the last run stopped.")
     parser.add_argument("--work", type=Path, default=Path("build/demo_model"), help="folder of the run's checkpoints")
-    parser.add_argument("--output", type=Path, default=Path("shared/demo_model"))
+    parser.add_argument("--output", type=Path, default=CHECKPOINT, help="folder of the trained model")
+    parser.add_argument("--draft", action="store_true", help=f"train its draft model instead, into {DRAFT_CHECKPOINT}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    checkpoint = arguments.work / "train.pt"
-    trainer = Trainer(
-        RECIPE,
-        arguments.seed,
-        load_or_train_tokenizer(arguments.work / "tokenizer", arguments.seed),
-        arguments.threads,
-    )
+    if arguments.draft:
+        recipe, checkpoint, output = DRAFT_RECIPE, arguments.work / "draft.pt", DRAFT_CHECKPOINT
+        tokenizer = AutoTokenizer.from_pretrained(arguments.output)
+        teacher: Any = Qwen3ForCausalLM.from_pretrained(arguments.output, dtype="float32")
+    else:
+        recipe, checkpoint, output = RECIPE, arguments.work / "train.pt", arguments.output
+        tokenizer = load_or_train_tokenizer(arguments.work / "tokenizer", arguments.seed)
+        teacher = None
+    trainer = Trainer(recipe, arguments.seed, tokenizer, arguments.threads, teacher)
     if checkpoint.exists():
         trainer.load(checkpoint)
-        print(f"continuing at step {trainer.step} of {RECIPE.steps}", flush=True)
+        print(f"continuing at step {trainer.step} of {recipe.steps}", flush=True)
     train(trainer, checkpoint)
-    export(trainer, arguments.output)
+    export(trainer, output)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,38 @@ SKILLS = _listed(
 )
 BUILDS = _listed("boat bridge cart house hut raft swing sledge table tower")
 
+CITIES = _listed(
+    "Amsterdam;Ankara;Athens;Bangkok;Barcelona;Beijing;Berlin;Bogota;Boston;Brussels;Budapest;Buenos Aires;Cairo;"
+    "Cape Town;Chicago;Copenhagen;Dallas;Delhi;Denver;Dubai;Dublin;Edinburgh;Florence;Geneva;Hamburg;Hanoi;Helsinki;"
+    "Hong Kong;Houston;Istanbul;Jakarta;Kyiv;Lagos;Lima;Lisbon;London;Los Angeles;Lyon;Madrid;Melbourne;Mexico City;"
+    "Miami;Milan;Montreal;Moscow;Mumbai;Munich;Nairobi;Naples;New York;Osaka;Oslo;Paris;Phoenix;Porto;Prague;Rome;"
+    "San Diego;San Francisco;Santiago;Seattle;Seoul;Shanghai;Singapore;Stockholm;Sydney;Tallinn;Tokyo;Toronto;Turin;"
+    "Utrecht;Vancouver;Venice;Vienna;Vilnius;Warsaw;Washington;Zagreb;Zurich;sf;nyc;tokyo;paris;london;berlin",
+    ";",
+)
+COUNTRIES = _listed(
+    "Argentina Australia Austria Belgium Brazil Canada Chile China Colombia Croatia Denmark Egypt England Estonia "
+    "Finland France Germany Ghana Greece Hungary Iceland India Indonesia Ireland Israel Italy Japan Kenya Latvia "
+    "Malta Mexico Morocco Nepal Norway Peru Poland Portugal Romania Scotland Serbia Spain Sweden Thailand Turkey "
+    "Uganda Ukraine Vietnam"
+)
+STATES = _listed("CA NY TX WA UK USA FR DE MA IL")
+LANGUAGES = _listed("Arabic Dutch English Finnish French German Greek Italian Japanese Korean Polish Spanish Turkish")
+WEATHERS = _listed("sunny cloudy rainy windy snowy foggy stormy clear hot cold warm mild dry wet freezing")
+TOPICS = _listed(
+    "address;age;altitude;area;author;balance;bedtime;birthday;boiling point;budget;calories;capital;city;climate;"
+    "closing time;colour;condition;contact;cost;currency;date;deadline;definition;delivery date;density;depth;diet;"
+    "director;discount;duration;email;exchange rate;fact;favourite colour;favourite food;forecast;gate;genre;grade;"
+    "hair colour;headline;height;hobby;humidity;income;inventory;job;joke;language;latitude;length;location;longitude;"
+    "mass;mayor;meaning;melting point;menu;message;mood;moon phase;motto;name;news;nickname;note;occupation;"
+    "opening hours;order status;origin;owner;password;phone number;player name;plot;population;position;postcode;"
+    "president;price;priority;profile;quantity;quote;rank;rating;recipe;release date;review;river;role;room;salary;"
+    "schedule;score;seat;shipping cost;shoe size;size;speed;stage;status;stock;stock price;summary;sunrise;sunset;"
+    "symbol;synonym;tax;team;temperature;tide;time zone;title;total;traffic;translation;value;version;volume;wage;"
+    "weight;wind speed;winner;year;zip code",
+    ";",
+)
+
 
 def with_article(noun: str) -> str:
     """Return `noun` after the right indefinite article."""
