@@ -39,6 +39,8 @@ if TYPE_CHECKING:
         Timings,
         Tokenized,
         TokenLogprobs,
+        ToolCall,
+        ToolCallDelta,
         Usage,
     )
 
@@ -64,6 +66,8 @@ __all__ = [
     "Timings",
     "TokenLogprobs",
     "Tokenized",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "__version__",
     "errors",

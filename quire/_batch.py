@@ -37,7 +37,8 @@ class BatchAnswers:
                 self._messages.append(pb.GenerateBatchRequest(key=key, request=_build(key, request, options)))
             except errors.InvalidRequestError as error:
                 self._invalid.append(BatchAnswer(key, None, error))
-        self._events = [_responses.Events() for _ in range(num_requests)]
+        parsed = {message.key for message in self._messages if message.request.output.parse}
+        self._events = [_responses.Events(parsed=key in parsed) for key in range(num_requests)]
         self._deltas: list[list[Delta]] = [[] for _ in range(num_requests)]
         self._progress = Progress(num_requests) if progress else None
 

@@ -19,6 +19,7 @@ from quire.types import GenerateOptions, Message, SchedulingOptions
 from quire.v1 import generation_pb2 as pb
 
 _POOLING = {"last": pb.POOLING_LAST, "mean": pb.POOLING_MEAN}
+_TOOL_MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
 _TYPES = {
     FieldDescriptor.CPPTYPE_STRING: ("a string", "strings"),
     FieldDescriptor.CPPTYPE_FLOAT: ("a number", "numbers"),
@@ -88,6 +89,9 @@ def build_generate(
     echo: bool = False,
     truncate_prompt_tokens: int | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: str | None = None,
+    parallel_tool_calls: bool = True,
+    parse: bool | None = None,
     template_variables: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
     json_schema: str | Mapping[str, Any] | bool | None = None,
@@ -119,6 +123,7 @@ def build_generate(
             "chat.",
         )
         _set(request.chat, "continue_final_message", continue_final_message, "chat.")
+        _set_tool_choice(request.chat, tool_choice, parallel_tool_calls)
     if token_ids is not None:
         request.token_ids.SetInParent()
         _extend(request.token_ids, "ids", token_ids, "token_ids.")
@@ -145,6 +150,7 @@ def build_generate(
         "truncate_prompt_tokens": truncate_prompt_tokens, "include_special_tokens": include_special_tokens,
     }  # fmt: skip
     _set_all(output, values, "output.")
+    _set(output, "parse", messages is not None if parse is None else parse, "output.")
     _set_grammar(request, json_schema=json_schema, regex=regex, ebnf=ebnf, choice=choice)
     if scheduling is not None:
         _set_scheduling(request.scheduling, scheduling)
@@ -309,6 +315,19 @@ def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
             _set(turn, field, message.get(field), f"chat.messages[{index}].")
         calls = f"chat.messages[{index}].tool_calls_json"
         _set(turn, "tool_calls_json", _to_json(calls, message.get("tool_calls")), f"chat.messages[{index}].")
+
+
+def _set_tool_choice(chat: pb.ChatInput, choice: str | None, parallel: bool) -> None:
+    if choice is not None and not isinstance(choice, str):
+        what = f"must be a string, not {type(choice).__name__}"
+        raise invalid("tool_choice", f"{what}; give 'auto', 'none', 'required' or the name of a function")
+    if choice in _TOOL_MODES:
+        chat.tool_choice.mode = _TOOL_MODES[choice]
+    elif choice is not None:
+        chat.tool_choice.mode = pb.TOOL_MODE_REQUIRED
+        _set(chat.tool_choice, "name", choice, "chat.tool_choice.")
+    if not parallel:
+        chat.tool_choice.single = True
 
 
 def _set_grammar(

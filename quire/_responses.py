@@ -19,6 +19,8 @@ from quire.types import (
     Timings,
     Tokenized,
     TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from quire.v1 import generation_pb2 as pb
@@ -30,10 +32,29 @@ _REASONS = {
 }
 
 
-def read_delta(delta: pb.Delta) -> Delta:
-    """Return the delta."""
+def read_delta(delta: pb.Delta, *, parsed: bool = False) -> Delta:
+    """Return the delta; `parsed`: its parts replace its text."""
     logprobs = read_logprobs(delta.logprobs) if delta.logprobs else ()
-    return Delta(delta.choice, delta.first_index, tuple(delta.token_ids), delta.text, logprobs)
+    token_ids = tuple(delta.token_ids)
+    if not parsed:
+        return Delta(delta.choice, delta.first_index, token_ids, delta.text, logprobs)
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCallDelta] = []
+    for part in delta.parts:
+        match part.WhichOneof("kind"):
+            case "content":
+                texts.append(part.content)
+            case "reasoning":
+                reasoning.append(part.reasoning)
+            case "call_begun":
+                calls.append(ToolCallDelta(part.call_begun.index, part.call_begun.id, part.call_begun.name))
+            case "call_arguments":
+                calls.append(ToolCallDelta(part.call_arguments.index, arguments=part.call_arguments.text))
+            case "call_ended":
+                calls.append(ToolCallDelta(part.call_ended.index, complete=True))
+    text = "".join(texts)
+    return Delta(delta.choice, delta.first_index, token_ids, text, logprobs, "".join(reasoning), tuple(calls))
 
 
 def read_logprobs(entries: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
@@ -127,7 +148,9 @@ def read_model(model: model_pb2.Model) -> Model:
 class Events:
     """Events of a stream so far; shared by both clients."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, parsed: bool | None = None) -> None:
+        """Start without events; `parsed`: parts replace texts; None: as soon as there are parts."""
+        self._parsed = parsed
         self.finished: Finished | None = None
         self.prompt: Prompt | None = None
         self.choices: dict[int, ChoiceFinished] = {}
@@ -140,7 +163,9 @@ class Events:
         """
         match response.WhichOneof("event"):
             case "delta":
-                return read_delta(response.delta)
+                if self._parsed is None and response.delta.parts:
+                    self._parsed = True
+                return read_delta(response.delta, parsed=bool(self._parsed))
             case "prompt":
                 self.prompt = read_prompt(response.prompt)
             case "choice_finished":
@@ -173,6 +198,21 @@ def _choice(deltas: Sequence[Delta], finished: ChoiceFinished) -> Choice:
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         finished=finished,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=_calls([call for delta in deltas for call in delta.tool_calls]),
+    )
+
+
+def _calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Return the calls that began among these deltas."""
+    begun = {delta.index: delta for delta in deltas if delta.name}
+    arguments: dict[int, list[str]] = {index: [] for index in begun}
+    complete = {delta.index for delta in deltas if delta.complete}
+    for delta in deltas:
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return tuple(
+        ToolCall(delta.id, delta.name, "".join(arguments[index]), index in complete)
+        for index, delta in sorted(begun.items())
     )
 
 

@@ -31,6 +31,7 @@ class Resumption:
         self.request = request
         self._tokens: dict[int, int] = {}
         self._text_bytes: dict[int, int] = {}
+        self._part_bytes: dict[int, int] = {}
         self._broken_since: float | None = None
         self._wait_s = _FIRST_WAIT_S
         self._send_again = False
@@ -48,14 +49,17 @@ class Resumption:
             delta = response.delta
             self._tokens[delta.choice] = delta.first_index + len(delta.token_ids)
             self._text_bytes[delta.choice] = self._text_bytes.get(delta.choice, 0) + len(delta.text.encode())
+            self._part_bytes[delta.choice] = self._part_bytes.get(delta.choice, 0) + sum(map(_size_of, delta.parts))
 
     def resume_request(self) -> pb.ResumeRequest:
         """Return the `Resume` request for the missing rest."""
         num_choices = 1 + max(self._tokens, default=-1)
+        parts = range(num_choices) if self.request.output.parse else ()
         return pb.ResumeRequest(
             request_id=self.request.request_id,
             from_tokens=[self._tokens.get(choice, 0) for choice in range(num_choices)],
             from_text_bytes=[self._text_bytes.get(choice, 0) for choice in range(num_choices)],
+            from_part_bytes=[self._part_bytes.get(choice, 0) for choice in parts],
         )
 
     def failed(self, error: errors.QuireError, now: float | None = None) -> float | None:
@@ -74,3 +78,15 @@ class Resumption:
         wait_s = self._wait_s
         self._wait_s = min(2 * wait_s, _MAX_WAIT_S)
         return wait_s
+
+
+def _size_of(part: pb.OutputPart) -> int:
+    """Return the size of a part as `ResumeRequest` counts it."""
+    match part.WhichOneof("kind"):
+        case "content":
+            return len(part.content.encode())
+        case "reasoning":
+            return len(part.reasoning.encode())
+        case "call_arguments":
+            return len(part.call_arguments.text.encode())
+    return 1

@@ -50,9 +50,10 @@ class AsyncGeneration(AsyncIterator[Delta]):
     Leaving it early (`cancel`, or the end of a `with` block) cancels the request on the server.
     """
 
-    def __init__(self, responses: _Responses) -> None:
+    def __init__(self, responses: _Responses, *, parsed: bool | None = None) -> None:
+        """Wrap the responses; `parsed`: their parts replace their texts; None: if they have parts."""
         self._responses = responses
-        self._events = _responses.Events()
+        self._events = _responses.Events(parsed=parsed)
 
     @property
     def finished(self) -> Finished | None:
@@ -202,9 +203,9 @@ class AsyncClient:
         timeout = _requests.check_timeout(timeout)
         request = _requests.build_generate(prompt, **options)
         if request.resumable:
-            return AsyncGeneration(_Resumable(self._connection, request, timeout))
+            return AsyncGeneration(_Resumable(self._connection, request, timeout), parsed=request.output.parse)
         call = self._connection.generation.Generate(request, timeout=timeout, metadata=self._connection.metadata())
-        return AsyncGeneration(Stream(call))
+        return AsyncGeneration(Stream(call), parsed=request.output.parse)
 
     def resume(
         self,
@@ -212,6 +213,7 @@ class AsyncClient:
         *,
         from_tokens: Sequence[int] = (),
         from_text_bytes: Sequence[int] = (),
+        from_part_bytes: Sequence[int] = (),
         timeout: float | None = None,
     ) -> AsyncGeneration:
         """Resume a resumable request that another connection or process has started.
@@ -220,10 +222,16 @@ class AsyncClient:
             request_id: id of the request.
             from_tokens: number of known tokens per choice; they are not sent again.
             from_text_bytes: number of known UTF-8 bytes of text per choice; by default those of the known tokens.
+            from_part_bytes: size of the known parts per choice, see the proto; by default those of the known text.
             timeout: seconds until the iteration raises `DeadlineError`.
         """
         timeout = _requests.check_timeout(timeout)
-        request = pb.ResumeRequest(request_id=request_id, from_tokens=from_tokens, from_text_bytes=from_text_bytes)
+        request = pb.ResumeRequest(
+            request_id=request_id,
+            from_tokens=from_tokens,
+            from_text_bytes=from_text_bytes,
+            from_part_bytes=from_part_bytes,
+        )
         call = self._connection.generation.Resume(request, timeout=timeout, metadata=self._connection.metadata())
         return AsyncGeneration(_Resumed(Stream(call)))
 

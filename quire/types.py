@@ -97,6 +97,15 @@ class GenerateOptions(TypedDict, total=False):
     """Keep only this many last tokens of the prompt."""
     tools: Sequence[Mapping[str, Any]]
     """With `messages`: the tools that the model may call, in OpenAI's form."""
+    tool_choice: str
+    """With `tools`: "auto" (default), "none", "required", or the name of the function that must be called."""
+    parallel_tool_calls: bool
+    """Whether an answer may have several calls, where a grammar makes the calls; by default True."""
+    parse: bool
+    """Whether the server separates reasoning and tool calls from the text; by default True with `messages`.
+
+    If not, the text is the output as the model wrote it.
+    """
     template_variables: Mapping[str, Any]
     """With `messages`: further variables of the chat template."""
     continue_final_message: bool
@@ -154,6 +163,34 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """More of a tool call."""
+
+    index: int
+    """Number of the call within its choice, from 0."""
+    id: str = ""
+    """Id of the call; only where it begins."""
+    name: str = ""
+    """Name of the function; only where the call begins."""
+    arguments: str = ""
+    """More of the arguments, as JSON text."""
+    complete: bool = False
+    """Whether the call is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call."""
+
+    id: str
+    name: str
+    arguments: str
+    """The arguments as JSON text."""
+    complete: bool
+    """Whether the call is complete; False if the end of the output has cut it off."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """More output. A delta never ends inside a character. Its text may belong to earlier tokens that were held back."""
 
@@ -164,6 +201,9 @@ class Delta:
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry per token, if requested."""
+    reasoning: str = ""
+    """Text that the model thinks before it answers."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +268,17 @@ class Choice:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finished: ChoiceFinished
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, to be appended to the conversation before the results of its tool calls."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.tool_calls
+        ]
+        return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +293,21 @@ class Completion:
     """All choices, in order."""
     prompt: Prompt | None = None
     """The prompt, if `echo` or `prompt_logprobs` is set."""
+
+    @property
+    def reasoning(self) -> str:
+        """Text that the model has thought before it answered."""
+        return self.choices[0].reasoning if self.choices else ""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls of the first choice."""
+        return self.choices[0].tool_calls if self.choices else ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The first choice as a message, to be appended to the conversation."""
+        return self.choices[0].message if self.choices else {"role": "assistant", "content": self.text}
 
 
 @dataclass(frozen=True, slots=True)

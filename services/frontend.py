@@ -40,6 +40,7 @@ from services.http.cross_origin import cross_origin_policy
 from services.http.server import HttpServer, listening_socket
 from services.link.core_link import CoreLink
 from services.metrics import FrontendMetrics
+from services.parsers import model_format
 from services.requests.prompts import Prompts
 from services.requests.validation import MAX_TEXT
 from services.tail import TailTracing
@@ -96,7 +97,10 @@ class Frontend:
         tail = None
         if telemetry.traces_tail:
             tail = TailTracing(telemetry.forced_tracer, telemetry.forced_ids, self.link.trace)
-        services = Services(config, self.link, tokenizer, self._grammars, self._metrics, telemetry.tracer, tail)
+        written = model_format(config.parser, tokenizer.chat_template_source, tokenizer.special_tokens)
+        services = Services(
+            config, self.link, tokenizer, written, self._grammars, self._metrics, telemetry.tracer, tail
+        )
         prompts = Prompts(tokenizer, telemetry.tracer)
         self._live = LiveRequests(self._metrics)
         self._generator = Generator(services, prompts, self._live)

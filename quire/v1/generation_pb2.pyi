@@ -29,6 +29,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
+    """Same as AUTO."""
+    TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
+    """The model decides. Calls of tools with "strict": true follow the schema of their arguments."""
+    TOOL_MODE_NONE: _ToolMode.ValueType  # 2
+    """The model does not see the tools."""
+    TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
+    """The model must call a tool. A grammar allows nothing but calls that follow the schemas of their arguments."""
+
+class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
+    """Rule for the calls of an answer."""
+
+TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
+"""Same as AUTO."""
+TOOL_MODE_AUTO: ToolMode.ValueType  # 1
+"""The model decides. Calls of tools with "strict": true follow the schema of their arguments."""
+TOOL_MODE_NONE: ToolMode.ValueType  # 2
+"""The model does not see the tools."""
+TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
+"""The model must call a tool. A grammar allows nothing but calls that follow the schemas of their arguments."""
+Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -198,6 +226,7 @@ class ChatInput(_message.Message):
     TOOLS_JSON_FIELD_NUMBER: _builtins.int
     TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     omit_generation_prompt: _builtins.bool
     """Omit the marker that starts the assistant's turn. Default: the marker is added."""
     tools_json: _builtins.str
@@ -212,6 +241,10 @@ class ChatInput(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The messages, oldest first, at least one and at most 4,096."""
 
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Whether the model may call the tools. Default: it decides."""
+
     def __init__(
         self,
         *,
@@ -220,14 +253,45 @@ class ChatInput(_message.Message):
         tools_json: _builtins.str = ...,
         template_variables_json: _builtins.str = ...,
         continue_final_message: _builtins.bool = ...,
+        tool_choice: Global___ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "template_variables_json", b"template_variables_json", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "template_variables_json", b"template_variables_json", "tool_choice", b"tool_choice", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatInput: _TypeAlias = ChatInput  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Whether the model may, must or must not call a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SINGLE_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolMode.ValueType
+    """The rule. Default: AUTO."""
+    name: _builtins.str
+    """With REQUIRED: the name of the function that must be called. Empty: any of the tools."""
+    single: _builtins.bool
+    """With REQUIRED, and with AUTO if a tool is strict: allow only one call."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolMode.ValueType = ...,
+        name: _builtins.str = ...,
+        single: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -479,6 +543,7 @@ class OutputOptions(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PARSE_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
     """Number of most likely tokens, at most 20, to return log-probabilities for besides the generated token; 0: only the
     generated token. They are the model's own, before sampling options change the logits.
@@ -491,6 +556,10 @@ class OutputOptions(_message.Message):
     """Keep only the last k tokens of the prompt, at least 1."""
     include_special_tokens: _builtins.bool
     """Include special tokens in the text. Default: they are omitted."""
+    parse: _builtins.bool
+    """Send the output also as parts: content, reasoning and tool calls, as the model's family writes them (docs/api.md).
+    The text then includes special tokens that are such markers. With a `grammar`, all output is content.
+    """
     def __init__(
         self,
         *,
@@ -499,10 +568,11 @@ class OutputOptions(_message.Message):
         echo: _builtins.bool = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         include_special_tokens: _builtins.bool = ...,
+        parse: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "echo", b"echo", "include_special_tokens", b"include_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "echo", b"echo", "include_special_tokens", b"include_special_tokens", "logprobs", b"logprobs", "parse", b"parse", "prompt_logprobs", b"prompt_logprobs", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -800,6 +870,7 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Index of the choice."""
     first_index: _builtins.int
@@ -816,6 +887,12 @@ class Delta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One for each of `token_ids`, if `output.logprobs` is set."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPart]:
+        """The output as parts, in order, if `output.parse` is set. A part is sent as soon as it is certain, so it may belong to
+        the text of earlier deltas.
+        """
+
     def __init__(
         self,
         *,
@@ -824,14 +901,139 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        parts: _abc.Iterable[Global___OutputPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "first_index", b"first_index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "first_index", b"first_index", "logprobs", b"logprobs", "parts", b"parts", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class OutputPart(_message.Message):
+    """A piece of the output, by its meaning."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALL_BEGUN_FIELD_NUMBER: _builtins.int
+    CALL_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    CALL_ENDED_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    """Text of the answer."""
+    reasoning: _builtins.str
+    """Text that the model thinks before it answers."""
+    @_builtins.property
+    def call_begun(self) -> Global___ToolCallBegun:
+        """The start of a tool call."""
+
+    @_builtins.property
+    def call_arguments(self) -> Global___ToolCallArguments:
+        """More of the arguments of a tool call."""
+
+    @_builtins.property
+    def call_ended(self) -> Global___ToolCallEnded:
+        """The end of a tool call. A call that the end of the output cuts off has none."""
+
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        call_begun: Global___ToolCallBegun | None = ...,
+        call_arguments: Global___ToolCallArguments | None = ...,
+        call_ended: Global___ToolCallEnded | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call_arguments", b"call_arguments", "call_begun", b"call_begun", "call_ended", b"call_ended", "content", b"content", "kind", b"kind", "reasoning", b"reasoning"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_arguments", b"call_arguments", "call_begun", b"call_begun", "call_ended", b"call_ended", "content", b"content", "kind", b"kind", "reasoning", b"reasoning"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["content", "reasoning", "call_begun", "call_arguments", "call_ended"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___OutputPart: _TypeAlias = OutputPart  # noqa: Y015
+
+@_typing.final
+class ToolCallBegun(_message.Message):
+    """The start of a tool call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the call within its choice, from 0."""
+    id: _builtins.str
+    """ID of the call, for the `tool_call_id` of its result."""
+    name: _builtins.str
+    """Name of the function."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallBegun: _TypeAlias = ToolCallBegun  # noqa: Y015
+
+@_typing.final
+class ToolCallArguments(_message.Message):
+    """More of the arguments of a tool call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the call."""
+    text: _builtins.str
+    """JSON text; all pieces joined are the arguments."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallArguments: _TypeAlias = ToolCallArguments  # noqa: Y015
+
+@_typing.final
+class ToolCallEnded(_message.Message):
+    """The end of a tool call, whose arguments are complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Number of the call."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallEnded: _TypeAlias = ToolCallEnded  # noqa: Y015
 
 @_typing.final
 class ChoiceFinished(_message.Message):
@@ -1080,6 +1282,7 @@ class Choice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Its index."""
     text: _builtins.str
@@ -1096,6 +1299,10 @@ class Choice(_message.Message):
     def finished(self) -> Global___ChoiceFinished:
         """End of the choice."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputPart]:
+        """Its parts, neighbours of a kind joined, if `output.parse` is set."""
+
     def __init__(
         self,
         *,
@@ -1104,10 +1311,11 @@ class Choice(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finished: Global___ChoiceFinished | None = ...,
+        parts: _abc.Iterable[Global___OutputPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "parts", b"parts", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1260,6 +1468,7 @@ class ResumeRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_TOKENS_FIELD_NUMBER: _builtins.int
     FROM_TEXT_BYTES_FIELD_NUMBER: _builtins.int
+    FROM_PART_BYTES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """ID of the request."""
     @_builtins.property
@@ -1274,16 +1483,23 @@ class ResumeRequest(_message.Message):
         listed: the text of the tokens before `from_tokens`, which is exact without stop strings.
         """
 
+    @_builtins.property
+    def from_part_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With `output.parse`, the size of the parts received so far, per choice: bytes of UTF-8 text, and 1 for the start and
+        for the end of a call. For choices that are not listed: the parts of the text before `from_text_bytes`.
+        """
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         from_tokens: _abc.Iterable[_builtins.int] | None = ...,
         from_text_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        from_part_bytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_text_bytes", b"from_text_bytes", "from_tokens", b"from_tokens", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_part_bytes", b"from_part_bytes", "from_text_bytes", b"from_text_bytes", "from_tokens", b"from_tokens", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,7 @@
 """Calls, independent of their protocol.
 
 * `tracing` – the call's span; `context` – the objects that every call uses, and the live requests.
+* `parts` – what a parser has found, as public messages.
 * `wakeup`, `delivery` – a request's streams to its reader, at the reader's speed.
 * `resuming` – streams restored from the core's log.
 * `generation`, `embeddings`, `texts` – the calls: generate, embed, tokenise and detokenise.

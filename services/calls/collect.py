@@ -1,6 +1,7 @@
 """Collects the streamed messages of one answer into a single response."""
 
 from quire.v1 import generation_pb2 as v1
+from services.calls.parts import joined
 
 
 class Collector:
@@ -9,6 +10,7 @@ class Collector:
     def __init__(self) -> None:
         self._response = v1.GenerateOnceResponse()
         self._texts: dict[int, list[str]] = {}
+        self._parts: dict[int, list[v1.OutputPart]] = {}
         self._choices: dict[int, v1.Choice] = {}
         self._finished: v1.Finished | None = None
 
@@ -21,6 +23,7 @@ class Collector:
                 choice.token_ids.extend(delta.token_ids)
                 choice.logprobs.extend(delta.logprobs)
                 self._texts[delta.choice].append(delta.text)
+                self._parts[delta.choice].extend(delta.parts)
             case "prompt":
                 self._response.prompt.CopyFrom(message.prompt)
             case "choice_finished":
@@ -45,6 +48,7 @@ class Collector:
         for index in sorted(self._choices):
             choice = self._choices[index]
             choice.text = "".join(self._texts[index])
+            choice.parts.extend(joined(self._parts[index]))
             response.choices.append(choice)
         response.usage.CopyFrom(finished.usage)
         response.timings.CopyFrom(finished.timings)
@@ -55,4 +59,5 @@ class Collector:
         if index not in self._choices:
             self._choices[index] = v1.Choice(index=index)
             self._texts[index] = []
+            self._parts[index] = []
         return self._choices[index]

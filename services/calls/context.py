@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,12 +16,16 @@ from services.errors import RETRY_MS
 from services.grammars.checker import GrammarChecker
 from services.link.core_link import CoreLink
 from services.metrics import FrontendMetrics
+from services.parsers import ModelFormat
 from services.tail import TailTracing
 from services.text.tokenizer import TextTokenizer
 from shared.config import FrontendConfig
 from shared.errors import DuplicateRequestError, NotReadyError, QuireError
 from shared.logging import get_logger
 from shared.metrics import span_ref
+
+_MARKER_TOKENS = 12
+"""Tokens at the end of a prompt that are searched for the marker of reasoning, which is one token or a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Services:
     config: FrontendConfig
     link: CoreLink
     tokenizer: TextTokenizer
+    model_format: ModelFormat
+    """How the served model writes reasoning and tool calls."""
     grammars: GrammarChecker
     metrics: FrontendMetrics
     tracer: Tracer
@@ -47,6 +53,12 @@ class Services:
         if model is None:
             raise NotReadyError("service not ready: no worker has joined yet; try again in a moment", retry_ms=RETRY_MS)
         return model
+
+    def begins_in_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Return whether the output of a prompt begins within reasoning."""
+        token_bytes = self.tokenizer.token_bytes
+        end = b"".join(token_bytes(token) for token in prompt[-_MARKER_TOKENS:])
+        return self.model_format.begins_in_reasoning(end.decode(errors="replace"))
 
     def check_connected(self) -> None:
         """Check that the core is connected.

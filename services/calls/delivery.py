@@ -16,6 +16,7 @@ from opentelemetry.trace import Span
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services.calls.context import Services
+from services.calls.parts import to_part
 from services.calls.tracing import describe_answer
 from services.calls.wakeup import Wakeup
 from services.errors import error_of, finish_reason
@@ -160,6 +161,10 @@ class Delivery:
         delta.first_index = batch.first_index
         delta.token_ids.extend(batch.token_ids)
         delta.text = batch.text
+        if batch.events:
+            delta.parts.extend(map(to_part, batch.events))
+        elif batch.text and stream.request.output.parse and not stream.has_parser:
+            delta.parts.add().content = batch.text
         if stream.request.output.logprobs:
             tokenizer = self._services.tokenizer
             for index, token_id in enumerate(batch.token_ids, batch.first_index):

@@ -30,6 +30,7 @@ from services.calls.tracing import describe_request, operation_name, request_spa
 from services.calls.wakeup import Wakeup
 from services.requests.prompts import Prompts
 from services.requests.scheduling import block_keys, due_times, schedule
+from services.requests.tools import grammar_of_calls, new_parser
 from services.requests.validation import MAX_CHOICES, ValidRequest, check_log_size, resolve_max_tokens, validate
 from services.streams.logprobs import token_logprobs
 from services.streams.stream import Stream, StreamRequest
@@ -88,7 +89,12 @@ class Generator:
         """
         with request_span(self._services.tracer, caller.traceparent, caller.operation, self._services.tail) as span:
             model = self._services.served_model()
-            valid = validate(request, model, has_chat_template=self._services.tokenizer.has_chat_template)
+            valid = validate(
+                request,
+                model,
+                self._services.model_format,
+                has_chat_template=self._services.tokenizer.has_chat_template,
+            )
             with (
                 self._live.track(caller.principal, valid.request_id),
                 record_outcome(
@@ -117,11 +123,15 @@ class Generator:
             prompt_encoded(prompt)
         wakeup = Wakeup()
         first = await self._first_choice(accepted, prompt, tokenise_s)
+        reasons = services.begins_in_reasoning(prompt)
         streams = [
             Stream(
                 first if choice == 0 else _for_choice(first, choice, valid, accepted.caller),
-                services.tokenizer.detokenizer(skip_special_tokens=valid.output.skip_special_tokens),
+                services.tokenizer.detokenizer(
+                    skip_special_tokens=valid.output.skip_special_tokens, shown=valid.output.shown_tokens
+                ),
                 wakeup.ring,
+                new_parser(accepted.request, valid.tools, services.model_format, reasons=reasons),
             )
             for choice in range(valid.num_choices)
         ]
@@ -174,6 +184,8 @@ class Generator:
         began = time.monotonic()
         if request.HasField("grammar"):
             spec = spec._replace(grammar=await services.grammars.check(request.grammar, model))
+        elif (of_calls := grammar_of_calls(valid.tools)) is not None:
+            spec = spec._replace(grammar=await services.grammars.check(of_calls, model, "chat.tools_json"))
         grammar_s = time.monotonic() - began
         check_log_size(valid, spec)
         return StreamRequest(
@@ -209,7 +221,7 @@ class Generator:
                 restore_stream(
                     reply,
                     choice,
-                    services.tokenizer,
+                    services,
                     model,
                     credit=services.config.stream_credit,
                     arrival=caller.arrival,
@@ -218,14 +230,18 @@ class Generator:
                 )
                 for choice, reply in enumerate(kept)
             ]
-            tokens, text = list(request.from_tokens), list(request.from_text_bytes)
+            tokens, text, parts = (
+                list(request.from_tokens),
+                list(request.from_text_bytes),
+                list(request.from_part_bytes),
+            )
             for choice, stream in enumerate(streams):
                 skip_known(
                     stream,
-                    info,
                     services.tokenizer,
                     tokens[choice] if choice < len(tokens) else 0,
                     text[choice] if choice < len(text) else None,
+                    parts[choice] if choice < len(parts) else None,
                 )
             with self._live.track(caller.principal, request.request_id, again=True):
                 await begun(request.request_id)

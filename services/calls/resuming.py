@@ -10,10 +10,12 @@ from hashlib import sha256
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
+from services.calls.context import Services
 from services.errors import RETRY_MS
 from services.link.core_link import CoreLink
 from services.requests.output import output_rules
 from services.requests.scheduling import block_keys
+from services.requests.tools import new_parser, read_tools, shown_tokens
 from services.requests.validation import MAX_CHOICES
 from services.streams.logprobs import read_scores
 from services.streams.stream import Stream, StreamRequest
@@ -23,6 +25,8 @@ from shared.errors import FieldViolation, InvalidRequestError, NotReadyError, Re
 from shared.request_spec import read_spec
 
 _TIMEOUT_S = 5.0
+_PROMPT_END_BYTES = 64
+"""Bytes at the end of the column of a prompt's tokens in which its last marker is."""
 
 
 def request_identity(principal: str, request_id: str, choice: int) -> bytes:
@@ -35,6 +39,12 @@ def resume_info(request: v1.GenerateRequest) -> bytes:
     info = v1.GenerateRequest(stop=request.stop, output=request.output)
     info.sampling.n = request.sampling.n if request.sampling.HasField("n") else 1
     info.stop.ClearField("stop_token_ids")
+    if request.output.parse and request.HasField("chat"):
+        info.chat.SetInParent()
+        info.chat.tools_json = request.chat.tools_json
+        info.chat.tool_choice.CopyFrom(request.chat.tool_choice)
+    if request.output.parse and request.HasField("grammar"):
+        info.grammar.json_object = True  # which grammar it was does not matter any more
     return info.SerializeToString()
 
 
@@ -69,7 +79,7 @@ def read_resume_info(reply: link_pb2.ResumeReply) -> v1.GenerateRequest:
 def restore_stream(
     reply: link_pb2.ResumeReply,
     choice: int,
-    tokenizer: TextTokenizer,
+    services: Services,
     model: link_pb2.ServedModel,
     *,
     credit: int,
@@ -82,7 +92,8 @@ def restore_stream(
     size = 4 * submission.num_prompt_tokens
     prompt, output = submission.token_ids[:size], from_column(submission.token_ids[size:]).tolist()
     spec = read_spec(submission)._replace(traceparent=traceparent, computes_whole_prompt=False)
-    rules = output_rules(info)
+    tools = read_tools(info, services.model_format)
+    rules = output_rules(info, shown_tokens(info, tools, services.model_format))
     request = StreamRequest(
         spec=spec,
         prompt=prompt,
@@ -94,7 +105,11 @@ def restore_stream(
         block_size=model.block_size,
         resumed=True,
     )
-    stream = Stream(request, tokenizer.detokenizer(skip_special_tokens=rules.skip_special_tokens), wake)
+    detokenizer = services.tokenizer.detokenizer(
+        skip_special_tokens=rules.skip_special_tokens, shown=rules.shown_tokens
+    )
+    reasons = services.begins_in_reasoning(from_column(prompt[-_PROMPT_END_BYTES:]).tolist())
+    stream = Stream(request, detokenizer, wake, new_parser(info, tools, services.model_format, reasons=reasons))
     for scores in reply.scores:
         stream.receive_scores(scores.first_index, False, read_scores(scores.scores))
     if output:
@@ -104,17 +119,15 @@ def restore_stream(
     return stream
 
 
-def skip_known(
-    stream: Stream, info: v1.GenerateRequest, tokenizer: TextTokenizer, tokens: int, text: int | None
-) -> None:
+def skip_known(stream: Stream, tokenizer: TextTokenizer, tokens: int, text: int | None, parts: int | None) -> None:
     """Skip what the client already has.
 
     Args:
         stream: a restored stream.
-        info: the request's `resume_info`.
         tokenizer: detokenises the skipped tokens.
         tokens: number of tokens to skip.
         text: number of bytes of text to skip; None: the text of these tokens.
+        parts: size of the parts to skip; None: the parts of this text.
 
     Raises:
         InvalidRequestError: the stream has fewer tokens.
@@ -123,6 +136,7 @@ def skip_known(
         description = f"{tokens} is too large: choice {stream.request.choice} has {stream.num_generated} tokens so far"
         raise InvalidRequestError(FieldViolation("from_tokens", description))
     if text is None:
-        detokenizer = tokenizer.detokenizer(skip_special_tokens=stream.request.output.skip_special_tokens)
+        rules = stream.request.output
+        detokenizer = tokenizer.detokenizer(skip_special_tokens=rules.skip_special_tokens, shown=rules.shown_tokens)
         text = len(detokenizer.push(stream.first_tokens(tokens)).encode())
-    stream.skip(tokens, text)
+    stream.skip(tokens, text, parts)

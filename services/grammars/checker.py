@@ -64,8 +64,13 @@ class GrammarChecker:
         self._starting: asyncio.Task[TrialCompiler] | None = None
         """Task that starts the trial compiler; it may have ended."""
 
-    async def check(self, grammar: v1.Grammar, model: link_pb2.ServedModel) -> bytes:
+    async def check(self, grammar: v1.Grammar, model: link_pb2.ServedModel, field: str = "") -> bytes:
         """Return the grammar in the form that workers accept, serialized.
+
+        Args:
+            grammar: the grammar.
+            model: the served model.
+            field: the field that errors name; empty: that of the grammar.
 
         Raises:
             InvalidRequestError: the grammar is not usable.
@@ -79,7 +84,7 @@ class GrammarChecker:
         else:
             self._known.move_to_end(key)
         if isinstance(found, str):
-            raise InvalidRequestError(FieldViolation(f"grammar.{grammar.WhichOneof('kind')}", found))
+            raise InvalidRequestError(FieldViolation(field or f"grammar.{grammar.WhichOneof('kind')}", found))
         return found
 
     async def close(self) -> None:

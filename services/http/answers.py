@@ -5,16 +5,14 @@ stream and returns the resulting chunks. `whole_answer` adds them up for request
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from quire import __version__
 from quire.v1 import generation_pb2 as v1
 from services.http.logprobs import Logprobs, TextOffsets, prompt_logprobs
-from services.http.prompts import NewParser
 from services.http.schema import StreamOptions
-from services.parsers import CallArguments, CallBegun, CallEnded, Content, Event, OutputParser, Reasoning
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
 """Tells clients that results may differ after an upgrade, also with the same seed."""
@@ -47,7 +45,6 @@ class ChoiceState:
     """State of one choice."""
 
     index: int
-    parser: OutputParser | None
     role_sent: bool = False
     called: bool = False
     ended: bool = False
@@ -65,7 +62,6 @@ class Answer:
         model: name of the model.
         n: choices per prompt.
         prompts: number of prompts.
-        new_parser: makes a parser for each choice; None: all text is content.
         logprobs: form of log-probabilities; None: none.
         prompt_logprobs: whether log-probabilities of the prompt are requested separately.
         echo: the prompt is part of the text.
@@ -79,7 +75,6 @@ class Answer:
     model: str
     n: int
     prompts: int
-    new_parser: NewParser | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: bool = False
     echo: bool = False
@@ -89,11 +84,9 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     _choices: dict[int, ChoiceState] = field(default_factory=dict)
     _usage: list[PromptUsage] = field(init=False)
-    _reasons: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
         self._usage = [PromptUsage() for _ in range(self.prompts)]
-        self._reasons = [False] * self.prompts
 
     @property
     def object(self) -> str:
@@ -117,10 +110,9 @@ class Answer:
                 self._usage[prompt] = PromptUsage(usage.prompt_tokens, completed, usage.cached_prompt_tokens)
                 yield from self._end(prompt, 0, finished)
 
-    def begin_prompt(self, prompt: int, tokens: int, *, reasons: bool) -> None:
-        """Record a prompt: its number of tokens, and whether its outputs begin within reasoning."""
-        self._usage[prompt].prompt_tokens = tokens
-        self._reasons[prompt] = reasons
+    def begin_prompt(self, prompt: int, token_ids: Sequence[int]) -> None:
+        """Record the tokens of a prompt."""
+        self._usage[prompt].prompt_tokens = len(token_ids)
 
     def usage(self) -> UsageAnswer:
         """Return the usage so far of all prompts and choices. Cached tokens are known only at the end."""
@@ -155,8 +147,7 @@ class Answer:
         index = prompt * self.n + choice
         state = self._choices.get(index)
         if state is None:
-            parser = self.new_parser(self._reasons[prompt]) if self.new_parser else None
-            state = self._choices[index] = ChoiceState(index, parser)
+            state = self._choices[index] = ChoiceState(index)
         return state
 
     # Beginning
@@ -193,7 +184,7 @@ class Answer:
                 choice["token_ids"] = token_ids
             yield self._chunk(choice)
             return
-        contents = self._contents(state, delta.text)
+        contents = self._noted(state, [*_contents_of(delta.parts)])
         if not contents and (logprobs or token_ids is not None):
             contents = [{}]
         for content in contents:
@@ -202,14 +193,6 @@ class Answer:
                 choice["token_ids"], token_ids = token_ids, None
             logprobs = None
             yield self._chunk(choice)
-
-    def _contents(self, state: ChoiceState, text: str) -> list[Json]:
-        """Return the contents of the deltas for `text`."""
-        if state.parser is None:
-            contents = [{"content": text}] if text else []
-        else:
-            contents = [*_contents_of(state.parser.push(text))]
-        return self._noted(state, contents)
 
     @staticmethod
     def _noted(state: ChoiceState, contents: list[Json]) -> list[Json]:
@@ -236,9 +219,6 @@ class Answer:
         if state.ended:
             return
         state.ended = True
-        held = state.parser.finish() if state.parser else []
-        for content in self._noted(state, [*_contents_of(held)]):
-            yield self._chunk({"index": state.index, "delta": content, "logprobs": None, "finish_reason": None})
         content = {} if not self.chat or state.role_sent else {"role": "assistant", "content": ""}
         reason = "length" if self.only_prompt or end.reason == v1.FINISH_REASON_LENGTH else "stop"
         choice: Json = {
@@ -251,21 +231,21 @@ class Answer:
         yield self._chunk(choice)
 
 
-def _contents_of(events: Iterable[Event]) -> Iterator[Json]:
+def _contents_of(parts: Iterable[v1.OutputPart]) -> Iterator[Json]:
     """Yield the contents of deltas. The end of a call has none."""
-    for event in events:
-        match event:
-            case Content():
-                yield {"content": event.text}
-            case Reasoning():
-                yield {"reasoning_content": event.text}
-            case CallBegun():
-                call = {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
-                yield {"tool_calls": [{"index": event.index, **call}]}
-            case CallArguments():
-                yield {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-            case CallEnded():
-                pass
+    for part in parts:
+        match part.WhichOneof("kind"):
+            case "content":
+                yield {"content": part.content}
+            case "reasoning":
+                yield {"reasoning_content": part.reasoning}
+            case "call_begun":
+                begun = part.call_begun
+                call = {"id": begun.id, "type": "function", "function": {"name": begun.name, "arguments": ""}}
+                yield {"tool_calls": [{"index": begun.index, **call}]}
+            case "call_arguments":
+                more = part.call_arguments
+                yield {"tool_calls": [{"index": more.index, "function": {"arguments": more.text}}]}
 
 
 def _stop_reason(end: v1.ChoiceFinished | v1.Finished) -> str | int | None:

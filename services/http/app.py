@@ -1,7 +1,7 @@
 """The ASGI applications and their routes."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,7 +31,6 @@ from services.http.openapi import PAGE, describe
 from services.http.probes import Families, probe_routes
 from services.http.responses.endpoint import ResponsesEndpoints
 from services.http.texts import TextEndpoints
-from services.parsers import FAMILIES, Family, choose_family
 
 _CLIENT_PATHS = frozenset(
     ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
@@ -64,9 +63,8 @@ def make_api(
 ) -> HttpApi:
     """Return the application of one front-end process."""
     endpoints = Endpoints(calls, services.metrics.http_ended, principals)
-    family = _family_of(services)
-    generation = GenerationEndpoints(services, generator, family)
-    runner = ChatRunner(services, generator, family)
+    generation = GenerationEndpoints(services, generator)
+    runner = ChatRunner(services, generator)
     responses, messages = ResponsesEndpoints(services, runner, texts), MessagesEndpoints(services, runner, texts)
     embedding = EmbeddingEndpoint(services, embedder)
     text = TextEndpoints(services, texts)
@@ -113,14 +111,6 @@ def make_probes(
     """Return the application of the separate port for probes and metrics."""
     routes = probe_routes(is_ready=is_ready, snapshot=snapshot, own_families=own_families)
     return Starlette(routes=routes, middleware=middleware_of(policy))
-
-
-def _family_of(services: Services) -> Family:
-    """Return the served model's family, for the parser: the configured one, or that of its chat template."""
-    chosen, template = services.config.parser, services.tokenizer.chat_template_source
-    family = FAMILIES[choose_family(template) if chosen == "auto" else chosen]
-    # A template that does not render tools cannot show them to the model.
-    return family if "tools" in template else replace(family, calls_tools=False)
 
 
 async def _openapi(_request: Request) -> Response:

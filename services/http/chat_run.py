@@ -13,11 +13,7 @@ from services.http.output import ChatOutput
 from services.http.prompts import Prepared, prepare_chat
 from services.http.schema import ChatBody
 from services.http.turns import in_strict_order
-from services.parsers import Family
 from shared.errors import QuireError
-
-_MARKER_TOKENS = 12
-"""Tokens at the end of a prompt that are searched for the marker at which reasoning begins."""
 
 Json = dict[str, Any]
 
@@ -37,11 +33,9 @@ class ChatAnswer(Protocol):
 class ChatRunner:
     """Runs chats of one front-end process."""
 
-    def __init__(self, services: Services, generator: Generator, family: Family) -> None:
-        """Create a runner; `family` is how the model writes reasoning and tool calls."""
+    def __init__(self, services: Services, generator: Generator) -> None:
         self._services = services
         self._generator = generator
-        self._family = family
 
     def prepare(self, make: Callable[[], ChatBody], request_id: str, fields: Mapping[str, str]) -> Prepared:
         """Return the request of the chat that `make` returns; errors have the names of `fields`.
@@ -54,7 +48,7 @@ class ChatRunner:
             choose_model(self._services, chat.model)
             if self._services.tokenizer.has_strict_template:
                 chat = chat.model_copy(update={"messages": in_strict_order(chat.messages)})
-            prepared = prepare_chat(chat, request_id, self._family)
+            prepared = prepare_chat(chat, request_id)
         except QuireError as error:
             raise with_http_names(error, lambda path: _renamed(path, fields)) from None
         return prepared
@@ -98,8 +92,7 @@ class ChatRunner:
                     await exchange.event(event)
 
         def encoded(token_ids: Sequence[int]) -> None:
-            reasons = begins_in_reasoning(self._services, self._family, token_ids)
-            answer.output.begin(len(token_ids), reasons=reasons)
+            answer.output.prompt_tokens = len(token_ids)
 
         try:
             await self._generator.run(prepared.request, exchange.caller(), send, prompt_encoded=encoded)
@@ -109,16 +102,6 @@ class ChatRunner:
             await exchange.answer(whole())
             return
         await exchange.end_events(timeout_s=self._services.config.stall_timeout_s)
-
-
-def begins_in_reasoning(services: Services, family: Family, token_ids: Sequence[int]) -> bool:
-    """Return whether a prompt ends with the marker at which reasoning begins."""
-    if not family.think:
-        return False
-    # A marker is one token or a few, and templates write a newline behind it.
-    token_bytes = services.tokenizer.token_bytes
-    end = b"".join(token_bytes(token) for token in token_ids[-_MARKER_TOKENS:]).decode(errors="replace")
-    return end.rstrip().endswith(family.think)
 
 
 def _renamed(path: str, fields: Mapping[str, str]) -> str:

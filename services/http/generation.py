@@ -12,7 +12,6 @@ from services.calls.generation import Generator
 from services.calls.tracing import part_of, request_span
 from services.http.answers import Answer
 from services.http.bodies import parse
-from services.http.chat_run import begins_in_reasoning
 from services.http.endpoint import Exchange
 from services.http.errors import with_http_names
 from services.http.identity import choose_model, choose_request_id
@@ -20,7 +19,6 @@ from services.http.logprobs import Logprobs
 from services.http.prompts import Prepared, prepare_chat, prepare_completion, prompts_of
 from services.http.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from services.http.whole_answer import WholeAnswer
-from services.parsers import Family
 from shared import span_names
 from shared.errors import FieldViolation, InvalidRequestError, QuireError
 
@@ -28,11 +26,9 @@ from shared.errors import FieldViolation, InvalidRequestError, QuireError
 class GenerationEndpoints:
     """Endpoints of completions and chat completions."""
 
-    def __init__(self, services: Services, generator: Generator, family: Family) -> None:
-        """Create the endpoints; `family` is how the model writes reasoning and tool calls."""
+    def __init__(self, services: Services, generator: Generator) -> None:
         self._services = services
         self._generator = generator
-        self._family = family
 
     async def complete(self, exchange: Exchange) -> None:
         """Serve `/v1/completions`."""
@@ -55,7 +51,7 @@ class GenerationEndpoints:
         """Serve `/v1/chat/completions`."""
         body = parse(ChatBody, await exchange.body())
         request_id = choose_request_id(exchange, body)
-        prepared = prepare_chat(body, request_id, self._family)
+        prepared = prepare_chat(body, request_id)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         answer = self._answer(body, f"chatcmpl-{request_id}", [prepared], top_logprobs=top_logprobs, chat=True)
         await exchange.run_until_disconnect(self._run(exchange, body, answer, [prepared]))
@@ -85,7 +81,6 @@ class GenerationEndpoints:
             model=body.model or self._services.served_model().name,
             n=body.n,
             prompts=len(prepared),
-            new_parser=prepared[0].new_parser,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs is not None,
             echo=echo,
@@ -106,13 +101,13 @@ class GenerationEndpoints:
 
         caller = exchange.caller()
         if len(prepared) == 1:
-            await self._generate(caller, prepared[0], partial(write, 0), partial(self._begin, answer, 0))
+            await self._generate(caller, prepared[0], partial(write, 0), partial(answer.begin_prompt, 0))
         else:
             with request_span(self._services.tracer, caller.traceparent, caller.operation):
                 part = replace(caller, operation=part_of(caller.operation, span_names.PROMPT))
                 await self._generate_all(
                     [
-                        self._generate(part, each, partial(write, number), partial(self._begin, answer, number))
+                        self._generate(part, each, partial(write, number), partial(answer.begin_prompt, number))
                         for number, each in enumerate(prepared)
                     ]
                 )
@@ -121,11 +116,6 @@ class GenerationEndpoints:
             return
         last = [answer.usage_chunk()] if answer.options.include_usage else []
         await exchange.end_events(*last, timeout_s=self._services.config.stall_timeout_s)
-
-    def _begin(self, answer: Answer, prompt: int, token_ids: Sequence[int]) -> None:
-        """Record the prompt of a stream: its length, and whether the output begins within reasoning."""
-        reasons = begins_in_reasoning(self._services, self._family, token_ids)
-        answer.begin_prompt(prompt, len(token_ids), reasons=reasons)
 
     async def _generate(
         self, caller: Caller, prepared: Prepared, send: Send, prompt_encoded: Callable[[Sequence[int]], None]

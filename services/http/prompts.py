@@ -1,19 +1,16 @@
 """Converts completion and chat requests to `GenerateRequest`."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import generation_pb2 as v1
 from services.http.sampling import FieldNames, field_names, fill_common, fill_grammar
 from services.http.schema import ChatBody, CompletionBody, JsonObject, Message, NamedTool, Tool
-from services.http.tool_calls import forced_calls
-from services.parsers import FAMILIES, Family, OutputParser, forced_json
 from shared.errors import FieldViolation, InvalidRequestError
 
 Prompt = str | list[int]
-NewParser = Callable[[bool], OutputParser]
-"""Makes a parser; the argument says whether the output begins within reasoning."""
+_MODES = {"none": v1.TOOL_MODE_NONE, "auto": v1.TOOL_MODE_AUTO, "required": v1.TOOL_MODE_REQUIRED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +19,6 @@ class Prepared:
 
     request: v1.GenerateRequest
     names: FieldNames
-    new_parser: NewParser | None = None
-    """Makes the parser of a choice; None: all text is content."""
 
 
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
@@ -64,16 +59,16 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
     )
 
 
-def prepare_chat(body: ChatBody, request_id: str, family: Family) -> Prepared:
-    """Return the request for a conversation; `family` is how the model writes reasoning and tool calls.
+def prepare_chat(body: ChatBody, request_id: str) -> Prepared:
+    """Return the request for a conversation.
 
     Raises:
         InvalidRequestError: fields contradict each other.
     """
     request = v1.GenerateRequest()
     fill_common(request, body, request_id)
-    shown, forced = _choose_tools(body)
-    fill_chat(request.chat, body.messages, shown, _variables(body))
+    fill_chat(request.chat, body.messages, body.tools or (), _variables(body))
+    _fill_choice(request.chat.tool_choice, body)
     request.chat.omit_generation_prompt = not body.add_generation_prompt or body.continue_final_message
     request.chat.continue_final_message = body.continue_final_message
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
@@ -93,28 +88,16 @@ def prepare_chat(body: ChatBody, request_id: str, family: Family) -> Prepared:
     if body.return_token_ids:
         request.output.echo = True
     constraint = fill_grammar(request, body)
-    new_parser = _parser_of(family, shown, constrained=bool(constraint))
-    if forced:
-        if constraint:
-            raise InvalidRequestError(
-                FieldViolation("tool_choice", f"cannot be combined with {constraint}; remove one of them")
-            )
-        schema = forced_calls([tool.function for tool in forced], parallel=_parallel(body))
-        request.grammar.json_schema = json.dumps(schema)
-        constraint, new_parser = "tools", lambda _reasons: OutputParser(forced_json)
-    elif shown and not family.calls_tools:
+    if constraint and request.chat.tool_choice.mode == v1.TOOL_MODE_REQUIRED:
         raise InvalidRequestError(
-            FieldViolation(
-                "tools",
-                "the served model's chat template does not support tools; set tool_choice to 'required' or to a"
-                " named function",
-            )
+            FieldViolation("tool_choice", f"cannot be combined with {constraint}; remove one of them")
         )
-    if family.has_special_markers and new_parser is not None and not forced:
-        request.output.include_special_tokens = True
+    request.output.parse = True
     names = field_names(
         {
             "chat.tools_json": "tools",
+            "chat.tool_choice": "tool_choice",
+            "chat.tool_choice.name": "tool_choice.function.name",
             "chat.template_variables_json": "chat_template_kwargs",
             "chat": "messages",
             "chat.messages": "messages",
@@ -122,20 +105,9 @@ def prepare_chat(body: ChatBody, request_id: str, family: Family) -> Prepared:
             "stop.max_tokens": max_tokens_field,
             "output.logprobs": "top_logprobs",
         }
-        | _grammar(constraint)
+        | _grammar(constraint or ("tools" if body.tools else ""))
     )
-    return Prepared(request, names, new_parser)
-
-
-def _parser_of(family: Family, tools: Sequence[Tool], *, constrained: bool) -> NewParser | None:
-    """Return the factory of the parsers of a conversation's answer."""
-    if constrained:
-        return None  # the grammar leaves no room for markers
-    read = family.read if tools else family.read_without_tools
-    if read is FAMILIES["plain"].read:
-        return None  # such outputs have no markers, and show no special tokens
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    return lambda reasons: OutputParser(read, schemas=schemas, reasons=reasons)
+    return Prepared(request, names)
 
 
 def fill_chat(
@@ -167,32 +139,15 @@ def fill_chat(
         chat.template_variables_json = json.dumps(variables)
 
 
-def _choose_tools(body: ChatBody) -> tuple[list[Tool], list[Tool]]:
-    """Return the tools in the prompt, and the tools of which the model must call one."""
-    tools, choice = body.tools or [], body.tool_choice
-    if not tools:
-        if choice not in (None, "none"):
-            raise InvalidRequestError(
-                FieldViolation("tool_choice", "requires tools; add tools or set tool_choice to 'none'")
-            )
-        return [], []
-    if choice == "none":
-        return [], []
-    if isinstance(choice, NamedTool):
-        named = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not named:
-            raise InvalidRequestError(
-                FieldViolation(
-                    "tool_choice.function.name",
-                    f"no tool is named {choice.function.name!r}; give the name of one of tools",
-                )
-            )
-        return tools, named
-    return tools, tools if choice == "required" else []
-
-
-def _parallel(body: ChatBody) -> bool:
-    return body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
+def _fill_choice(choice: v1.ToolChoice, body: ChatBody) -> None:
+    match body.tool_choice:
+        case NamedTool() as named:
+            choice.mode, choice.name = v1.TOOL_MODE_REQUIRED, named.function.name
+        case None:
+            pass
+        case mode:
+            choice.mode = _MODES[mode]
+    choice.single = not body.parallel_tool_calls
 
 
 def _variables(body: ChatBody) -> JsonObject:

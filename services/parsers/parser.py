@@ -1,5 +1,7 @@
 """Parser of one output, and the choice of its family."""
 
+# ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,25 +20,39 @@ class Family:
     """Reads an output that may call tools."""
     read_without_tools: Read
     """Reads the output of a request without tools, in which the markers of calls are content."""
-    has_special_markers: bool = False
-    """Whether the markers are special tokens, which outputs show only on request."""
+    markers: tuple[str, ...] = ()
+    """Markers that may be special tokens, which outputs show only on request."""
     think: str = ""
     """The marker at which reasoning begins; a prompt may end with it."""
     calls_tools: bool = True
     """Whether the family has a form of tool calls."""
 
 
+_DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+_HARMONY = tuple(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "return", "call"))
+_TAGS = (families.THINK, "</think>", "<tool_call>", "</tool_call>")
+
 FAMILIES: dict[str, Family] = {
-    "hermes": Family(families.hermes, families.reasoning_only, think=families.THINK),
-    "qwen3_coder": Family(families.qwen3_coder, families.reasoning_only, think=families.THINK),
-    "llama3_json": Family(families.llama3_json, families.plain, has_special_markers=True),
-    "pythonic": Family(families.pythonic, families.plain, has_special_markers=True),
-    "mistral": Family(families.mistral, families.mistral_reasoning, has_special_markers=True, think="[THINK]"),
-    "deepseek": Family(families.deepseek, families.reasoning_only, has_special_markers=True, think=families.THINK),
-    "harmony": Family(families.harmony, families.harmony, has_special_markers=True),
-    "glm4": Family(families.glm4, families.reasoning_only, think=families.THINK),
-    "granite": Family(families.granite, families.plain, has_special_markers=True),
-    "reasoning": Family(families.reasoning_only, families.reasoning_only, think=families.THINK, calls_tools=False),
+    "hermes": Family(families.hermes, families.reasoning_only, _TAGS, families.THINK),
+    "qwen3_coder": Family(families.qwen3_coder, families.reasoning_only, _TAGS, families.THINK),
+    "llama3_json": Family(families.llama3_json, families.plain, ("<|python_tag|>",)),
+    "pythonic": Family(families.pythonic, families.plain, ("<|python_start|>", "<|python_end|>")),
+    "mistral": Family(
+        families.mistral,
+        families.mistral_reasoning,
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+        "[THINK]",
+    ),
+    "deepseek": Family(families.deepseek, families.reasoning_only, (*_TAGS, *_DEEPSEEK), families.THINK),
+    "harmony": Family(families.harmony, families.harmony, _HARMONY),
+    "glm4": Family(
+        families.glm4,
+        families.reasoning_only,
+        (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        families.THINK,
+    ),
+    "granite": Family(families.granite, families.plain, ("<|tool_call|>", "<tool_call>")),
+    "reasoning": Family(families.reasoning_only, families.reasoning_only, _TAGS, families.THINK, calls_tools=False),
     "plain": Family(families.plain, families.plain, calls_tools=False),
 }
 """All families, by the name that `--parser` takes."""

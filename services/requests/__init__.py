@@ -1,6 +1,7 @@
 """One request: from the public message to a value whose fields are all valid.
 
 * `output` – how generated tokens become messages.
+* `tools` – the functions that the model may call, and how its output is read.
 * `scheduling` – the scheduling options, and which of them a principal may use.
 * `validation` – every other field; all violations are reported together.
 * `prompts` – prompts and bad words as token ids.

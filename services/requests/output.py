@@ -15,11 +15,15 @@ class OutputRules:
     min_tokens: int = 0
     """Stop strings are ignored within this number of tokens."""
     skip_special_tokens: bool = True
+    shown_tokens: tuple[str, ...] = ()
+    """Special tokens that are in the text all the same, because a parser reads them."""
+    parse: bool = False
+    """Whether to send the output as parts, too."""
     logprobs: bool = False
     """Whether log-probabilities of generated tokens are requested."""
 
 
-def output_rules(request: v1.GenerateRequest) -> OutputRules:
+def output_rules(request: v1.GenerateRequest, shown_tokens: tuple[str, ...]) -> OutputRules:
     """Return the rules of a valid request, or of the `resume_info` of a kept one."""
     stop, output = request.stop, request.output
     return OutputRules(
@@ -27,5 +31,7 @@ def output_rules(request: v1.GenerateRequest) -> OutputRules:
         include_stop_string=stop.include_stop_string,
         min_tokens=stop.min_tokens,
         skip_special_tokens=not output.include_special_tokens,
+        shown_tokens=shown_tokens,
+        parse=output.parse,
         logprobs=output.HasField("logprobs"),
     )

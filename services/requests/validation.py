@@ -12,8 +12,10 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.grammars.checker import check_grammar
+from services.parsers import ModelFormat
 from services.requests.output import OutputRules, output_rules
 from services.requests.scheduling import check_scheduling
+from services.requests.tools import Tools, read_tools, shown_tokens
 from services.text.chat import check_chat
 from shared.columns import to_column
 from shared.errors import (
@@ -78,6 +80,7 @@ class ValidRequest:
     """Sampling parameters without bad words, which are not tokenised yet."""
     bad_words: tuple[str, ...]
     output: OutputRules
+    tools: Tools
     stop_token_ids: tuple[int, ...]
     """Stop tokens, including the model's end-of-sequence tokens unless the request ignores them."""
     max_tokens: int | None
@@ -88,7 +91,9 @@ class ValidRequest:
     truncate_prompt_tokens: int | None
 
 
-def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_chat_template: bool) -> ValidRequest:
+def validate(
+    request: v1.GenerateRequest, model: link_pb2.ServedModel, model_format: ModelFormat, *, has_chat_template: bool
+) -> ValidRequest:
     """Check everything that does not need the prompt's tokens.
 
     Raises:
@@ -110,9 +115,11 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
     if violations:
         raise InvalidRequestError(*violations)
     _reject_unsupported(request)
+    tools = read_tools(request, model_format)
+    has_grammar = tools.are_forced or request.HasField("grammar")
     sampling, stop, output = request.sampling, request.stop, request.output
     # A grammar allows the model's end-of-sequence token exactly where the output may end.
-    eos = () if stop.ignore_eos and not request.HasField("grammar") else tuple(model.eos_token_ids)
+    eos = () if stop.ignore_eos and not has_grammar else tuple(model.eos_token_ids)
     stop_token_ids = tuple(dict.fromkeys((*eos, *stop.stop_token_ids)))
     if stop.min_tokens and not _can_sample(sampling, stop_token_ids, model):
         raise InvalidRequestError(
@@ -125,9 +132,10 @@ def validate(request: v1.GenerateRequest, model: link_pb2.ServedModel, *, has_ch
     return ValidRequest(
         request_id=request.request_id or draw_request_id(),
         model=model.name,
-        sampling=_sampling_params(request, stop_token_ids),
+        sampling=_sampling_params(request, stop_token_ids, has_grammar=has_grammar),
         bad_words=tuple(dict.fromkeys(sampling.bad_words)),
-        output=output_rules(request),
+        output=output_rules(request, shown_tokens(request, tools, model_format)),
+        tools=tools,
         stop_token_ids=stop_token_ids,
         max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
         num_choices=sampling.n if sampling.HasField("n") else 1,
@@ -328,7 +336,9 @@ def _check_output(output: v1.OutputOptions) -> Violations:
             yield FieldViolation(f"output.{name}", f"must lie in [0, {MAX_LOGPROBS}]")
 
 
-def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...]) -> plan_pb2.SamplingParams:
+def _sampling_params(
+    request: v1.GenerateRequest, stop_token_ids: tuple[int, ...], *, has_grammar: bool
+) -> plan_pb2.SamplingParams:
     """Return the sampling parameters for the worker; only values that differ from the defaults take space."""
     sampling, stop, output = request.sampling, request.stop, request.output
     params = plan_pb2.SamplingParams(
@@ -349,7 +359,7 @@ def _sampling_params(request: v1.GenerateRequest, stop_token_ids: tuple[int, ...
         biases = sorted(sampling.logit_bias.items())
         params.bias_token_ids = to_column([token_id for token_id, _ in biases])
         params.bias_values = struct.pack(f"<{len(biases)}f", *(value for _, value in biases))
-    if stop.min_tokens or request.HasField("grammar"):
+    if stop.min_tokens or has_grammar:
         params.stop_token_ids = to_column(stop_token_ids)
     if output.HasField("logprobs"):
         params.logprobs = output.logprobs

@@ -7,7 +7,10 @@ generated tokens when the old one is lost.
 """
 
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from services.parsers import Event
 
 
 class Batch(NamedTuple):
@@ -16,6 +19,8 @@ class Batch(NamedTuple):
     first_index: int
     token_ids: list[int]
     text: str
+    events: Sequence[Event] = ()
+    """What the stream's parser has found in the text."""
 
 
 class Outbox:

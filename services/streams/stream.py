@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from protos.quire.link.v1 import link_pb2
+from services.parsers import Event, OutputParser
 from services.requests.output import OutputRules
 from services.requests.scheduling import DueTimes, left_ns
 from services.streams.logprobs import Scored
 from services.streams.outbox import Batch, Outbox
+from services.streams.parts import size_of, without_first
 from services.text.detokenizer import Detokenizer
 from services.text.stop_strings import StopFinder
 from shared.columns import to_column
@@ -76,12 +78,26 @@ class Stream:
     """One live request."""
 
     __slots__ = (
-        "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox", "_skip_text",
-        "_skip_tokens", "_text_length", "_wake", "_writing", "end", "ended_at", "error", "number", "on_end", "over",
-        "prompt_scores", "request", "scores", "submitted", "submitted_at",
+        "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox", "_parser",
+        "_skip_parts", "_skip_text", "_skip_tokens", "_text_length", "_wake", "_writing", "end", "ended_at", "error",
+        "number", "on_end", "over", "prompt_scores", "request", "scores", "submitted", "submitted_at",
     )  # fmt: skip
 
-    def __init__(self, request: StreamRequest, detokenizer: Detokenizer, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        request: StreamRequest,
+        detokenizer: Detokenizer,
+        wake: Callable[[], None],
+        parser: OutputParser | None = None,
+    ) -> None:
+        """Create a stream without output.
+
+        Args:
+            request: the request.
+            detokenizer: converts its tokens.
+            wake: called when there is output to take, and at the end.
+            parser: reads its text; None: the text is not read.
+        """
         self.request = request
         self.number = 0
         """Number of the stream on the link, new at each submission."""
@@ -105,6 +121,7 @@ class Stream:
         """Called once when the stream ends."""
         self._wake = wake
         self._detokenizer = detokenizer
+        self._parser = parser
         rules = request.output
         self._finder = StopFinder(rules.stop_strings, keep=rules.include_stop_string) if rules.stop_strings else None
         self._outbox = Outbox()
@@ -115,9 +132,15 @@ class Stream:
         """Number of tokens returned by `take` and not confirmed by `taken`."""
         self._flushed = False
         self._skip_tokens = self._skip_text = 0
+        self._skip_parts: int | None = 0
         # Only with stop strings: for each unreleased token, the length of the text before it.
         self._held: deque[int] = deque()
         self._text_length = 0
+
+    @property
+    def has_parser(self) -> bool:
+        """Whether the text is read; if not, all of it is content."""
+        return self._parser is not None
 
     @property
     def num_generated(self) -> int:
@@ -219,6 +242,8 @@ class Stream:
             self._flushed = True
             self._flush()
         batch = outbox.take()
+        if self._parser is not None:
+            batch = self._parsed(batch, self._parser)
         if batch is not None:
             self._writing = len(batch.token_ids)
             if self._skip_tokens or self._skip_text:
@@ -229,9 +254,15 @@ class Stream:
         """Return the first `count` tokens."""
         return self._outbox.tokens[:count].tolist()
 
-    def skip(self, tokens: int, text: int) -> None:
-        """Skip the first `tokens` tokens and `text` bytes of text, which the reader already has."""
-        self._skip_tokens, self._skip_text = tokens, text
+    def skip(self, tokens: int, text: int, parts: int | None = None) -> None:
+        """Skip what the reader already has.
+
+        Args:
+            tokens: number of tokens.
+            text: bytes of text.
+            parts: size of what the parser has found (`services.streams.parts`); None: all that it finds in this text.
+        """
+        self._skip_tokens, self._skip_text, self._skip_parts = tokens, text, parts
 
     def _without_known(self, batch: Batch) -> Batch:
         """Return the part of a batch that the reader does not have; it may be empty."""
@@ -240,7 +271,30 @@ class Stream:
         self._skip_text, text = max(self._skip_text - len(text), 0), text[self._skip_text :]
         if batch.first_index + len(batch.token_ids) >= self._skip_tokens:
             self._skip_tokens = 0
-        return Batch(batch.first_index + known, batch.token_ids[known:], text.decode("utf-8", "replace"))
+        rest = text.decode("utf-8", "replace")
+        return Batch(batch.first_index + known, batch.token_ids[known:], rest, batch.events)
+
+    def _parsed(self, batch: Batch | None, parser: OutputParser) -> Batch | None:
+        """Return a batch with what the parser finds in its text, and, at the end, what the parser held back."""
+        text = batch.text if batch is not None else ""
+        events: list[Event] = []
+        if self._skip_parts is None:
+            encoded = text.encode()
+            parser.push(encoded[: self._skip_text].decode("utf-8", "replace"))
+            text = encoded[self._skip_text :].decode("utf-8", "replace")
+            if text:
+                self._skip_parts = 0
+        if text:
+            events = parser.push(text)
+        if self._flushed:
+            events += parser.finish()
+        if self._skip_parts:
+            size = size_of(events)
+            events = without_first(events, self._skip_parts)
+            self._skip_parts = max(self._skip_parts - size, 0)
+        if batch is not None:
+            return batch._replace(events=events)
+        return Batch(self._outbox.taken, [], "", events) if events else None
 
     def taken(self) -> None:
         """Confirm that the last batch has left to the reader."""

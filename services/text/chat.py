@@ -51,9 +51,10 @@ class TemplateInput:
 
 def template_input(chat: v1.ChatInput) -> TemplateInput:
     """Return the template's input for a valid conversation."""
+    shows_tools = chat.tool_choice.mode != v1.TOOL_MODE_NONE
     return TemplateInput(
         messages=[_message(message) for message in chat.messages],
-        tools=json.loads(chat.tools_json) if chat.tools_json else None,
+        tools=json.loads(chat.tools_json) if chat.tools_json and shows_tools else None,
         variables=json.loads(chat.template_variables_json) if chat.template_variables_json else {},
         add_generation_prompt=not (chat.omit_generation_prompt or chat.continue_final_message),
         continue_final_message=chat.continue_final_message,

@@ -14,6 +14,8 @@ import contextlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -38,21 +40,37 @@ class Detokenizer(ABC):
         """Return the text that was held back. `push` must not be called afterwards."""
 
 
-DetokenizerFactory = Callable[[bool], Detokenizer]
-"""Creates the detokenizer of a stream; the argument says whether special tokens are left out of the text."""
+class DetokenizerFactory(Protocol):
+    """Creates the detokenizer of a stream."""
+
+    def __call__(self, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> Detokenizer:
+        """Return a new detokenizer, which leaves special tokens except the `shown` ones out of the text if it should.
+
+        Args:
+            skip_special_tokens: whether to leave special tokens out.
+            shown: texts of special tokens that are never left out.
+        """
 
 
 def detokenizer_factory(tokenizer: Tokenizer) -> DetokenizerFactory:
     """Return the factory of detokenizers for one vocabulary."""
     decoder = json.loads(tokenizer.to_str())["decoder"]
+    special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+    @cache
+    def skipped(skip_special_tokens: bool, shown: tuple[str, ...]) -> frozenset[int]:
+        return frozenset(i for i, text in special.items() if text not in shown) if skip_special_tokens else frozenset()
+
     if decoder is not None and decoder["type"] == "ByteLevel":
-        all_tokens = ByteVocabulary(tokenizer, skip_special_tokens=False)
-        without_special = ByteVocabulary(tokenizer, skip_special_tokens=True)
-        return lambda skip_special_tokens: ByteLevelDetokenizer(without_special if skip_special_tokens else all_tokens)
-    special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+        @cache
+        def vocabulary(skip_special_tokens: bool, shown: tuple[str, ...]) -> ByteVocabulary:
+            return ByteVocabulary(tokenizer, skipped(skip_special_tokens, shown))
+
+        return lambda skip_special_tokens, shown=(): ByteLevelDetokenizer(vocabulary(skip_special_tokens, shown))
     byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in json.dumps(decoder) else {}
-    return lambda skip_special_tokens: WindowDetokenizer(
-        tokenizer, byte_tokens, special if skip_special_tokens else frozenset()
+    return lambda skip_special_tokens, shown=(): WindowDetokenizer(
+        tokenizer, byte_tokens, skipped(skip_special_tokens, shown)
     )
 
 
@@ -60,7 +78,7 @@ def token_reader(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     """Return a function that maps a token id to the token's bytes, empty for an unknown id."""
     decoder = json.loads(tokenizer.to_str())["decoder"]
     if decoder is not None and decoder["type"] == "ByteLevel":
-        return ByteVocabulary(tokenizer, skip_special_tokens=False).to_bytes
+        return ByteVocabulary(tokenizer, frozenset()).to_bytes
     byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in json.dumps(decoder) else {}
 
     def read(token_id: int) -> bytes:
@@ -74,10 +92,10 @@ def token_reader(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 class ByteVocabulary:
     """Bytes of each token of a byte-level vocabulary, cached on first use."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        """Create the vocabulary; `skipped` are the tokens without text."""
         self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
+        self._skipped = skipped
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
         """Text of tokens that are whole characters, by id."""

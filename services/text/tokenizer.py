@@ -50,6 +50,9 @@ class TextTokenizer:
         self._detokenizer = detokenizer_factory(tokenizer)
         self.token_bytes = token_reader(tokenizer)
         """Maps a token id to the token's bytes, which may be a part of a character."""
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens: Mapping[str, int] = {token.content: i for i, token in added if token.special}
+        """Ids of the special tokens, by their text."""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -98,9 +101,9 @@ class TextTokenizer:
             return self._decode(token_ids, skip_special_tokens)
         return await self._in_thread(4 * len(token_ids), self._decode_long, token_ids, skip_special_tokens)
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """Return the detokenizer of a new stream."""
-        return self._detokenizer(skip_special_tokens)
+    def detokenizer(self, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> Detokenizer:
+        """Return the detokenizer of a new stream; `shown` are special tokens that are never skipped."""
+        return self._detokenizer(skip_special_tokens, shown)
 
     def close(self) -> None:
         """Stop the threads."""

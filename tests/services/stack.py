@@ -16,6 +16,7 @@ from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
 from services.bench.echo_core import EchoCore, EchoFrontend, EchoStream
 from services.frontend import Frontend
+from services.parsers import model_format
 from services.text.tokenizer import load_tokenizer
 from shared.config import FrontendConfig
 from shared.sockets import send_to
@@ -31,6 +32,8 @@ MODEL = link_pb2.ServedModel(
     dtype="none",
     fingerprint="f" * 64,
 )
+PLAIN = model_format("plain", "", {})
+"""The format of a model without reasoning and tool calls."""
 PATIENCE_S = 20.0
 """An awaited event that has not come by then never will."""
 

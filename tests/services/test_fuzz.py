@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.v1 import generation_pb2 as v1
 from services.requests.validation import ValidRequest, validate
 from shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFieldError
-from tests.services.stack import MODEL
+from tests.services.stack import MODEL, PLAIN
 
 UINT32 = st.integers(0, 3) | st.integers(0, 2**32 - 1)
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
@@ -79,7 +79,7 @@ def _outcome(
     request: v1.GenerateRequest, has_chat_template: bool
 ) -> ValidRequest | InvalidRequestError | UnsupportedFieldError | ModelNotFoundError:
     try:
-        return validate(request, MODEL, has_chat_template=has_chat_template)
+        return validate(request, MODEL, PLAIN, has_chat_template=has_chat_template)
     except (InvalidRequestError, UnsupportedFieldError, ModelNotFoundError) as error:
         return error
 

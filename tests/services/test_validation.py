@@ -26,7 +26,7 @@ from shared.errors import InvalidRequestError, ModelNotFoundError, UnsupportedFi
 from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_SERVED_SEQUENCE
 from shared.grammars import MAX_GRAMMAR
 from shared.request_spec import RequestSpec
-from tests.services.stack import MODEL
+from tests.services.stack import MODEL, PLAIN
 
 VOCAB = MODEL.vocab_size
 (EOS,) = MODEL.eos_token_ids
@@ -176,7 +176,7 @@ def names(table: list[tuple[str, v1.GenerateRequest]]) -> list[str]:
 def test_a_wrong_field_is_named(field: str, wrong: v1.GenerateRequest) -> None:
     """INVALID_ARGUMENT names exactly the field that is wrong, as the proto writes it."""
     with pytest.raises(InvalidRequestError) as error:
-        validate(wrong, MODEL, has_chat_template=True)
+        validate(wrong, MODEL, PLAIN, has_chat_template=True)
 
     assert [violation.field for violation in error.value.violations] == [field]
 
@@ -185,7 +185,7 @@ def test_a_wrong_field_is_named(field: str, wrong: v1.GenerateRequest) -> None:
 def test_an_unsupported_option_is_refused_by_name(field: str, early: v1.GenerateRequest) -> None:
     """A field that this version does not support is never ignored."""
     with pytest.raises(UnsupportedFieldError) as error:
-        validate(early, MODEL, has_chat_template=True)
+        validate(early, MODEL, PLAIN, has_chat_template=True)
 
     assert error.value.field == field
 
@@ -204,6 +204,7 @@ def test_every_field_of_the_request_is_read_or_refused() -> None:
     known = {field.partition("[")[0] for field, _ in INVALID + UNSUPPORTED}
     valid = {
         "sampling.seed", "stop.ignore_eos", "stop.include_stop_string", "output.include_special_tokens", "output.echo",
+        "output.parse",
     }  # fmt: skip
 
     missing = [
@@ -225,7 +226,7 @@ def test_all_violations_are_reported_together() -> None:
         stop=v1.StopOptions(max_tokens=0),
     )
     with pytest.raises(InvalidRequestError) as error:
-        validate(wrong, MODEL, has_chat_template=True)
+        validate(wrong, MODEL, PLAIN, has_chat_template=True)
 
     fields = {violation.field for violation in error.value.violations}
     assert fields == {"request_id", "sampling.temperature", "sampling.top_p", "stop.max_tokens"}
@@ -234,7 +235,7 @@ def test_all_violations_are_reported_together() -> None:
 def test_another_model_is_not_found() -> None:
     """The error repeats the name, shortened, and says which model is served."""
     with pytest.raises(ModelNotFoundError) as error:
-        validate(request(model="m" * 300), MODEL, has_chat_template=True)
+        validate(request(model="m" * 300), MODEL, PLAIN, has_chat_template=True)
 
     assert error.value.message == f"model: {'m' * 64!r} does not exist; use 'echo'"
 
@@ -242,13 +243,13 @@ def test_another_model_is_not_found() -> None:
 def test_chat_needs_a_template() -> None:
     """A model without a chat template refuses `chat`."""
     with pytest.raises(InvalidRequestError, match="chat: the served model has no chat template"):
-        validate(chat(("user", "hi")), MODEL, has_chat_template=False)
+        validate(chat(("user", "hi")), MODEL, PLAIN, has_chat_template=False)
 
 
 def test_defaults_are_those_of_the_comments() -> None:
     """An empty set of options means temperature 1, no truncation, the model's own end, and a drawn seed and id."""
-    first = validate(request(), MODEL, has_chat_template=True)
-    second = validate(request(), MODEL, has_chat_template=True)
+    first = validate(request(), MODEL, PLAIN, has_chat_template=True)
+    second = validate(request(), MODEL, PLAIN, has_chat_template=True)
 
     assert (first.sampling.temperature, first.sampling.top_p) == (1.0, 1.0)
     assert (first.sampling.top_k, first.sampling.min_p) == (0, 0.0)
@@ -261,7 +262,7 @@ def test_defaults_are_those_of_the_comments() -> None:
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     """What many clients send for "almost 0" is served as 0; what makes a difference is kept."""
     for given, told in ((1e-45, 0.0), (1e-8, 0.0), (0.5, 0.5), (1e-3, 1e-3)):
-        valid = validate(sampling(temperature=given), MODEL, has_chat_template=True)
+        valid = validate(sampling(temperature=given), MODEL, PLAIN, has_chat_template=True)
 
         assert valid.sampling.temperature == pytest.approx(told)
 
@@ -280,10 +281,10 @@ def test_a_least_length_leaves_a_token_to_choose(wanted: v1.GenerateRequest, tok
     """A least length whose other options allow no token is refused by the front end, not by the worker."""
     wanted.stop.min_tokens = 2
     if token_left:
-        assert validate(wanted, MODEL, has_chat_template=True).output.min_tokens == 2
+        assert validate(wanted, MODEL, PLAIN, has_chat_template=True).output.min_tokens == 2
         return
     with pytest.raises(InvalidRequestError, match="no other token is allowed"):
-        validate(wanted, MODEL, has_chat_template=True)
+        validate(wanted, MODEL, PLAIN, has_chat_template=True)
 
 
 def test_neutral_values_change_nothing() -> None:
@@ -291,7 +292,7 @@ def test_neutral_values_change_nothing() -> None:
     neutral = sampling(
         n=1, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, typical_p=1.0, temperature=0.0, seed=0
     )
-    valid = validate(neutral, MODEL, has_chat_template=True)
+    valid = validate(neutral, MODEL, PLAIN, has_chat_template=True)
 
     assert valid.sampling.temperature == 0.0
     assert valid.sampling.seed == 0
@@ -301,9 +302,9 @@ def test_neutral_values_change_nothing() -> None:
 
 def test_stop_tokens_hold_the_models_own_unless_ignored() -> None:
     """End-of-sequence tokens are added to the client's, or left out when asked."""
-    assert validate(stop(stop_token_ids=[5]), MODEL, has_chat_template=True).stop_token_ids == (EOS, 5)
+    assert validate(stop(stop_token_ids=[5]), MODEL, PLAIN, has_chat_template=True).stop_token_ids == (EOS, 5)
     ignoring = stop(stop_token_ids=[5], ignore_eos=True)
-    assert validate(ignoring, MODEL, has_chat_template=True).stop_token_ids == (5,)
+    assert validate(ignoring, MODEL, PLAIN, has_chat_template=True).stop_token_ids == (5,)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +375,7 @@ def _spec(max_tokens: int) -> RequestSpec:
 def test_a_log_that_fits_into_a_frame_is_kept(resumable: bool, logprobs: int, max_tokens: int) -> None:
     """Long answers with log-probabilities can be resumable, as long as a frame takes what is kept of them."""
     wanted = request(request_id="r", resumable=resumable, output=v1.OutputOptions(logprobs=logprobs))
-    check_log_size(validate(wanted, MODEL, has_chat_template=False), _spec(max_tokens))
+    check_log_size(validate(wanted, MODEL, PLAIN, has_chat_template=False), _spec(max_tokens))
 
 
 def test_a_log_that_no_frame_takes_is_refused_with_the_remedy() -> None:
@@ -383,8 +384,8 @@ def test_a_log_that_no_frame_takes_is_refused_with_the_remedy() -> None:
     A request that is not resumable may have as many.
     """
     output = v1.OutputOptions(logprobs=20)
-    valid = validate(request(request_id="r", resumable=True, output=output), MODEL, has_chat_template=False)
+    valid = validate(request(request_id="r", resumable=True, output=output), MODEL, PLAIN, has_chat_template=False)
     with pytest.raises(InvalidRequestError, match="lower stop") as refused:
         check_log_size(valid, _spec(100_000))
     assert [violation.field for violation in refused.value.violations] == ["output.logprobs"]
-    check_log_size(validate(request(output=output), MODEL, has_chat_template=False), _spec(100_000))
+    check_log_size(validate(request(output=output), MODEL, PLAIN, has_chat_template=False), _spec(100_000))

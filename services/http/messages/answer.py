@@ -7,7 +7,6 @@ from typing import Any
 
 from quire.v1 import generation_pb2 as v1
 from services.http.output import ChatOutput
-from services.parsers import CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 Json = dict[str, Any]
 
@@ -22,8 +21,8 @@ class MessagesAnswer:
         self._blocks: list[Json] = []
         self._open = False
         """Whether the last block has not ended."""
-        self._arguments: dict[int, str] = {}
-        """Arguments of each use of a tool as JSON text, by block."""
+        self._pieces: list[str] = []
+        """Text of the last block, or the arguments of its call, while it is open."""
 
     def begin(self) -> Iterator[Json]:
         """Yield the event before the output."""
@@ -32,8 +31,8 @@ class MessagesAnswer:
 
     def events(self, response: v1.GenerateResponse) -> Iterator[Json]:
         """Yield the events of the generator's next message."""
-        for event in self.output.take(response):
-            yield from self._piece(event)
+        for part in self.output.take(response):
+            yield from self._piece(part)
         if self.output.finished is not None:
             yield from self._end_block()
             yield {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
@@ -41,32 +40,28 @@ class MessagesAnswer:
 
     def message(self) -> Json:
         """Return the whole message."""
-        blocks = [
-            block | {"input": _parsed(self._arguments.get(index, ""))} if block["type"] == "tool_use" else block
-            for index, block in enumerate(self._blocks)
-        ]
-        return {**self._head(), "content": blocks, **self._stop(), "usage": self._usage()}
+        return {**self._head(), "content": self._blocks, **self._stop(), "usage": self._usage()}
 
-    def _piece(self, event: Event) -> Iterator[Json]:
-        match event:
-            case Reasoning():
-                yield from self._text("thinking", "thinking_delta", event.text)
-            case Content():
-                yield from self._text("text", "text_delta", event.text)
-            case CallBegun():
-                yield from self._begin_block({"type": "tool_use", "id": event.id, "name": event.name, "input": {}})
-            case CallArguments():
-                index = len(self._blocks) - 1
-                self._arguments[index] = self._arguments.get(index, "") + event.text
-                yield self._delta({"type": "input_json_delta", "partial_json": event.text})
-            case CallEnded():
+    def _piece(self, part: v1.OutputPart) -> Iterator[Json]:
+        match part.WhichOneof("kind"):
+            case "reasoning":
+                yield from self._text("thinking", "thinking_delta", part.reasoning)
+            case "content":
+                yield from self._text("text", "text_delta", part.content)
+            case "call_begun":
+                begun = part.call_begun
+                yield from self._begin_block({"type": "tool_use", "id": begun.id, "name": begun.name, "input": {}})
+            case "call_arguments":
+                self._pieces.append(part.call_arguments.text)
+                yield self._delta({"type": "input_json_delta", "partial_json": part.call_arguments.text})
+            case "call_ended":
                 yield from self._end_block()
 
     def _text(self, kind: str, delta: str, text: str) -> Iterator[Json]:
         """Add text to the last block if it is of this kind; otherwise to a new one."""
         if not self._open or self._blocks[-1]["type"] != kind:
             yield from self._begin_block({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
-        self._blocks[-1][kind] += text
+        self._pieces.append(text)
         yield self._delta({"type": delta, kind: text})
 
     def _begin_block(self, block: Json) -> Iterator[Json]:
@@ -78,6 +73,12 @@ class MessagesAnswer:
     def _end_block(self) -> Iterator[Json]:
         if self._open:
             self._open = False
+            block, text = self._blocks[-1], "".join(self._pieces)
+            self._pieces.clear()
+            if block["type"] == "tool_use":
+                block["input"] = _parsed(text)
+            else:
+                block[block["type"]] = text
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _delta(self, delta: Json) -> Json:

@@ -11,7 +11,6 @@ from services.http.logprobs import Logprobs
 from services.http.output import ChatOutput
 from services.http.responses.schema import ResponsesBody, ResponseTool
 from services.http.responses.tools import callable_tools, custom_input
-from services.parsers import CallArguments, CallBegun, CallEnded, Content, Event, Reasoning
 
 Json = dict[str, Any]
 
@@ -70,8 +69,8 @@ class ResponsesAnswer:
         self._items: list[Json] = []
         self._open = False
         """Whether the last item has not ended."""
-        self._custom_arguments = ""
-        """Arguments of the last call of a custom tool, whose text is shown when it is complete."""
+        self._pieces: list[str] = []
+        """Text of the last item, or the arguments of its call, while it is open."""
         self._sequence = 0
 
     def begin(self) -> Iterator[Json]:
@@ -83,8 +82,8 @@ class ResponsesAnswer:
         """Yield the events of the generator's next message."""
         if self._logprobs is not None and message.HasField("delta"):
             self._scored += self._logprobs.of_chat(message.delta.logprobs)["content"]
-        for event in self.output.take(message):
-            yield from self._piece(event)
+        for part in self.output.take(message):
+            yield from self._piece(part)
         if self.output.finished is not None:
             yield from self._end_item()
             status = "incomplete" if self.output.reached_limit else "completed"
@@ -135,36 +134,32 @@ class ResponsesAnswer:
             "user": body.user,
         }
 
-    def _piece(self, event: Event) -> Iterator[Json]:
-        match event:
-            case Reasoning():
+    def _piece(self, part: v1.OutputPart) -> Iterator[Json]:
+        match part.WhichOneof("kind"):
+            case "reasoning":
                 self._scored = []
-                yield from self._text(self._reasoning, event.text)
-            case Content():
-                yield from self._text(_MESSAGE, event.text)
-            case CallBegun():
+                yield from self._text(self._reasoning, part.reasoning)
+            case "content":
+                yield from self._text(_MESSAGE, part.content)
+            case "call_begun":
                 self._scored = []
                 yield from self._end_item()
-                yield from self._add_item(self._call(event))
-            case CallArguments():
-                item = self._items[-1]
-                if item["type"] == "function_call":
-                    item["arguments"] += event.text
-                    yield self._item_event("response.function_call_arguments.delta", delta=event.text)
-                else:
-                    self._custom_arguments += event.text
-            case CallEnded():
+                yield from self._add_item(self._call(part.call_begun))
+            case "call_arguments":
+                self._pieces.append(part.call_arguments.text)
+                if self._items[-1]["type"] == "function_call":
+                    yield self._item_event("response.function_call_arguments.delta", delta=part.call_arguments.text)
+            case "call_ended":
                 yield from self._end_item(completed=True)
 
-    def _call(self, event: CallBegun) -> Json:
+    def _call(self, call: v1.ToolCallBegun) -> Json:
         """Return the item of a call that begins."""
-        tool = self._tools.get(event.name)
-        item: Json = {"status": "in_progress", "call_id": event.id, "name": tool.name if tool else event.name}
+        tool = self._tools.get(call.name)
+        item: Json = {"status": "in_progress", "call_id": call.id, "name": tool.name if tool else call.name}
         if tool is not None and tool.namespace:
             item["namespace"] = tool.namespace
         if tool is None or not tool.custom:
             return {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", **item, "arguments": ""}
-        self._custom_arguments = ""
         return {"id": f"ctc_{secrets.token_hex(16)}", "type": "custom_tool_call", **item, "input": ""}
 
     def _text(self, form: _Text, text: str) -> Iterator[Json]:
@@ -178,7 +173,7 @@ class ResponsesAnswer:
             self._items[-1][form.place] = [_part(form, "")]
             yield self._item_event(f"response.{form.part_event}.added", part=_part(form, ""), **{form.index: 0})
         part = self._items[-1][form.place][0]
-        part["text"] += text
+        self._pieces.append(text)
         extra: Json = {form.index: 0}
         if form is _MESSAGE:
             extra["logprobs"], self._scored = self._scored, []
@@ -194,19 +189,22 @@ class ResponsesAnswer:
         if not self._open:
             return
         self._open = False
-        item = self._items[-1]
+        item, text = self._items[-1], "".join(self._pieces)
+        self._pieces.clear()
         if item["type"] == "function_call":
-            arguments = {"arguments": item["arguments"], "name": item["name"]}
+            item["arguments"] = text
+            arguments = {"arguments": text, "name": item["name"]}
             yield self._item_event("response.function_call_arguments.done", **arguments)
         elif item["type"] == "custom_tool_call":
-            item["input"] = custom_input(self._custom_arguments)
+            item["input"] = custom_input(text)
             yield self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
             yield self._item_event("response.custom_tool_call_input.done", input=item["input"])
         else:
             form = _MESSAGE if item["type"] == "message" else self._reasoning
             part = item[form.place][0]
+            part["text"] = text
             extra: Json = {form.index: 0} | ({"logprobs": part["logprobs"]} if form is _MESSAGE else {})
-            yield self._item_event(f"response.{form.event}.done", text=part["text"], **extra)
+            yield self._item_event(f"response.{form.event}.done", text=text, **extra)
             yield self._item_event(f"response.{form.part_event}.done", part=dict(part), **{form.index: 0})
         item["status"] = "incomplete" if self.output.reached_limit and not completed else "completed"
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))

@@ -40,8 +40,7 @@ class ResponsesEndpoints:
             tokenizer = self._services.tokenizer
             detokenizer = partial(tokenizer.detokenizer, skip_special_tokens=True)
             logprobs = Logprobs(body.top_logprobs or 0, False, tokenizer.token_bytes, detokenizer)
-        output = ChatOutput(prepared.new_parser)
-        answer = ResponsesAnswer(body, f"resp_{request_id}", model, output, logprobs)
+        answer = ResponsesAnswer(body, f"resp_{request_id}", model, ChatOutput(), logprobs)
         principal = CURRENT.get().name
 
         def keep() -> None:

@@ -8,7 +8,8 @@ import pytest
 from quire.v1 import generation_pb2 as v1
 from services.http.answers import Answer
 from services.http.whole_answer import WholeAnswer
-from services.parsers import FAMILIES, OutputParser, forced_json
+from services.parsers import FAMILIES, forced_json
+from tests.services.parsed import deltas
 
 OUTPUT = '<think>\nhm\n</think>\n\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -17,12 +18,10 @@ def answer_of(
     output: str, cut: int, read: Any, reason: v1.FinishReason.ValueType, *, reasons: bool = False
 ) -> dict[str, Any]:
     """Return the choice of the whole answer to an output that arrives in two deltas."""
-    answer = Answer(
-        chat=True, id="id", model="m", n=1, prompts=1, new_parser=lambda inside: OutputParser(read, reasons=inside)
-    )
-    answer.begin_prompt(0, 3, reasons=reasons)
+    answer = Answer(chat=True, id="id", model="m", n=1, prompts=1)
+    answer.begin_prompt(0, [1, 2, 3])
     whole = WholeAnswer(answer)
-    responses = [v1.GenerateResponse(delta=v1.Delta(text=text)) for text in (output[:cut], output[cut:])]
+    responses = deltas((output[:cut], output[cut:]), read=read, reasons=reasons)
     responses.append(v1.GenerateResponse(finished=v1.Finished(reason=reason)))
     for response in responses:
         for chunk in answer.chunks(0, response):

@@ -7,9 +7,12 @@ import pytest
 
 from quire.v1 import generation_pb2 as v1
 from services.http.bodies import parse
+from services.http.errors import with_http_names
 from services.http.prompts import prepare_chat, prepare_completion, prompts_of
 from services.http.schema import ChatBody, CompletionBody
-from services.parsers import FAMILIES
+from services.parsers import model_format
+from services.requests.tools import grammar_of_calls, read_tools
+from services.text.chat import template_input
 from shared.errors import InvalidRequestError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -19,10 +22,15 @@ WEATHER = {
 }
 
 
-def chat(family: str = "hermes", **fields: Any) -> v1.GenerateRequest:
+def chat(parser: str = "hermes", **fields: Any) -> v1.GenerateRequest:
     """The request that a conversation with these fields becomes."""
     body = parse(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
-    return prepare_chat(body, "id", FAMILIES[family]).request
+    prepared = prepare_chat(body, "id")
+    try:
+        read_tools(prepared.request, model_format(parser, "{{ tools }}", {}))
+    except InvalidRequestError as error:
+        raise with_http_names(error, prepared.names) from None
+    return prepared.request
 
 
 def completion(**fields: Any) -> v1.GenerateRequest:
@@ -126,12 +134,19 @@ def test_constraints_in_every_spelling_become_grammars() -> None:
 
 def test_a_call_that_must_be_made_is_a_grammar() -> None:
     """`required` and a named function constrain the answer, whatever the model knows; `none` hides the tools."""
-    named = chat("plain", tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "weather"}})
-    required = chat("plain", tools=[WEATHER], tool_choice="required")
+    plain = model_format("plain", "", {})
 
-    assert json.loads(named.grammar.json_schema)["maxItems"] == 1
-    assert "maxItems" not in json.loads(required.grammar.json_schema)
-    assert chat("plain", tools=[WEATHER], tool_choice="none").chat.tools_json == ""
+    def grammar(choice: Any) -> v1.Grammar | None:
+        return grammar_of_calls(read_tools(chat("plain", tools=[WEATHER], tool_choice=choice), plain))
+
+    named, required = grammar({"type": "function", "function": {"name": "weather"}}), grammar("required")
+    assert named is not None
+    assert required is not None
+    assert json.loads(named.json_schema)["maxItems"] == 1
+    assert "maxItems" not in json.loads(required.json_schema)
+    hidden = chat("plain", tools=[WEATHER], tool_choice="none")
+    assert grammar("none") is None
+    assert template_input(hidden.chat).tools is None
 
 
 @pytest.mark.parametrize(
@@ -255,7 +270,7 @@ def test_of_several_forms_the_one_that_was_meant_is_explained(prompt: object, me
 def test_names_of_the_proto_are_names_of_http() -> None:
     """Where the request's checks speak of the proto's fields, the client hears of its own."""
     body = parse(ChatBody, json.dumps({"messages": MESSAGES, "max_completion_tokens": 5, "guided_regex": "a"}).encode())
-    names = prepare_chat(body, "id", FAMILIES["plain"]).names
+    names = prepare_chat(body, "id").names
 
     assert names("stop.max_tokens") == "max_completion_tokens"
     assert names("sampling.temperature") == "temperature"

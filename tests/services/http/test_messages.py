@@ -13,8 +13,8 @@ from services.http.messages.answer import MessagesAnswer
 from services.http.messages.conversion import to_chat
 from services.http.messages.schema import MessagesBody
 from services.http.output import ChatOutput
-from services.parsers import FAMILIES, OutputParser
 from shared.errors import InvalidRequestError
+from tests.services.parsed import deltas
 from tests.services.stack import running_stack
 
 OUTPUT = '<think>hm</think>\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -28,12 +28,12 @@ def body(**fields: Any) -> MessagesBody:
 
 def answered(text: str, end: v1.Finished, cut: int = 7) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the events and the message for an output that arrives in two deltas."""
-    output = ChatOutput(lambda reasons: OutputParser(FAMILIES["hermes"].read, reasons=reasons))
-    output.begin(5, reasons=False)
+    output = ChatOutput()
+    output.prompt_tokens = 5
     answer = MessagesAnswer("msg_1", "m", output)
     events = [*answer.begin()]
-    for delta in (text[:cut], text[cut:]):
-        events += answer.events(v1.GenerateResponse(delta=v1.Delta(text=delta, token_ids=[1, 2])))
+    for response in deltas((text[:cut], text[cut:]), [1, 2]):
+        events += answer.events(response)
     events += answer.events(v1.GenerateResponse(finished=end))
     return events, answer.message()
 

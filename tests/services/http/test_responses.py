@@ -15,8 +15,8 @@ from services.http.responses.conversion import to_chat
 from services.http.responses.schema import ResponsesBody
 from services.http.responses.store import ResponseStore, StoredResponse
 from services.http.schema import NamedTool
-from services.parsers import FAMILIES, OutputParser
 from shared.errors import InvalidRequestError
+from tests.services.parsed import deltas
 from tests.services.stack import running_stack
 
 OUTPUT = '<think>hm</think>\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -32,12 +32,12 @@ def answered(
     text: str, reason: v1.FinishReason.ValueType, cut: int = 7, **fields: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the events and the response for an output that arrives in two deltas."""
-    output = ChatOutput(lambda reasons: OutputParser(FAMILIES["hermes"].read, reasons=reasons))
-    output.begin(5, reasons=False)
+    output = ChatOutput()
+    output.prompt_tokens = 5
     answer = ResponsesAnswer(body(**fields), "resp_1", "m", output)
     events = [*answer.begin()]
-    for delta in (text[:cut], text[cut:]):
-        events += answer.events(v1.GenerateResponse(delta=v1.Delta(text=delta, token_ids=[1, 2])))
+    for message in deltas((text[:cut], text[cut:]), [1, 2]):
+        events += answer.events(message)
     usage = v1.Usage(completion_tokens=4, cached_prompt_tokens=2)
     events += answer.events(v1.GenerateResponse(finished=v1.Finished(reason=reason, usage=usage)))
     return events, answer.response()

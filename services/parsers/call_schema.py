@@ -1,16 +1,17 @@
-"""Schema of the tool calls that a grammar forces.
+"""Schema of tool calls as a JSON array, which a grammar can force on every model.
 
-With `tool_choice` "required" or a named function, a grammar forces a call: the output is a JSON array of {"name",
-"parameters"}, each following its function's schema. With "auto" the model decides, and `services.parsers` finds the
-calls in its output.
+The output is an array of {"name", "parameters"}, each following its function's schema.
 
 A model may add a property to any object that does not forbid it. Many clients leave `additionalProperties` out, and a
 weak model then invents arguments. So an object that lists its properties has no others here, unless the schema says so.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
-from services.http.schema import FunctionDefinition, JsonObject
+from services.parsers.functions import Function
+
+JsonObject = dict[str, Any]
 
 _COMBINING = {
     "$ref",
@@ -26,7 +27,7 @@ _COMBINING = {
 """Keywords beside which `properties` does not list all properties."""
 
 
-def forced_calls(functions: Sequence[FunctionDefinition], *, parallel: bool) -> JsonObject:
+def schema_of_calls(functions: Sequence[Function], *, parallel: bool) -> JsonObject:
     """Return the JSON schema of an answer that calls at least one function; exactly one if not `parallel`."""
     definitions: JsonObject = {}
     items = [_call_schema(function, number, definitions) for number, function in enumerate(functions)]
@@ -38,7 +39,7 @@ def forced_calls(functions: Sequence[FunctionDefinition], *, parallel: bool) -> 
     return schema
 
 
-def _call_schema(function: FunctionDefinition, number: int, definitions: JsonObject) -> JsonObject:
+def _call_schema(function: Function, number: int, definitions: JsonObject) -> JsonObject:
     parameters = dict(function.parameters or {"type": "object"})
     for keyword in ("$defs", "definitions"):
         own = parameters.pop(keyword, None)

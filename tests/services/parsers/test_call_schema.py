@@ -2,8 +2,8 @@
 
 import jsonschema
 
-from services.http.schema import FunctionDefinition, JsonObject
-from services.http.tool_calls import forced_calls
+from services.parsers import Function, schema_of_calls
+from services.parsers.call_schema import JsonObject
 
 
 def test_the_schema_of_forced_calls_accepts_calls_only() -> None:
@@ -12,13 +12,13 @@ def test_the_schema_of_forced_calls_accepts_calls_only() -> None:
     The definitions of two functions are not mixed.
     """
     functions = [
-        FunctionDefinition(
+        Function(
             name=name,
             parameters={"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": kind}}},
         )
         for name, kind in (("count", "integer"), ("say", "string"))
     ]
-    schema = forced_calls(functions, parallel=True)
+    schema = schema_of_calls(functions, parallel=True)
 
     def valid(*calls: object) -> bool:
         return bool(jsonschema.Draft202012Validator(schema).is_valid(list(calls)))
@@ -27,7 +27,7 @@ def test_the_schema_of_forced_calls_accepts_calls_only() -> None:
     assert not valid({"name": "count", "parameters": {"x": "hello"}})
     assert not valid({"name": "shout", "parameters": {}})
     assert not valid()
-    assert forced_calls(functions, parallel=False)["maxItems"] == 1
+    assert schema_of_calls(functions, parallel=False)["maxItems"] == 1
 
 
 def test_a_call_has_only_arguments_that_the_function_lists() -> None:
@@ -43,7 +43,7 @@ def test_a_call_has_only_arguments_that_the_function_lists() -> None:
             "any": {"type": "object"},
         },
     }
-    schema = forced_calls([FunctionDefinition(name="f", parameters=parameters)], parallel=True)
+    schema = schema_of_calls([Function(name="f", parameters=parameters)], parallel=True)
 
     def valid(**arguments: object) -> bool:
         call = {"name": "f", "parameters": arguments}
