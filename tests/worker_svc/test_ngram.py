@@ -2,12 +2,13 @@
 
 from array import array
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
 from worker_svc.speculation import ngram
-from worker_svc.speculation.ngram import NgramIndex, continuation
+from worker_svc.speculation.ngram import NgramProposer, continuation, search
 
 
 def longest_match(tokens: list[int]) -> int:
@@ -23,50 +24,57 @@ def longest_match(tokens: list[int]) -> int:
 @settings(max_examples=examples(200), deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
-    first=st.integers(1, 60),
     cap=st.sampled_from([ngram._CANDIDATES, 1000]),
 )
-def test_the_longest_match_is_found_however_the_index_grew(tokens: list[int], first: int, cap: int) -> None:
+def test_the_longest_match_is_found(tokens: list[int], cap: int) -> None:
     """With enough places to look at, the match is the longest; with few it is a match. The tokens after it follow."""
-    known, index = array("i", tokens[:first]), NgramIndex()
-    assert index.extend(known)
-    for token in tokens[first:]:
-        known.append(token)
-        assert index.extend(known)
-
-    place, length = index.search(known, cap)
+    text = np.array(tokens, np.int32)
+    place, length = search(text, cap)
 
     assert length == longest_match(tokens) if cap == 1000 else length <= longest_match(tokens)
     if length:
         assert tokens[place - length + 1 : place + 1] == tokens[-length:]
         assert place < len(tokens) - 1
-        proposed = continuation(known, place, 7)
+        proposed = continuation(text, place, 7)
         extended = tokens + proposed
+        assert len(proposed) == 7
         assert all(extended[place + 1 + i] == token for i, token in enumerate(proposed))
+
+
+def test_among_equal_matches_the_latest_wins() -> None:
+    """Of two places with the same tokens, the later one is continued."""
+    place, length = search(np.array([1, 2, 7, 1, 2, 8, 1, 2], np.int32))
+
+    assert (place, length) == (4, 2)
 
 
 def test_a_short_period_is_continued_as_far_as_wanted() -> None:
     """A match that runs into the end of the text repeats itself."""
-    known, index = array("i", [9, 1, 2, 1, 2, 1, 2]), NgramIndex()
-    index.extend(known)
-    place, length = index.search(known)
+    text = np.array([9, 1, 2, 1, 2, 1, 2], np.int32)
+    place, length = search(text)
 
     assert length == 4
-    assert continuation(known, place, 6) == [1, 2, 1, 2, 1, 2]
+    assert continuation(text, place, 6) == [1, 2, 1, 2, 1, 2]
 
 
-def test_only_recent_tokens_are_searched_and_an_index_grows_in_parts() -> None:
-    """A match further back than the window is not found. A long text is indexed in several calls."""
+class _Text:
+    """The tokens of one row."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = array("i", tokens)
+
+    def known_tokens(self, row: int) -> "array[int]":
+        """All tokens."""
+        return self._tokens
+
+
+def test_only_recent_tokens_are_searched() -> None:
+    """A match further back than the window is not found."""
     window = ngram._WINDOW
     old = [1_000_001, 1_000_002, 1_000_003]
-    near = array("i", [*old, *range(window - 10), *old])
-    far = array("i", [*old, *range(window + 10), *old])
     found = []
-    for known in (near, far):
-        index, calls = NgramIndex(), 1
-        while not index.extend(known):
-            calls += 1
-        assert calls >= window // ngram._MOST_INDEXED
-        found.append(index.search(known))
+    for between in (window - 10, window + 10):
+        proposer = NgramProposer(_Text([*old, *range(between), *old]))  # type: ignore[arg-type]
+        found.append(proposer.propose(np.array([0]), np.array([8])))
 
-    assert found == [(2, 3), (0, 0)]
+    assert [list(map(list, each)) for each in found] == [[[0, 1, 2]], [[]]]

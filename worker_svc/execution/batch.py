@@ -28,22 +28,35 @@ from worker_svc.speculation.drafts import NO_DRAFTS, Drafts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Drafts of a step as the sampler verifies them: S sampled tokens of Q rows, grouped by row."""
+    """Drafts of a step as they are verified: S sampled tokens of Q rows, grouped by row."""
 
-    rows: IntArray
-    """`[Q]`: the sampling rows, ascending."""
     firsts: IntArray
-    """`[Q]`: place of each row's first sampled token."""
+    """`[Q]`: place of each row's first sampled token; rows ascending."""
     expected: IntArray
     """`[S]`: the draft that a sampled token must equal, so that the row's next one counts; -1 at a row's last place."""
-    rows_on_device: torch.Tensor
-    """`[Q] int64`."""
-    firsts_on_device: torch.Tensor
-    """`[Q] int64`."""
-    expected_on_device: torch.Tensor
-    """`[S] int64`."""
-    row_index: torch.Tensor
-    """`[S] int64`: the place in `rows` of each sampled token's row."""
+
+    def check(self, tokens: Int32Array, not_reached: int) -> tuple[IntArray, Int32Array]:
+        """Verify the drafts, given the sampled tokens `[S]`.
+
+        A code that stands for a failure ends its row, because the next step finds the failure at its base token.
+
+        Returns:
+            how many tokens of each row count, `[Q]`: those up to the first rejected draft; and `tokens` with
+            `not_reached` in place of the others.
+        """
+        # Most steps have few tokens. For these, a loop takes a third of the time of array operations.
+        accepts = ((tokens[:-1] == self.expected[:-1]) & (tokens[1:] >= 0)).tolist()
+        accepts.append(False)
+        checked = tokens.copy()
+        firsts = self.firsts.tolist()
+        counts = []
+        for first, end in zip(firsts, [*firsts[1:], len(tokens)], strict=True):
+            at = first
+            while accepts[at]:
+                at += 1
+            checked[at + 1 : end] = not_reached
+            counts.append(at + 1 - first)
+        return np.array(counts), checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,11 +139,9 @@ class BatchBuilder:
             else:
                 return self._captured(self._lanes, decode_rows, bucket)
         table.publish()
-        if drafts is not None:
-            return self._mixed(decode_rows, chunk_rows, chunk_lengths, drafts)
-        if len(chunk_rows) == 0:
-            return self._decode_only(decode_rows)
-        return self._mixed(decode_rows, chunk_rows, chunk_lengths, NO_DRAFTS)
+        if len(chunk_rows):
+            return self._mixed(decode_rows, chunk_rows, chunk_lengths, drafts or NO_DRAFTS)
+        return self._decode_only(decode_rows) if drafts is None else self._verifying(decode_rows, drafts)
 
     def _captured(self, lanes: DecodeLanes, rows: IntArray, bucket: int) -> StepBatch:
         table = self._table
@@ -187,12 +198,63 @@ class BatchBuilder:
             num_prefill_tokens=0,
         )
 
+    def _verifying(self, decode_rows: IntArray, drafts: Drafts) -> StepBatch:
+        """Build the batch of a step without chunks in which rows have drafts; all of its tokens sample."""
+        table = self._table
+        singles = self._without_drafts(decode_rows, drafts)
+        num_singles = len(singles)
+        rows = np.concatenate((singles, drafts.rows)) if num_singles else drafts.rows
+        lengths = np.ones(len(rows), np.int64)
+        lengths[num_singles:] += drafts.counts
+        starts = table.num_computed[rows]
+        ends = starts + lengths
+        table.check_room(rows, ends)
+        query_start = np.zeros(len(rows) + 1, np.int64)
+        lengths.cumsum(out=query_start[1:])
+        num_tokens = int(query_start[-1])
+        token_rows, positions = np.repeat(rows, lengths), np.repeat(starts - query_start[:-1], lengths)
+        positions += np.arange(num_tokens)
+        slots = self._slots(token_rows, positions)
+        known_ids = self._with_base_tokens(drafts)
+        table.advance(NO_ROWS, NO_ROWS)
+        logits_index_, sample_rows, sample_positions_, sampled = NO_ROWS, token_rows, positions + 1, lengths
+        if num_singles:
+            order = np.argsort(rows)
+            sampled = lengths[order]
+            logits_index_ = np.repeat(query_start[order + 1] - sampled.cumsum(), sampled) + np.arange(num_tokens)
+            sample_rows, sample_positions_ = token_rows[logits_index_], sample_positions_[logits_index_]
+        positions_, slots_, known_ids_, rows_, sample_rows_, logits_index = self._upload(
+            (positions, slots, known_ids, rows, sample_rows, logits_index_), np.int64
+        )
+        query_start_, context_lens, sample_positions = self._upload((query_start, ends, sample_positions_), np.int32)
+        return StepBatch(
+            input_ids=torch.cat((table.last_token.index_select(0, rows_[:num_singles]), known_ids_))
+            if num_singles
+            else known_ids_,
+            positions=positions_,
+            attention=AttentionInputs(
+                slot_mapping=slots_,
+                block_tables=self._block_tables(rows_, int(ends.max())),
+                query_start=query_start_,
+                context_lens=context_lens,
+                max_query_len=int(lengths.max()),
+                min_query_len=int(lengths.min()),
+                num_leading_decodes=num_singles,
+            ),
+            logits_index=logits_index if num_singles else None,
+            sample_rows=sample_rows,
+            sample_rows_on_device=sample_rows_,
+            sample_positions=sample_positions,
+            positions_on_host=sample_positions_,
+            rows=rows,
+            num_tokens=num_tokens,
+            num_prefill_tokens=0,
+            verification=_verification(drafts, sampled),
+        )
+
     def _mixed(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray, drafts: Drafts) -> StepBatch:
         table = self._table
-        if len(drafts.rows):
-            single = np.ones(table.limits.max_rows, np.bool_)
-            single[drafts.rows] = False
-            decode_rows = decode_rows[single[decode_rows]]
+        decode_rows = self._without_drafts(decode_rows, drafts)
         num_singles = len(decode_rows)
         rows = np.concatenate((decode_rows, drafts.rows, chunk_rows))
         lengths = np.concatenate((np.ones_like(decode_rows), drafts.counts + 1, chunk_lengths))
@@ -205,7 +267,7 @@ class BatchBuilder:
         slots = self._slots(np.repeat(rows, lengths), positions)
         known_ids = np.concatenate(
             [
-                *self._with_base_tokens(drafts),
+                self._with_base_tokens(drafts),
                 *(
                     table.chunk_tokens(row, length)
                     for row, length in zip(chunk_rows.tolist(), chunk_lengths.tolist(), strict=True)
@@ -267,42 +329,29 @@ class BatchBuilder:
             rows=rows,
             num_tokens=num_tokens,
             num_prefill_tokens=num_prefill_tokens,
-            verification=None if not len(drafts.rows) else self._verification(drafts, rows[order], counts),
+            verification=None if not len(drafts.rows) else _verification(drafts, counts[counts > 0]),
         )
 
-    def _with_base_tokens(self, drafts: Drafts) -> list[Int32Array]:
-        """Return the input tokens of the rows with drafts."""
+    def _without_drafts(self, decode_rows: IntArray, drafts: Drafts) -> IntArray:
+        """Return the decode rows that have no drafts, ascending."""
         if not len(drafts.rows):
-            return []
-        ends = np.cumsum(drafts.counts + 1)
-        places = ends - drafts.counts - 1
-        tokens = np.empty(int(ends[-1]), np.int32)
-        is_draft = np.ones(len(tokens), np.bool_)
-        is_draft[places] = False
-        tokens[places] = [self._table.known_tokens(row)[-1] for row in drafts.rows.tolist()]
-        tokens[is_draft] = drafts.tokens
-        return [tokens]
+            return decode_rows
+        if len(drafts.rows) == len(decode_rows):
+            return NO_ROWS
+        single = np.ones(self._table.limits.max_rows, np.bool_)
+        single[drafts.rows] = False
+        return decode_rows[single[decode_rows]]
 
-    def _verification(self, drafts: Drafts, rows: IntArray, counts: IntArray) -> Verification:
-        """Return how the sampler verifies the drafts; `counts[i]` tokens of `rows[i]` are sampled."""
-        rows, counts = rows[counts > 0], counts[counts > 0]
-        firsts = np.cumsum(counts) - counts
-        # All sampled tokens of rows with drafts but the last of each are compared with a draft.
-        compared = np.repeat(counts > 1, counts)
-        compared[firsts + counts - 1] = False
-        expected = np.full(len(compared), -1)
-        expected[compared] = drafts.tokens
-        row_index = np.repeat(np.arange(len(rows)), counts)
-        on_device = self._upload((rows, firsts, expected, row_index), np.int64)
-        return Verification(
-            rows=rows,
-            firsts=firsts,
-            expected=expected,
-            rows_on_device=on_device[0],
-            firsts_on_device=on_device[1],
-            expected_on_device=on_device[2],
-            row_index=on_device[3],
-        )
+    def _with_base_tokens(self, drafts: Drafts) -> Int32Array:
+        """Return the input tokens of the rows with drafts."""
+        lengths = drafts.counts + 1
+        tokens = np.empty(len(drafts.tokens) + len(lengths), np.int32)
+        is_draft = np.ones(len(tokens), np.bool_)
+        places = lengths.cumsum() - lengths
+        is_draft[places] = False
+        tokens[places] = self._table.last_known[drafts.rows]
+        tokens[is_draft] = drafts.tokens
+        return tokens
 
     def _prompt_parts(
         self, place: int, chunk_rows: IntArray, chunk_lengths: IntArray
@@ -346,7 +395,19 @@ class BatchBuilder:
         num_blocks = -(-longest // self._block_size)
         return self._table.tables[0].device_tables[:, :num_blocks].index_select(0, rows)
 
-    def _upload(self, arrays: tuple[IntArray, ...], dtype: npt.DTypeLike) -> tuple[torch.Tensor, ...]:
+    def _upload(self, arrays: tuple[IntArray | Int32Array, ...], dtype: npt.DTypeLike) -> tuple[torch.Tensor, ...]:
         """Upload the arrays with one copy."""
         packed = upload(np.concatenate(arrays).astype(dtype, copy=False), self._device)
         return torch.split(packed, [len(array) for array in arrays])
+
+
+def _verification(drafts: Drafts, sampled: IntArray) -> Verification:
+    """Return how the drafts are verified; `sampled[i]` tokens of the i-th sampling row are sampled, rows ascending."""
+    ends = sampled.cumsum()
+    firsts = ends - sampled
+    # All sampled tokens of rows with drafts but the last of each are compared with a draft.
+    compared = np.repeat(sampled > 1, sampled)
+    compared[ends - 1] = False
+    expected = np.full(len(compared), -1)
+    expected[compared] = drafts.tokens
+    return Verification(firsts=firsts, expected=expected)

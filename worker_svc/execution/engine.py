@@ -19,7 +19,7 @@ from kernels.block_copy import BlockPool
 from shared.logging import get_logger
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.device.state import DeviceState
-from worker_svc.execution.batch import BatchBuilder, StepBatch
+from worker_svc.execution.batch import BatchBuilder, StepBatch, Verification
 from worker_svc.execution.decode_graphs import DecodeGraphs, DecodeLanes
 from worker_svc.execution.executor import (
     Computed,
@@ -58,8 +58,10 @@ class _Launched:
     """The row of each sampled token."""
     generations: IntArray
     """Their generations."""
-    firsts: IntArray | None
-    """Place of the first sampled token of each row; None: no row has drafts."""
+    verification: Verification | None
+    """None: no row has drafts."""
+    membership: int
+    """`RowTable.membership` after the launch."""
     left_out: tuple[IntArray, IntArray]
     """Rows and their generations that the plan expects but that were not computed because they have failed."""
     num_tokens: int
@@ -73,8 +75,8 @@ class _Launched:
     """Rows that need log-probabilities of their sampled tokens."""
     prompt_parts: tuple[PromptPart, ...]
     pooled_parts: tuple[pooling.PooledPart, ...]
-    is_settled: bool = False
-    """Whether the row table has the sampled tokens and counts the accepted drafts."""
+    taken: Int32Array | None = None
+    """The sampled tokens as `Engine._take_tokens` returned them; None: the row table does not have them."""
 
 
 class Engine:
@@ -201,13 +203,13 @@ class Engine:
         prepare_ns = time.perf_counter_ns() - began
         in_flight = self._submit(batch)
         sample_rows = NO_ROWS if batch is None else batch.sample_rows
-        verification = None if batch is None else batch.verification
         self._launched.append(
             _Launched(
                 step=plan.step,
                 sample_rows=sample_rows,
                 generations=self._rows.generation[sample_rows],
-                firsts=None if verification is None else verification.firsts,
+                verification=None if batch is None else batch.verification,
+                membership=self._rows.membership,
                 left_out=(failed_rows, self._rows.generation[failed_rows]),
                 num_tokens=0 if batch is None else batch.num_tokens,
                 received_unix_ns=received_unix_ns,
@@ -233,9 +235,7 @@ class Engine:
         """Return the result of the oldest step in flight; wait for the device if necessary."""
         launched = self._launched.popleft()
         output, times = launched.in_flight.result()
-        tokens = output.tokens
-        if self._proposer is not None:
-            self._take_tokens(launched, tokens)
+        tokens = output.tokens if self._proposer is None else self._take_tokens(launched, output.tokens)
         self._tracing.end_step(launched.spans, times.ended_unix_ns)
         rows, generations = launched.sample_rows, launched.generations
         failures: list[RowFailure] = []
@@ -260,8 +260,9 @@ class Engine:
             failures.append(self._failure(row, generation))
         for copies in launched.copies:
             copies.wait()
-        kept, counts, draft_counts, firsts = rows[counted], None, None, launched.firsts
-        if firsts is not None:
+        kept, counts, draft_counts = rows[counted], None, None
+        if launched.verification is not None:
+            firsts = launched.verification.firsts
             counts = np.add.reduceat(counted, firsts, dtype=np.int64)
             alive = counts > 0
             kept, counts = rows[firsts][alive], counts[alive]
@@ -299,20 +300,36 @@ class Engine:
 
         It does if it may have drafts itself, or follows a step with drafts.
         """
-        waiting = [launched for launched in self._launched if not launched.is_settled]
+        waiting = [launched for launched in self._launched if launched.taken is None]
         if not waiting:
             return
-        if self._rows.speculates or len(plan.draft_rows) or any(each.firsts is not None for each in waiting):
+        drafted = any(each.verification is not None for each in waiting)
+        if self._rows.speculates or len(plan.draft_rows) or drafted:
             for launched in waiting:
                 self._take_tokens(launched, launched.in_flight.tokens())
 
-    def _take_tokens(self, launched: _Launched, tokens: Int32Array) -> None:
-        """Give the sampled tokens of a step to the row table, once; steps come in order."""
-        if not launched.is_settled:
-            launched.is_settled = True
-            rows = launched.sample_rows
-            current = (tokens >= 0) & self._rows.uses(rows, launched.generations)
-            self._rows.take_tokens(rows[current], tokens[current])
+    def _take_tokens(self, launched: _Launched, tokens: Int32Array) -> Int32Array:
+        """Give the sampled tokens of a step to the row table, once; steps come in order.
+
+        Returns:
+            The tokens, with `NOT_REACHED` instead of those behind rejected drafts.
+        """
+        if launched.taken is not None:
+            return launched.taken
+        rows, generations, verification = launched.sample_rows, launched.generations, launched.verification
+        if verification is None:
+            self._rows.note_last(rows, tokens)
+        else:
+            firsts = verification.firsts
+            counts, tokens = verification.check(tokens, NOT_REACHED)
+            rows, last = rows[firsts], tokens[firsts + counts - 1]
+            if self._rows.membership != launched.membership or int(last.min()) < 0:
+                current = (last >= 0) & self._rows.uses(rows, generations[firsts])
+                rows, counts, last = rows[current], counts[current], last[current]
+            self._rows.accept(rows, counts, last)
+        launched.taken = tokens
+        self._rows.take_tokens(launched.sample_rows, generations, tokens)
+        return tokens
 
     def _fail(self, rows: IntArray, generations: IntArray, tokens: Int32Array) -> list[RowFailure]:
         """Exclude rows from all further steps, log each row that has not failed before, and return the failures."""

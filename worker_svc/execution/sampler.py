@@ -5,9 +5,10 @@ rules (`outputs.logits`), and grammars mask the logits of their rows (`outputs.g
 together. The sampling parameters of a batch are kept on the device until its rows change.
 
 A row with drafts is sampled at its base token and at each draft. A draft is accepted if it equals the token that was
-sampled before it; the row's tokens up to the first other one count. The noise depends on positions only, so these are
-the tokens that the row would have without drafts. The places of rows without restrictions are sampled together. The
-rules or the grammar of a row need each token before the next one, so such a row is sampled place after place.
+sampled before it; the row's tokens up to the first other one count (`Verification.counts`). The noise depends on
+positions only, so these are the tokens that the row would have without drafts. The places of rows without restrictions
+are sampled together. The rules or the grammar of a row need each token before the next one, so such a row is sampled
+place after place.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ NOTHING_ALLOWED = -2
 """Code instead of a token: the row's rules and grammar allow no token."""
 NOT_REACHED = -3
 """Code instead of a token: the token does not count, because a draft before it was not accepted."""
+_MOST_GATHERED = 16
+"""Batches of the same rows whose sampling parameters are kept: one request with up to 15 drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +82,27 @@ class Sampler:
         self._table = table
         self._device = device
         self._accelerator = accelerator
-        self._gathered_for: tuple[int, bytes] = (-1, b"")
-        self._gathered: _Gathered | None = None
-        self._wanted_for: tuple[int, bytes] = (-1, b"")
-        self._wanted: Wanted | None = None
+        self._membership = -1
+        self._gathered: dict[bytes, _Gathered] = {}
+        """By rows of a batch, while `membership` is the same; steps with drafts repeat rows."""
+        self._wanted: dict[bytes, Wanted | None] = {}
         self._pending: HostTokens | None = None
         """Tokens of the last step, if one of its rows needs them on the host."""
 
     def wanted(self, batch: StepBatch) -> Wanted | None:
         """Return the rows of a batch that need log-probabilities of their sampled tokens."""
-        key = (self._table.membership, batch.sample_rows.tobytes())
-        if self._wanted_for != key:
-            self._wanted, self._wanted_for = self._find_wanted(batch), key
-        return self._wanted
+        self._forget_former_rows()
+        key = batch.sample_rows.tobytes()
+        if key not in self._wanted:
+            self._wanted[key] = self._find_wanted(batch)
+        return self._wanted[key]
 
     def clear(self) -> None:
         """Forget the last step, for a new epoch."""
         self._pending = None
 
     def sample(self, logits: torch.Tensor, batch: StepBatch) -> Sampled:
-        """Sample tokens from logits `[S + P, vocab_size]` and write them to the rows' `last_token`.
+        """Sample tokens from logits `[S + P, vocab_size]`; write them to the rows' `last_token` if no row has drafts.
 
         With `split`, the logits are those of the rank's part of the vocabulary. A row that cannot sample gets the code
         `NOT_FINITE` or `NOTHING_ALLOWED` instead of a token.
@@ -126,8 +130,6 @@ class Sampler:
             outcome = split.sample(logits, params)
         if batch.verification is None:
             self._table.last_token.index_copy_(0, batch.sample_rows_on_device, outcome.clamp(min=0))
-        else:
-            outcome = self._accept(outcome, batch.verification)
         return Sampled(outcome.to(torch.int32))
 
     def _sample(self, logits: torch.Tensor, batch: StepBatch) -> Sampled:
@@ -169,17 +171,16 @@ class Sampler:
         return checked.masked_fill(checked < 0, NOTHING_ALLOWED).masked_fill(failed, NOT_FINITE)
 
     def _verify(self, logits: torch.Tensor, batch: StepBatch, verification: Verification) -> torch.Tensor:
-        """Sample a batch with drafts from logits `[S, vocab_size]`, and write the rows' last tokens.
+        """Sample at all places of a batch with drafts, from logits `[S, vocab_size]`.
 
         Returns:
-            Tokens or codes, `[S] int64`; only the first token of a row may be a code other than `NOT_REACHED`.
+            Tokens or codes, `[S] int64`; a place that is not needed may have any of them.
         """
         rows, expected = batch.sample_rows, verification.expected
         restricted = self._table.restricted(rows)
         if not restricted.any():
-            gathered = self._gather_once(batch)
-            picked = self._pick(logits, gathered, batch.sample_positions, batch.positions_on_host)
-            return self._accept(picked, verification)
+            params = self._gather_once(batch).params
+            return sample_checked(logits, replace(params, position=batch.sample_positions))
         outcome = torch.full((len(rows),), NOT_REACHED, dtype=torch.int64, device=self._device)
         first = np.zeros(len(rows), np.bool_)
         first[verification.firsts] = True
@@ -197,7 +198,7 @@ class Sampler:
             places = places[(tokens == expected[places]) & (tokens >= 0)] + 1
             if not len(places):
                 break
-        return self._accept(outcome, verification)
+        return outcome
 
     def _pick_at(self, places: IntArray, logits: torch.Tensor, batch: StepBatch, outcome: torch.Tensor) -> None:
         """Sample at some places of a batch; `places` has a row with rules or a grammar at most once."""
@@ -205,22 +206,6 @@ class Sampler:
         gathered = self._gather(batch.sample_rows[places], batch.sample_positions[index])
         own = logits[index]
         outcome[index] = self._pick(own, gathered, gathered.params.position, batch.positions_on_host[places])
-
-    def _accept(self, outcome: torch.Tensor, verification: Verification) -> torch.Tensor:
-        """Mark the tokens after each row's first draft that is not accepted, and write the rows' last tokens.
-
-        A row that can sample no token at a draft has only the tokens before it; the next step finds the failure.
-        """
-        firsts, row_index = verification.firsts_on_device, verification.row_index
-        follows = torch.zeros_like(outcome, dtype=torch.bool)
-        follows[1:] = (outcome[:-1] == verification.expected_on_device[:-1]) & (outcome[1:] >= 0)
-        follows[firsts] = True
-        breaks = (~follows).cumsum(0)
-        counted = breaks == breaks[firsts][row_index]
-        counts = torch.zeros_like(firsts).index_add_(0, row_index, counted.long())
-        last = outcome[firsts + counts - 1].clamp(min=0)
-        self._table.last_token.index_copy_(0, verification.rows_on_device, last)
-        return outcome.masked_fill(~counted, NOT_REACHED)
 
     def _restrict(self, logits: torch.Tensor, gathered: _Gathered, positions: IntArray) -> torch.Tensor:
         """Return the logits after rules and grammars, in float32 if there are rules; may change `logits`."""
@@ -263,10 +248,18 @@ class Sampler:
 
     def _gather_once(self, batch: StepBatch) -> _Gathered:
         """Return the parameters of the batch's rows; gather them again only if `membership` or the rows changed."""
-        key = (self._table.membership, batch.sample_rows.tobytes())
-        if self._gathered is None or self._gathered_for != key:
-            self._gathered, self._gathered_for = self._gather(batch.sample_rows, batch.sample_positions), key
-        return self._gathered
+        self._forget_former_rows()
+        key = batch.sample_rows.tobytes()
+        found = self._gathered.get(key)
+        if found is None:
+            found = self._gathered[key] = self._gather(batch.sample_rows, batch.sample_positions)
+        return found
+
+    def _forget_former_rows(self) -> None:
+        if self._membership != self._table.membership or max(len(self._gathered), len(self._wanted)) >= _MOST_GATHERED:
+            self._membership = self._table.membership
+            self._gathered.clear()
+            self._wanted.clear()
 
     def _gather(self, rows: IntArray, positions: torch.Tensor) -> _Gathered:
         rules = self._table.rules.batch(rows)

@@ -5,7 +5,9 @@ Only a worker that speculates keeps it. A step takes its base token from it too:
 
 from array import array
 
-from worker_svc.interface.arrays import Int32Array
+import numpy as np
+
+from worker_svc.interface.arrays import Int32Array, IntArray
 
 
 class TokenHistory:
@@ -18,9 +20,15 @@ class TokenHistory:
         """Begin a row with its prompt and the output that was generated before."""
         self._tokens[row] = array("i", tokens.astype("=i4", copy=False).tobytes())
 
-    def append(self, row: int, token: int) -> None:
-        """Append a sampled token to a row."""
-        self._tokens[row].append(token)
+    def extend(self, rows: IntArray, tokens: Int32Array) -> None:
+        """Append sampled tokens, grouped by row."""
+        if not len(rows):
+            return
+        firsts = np.flatnonzero(np.diff(rows, prepend=-1))
+        packed = tokens.astype("=i4", copy=False).tobytes()
+        ends = [*firsts[1:].tolist(), len(rows)]
+        for row, first, end in zip(rows[firsts].tolist(), firsts.tolist(), ends, strict=True):
+            self._tokens[row].frombytes(packed[4 * first : 4 * end])
 
     def leave(self, row: int) -> None:
         """Forget a row that leaves."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.device.state import DeviceState
+from worker_svc.device.upload import upload
 from worker_svc.interface.arrays import NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.limits import Limits
@@ -32,6 +33,8 @@ from worker_svc.rows.block_tables import BlockTables
 from worker_svc.rows.history import TokenHistory
 
 _NO_FLAGS = np.zeros(0, np.bool_)
+_MOST_UNTAKEN = 64
+"""Steps whose tokens are added to the history at once; it is needed only while rows may have drafts."""
 
 
 class RowState(enum.IntEnum):
@@ -90,8 +93,12 @@ class RowTable:
         self.grammars = GrammarRows(grammars, limits.vocab_size, rows, device)
         self.pooling = PoolingRows(rows)
         self._history = TokenHistory() if limits.max_draft_tokens else None
+        self._untaken: list[tuple[IntArray, IntArray, Int32Array]] = []
+        """Rows, generations and tokens of the last steps, if they are not in the history yet."""
         self.last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         """`[max_rows + 1] int64` on the device: the last sampled token of each row; the last element is padding."""
+        self.last_known = self.last_token.numpy() if device.type == "cpu" else np.zeros(rows + 1, np.int64)
+        """`[max_rows + 1]`: the last sampled token of each row that the host knows, on a worker that speculates."""
 
     @property
     def limits(self) -> Limits:
@@ -137,21 +144,36 @@ class RowTable:
         may = most > 0
         return rows[may], most[may]
 
-    def take_tokens(self, rows: IntArray, tokens: Int32Array) -> None:
-        """Take the sampled tokens of a step, in order, on a worker that speculates.
+    def take_tokens(self, rows: IntArray, generations: IntArray, tokens: Int32Array) -> None:
+        """Take the sampled tokens of a step, in order, on a worker that speculates; negative codes are left out.
 
-        A row with several tokens had drafts. All of its tokens but the first are accepted drafts, which are computed.
+        They are noted together with those of later steps, when somebody asks for them. The arrays must not change.
         """
-        if self._history is None:
-            return
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            self._history.append(row, token)
-        np.add.at(self._num_computed, rows[1:][rows[1:] == rows[:-1]], 1)
+        self._untaken.append((rows, generations, tokens))
+        if len(self._untaken) >= _MOST_UNTAKEN:
+            self._note_taken()
+
+    def note_last(self, rows: IntArray, tokens: Int32Array) -> None:
+        """Note the last sampled token of each row on the host, after a step without drafts."""
+        if self.last_token.device.type != "cpu":
+            self.last_known[rows] = tokens
+
+    def accept(self, rows: IntArray, counts: IntArray, tokens: Int32Array) -> None:
+        """Advance rows in use after a step with drafts: `counts[i]` of their tokens count, the last is `tokens[i]`.
+
+        All of them but the first are accepted drafts, which are computed.
+        """
+        self._num_computed[rows] += counts - 1
+        self.last_known[rows] = tokens
+        if self.last_token.device.type != "cpu":
+            device = self.last_token.device
+            self.last_token.index_copy_(0, upload(rows, device), upload(tokens.astype(np.int64), device))
 
     def known_tokens(self, row: int) -> "array[int]":
         """Return all tokens of a row that the host knows, on a worker that speculates; do not change them."""
         if self._history is None:
             raise RuntimeError("token history: this worker does not speculate")
+        self._note_taken()
         return self._history.tokens(row)
 
     def needs_host_tokens(self, row: int) -> bool:
@@ -311,6 +333,7 @@ class RowTable:
         rows = np.flatnonzero(self._state != RowState.FREE)
         self._remove(rows)
         self._generation.fill(0)
+        self._untaken.clear()
         self._any_failed = False
         for tables in self.tables:
             tables.clear()
@@ -322,6 +345,24 @@ class RowTable:
         """Send all changes of the device's state, such as its block tables, to the device."""
         if self._state_on_device is not None:
             self._state_on_device.publish()
+
+    def _note_taken(self) -> None:
+        """Add the tokens of `take_tokens` to the history of the rows that still have the same request."""
+        if not self._untaken or self._history is None:
+            return
+        rows, generations, tokens = (
+            self._untaken[0]
+            if len(self._untaken) == 1
+            else (np.concatenate(columns) for columns in zip(*self._untaken, strict=True))
+        )
+        num_steps = len(self._untaken)
+        self._untaken.clear()
+        current = (tokens >= 0) & self.uses(rows, generations)
+        rows, tokens = rows[current], tokens[current]
+        if num_steps > 1:
+            order = np.argsort(rows, kind="stable")
+            rows, tokens = rows[order], tokens[order]
+        self._history.extend(rows, tokens)
 
     def _check_used(self, rows: IntArray, what: str) -> None:
         if (self._state[rows] == RowState.FREE).any():
