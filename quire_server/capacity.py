@@ -4,7 +4,8 @@ The module computes from numbers and reads no file. Bytes of KV come from `share
 weights come from the sizes in config.json (Llama family and its mixtures of experts), or from a number of parameters.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,15 @@ _ALIASES = {
     "intermediate_size": ("n_inner",),
 }
 """Names of the same sizes in older classes."""
+INT4_GROUP = 64
+"""Inputs that share a scale in the CPU kernels' weights of 4 bits (`kernels.linear`)."""
+_PARTS_OF_QUANTISED = frozenset(
+    {
+        *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        *("scales", "qzeros", "g_idx", "input_scale", "input_zero_point", "k_scale", "v_scale"),
+    }
+)
+"""Last parts of the names of tensors beside the codes of a quantised layer."""
 _RULES_BYTES = 33
 """Bytes per row and token of the vocabulary of a row with rules: its state, and temporary tensors of its penalties."""
 _UNKNOWN_STEP = 1 << 30
@@ -50,6 +60,8 @@ class ModelSizes:
     dtype: str = "bfloat16"
     num_parameters: int = 0
     """Number of weights, if it is known from elsewhere; 0: from the sizes above."""
+    stored: str = "none"
+    """Type of the layers' weights in a quantised checkpoint that a CPU holds as stored: int8 or int4; none: no such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +144,54 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
         shared_intermediate_size=size("shared_expert_intermediate_size", 0),
         tied=bool(text.get("tie_word_embeddings", False)),
         dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
+        stored=_stored(config) if counts_weights_of(config) else "none",
     )
+
+
+def _stored(config: Mapping[str, Any]) -> str:
+    """Return the type of a checkpoint's weights that the CPU kernels hold as stored; "none": they are dequantised."""
+    raw = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not isinstance(raw, Mapping):
+        return "none"
+    match str(raw.get("quant_method", "")).lower().replace("_", "-"):
+        case "gptq" if not raw.get("desc_act"):
+            return _as_held(raw.get("bits"), raw.get("group_size", 128), symmetric=bool(raw.get("sym", True)))
+        case "awq":
+            return _as_held(4, raw.get("group_size", raw.get("q_group_size", 128)))
+        case "compressed-tensors":
+            groups = (raw.get("config_groups") or {}).values()
+            weights = [group["weights"] for group in groups if group.get("weights")]
+            found = {
+                _as_held(each.get("num_bits"), each.get("group_size"), symmetric=bool(each.get("symmetric", True)))
+                if each.get("type", "int") == "int" and each.get("actorder") not in ("group", "dynamic")
+                else "none"
+                for each in weights
+            }
+            return found.pop() if len(found) == 1 else "none"
+        case _:
+            return "none"
+
+
+def _as_held(bits: object, group_size: object, *, symmetric: bool = True) -> str:
+    """Return how the CPU kernels hold codes of so many bits, with groups of inputs or one scale per output."""
+    grouped = isinstance(group_size, int) and group_size > 0
+    if bits == 4 and (not grouped or int(str(group_size)) % INT4_GROUP == 0):
+        return "int4"
+    return "int8" if bits == 8 and symmetric and not grouped else "none"
+
+
+def elements_of(config: Mapping[str, Any], name: str, shape: Sequence[int]) -> int:
+    """Return how many weights a tensor of a checkpoint stands for; 0 for scales and other parts of quantised ones."""
+    part = name.rpartition(".")[2]
+    if part in _PARTS_OF_QUANTISED:
+        return 0
+    size = math.prod(shape)
+    if part not in ("weight_packed", "qweight"):
+        return size
+    raw = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    groups = (raw.get("config_groups") or {}).values()
+    in_groups = next((group["weights"].get("num_bits") for group in groups if group.get("weights")), 4)
+    return size * 32 // int(raw.get("bits") or raw.get("w_bit") or in_groups)
 
 
 def counts_weights_of(config: Mapping[str, Any]) -> bool:
@@ -197,7 +256,9 @@ def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
     return f"2 (key and value) x {sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {per_head}"
 
 
-def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int, tensor_parallel_size: int = 1) -> int:
+def weights_bytes(
+    sizes: ModelSizes, quantization: str, num_positions: int, tensor_parallel_size: int = 1, *, as_stored: bool = False
+) -> int:
     """Return the bytes of the weights on one card, with the tables of the rotary embedding.
 
     Cards that share a model have copies of its norms, routers and tables; with more cards than KV heads, of these too.
@@ -208,10 +269,12 @@ def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int, tens
             int4 the head has int8.
         num_positions: longest sequence, which sets the size of the tables.
         tensor_parallel_size: number of cards that share the model.
+        as_stored: whether layers keep the type of a quantised checkpoint, as on a CPU without `quantization`.
 
     Raises:
         ConfigError: sizes are missing.
     """
+    of_layers = sizes.stored if as_stored and quantization == "none" else quantization
     element = KV_ELEMENTS[sizes.dtype][0]
     if sizes.num_parameters:
         per_weight = {"none": float(element), "int8": 1.0, "int4": 4.5 / 8}[quantization]
@@ -225,13 +288,13 @@ def weights_bytes(sizes: ModelSizes, quantization: str, num_positions: int, tens
     query, kv = sizes.num_heads // cards * sizes.head_dim, -(-sizes.num_kv_heads // cards) * sizes.head_dim
     vocab = -(-sizes.vocab_size // cards)
 
-    def product(outputs: int, inputs: int, kind: str = quantization) -> int:
+    def product(outputs: int, inputs: int, kind: str = of_layers) -> int:
         if kind == "none":
             return outputs * inputs * element
         rows = -(-outputs // 16) * 16
         if kind == "int8":
             return rows * (-(-inputs // 4) * 4 + 8)  # a scale and a sum per output
-        return rows * -(-inputs // 64) * 36  # 64 weights of 4 bits, a scale and a zero point of 2 bytes each
+        return rows * -(-inputs // INT4_GROUP) * 36  # 64 weights of 4 bits, a scale and a zero point of 2 bytes each
 
     experts = sizes.num_experts * (product(2 * inner, hidden) + product(hidden, inner))
     if sizes.num_experts > 1:

@@ -10,7 +10,6 @@ and KV heads by formula; Quire itself runs a model on one GPU.
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +85,8 @@ def run(options: Namespace) -> int:
             " give a divisor"
         )
     longest = serving.max_model_len or sizes.max_positions
-    weights = weights_bytes(sizes, serving.quantization, longest)
+    on_cpu = options.kv_cache_memory is not None
+    weights = weights_bytes(sizes, serving.quantization, longest, as_stored=on_cpu)
     step = step_bytes(sizes, serving) if options.step_memory is None else parse_bytes(options.step_memory)
     if options.kv_cache_memory is not None:
         memory = fit(parse_bytes(options.kv_cache_memory), sizes, serving, weights=0, step=0)
@@ -116,7 +116,7 @@ def run(options: Namespace) -> int:
 
 
 def _model(options: Namespace) -> "ModelSizes":
-    from quire_server.capacity import counts_weights_of, sizes_from_config, sizes_from_params
+    from quire_server.capacity import counts_weights_of, elements_of, sizes_from_config, sizes_from_params
     from shared.model_path import resolve_model
 
     if options.params is not None:
@@ -133,7 +133,8 @@ def _model(options: Namespace) -> "ModelSizes":
     sizes = sizes_from_config(config)
     if counts_weights_of(config):
         return sizes
-    num_weights = sum(_num_weights(file) for file in sorted(path.parent.glob("model*.safetensors")))
+    files = sorted(path.parent.glob("model*.safetensors"))
+    num_weights = sum(elements_of(config, name, shape) for file in files for name, shape in _tensors(file))
     if not num_weights:
         raise CommandError(
             f"--model: the weights of model_type {config.get('model_type')} cannot be counted from config.json alone;"
@@ -142,11 +143,11 @@ def _model(options: Namespace) -> "ModelSizes":
     return dataclasses.replace(sizes, num_parameters=num_weights)
 
 
-def _num_weights(file: Path) -> int:
-    """Return the number of elements in a safetensors file: eight bytes of length, then a JSON header."""
+def _tensors(file: Path) -> list[tuple[str, list[int]]]:
+    """Return names and shapes in a safetensors file: eight bytes of length, then a JSON header."""
     with file.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return [(name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"]
 
 
 def _contexts(options: Namespace, longest: int) -> list[int]:
@@ -210,6 +211,8 @@ def _page(
         lines += ["", f"A worker runs at most {serving.max_rows} requests at once; --max-num-seqs changes that."]
     if serving.quantization != "none":
         lines += ["", f"Quire quantises weights ({serving.quantization}) on CPUs only; for a GPU this is a formula."]
+    if sizes.stored != "none" and options.kv_cache_memory is None:
+        lines += ["", f"A GPU holds the weights of this checkpoint dequantised; a CPU holds them in {sizes.stored}."]
     if cards > 1:
         lines += ["", "Quire runs a model on one GPU; the figures for several cards are a formula."]
     return "\n".join(lines)

@@ -14,6 +14,8 @@ from quire_server.cli.main import main
 from shared.config import WorkerConfig
 from shared.model_path import resolve_model
 from tests.checkpoints import make_checkpoint
+from tests.cpu_kernels import cpu_kernels
+from tests.quantised_checkpoints import make_pair
 from tests.worker_svc.driver import CPU, make_engine
 from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.model.loader import load_model
@@ -80,6 +82,29 @@ def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str
     assert predicted["per_card"]["num_blocks"] == engine.limits.num_blocks
     assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
     assert _bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("layout", "architecture"),
+    [
+        *((layout, "LlamaForCausalLM") for layout in ("ct-int8-channel", "ct-int8-packed", "ct-int4", "ct-int4-zeros")),
+        *((layout, "Qwen3ForCausalLM") for layout in ("gptq-int4", "gptq-int8", "gptq-int4-order", "awq", "fp8-block")),
+        ("awq", "Gemma2ForCausalLM"),
+        ("ct-int8-channel", "Gemma2ForCausalLM"),
+    ],
+)
+def test_a_quantised_checkpoint_is_counted_as_a_worker_holds_it(layout: str, architecture: str, tmp_path: Path) -> None:
+    """Weights that the CPU kernels hold as stored, and weights that are dequantised, are within 3 %."""
+    folder = make_pair(layout, tmp_path, architecture).quantised
+
+    predicted = _capacity(tmp_path, folder, "--context=64", "--output=8")
+    on_gpu = _capacity(tmp_path, folder, "--context=64", "--output=8", memory=("--gpu-memory=9GB",))
+
+    weights = _bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)[0])
+    assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
+    with cpu_kernels("off"):
+        dequantised = _bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)[0])
+    assert on_gpu["weights_bytes"] == pytest.approx(dequantised, rel=0.03)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
