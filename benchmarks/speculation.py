@@ -1,9 +1,10 @@
-"""Speed of speculative decoding: tokens per second of `quire serve` with n-gram drafts, relative to without.
+"""Speed of speculative decoding: tokens per second of `quire serve` with drafts, relative to without.
 
 .venv/bin/python -m benchmarks.speculation --rounds 5 --json benchmarks/results/speculation.json
+.venv/bin/python -m benchmarks.speculation --speculation draft --quantization int8
 
-Two services run at the same time, one of them with `--speculation ngram`. They serve the same requests in turn, so only
-one of them works at any time. Each round gives one ratio per workload:
+Two services run at the same time, one of them with `--speculation ngram` or `draft`. They serve the same requests in
+turn, so only one of them works at any time. Each round gives one ratio per workload:
 
 * `repetitive`: one request at a time whose greedy output repeats parts of its prompt and of itself.
 * `free`: one request at a time, sampled at temperature 1.
@@ -13,12 +14,17 @@ one of them works at any time. Each round gives one ratio per workload:
 `--model demo` is the small trained model that comes with the project. By default the model is that of
 `benchmarks.peers`: 335 M random weights, whose greedy output soon repeats itself. Its steps take as long as those of a
 trained model of this size.
+
+`--draft-model` is the draft model of `--speculation draft`. By default it is a copy of the first layers of the served
+model, with its embedding and head. Such a copy agrees with the model by chance only, so it shows what drafts cost. Give
+a trained sibling to see what they gain.
 """
 
 import argparse
 import asyncio
 import json
 import platform
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -26,10 +32,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.peers.model import make_model
 from kernels.native.serving import native
 from quire import AsyncClient
+from shared.model_path import resolve_model
 from tests.e2e.harness import Served, serve
 
 TEXT = (
@@ -37,6 +45,25 @@ TEXT = (
     " one lamp. Kitchen: one table, four chairs, one stove. Hall: one mirror, one lamp. Kitchen: one table, four"
 )
 _MAX_TOKENS, _FULL_TOKENS = 256, 96
+
+
+def make_draft_model(model: Path, folder: Path, layers: int = 2) -> None:
+    """Write a copy of a checkpoint with its first layers only, unless it is there."""
+    if (folder / "model.safetensors").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.glob("*.json"):
+        shutil.copy(file, folder)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}, indent=2) + "\n")
+
+    def is_kept(name: str) -> bool:
+        after = name.partition(".layers.")[2]
+        return not after or int(after.partition(".")[0]) < layers
+
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if is_kept(name)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
 
 
 async def _generate(target: str, count: int, max_tokens: int, temperature: float, seed: int) -> float:
@@ -90,7 +117,8 @@ def main() -> None:
     """Run the workloads and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="'demo' or the folder of a checkpoint; default: random weights")
-    parser.add_argument("--speculation", default="ngram")
+    parser.add_argument("--speculation", default="ngram", choices=("ngram", "draft"))
+    parser.add_argument("--draft-model", default="", help="for draft; default: the first two layers of the model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=32, help="requests at once in the full batch")
     parser.add_argument("--quantization", default="none")
@@ -100,6 +128,14 @@ def main() -> None:
     if not model:
         make_model(Path("build/speculation-model"))
         model = "build/speculation-model"
+    drafts = ["--speculation", options.speculation]
+    if options.speculation == "draft":
+        draft_model = options.draft_model
+        if not draft_model:
+            served = resolve_model(model, weights=True)
+            draft_model = f"build/speculation-draft-{served.name}"
+            make_draft_model(served, Path(draft_model))
+        drafts += ["--draft-model", draft_model]
     common = (
         "--max-num-seqs", str(options.rows), "--quantization", options.quantization,
         *flags,
@@ -107,8 +143,8 @@ def main() -> None:
     with ExitStack() as stack:
         environ = {"QUIRE_NUM_THREADS": "0"}
         services = [
-            stack.enter_context(serve(model, *common, "--speculation", speculation, environ=environ))
-            for speculation in ("off", options.speculation)
+            stack.enter_context(serve(model, *common, *speculation, environ=environ))
+            for speculation in (["--speculation", "off"], drafts)
         ]
         found = measure(services[0], services[1], options.rows, options.rounds)
     if options.json is not None:
@@ -119,6 +155,8 @@ def main() -> None:
             "torch": torch.__version__,
             "model": options.model or "random, 335 M",
             "quantization": options.quantization,
+            "speculation": options.speculation,
+            "draft_model": options.draft_model,
         }
         options.json.write_text(json.dumps({"conditions": machine, "tokens_per_s": found}, indent=1) + "\n")
 
