@@ -172,6 +172,8 @@ def to_worker(worker: WorkerStats) -> admin.Worker:
         rows=worker.rows_total,
         host_blocks=worker.host_blocks_total,
         held_host_blocks=worker.host_blocks_held,
+        draft_tokens=worker.counters.draft_tokens,
+        accepted_draft_tokens=worker.counters.accepted_draft_tokens,
     )
 
 

@@ -63,7 +63,10 @@ SPANS = {
         "worker",
         ATTEMPT,
         "the time that the request holds a row of the worker; links to its first steps",
-        ("quire.request_id", "quire.row", "quire.generation", "quire.prompt_tokens", "quire.tokens_computed"),
+        (
+            *("quire.request_id", "quire.row", "quire.generation", "quire.prompt_tokens", "quire.tokens_computed"),
+            *("quire.draft_tokens", "quire.accepted_draft_tokens"),
+        ),
     ),
     WORKER_STEP: SpanInfo(
         "worker",
@@ -99,6 +102,8 @@ ATTRIBUTES = {
     "quire.generation": "generation of the row",
     "quire.prompt_tokens": "tokens of the prompt",
     "quire.tokens_computed": "tokens whose KV was computed in the row",
+    "quire.draft_tokens": "draft tokens that the row verified; absent without any",
+    "quire.accepted_draft_tokens": "those of them that were accepted",
     "quire.rows": "rows in the step",
     "quire.prefill_tokens": "prompt tokens in the step",
     "quire.continuation": "number of a further span of the same step, which has more links",

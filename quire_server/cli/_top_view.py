@@ -25,6 +25,8 @@ class _Worker:
     busy_s: float = 0.0
     batch: str = ""
     """Its newest step, one character per row."""
+    drafts: tuple[int, int] = (0, 0)
+    """Verified and accepted draft tokens on the last screen."""
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class Top:
         return curve(self._curves.get(name, ()))
 
     def _worker_lines(self, worker: admin.Worker, seconds: float) -> list[str]:
-        seen = self._workers.get(worker.worker_id, _Worker())
+        seen = self._workers.setdefault(worker.worker_id, _Worker())
         total = worker.total_blocks or 1
         held = (total - worker.free_blocks - worker.cached_blocks) / total
         state = "draining" if worker.draining else "serving"
@@ -116,7 +118,15 @@ class Top:
             f" {worker.running_requests:>4}/{worker.rows:<4} {seen.steps / seconds:>6.1f}"
             f" {seen.tokens / seconds:>9.0f} {min(seen.busy_s / seconds, 1.0):>5.0%}"
         )
-        return [line, f"  {seen.batch}"] if seen.batch and worker.running_requests else [line]
+        lines = [line]
+        # A worker that connected again counts from 0.
+        before = seen.drafts if seen.drafts[0] <= worker.draft_tokens else (0, 0)
+        verified, accepted = worker.draft_tokens - before[0], worker.accepted_draft_tokens - before[1]
+        seen.drafts = worker.draft_tokens, worker.accepted_draft_tokens
+        if verified:
+            each = f"{verified / seen.steps:.1f} per step" if seen.steps else f"{verified}"
+            lines.append(f"  drafts: {each}, {accepted / verified:.0%} accepted")
+        return [*lines, f"  {seen.batch}"] if seen.batch and worker.running_requests else lines
 
     def _queue_lines(self, load: admin.SchedulerLoad) -> list[str]:
         reasons = [f"{count} {reason}" for reason, count in sorted(load.waiting_by_reason.items()) if count]

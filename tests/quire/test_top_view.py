@@ -98,3 +98,16 @@ def test_a_curve_is_as_high_as_its_largest_value() -> None:
 def test_a_bar_is_always_as_long_as_a_bar(held: float, cached: float) -> None:
     """Rounding never makes a bar longer or shorter."""
     assert len(bar(held, cached)) == len(bar(0.0, 0.0))
+
+
+def test_drafts_are_those_since_the_screen_before() -> None:
+    """A worker that verified drafts has a line with drafts per step and their acceptance in the interval."""
+    top = Top("host:1")
+    texts = []
+    for drafts, accepted in ((100, 50), (140, 80), (140, 80), (8, 8)):
+        load = _load(2.0)
+        load.workers[0].draft_tokens, load.workers[0].accepted_draft_tokens = drafts, accepted
+        top.take(admin.WatchStepsResponse(steps=[_step([0]), _step([0])], load=load, tables=_tables()))
+        texts.append([line for line in top.lines() if "drafts:" in line])
+
+    assert texts[1:] == [["  drafts: 20.0 per step, 75% accepted"], [], ["  drafts: 4.0 per step, 100% accepted"]]

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from shared.telemetry import MAX_LINKS
 from tests.checkpoints import make_checkpoint
 from tests.worker_svc.driver import Driver, make_engine
+from worker_svc.speculation.ngram import NgramProposer
 
 ATTEMPT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 STEP = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
@@ -25,12 +26,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Traced:
     """A driver whose engine exports spans to memory."""
 
-    def __init__(self, checkpoint: Path, max_rows: int) -> None:
+    def __init__(self, checkpoint: Path, max_rows: int, speculation: str = "off") -> None:
         self._exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         engine = make_engine(
-            checkpoint, tracer=provider.get_tracer("test"), max_num_seqs=max_rows, max_num_batched_tokens=200
+            checkpoint,
+            tracer=provider.get_tracer("test"),
+            max_num_seqs=max_rows,
+            max_num_batched_tokens=200,
+            speculation=speculation,
         )
         self.driver = Driver(engine)
 
@@ -137,3 +142,27 @@ def test_a_malformed_traceparent_is_no_trace(checkpoint: Path) -> None:
     assert set(driver.step()) == {row}
     driver.engine.reset()
     assert traced.spans("quire.worker.row") == traced.spans("quire.worker.step") == []
+
+
+def test_the_span_of_a_row_has_its_drafts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that verified drafts has their number and the number of accepted ones; others have no such attribute."""
+    traced = Traced(checkpoint, max_rows=2, speculation="ngram")
+    driver = traced.driver
+    monkeypatch.setattr(NgramProposer, "_continue", lambda self, row, most: range(5, 5 + most))
+    rows = [driver.admit([1, 2, 3] * 4, traceparent=ATTEMPT) for _ in range(2)]
+    for row in rows:
+        driver.chunk(row, 12)
+    driver.speculate(rows[0], 4)
+    for _ in range(30):
+        driver.step()
+    for row in rows:
+        driver.leave(row)
+    driver.step()
+
+    spans = {
+        span.attributes["quire.row"]: span.attributes for span in traced.spans("quire.worker.row") if span.attributes
+    }
+    assert driver.num_drafted > 0
+    assert spans[rows[0]]["quire.draft_tokens"] == driver.num_drafted
+    assert spans[rows[0]]["quire.accepted_draft_tokens"] == driver.num_accepted
+    assert "quire.draft_tokens" not in spans[rows[1]]

@@ -32,6 +32,8 @@ class Verification:
 
     firsts: IntArray
     """`[Q]`: place of each row's first sampled token; rows ascending."""
+    num_drafts: IntArray
+    """`[Q]`: drafts of each row."""
     expected: IntArray
     """`[S]`: the draft that a sampled token must equal, so that the row's next one counts; -1 at a row's last place."""
 
@@ -410,4 +412,4 @@ def _verification(drafts: Drafts, sampled: IntArray) -> Verification:
     compared[ends - 1] = False
     expected = np.full(len(compared), -1)
     expected[compared] = drafts.tokens
-    return Verification(firsts=firsts, expected=expected)
+    return Verification(firsts=firsts, num_drafts=sampled - 1, expected=expected)

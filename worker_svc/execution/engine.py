@@ -266,7 +266,7 @@ class Engine:
             counts = np.add.reduceat(counted, firsts, dtype=np.int64)
             alive = counts > 0
             kept, counts = rows[firsts][alive], counts[alive]
-            draft_counts = (np.append(firsts[1:], len(rows)) - firsts - 1)[alive]
+            draft_counts = launched.verification.num_drafts[alive]
         return StepResult(
             step=launched.step,
             rows=kept,
@@ -323,10 +323,12 @@ class Engine:
             firsts = verification.firsts
             counts, tokens = verification.check(tokens, NOT_REACHED)
             rows, last = rows[firsts], tokens[firsts + counts - 1]
+            drafts = verification.num_drafts
             if self._rows.membership != launched.membership or int(last.min()) < 0:
                 current = (last >= 0) & self._rows.uses(rows, generations[firsts])
-                rows, counts, last = rows[current], counts[current], last[current]
+                rows, counts, last, drafts = rows[current], counts[current], last[current], drafts[current]
             self._rows.accept(rows, counts, last)
+            self._tracing.verified(rows, drafts, counts - 1)
         launched.taken = tokens
         self._rows.take_tokens(launched.sample_rows, generations, tokens)
         return tokens

@@ -25,6 +25,9 @@ class _TracedRow:
     computed_before: int
     """Tokens whose KV was computed before admission."""
     num_links: int = 0
+    num_drafts: int = 0
+    """Verified draft tokens."""
+    num_accepted: int = 0
 
 
 class Tracing:
@@ -63,8 +66,20 @@ class Tracing:
         for row in rows[self._is_traced[rows]].tolist():
             traced = self._rows.pop(row)
             traced.span.set_attribute("quire.tokens_computed", int(num_computed[row]) - traced.computed_before)
+            if traced.num_drafts:
+                traced.span.set_attribute("quire.draft_tokens", traced.num_drafts)
+                traced.span.set_attribute("quire.accepted_draft_tokens", traced.num_accepted)
             traced.span.end(now)
         self._is_traced[rows] = False
+
+    def verified(self, rows: IntArray, drafts: IntArray, accepted: IntArray) -> None:
+        """Count the drafts that each row verified and accepted in a step."""
+        if not self._rows:
+            return
+        for row, num_drafts, num_accepted in zip(rows.tolist(), drafts.tolist(), accepted.tolist(), strict=True):
+            if row in self._rows:
+                self._rows[row].num_drafts += num_drafts
+                self._rows[row].num_accepted += num_accepted
 
     def begin_step(self, plan: Plan, batch: StepBatch | None, now: int) -> tuple[Span, ...]:
         """Start the step's span and its continuations; return no span if the step is not traced."""

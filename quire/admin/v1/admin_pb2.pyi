@@ -1488,6 +1488,8 @@ class Worker(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     HELD_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     draining: _builtins.bool
@@ -1514,6 +1516,10 @@ class Worker(_message.Message):
     """KV blocks in host memory in all."""
     held_host_blocks: _builtins.int
     """Those of them that hold KV."""
+    draft_tokens: _builtins.int
+    """Draft tokens that its rows have verified, since the worker connected."""
+    accepted_draft_tokens: _builtins.int
+    """Those of them that were accepted."""
     def __init__(
         self,
         *,
@@ -1530,10 +1536,12 @@ class Worker(_message.Message):
         rows: _builtins.int = ...,
         host_blocks: _builtins.int = ...,
         held_host_blocks: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "device", b"device", "draining", b"draining", "free_blocks", b"free_blocks", "held_host_blocks", b"held_host_blocks", "host_blocks", b"host_blocks", "last_step_tokens", b"last_step_tokens", "pid", b"pid", "plans_in_flight", b"plans_in_flight", "rows", b"rows", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_blocks", b"cached_blocks", "device", b"device", "draft_tokens", b"draft_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "held_host_blocks", b"held_host_blocks", "host_blocks", b"host_blocks", "last_step_tokens", b"last_step_tokens", "pid", b"pid", "plans_in_flight", b"plans_in_flight", "rows", b"rows", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
