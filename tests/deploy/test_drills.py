@@ -19,7 +19,6 @@ _END_TO_END = (
     "tests/e2e/test_openai_client.py", "tests/e2e/test_commands.py::test_a_conversation_in_the_terminal",
     "tests/e2e/test_batch.py", "tests/e2e/test_node_client.py",
     "tests/e2e/test_row_failures.py::test_contradictory_constraints_end_their_own_request_only",
-    "tests/e2e/test_bench.py::test_cancelled_requests_end_on_the_server",
     "tests/e2e/test_bench.py::test_a_deadline_is_a_failure_with_its_reason",
 )  # fmt: skip
 """End-to-end tests that need a service with the embedded model, and neither its processes nor an operator's rights."""
