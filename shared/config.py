@@ -239,7 +239,9 @@ class WorkerConfig(_Checked):
         choices=("off", "ngram", "draft"),
     )
     draft_model: str = _option(
-        "", "checkpoint of a smaller model with the same tokenizer, as for 'model'; only with speculation=draft"
+        "",
+        "checkpoint of a smaller model with the same tokenizer, as for 'model'; only with speculation=draft; empty: the"
+        " model's own, which only 'demo' has",
     )
     speculative_tokens: int = _option(8, "most draft tokens per request and step", least=1, most=64)
     cuda_graphs: bool = _option(

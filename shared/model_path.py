@@ -1,4 +1,4 @@
-"""Location of a model's files: the embedded checkpoint, a local folder, or a hub id that is downloaded."""
+"""Location of a model's files: an embedded checkpoint, a local folder, or a hub id that is downloaded."""
 
 from pathlib import Path
 
@@ -6,20 +6,24 @@ from shared.config import ConfigError
 
 DEMO_MODEL = "demo"
 """Name of the checkpoint that ships with Quire."""
+DEMO_DRAFT = "demo-draft"
+"""Name of the draft model of `DEMO_MODEL`, which ships with Quire as well."""
+
+_EMBEDDED = {DEMO_MODEL: "demo_model", DEMO_DRAFT: "demo_draft"}
 
 
 def resolve_model(model: str, *, weights: bool) -> Path:
     """Return the local folder with the files of `model`; download them if necessary.
 
     Args:
-        model: "demo", a path, or a hub id ("org/name").
+        model: "demo", "demo-draft", a path, or a hub id ("org/name").
         weights: whether the weights are needed; a front end needs only the tokenizer.
 
     Raises:
         ConfigError: the folder does not exist, and the model cannot be downloaded from the hub.
     """
-    if model == DEMO_MODEL:
-        return Path(__file__).parent / "demo_model"
+    if model in _EMBEDDED:
+        return Path(__file__).parent / _EMBEDDED[model]
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -30,9 +34,14 @@ def resolve_model(model: str, *, weights: bool) -> Path:
     return _from_hub(model, weights=weights)
 
 
+def draft_of(model: str) -> str:
+    """Return the name of the draft model that ships with `model`; empty if it has none."""
+    return DEMO_DRAFT if model == DEMO_MODEL else ""
+
+
 def served_name(model: str) -> str:
     """Return the default name under which `model` is served."""
-    return model if model == DEMO_MODEL or not Path(model).is_dir() else Path(model).resolve().name
+    return model if model in _EMBEDDED or not Path(model).is_dir() else Path(model).resolve().name
 
 
 def _from_hub(model: str, *, weights: bool) -> Path:

@@ -52,13 +52,13 @@ def test_stories_are_as_likely_as_stated() -> None:
 def test_tools_are_called_through_the_served_stack(demo: Served) -> None:
     """Held-out questions get the right call over HTTP, and its result an answer, as often as stated beside the weights.
 
-    The difference of 5 % allows for the error of the sample.
+    The difference of 7 % is two standard errors of the sample.
     """
     stated = json.loads((Path(__file__).parents[2] / CHECKPOINT / QUALITY_FILE).read_text())
-    tasks = held_out_tasks(ITEMS, 3)
+    tasks = held_out_tasks(ITEMS, stated["evaluation_seed"])
     right = asyncio.run(_served_tasks(demo.http, tasks))
-    assert sum(called for called, _ in right) >= (stated["tool_call_accuracy"] - 0.05) * ITEMS
-    assert sum(answered for _, answered in right) >= (stated["tool_answer_accuracy"] - 0.05) * ITEMS
+    assert sum(called for called, _ in right) >= (stated["tool_call_accuracy"] - 0.07) * ITEMS
+    assert sum(answered for _, answered in right) >= (stated["tool_answer_accuracy"] - 0.07) * ITEMS
 
 
 async def _served_tasks(address: str, tasks: list[Task]) -> list[tuple[bool, bool]]:

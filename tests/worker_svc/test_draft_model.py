@@ -236,6 +236,13 @@ def test_blocks_are_sized_for_both_models(checkpoint: Path, sibling: Path) -> No
     assert engine.limits.num_blocks == (300 << 10) // sum(per_block)
 
 
+def test_the_demo_model_has_a_draft_model_of_its_own() -> None:
+    """Without draft_model, the model 'demo' gets the draft model that ships with it."""
+    engine = make_engine(Path("demo"), speculation="draft", dtype="float32")
+
+    assert len(engine._proposer._model.kv_shapes) == 1  # type: ignore[union-attr]
+
+
 def test_draft_models_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     """The refusal names the setting and what does not fit."""
     others = {
@@ -250,7 +257,7 @@ def test_draft_models_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Pa
     for reason, folder in others.items():
         with pytest.raises(ConfigError, match=f"draft_model: .*{reason}"):
             drafting(checkpoint, folder)
-    with pytest.raises(ConfigError, match="if and only if speculation is draft"):
+    with pytest.raises(ConfigError, match="draft_model: missing"):
         make_engine(checkpoint, speculation="draft")
-    with pytest.raises(ConfigError, match="if and only if speculation is draft"):
+    with pytest.raises(ConfigError, match="speculation is not draft"):
         make_engine(checkpoint, draft_model=str(checkpoint))

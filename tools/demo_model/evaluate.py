@@ -6,6 +6,7 @@ contain only items that `split` excludes from the corpus.
 
     python -m tools.demo_model.evaluate shared/demo_model            print the figures
     python -m tools.demo_model.evaluate shared/demo_model --write    and write them to quality.json
+    python -m tools.demo_model.evaluate shared/demo_model --draft shared/demo_draft    acceptance of the draft model
 """
 
 import argparse
@@ -298,6 +299,26 @@ def _other_tools(rng: random.Random, subject: str, count: int, without: Sequence
     return tools
 
 
+def measure_draft(folder: Path, draft: Path, items: int, seed: int) -> dict[str, float]:
+    """Return the acceptance of the draft model in `draft` by kind of text, on held-out prompts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    small: Any = AutoModelForCausalLM.from_pretrained(draft, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rng = random.Random(f"requests/{seed}")
+    requests = [stories.request(rng, stories.draw_cast(rng, held_out=True)) for _ in range(items)]
+    tasks = held_out_tasks(items, seed)
+    prompts = {
+        "story_acceptance": [f"{USER}{request}{ASSISTANT}" for request in requests],
+        "arithmetic_acceptance": [item.prompt for item in held_out_arithmetic(items, seed)],
+        "recall_acceptance": [item.prompt for item in held_out_recall(items, seed, tokenizer.backend_tokenizer)],
+        "tool_call_acceptance": [task.asked for task in tasks],
+        "tool_answer_acceptance": [task.answer.prompt for task in tasks],
+    }
+    return {name: round(acceptance(model, small, tokenizer, each, CALL_TOKENS), 4) for name, each in prompts.items()}
+
+
 def _problems(n: int, seed: int) -> list[Problem]:
     rng = random.Random(f"arithmetic/{seed}")
     problems: dict[Problem, None] = {}
@@ -352,14 +373,19 @@ def main() -> None:
     """Print the figures of a checkpoint."""
     parser = argparse.ArgumentParser(description="Measure a checkpoint on held-out items.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--draft", type=Path, help="folder of a draft model: measure its acceptance instead")
     parser.add_argument("--items", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="write the figures to quality.json beside the weights")
     arguments = parser.parse_args()
-    figures = asdict(measure(arguments.folder, arguments.items, arguments.seed))
+    if arguments.draft is None:
+        folder, figures = arguments.folder, asdict(measure(arguments.folder, arguments.items, arguments.seed))
+    else:
+        folder = arguments.draft
+        figures = measure_draft(arguments.folder, folder, arguments.items, arguments.seed)
     print(json.dumps(figures, indent=2))
     if arguments.write:
-        path = arguments.folder / QUALITY_FILE
+        path = folder / QUALITY_FILE
         stated = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps(stated | figures, indent=2) + "\n")
 

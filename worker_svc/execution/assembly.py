@@ -11,6 +11,7 @@ from shared.frames import MAX_STEP_TOKENS
 from shared.grammars import GrammarError, GrammarTokenizer
 from shared.kv_sizes import count_blocks
 from shared.logging import get_logger
+from shared.model_path import draft_of
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.execution.decode_graphs import buckets
 from worker_svc.execution.engine import Engine
@@ -118,11 +119,18 @@ def _load_draft_model(
     Raises:
         ConfigError: the settings contradict each other, or the draft model does not fit.
     """
-    if (config.speculation == "draft") != bool(config.draft_model):
-        raise ConfigError("draft_model: it is set if and only if speculation is draft; set both, or none of them")
-    if config.speculation != "draft" or group.rank > 0:
+    if config.speculation != "draft":
+        if config.draft_model:
+            raise ConfigError("draft_model: speculation is not draft; set speculation to draft, or remove draft_model")
         return None
-    return load_draft_model(config, description, device)
+    draft_model = config.draft_model or draft_of(config.model)
+    if not draft_model:
+        raise ConfigError(
+            "draft_model: missing; set it to a smaller model with the same tokenizer (only 'demo' has one of its own)"
+        )
+    if group.rank > 0:
+        return None
+    return load_draft_model(dataclasses.replace(config, draft_model=draft_model), description, device)
 
 
 def _make_proposer(
