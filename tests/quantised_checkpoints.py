@@ -7,7 +7,7 @@ every block of bytes is valid.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from kernels.linear import dequantised, quantise_int4
+from kernels.native.serving import native
 from tests.checkpoints import edit_config, make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -64,17 +66,46 @@ def _split(x: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
     return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
 
-def rounds_activations(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes the linear layers of a decoder's layers round their inputs as int8 and int4 products of the kernels do."""
+def rounds_activations(model: PreTrainedModel, *, ranks: int = 1, head: bool = False) -> PreTrainedModel:
+    """Makes the linear layers of a decoder's layers round their inputs as int8 and int4 products of the kernels do.
 
-    def rounded(_module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        scale = inputs[0].abs().amax(-1, keepdim=True) / 127
-        return (torch.where(scale > 0, (inputs[0] / scale).round() * scale, inputs[0]),)
-
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and ".layers." in name:
-            module.register_forward_pre_hook(rounded)
+    Among several ranks each rounds the inputs that it has, with a scale of its own. With `head` the LM head does too.
+    """
+    for module, parts in _products(model, ranks, head=head):
+        module.register_forward_pre_hook(lambda _, inputs, parts=parts: (_rounded(inputs[0], parts),))
     return model
+
+
+def rounds_weights(model: PreTrainedModel, kind: str, *, ranks: int = 1) -> PreTrainedModel:
+    """Makes a decoder compute with the weights that `--quantization` stands for: "int8" or "int4".
+
+    Among several ranks each quantises the weights that it has. The LM head has int8 weights.
+    """
+    kernels = native()
+    assert kernels is not None
+    for module, parts in _products(model, ranks, head=True):
+        if kind == "int4" and module is not model.get_output_embeddings():
+            weights = [
+                dequantised(quantise_int4(part.contiguous(), kernels=kernels)) for part in module.weight.chunk(parts, 1)
+            ]
+            module.weight.data = torch.cat(weights, 1)
+        else:
+            module.weight.data = _rounded(module.weight.data, parts)
+    return rounds_activations(model, ranks=ranks, head=True)
+
+
+def _products(model: PreTrainedModel, ranks: int, *, head: bool) -> Iterator[tuple[torch.nn.Linear, int]]:
+    """Each linear layer that is quantised, and the number of parts among which the ranks divide its inputs."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and (".layers." in name or (head and name == "lm_head")):
+            yield module, ranks if name.endswith(("o_proj", "down_proj")) else 1
+
+
+def _rounded(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """A tensor in eight bits, with a scale for each of `parts` of the last dimension."""
+    pieces = _split(x, x.dim() - 1, parts, -1)
+    scale = pieces.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (pieces / scale).round() * scale, pieces).flatten(-2)
 
 
 def _ranges(weight: torch.Tensor, group: int, bits: int, symmetric: bool, dtype: torch.dtype) -> tuple[Any, Any]:

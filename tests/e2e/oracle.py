@@ -58,7 +58,7 @@ class Oracle:
         self.model = model.train(False)
         self.checkpoint = checkpoint
         self._kv = kv
-        self._tie = tie if kv == "auto" else ROUNDED_TIE
+        self._tie = tie if kv == "auto" else max(tie, ROUNDED_TIE)
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         eos = config.eos_token_id
