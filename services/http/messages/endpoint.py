@@ -29,7 +29,7 @@ class MessagesEndpoints:
         request_id = exchange.request_id = draw_request_id()
         prepared = self._runner.prepare(partial(to_chat, body), request_id, FIELDS)
         model = self._services.served_model().name
-        answer = MessagesAnswer(f"msg_{request_id}", model, ChatOutput())
+        answer = MessagesAnswer(f"msg_{request_id}", model, ChatOutput(self._services.tokenizer.token_bytes))
         run = self._runner.run(exchange, prepared, answer, FIELDS, answer.message, stream=body.stream)
         await exchange.run_until_disconnect(run)
 

@@ -40,7 +40,8 @@ class ResponsesEndpoints:
             tokenizer = self._services.tokenizer
             detokenizer = partial(tokenizer.detokenizer, skip_special_tokens=True)
             logprobs = Logprobs(body.top_logprobs or 0, False, tokenizer.token_bytes, detokenizer)
-        answer = ResponsesAnswer(body, f"resp_{request_id}", model, ChatOutput(), logprobs)
+        output = ChatOutput(self._services.tokenizer.token_bytes)
+        answer = ResponsesAnswer(body, f"resp_{request_id}", model, output, logprobs)
         principal = CURRENT.get().name
 
         def keep() -> None:

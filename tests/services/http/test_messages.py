@@ -28,7 +28,7 @@ def body(**fields: Any) -> MessagesBody:
 
 def answered(text: str, end: v1.Finished, cut: int = 7) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the events and the message for an output that arrives in two deltas."""
-    output = ChatOutput()
+    output = ChatOutput(lambda _: b"x")
     output.prompt_tokens = 5
     answer = MessagesAnswer("msg_1", "m", output)
     events = [*answer.begin()]

@@ -32,7 +32,7 @@ def answered(
     text: str, reason: v1.FinishReason.ValueType, cut: int = 7, **fields: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the events and the response for an output that arrives in two deltas."""
-    output = ChatOutput()
+    output = ChatOutput(lambda _: b"x")
     output.prompt_tokens = 5
     answer = ResponsesAnswer(body(**fields), "resp_1", "m", output)
     events = [*answer.begin()]
@@ -56,7 +56,7 @@ def test_an_output_becomes_items() -> None:
         "input_tokens": 5,
         "input_tokens_details": {"cached_tokens": 2},
         "output_tokens": 4,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 9,
     }
     names = [event["type"].removeprefix("response.") for event in events]
@@ -87,6 +87,13 @@ def test_a_client_that_requests_a_summary_reads_the_reasoning_there() -> None:
         "part.added", "text.delta", "text.done", "part.done",
     ]  # fmt: skip
     assert parts[1]["delta"] == parts[2]["text"] == parts[3]["part"]["text"] == "hm"
+
+
+def test_usage_does_not_depend_on_the_cut_of_the_output() -> None:
+    """The same output has the same usage, also when reasoning and text arrive in one message."""
+    usages = [answered(OUTPUT, v1.FINISH_REASON_STOP, cut)[1]["usage"] for cut in range(len(OUTPUT))]
+
+    assert all(usage == usages[0] for usage in usages)
 
 
 def test_an_output_that_reaches_its_limit_is_incomplete() -> None:
