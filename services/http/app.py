@@ -23,7 +23,7 @@ from services.http.console.page import page_routes
 from services.http.cross_origin import CrossOriginPolicy, middleware_of
 from services.http.embeddings import EmbeddingEndpoint
 from services.http.endpoint import Endpoints, Handler
-from services.http.errors import MESSAGES, RESPONSES, Dialect, make_answer
+from services.http.errors import MESSAGES, RESPONSES, Dialect, make_answer, make_messages_error
 from services.http.generation import GenerationEndpoints
 from services.http.load_header import LoadHeader
 from services.http.messages.endpoint import MessagesEndpoints
@@ -134,4 +134,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
         message = f"{request.method}: not allowed for {request.url.path}; use {allowed}"
     else:
         message = error.detail
-    return JSONResponse(make_answer(error.status_code, message), status_code=error.status_code, headers=error.headers)
+    # Anthropic's clients show messages of Anthropic's form only.
+    of_messages = request.url.path.removeprefix("/v1").startswith("/messages")
+    body = make_messages_error(error.status_code, message) if of_messages else make_answer(error.status_code, message)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)

@@ -120,9 +120,13 @@ def _responses_event(error: QuireError) -> dict[str, Any]:
 
 
 def _messages_error(error: QuireError) -> dict[str, Any]:
-    status = status_of(error)
+    return make_messages_error(status_of(error), error.message)
+
+
+def make_messages_error(status: int, message: str) -> dict[str, Any]:
+    """Return the body of an error with this status in the form of the Messages API."""
     kind = _MESSAGES_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 COMPLETIONS = Dialect()

@@ -175,6 +175,7 @@ def test_messages_are_served_with_anthropic_s_errors(tmp_path: Path) -> None:
             stream = await stack.http.post("/v1/messages", json=request | {"stream": True})
             counted = await stack.http.post("/v1/messages/count_tokens", json=request)
             missing = await stack.http.post("/v1/messages", json=request | {"model": "other"})
+            short = await stack.http.post("/messages", json=request)
             stack.http.headers["x-api-key"] = "wrong"
             refused = await stack.http.post("/v1/messages", json=request)
 
@@ -184,6 +185,8 @@ def test_messages_are_served_with_anthropic_s_errors(tmp_path: Path) -> None:
             lines = stream.text.splitlines()
             assert lines[0] == "event: message_start"
             assert lines[-3:-1] == ["event: message_stop", 'data: {"type":"message_stop"}']
+            assert short.json()["error"]["message"].startswith("/messages: not found; use /v1/messages")
+            assert short.json()["error"]["type"] == "not_found_error"
             assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
             assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
 
