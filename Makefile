@@ -33,7 +33,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/e2e/test_http_fuzz.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages kube-tools checkov dist test test-all test-levels cpu-levels gpu gpu-wheels load-test load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages kube-tools checkov locks sbom dist test test-all test-levels cpu-levels gpu gpu-wheels load-test load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -83,6 +83,19 @@ build/checkov/.installed:
 	@touch $@
 
 checkov: build/checkov/.installed ## install checkov, with which make test-all examines deploy/kubernetes
+
+# A pip that reads metadata without downloading wheels, and the library of CycloneDX, in an environment of their own.
+LOCK_TOOLS := pip==26.3 cyclonedx-python-lib==11.12.0
+build/lock/.installed: Makefile
+	@echo "installing $(LOCK_TOOLS) into build/lock"
+	@$(PYTHON) -m venv build/lock && build/lock/bin/pip install --quiet --disable-pip-version-check $(LOCK_TOOLS)
+	@touch $@
+
+locks: build/lock/.installed ## resolve the packages of the images anew: deploy/requirements-*.txt (then: make sbom)
+	@exec build/lock/bin/python -m tools.lock $(ARGS)
+
+sbom: build/lock/.installed ## list the packages of the images with their licences: deploy/sbom (CycloneDX)
+	@exec build/lock/bin/python -m tools.sbom $(ARGS)
 
 test: setup node-packages kube-tools ## every promise that can be checked in 15 minutes on 2 cores
 	@exec $(BIN)/python -m tests.run $(ARGS)

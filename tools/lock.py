@@ -1,48 +1,106 @@
-"""Write the lock file of the image of front ends and scheduler: every package with its version and SHA-256.
+"""Write the lock files of the images: every package with its version and SHA-256.
 
-    python -m tools.lock
+    make locks
+    make locks ARGS="--torch-wheels /wheels"
 
-pip resolves the dependencies of pyproject.toml for the image's Python and platform, without installing anything. The
-image installs exactly these files (`--require-hashes`). Other platforms need a lock file of their own.
+pip resolves the dependencies of pyproject.toml for Python and platform of the images. It reads metadata only, so the
+lock of CUDA needs no download of gigabytes. The images install exactly these files (`--require-hashes`). Torch for CPUs
+is not on PyPI: pip looks for it at --torch-wheels, a page or a folder. Other platforms need lock files of their own.
 """
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCK = ROOT / "deploy" / "requirements-scheduler.txt"
-PYTHON_VERSION = "3.12"
+DEPLOY = ROOT / "deploy"
+PYTHON_VERSION = "3.11"
 """That of the base image."""
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (5, 12, *range(17, 29))))
+TORCH = "2.13.0"
+TORCH_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
+IMAGES = ("scheduler", "worker-cpu", "worker-cuda")
 
 
-def lock_text(report: dict[str, Any]) -> str:
-    """Return the lock file for pip's report of an installation."""
-    lines = [f"# Made by `python -m tools.lock` for Python {PYTHON_VERSION} on Linux (x86_64)."]
-    for each in sorted(report["install"], key=lambda found: found["metadata"]["name"].lower()):
-        hashed = each["download_info"]["archive_info"]["hashes"]["sha256"]
-        lines.append(f"{each['metadata']['name'].lower()}=={each['metadata']['version']} --hash=sha256:{hashed}")
-    return "\n".join(lines) + "\n"
+def lock_of(image: str) -> Path:
+    """Return the lock file of an image."""
+    return DEPLOY / f"requirements-{image}.txt"
 
 
-def main() -> int:
-    """Write the file; return the exit code."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+def wanted(image: str) -> list[str]:
+    """Return the requirements of an image. Kernels for CPUs do not need triton."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    needs: list[str] = project["dependencies"]
+    if image == "scheduler":
+        return needs
+    extra = project["optional-dependencies"]["worker"]
+    left_out = ("torch", "triton") if image == "worker-cpu" else ("torch",)
+    # Three signs: without the local part, `+cpu` is another version.
+    torch = f"torch==={TORCH}+cpu" if image == "worker-cpu" else f"torch==={TORCH}"
+    return [*needs, *(each for each in extra if re.split(r"\W", each)[0] not in left_out), torch]
+
+
+def locked(image: str) -> dict[str, str]:
+    """Return the version of each package in the lock file of an image."""
+    lines = lock_of(image).read_text("utf-8").splitlines()
+    return dict(line.split()[0].split("==") for line in lines if not line.startswith("#"))
+
+
+def report(wanted: Sequence[str], torch_wheels: str, *options: str) -> list[dict[str, Any]]:
+    """Return what pip would install for requirements, by name: metadata, and the hash of each file.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; what it said is on stderr.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
+        path = Path(folder) / "report.json"
         command = [
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run",
             "--ignore-installed", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}",
-            *(f"--platform={each}" for each in PLATFORMS), f"--target={folder}", f"--report={report}", *wanted,
+            *(f"--platform={each}" for each in PLATFORMS), f"--target={folder}", f"--report={path}",
+            f"--find-links={torch_wheels}", *options, *wanted,
         ]  # fmt: skip
-        if subprocess.run(command, check=False).returncode:
-            return 1
-        LOCK.write_text(lock_text(json.loads(report.read_text("utf-8"))), "utf-8")
+        subprocess.run(command, check=True)
+        found: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["install"]
+    return sorted(found, key=lambda each: name_of(each))
+
+
+def name_of(found: dict[str, Any]) -> str:
+    """Return the name of a package in pip's report, as an index writes it."""
+    return re.sub(r"[-_.]+", "-", found["metadata"]["name"]).lower()
+
+
+def lock_text(found: Sequence[dict[str, Any]]) -> str:
+    """Return the lock file for pip's report of an installation."""
+    lines = [f"# Made by `make locks` for Python {PYTHON_VERSION} on Linux (x86_64)."]
+    for each in found:
+        hashed = each["download_info"]["archive_info"]["hashes"]["sha256"]
+        lines.append(f"{name_of(each)}=={each['metadata']['version']} --hash=sha256:{hashed}")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the files; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.lock", description="Write the lock files of the images.")
+    parser.add_argument("--torch-wheels", default=TORCH_WHEELS, help="page or folder with torch for CPUs")
+    options = parser.parse_args(arguments)
+    constraints: list[str] = []
+    for image in IMAGES:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            # Packages that images share have one version in all of them.
+            file.write("\n".join(constraints))
+            file.flush()
+            found = report(wanted(image), options.torch_wheels, f"--constraint={file.name}")
+        lock_of(image).write_text(lock_text(found), "utf-8")
+        constraints = constraints or [f"{name_of(each)}=={each['metadata']['version']}" for each in found]
+        print(f"{lock_of(image).relative_to(ROOT)}: {len(found)} packages")
     return 0
 
 
