@@ -23,7 +23,7 @@ from kernels.native.serving import native
 from tests.checkpoints import edit_config, make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "std": 0.12}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "std": 0.12}
 """Groups of 128 inputs fit."""
 
 
@@ -83,8 +83,9 @@ def rounds_weights(model: PreTrainedModel, kind: str, *, ranks: int = 1) -> PreT
     """
     kernels = native()
     assert kernels is not None
+    in_layers = {id(module) for module, _ in _products(model, ranks, head=False)}
     for module, parts in _products(model, ranks, head=True):
-        if kind == "int4" and module is not model.get_output_embeddings():
+        if kind == "int4" and id(module) in in_layers:
             weights = [
                 dequantised(quantise_int4(part.contiguous(), kernels=kernels)) for part in module.weight.chunk(parts, 1)
             ]
