@@ -50,6 +50,8 @@ class _Accepted:
     model: link_pb2.ServedModel
     caller: Caller
     span: Span
+    shorten: bool
+    """Whether `max_tokens` is reduced to the room in the context."""
 
     @property
     def form(self) -> str:
@@ -74,6 +76,7 @@ class Generator:
         *,
         begun: Callable[[str], Awaitable[object]] | None = None,
         prompt_encoded: Callable[[Sequence[int]], None] | None = None,
+        shorten: bool = False,
     ) -> None:
         """Run a request and send its messages: deltas and other events, then one `Finished`.
 
@@ -83,12 +86,15 @@ class Generator:
             send: writes a message.
             begun: called with the request's id before the first message.
             prompt_encoded: called once with the prompt's token ids, before the first message.
+            shorten: reduce `max_tokens` to the room that the prompt leaves in the context, instead of an error.
 
         Raises:
             QuireError: the request is invalid or failed; messages sent before remain valid.
         """
         with request_span(self._services.tracer, caller.traceparent, caller.operation, self._services.tail) as span:
             model = self._services.served_model()
+            if shorten:
+                request.stop.max_tokens = min(request.stop.max_tokens, model.max_model_len - 1)
             valid = validate(
                 request,
                 model,
@@ -108,7 +114,7 @@ class Generator:
             ):
                 if begun is not None:
                     await begun(valid.request_id)
-                await self._run(_Accepted(request, valid, model, caller, span), send, prompt_encoded)
+                await self._run(_Accepted(request, valid, model, caller, span, shorten), send, prompt_encoded)
 
     async def _run(
         self, accepted: _Accepted, send: Send, prompt_encoded: Callable[[Sequence[int]], None] | None
@@ -161,7 +167,10 @@ class Generator:
         """
         services, request, valid, model = self._services, accepted.request, accepted.valid, accepted.model
         caller, span, form = accepted.caller, accepted.span, accepted.form
-        max_tokens = resolve_max_tokens(len(prompt), valid.max_tokens, services.config.default_max_tokens, model, form)
+        requested = valid.max_tokens
+        if accepted.shorten and requested is not None:
+            requested = min(requested, max(model.max_model_len - len(prompt), 1))
+        max_tokens = resolve_max_tokens(len(prompt), requested, services.config.default_max_tokens, model, form)
         describe_request(
             span, valid, operation=operation_name(request), prompt_tokens=len(prompt), max_tokens=max_tokens
         )

@@ -63,6 +63,7 @@ class ChatRunner:
         *,
         stream: bool,
         finished: Callable[[], None] = lambda: None,
+        shorten: bool = False,
     ) -> None:
         """Generate the output, and send its events or the whole answer.
 
@@ -74,6 +75,7 @@ class ChatRunner:
             whole: returns the whole answer.
             stream: whether to send events.
             finished: called when the output is complete, before its end is sent.
+            shorten: reduce the maximum length of the output to the room in the context, instead of an error.
 
         Raises:
             QuireError: the request failed.
@@ -95,7 +97,9 @@ class ChatRunner:
             answer.output.prompt_tokens = len(token_ids)
 
         try:
-            await self._generator.run(prepared.request, exchange.caller(), send, prompt_encoded=encoded)
+            await self._generator.run(
+                prepared.request, exchange.caller(), send, prompt_encoded=encoded, shorten=shorten
+            )
         except QuireError as error:
             raise with_http_names(error, lambda path: _renamed(prepared.names(path), fields)) from None
         if not stream:

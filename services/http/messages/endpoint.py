@@ -30,7 +30,8 @@ class MessagesEndpoints:
         prepared = self._runner.prepare(partial(to_chat, body), request_id, FIELDS)
         model = self._services.served_model().name
         answer = MessagesAnswer(f"msg_{request_id}", model, ChatOutput(self._services.tokenizer.token_bytes))
-        run = self._runner.run(exchange, prepared, answer, FIELDS, answer.message, stream=body.stream)
+        # max_tokens is required, so clients send a number of their own, which may exceed the context of a small model.
+        run = self._runner.run(exchange, prepared, answer, FIELDS, answer.message, stream=body.stream, shorten=True)
         await exchange.run_until_disconnect(run)
 
     async def count_tokens(self, exchange: Exchange) -> None:

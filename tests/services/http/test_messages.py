@@ -15,7 +15,7 @@ from services.http.messages.schema import MessagesBody
 from services.http.output import ChatOutput
 from shared.errors import InvalidRequestError
 from tests.services.parsed import deltas
-from tests.services.stack import running_stack
+from tests.services.stack import MODEL, running_stack
 
 OUTPUT = '<think>hm</think>\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 USER = {"role": "user", "content": "hi"}
@@ -176,6 +176,7 @@ def test_messages_are_served_with_anthropic_s_errors(tmp_path: Path) -> None:
             counted = await stack.http.post("/v1/messages/count_tokens", json=request)
             missing = await stack.http.post("/v1/messages", json=request | {"model": "other"})
             short = await stack.http.post("/messages", json=request)
+            much = await stack.http.post("/v1/messages", json=request | {"max_tokens": 64_000})
             stack.http.headers["x-api-key"] = "wrong"
             refused = await stack.http.post("/v1/messages", json=request)
 
@@ -185,6 +186,8 @@ def test_messages_are_served_with_anthropic_s_errors(tmp_path: Path) -> None:
             lines = stream.text.splitlines()
             assert lines[0] == "event: message_start"
             assert lines[-3:-1] == ["event: message_stop", 'data: {"type":"message_stop"}']
+            usage = much.json()["usage"]
+            assert usage["input_tokens"] + usage["output_tokens"] == MODEL.max_model_len
             assert short.json()["error"]["message"].startswith("/messages: not found; use /v1/messages")
             assert short.json()["error"]["type"] == "not_found_error"
             assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
