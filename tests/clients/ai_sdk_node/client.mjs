@@ -140,7 +140,9 @@ tryAll(anthropic, makeAnthropic)
 
 for (const [probe, make] of [[compatible, makeCompatible], [anthropic, makeAnthropic]]) {
   probe.tries("stop", async () => {
-    const { text } = await generateText({ model: make(), prompt: QUESTION, temperature: 0, stopSequences: ["7"] })
+    const { text } = await generateText({
+      model: make(), prompt: QUESTION, temperature: 0, maxOutputTokens: 200, stopSequences: ["7"],
+    })
     assert(!text.includes("7"), text)
   })
 }

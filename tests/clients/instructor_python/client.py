@@ -14,7 +14,12 @@ from probe import DEMO, FOREVER, KEY, LONG, QUESTION, RECITER, Probe, frees, rai
 
 PROBE = Probe("instructor", "instructor", "openai")
 COMMON = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_retries": 0}
-GO_ON = {"model": "reciter", "messages": [{"role": "user", "content": FOREVER}], "max_retries": 0}
+GO_ON = {
+    "model": "reciter",
+    "max_tokens": 100_000,
+    "messages": [{"role": "user", "content": FOREVER}],
+    "max_retries": 0,
+}
 
 
 class Bird(BaseModel):

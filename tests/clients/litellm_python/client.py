@@ -18,6 +18,7 @@ PROBE = Probe("litellm", "litellm")
 USER = {"role": "user", "content": QUESTION}
 AT = {"model": "openai/demo", "api_base": f"{DEMO}/v1", "api_key": KEY, "max_retries": 0, "temperature": 0}
 GO_ON = AT | {
+    "max_tokens": 100_000,
     "model": "openai/reciter",
     "api_base": f"{RECITER}/v1",
     "messages": [{"role": "user", "content": FOREVER}],

@@ -13,7 +13,7 @@ const client = new OpenAI({ baseURL: `${DEMO}/v1`, apiKey: KEY, maxRetries: 0 })
 const stranger = new OpenAI({ baseURL: `${DEMO}/v1`, apiKey: "wrong", maxRetries: 0 })
 const endless = new OpenAI({ baseURL: `${RECITER}/v1`, apiKey: KEY, maxRetries: 0 })
 const common = { model: "demo", messages: [{ role: "user", content: QUESTION }], temperature: 0 }
-const goOn = { model: "reciter", messages: [{ role: "user", content: FOREVER }] }
+const goOn = { model: "reciter", max_tokens: 100_000, messages: [{ role: "user", content: FOREVER }] }
 const inRome = { role: "user", content: "What is the weather in Rome?" }
 const functions = [
   { name: "get_weather", description: "The weather of a city", parameters: CITY },
@@ -228,13 +228,13 @@ responses.tries("error: bad key", () =>
   raises(() => stranger.responses.create(asked), (error) => error instanceof OpenAI.AuthenticationError))
 responses.tries("cancel", () =>
   frees(RECITER, async () => {
-    const stream = await endless.responses.create({ model: "reciter", input: FOREVER, stream: true })
+    const stream = await endless.responses.create({ model: "reciter", input: FOREVER, max_output_tokens: 100_000, stream: true })
     for await (const _ of stream) break
   }))
 responses.tries("timeout", () =>
   frees(RECITER, () =>
     raises(
-      () => endless.responses.create({ model: "reciter", input: FOREVER }, { timeout: 1000 }),
+      () => endless.responses.create({ model: "reciter", input: FOREVER, max_output_tokens: 100_000 }, { timeout: 1000 }),
       (error) => error instanceof OpenAI.APIConnectionTimeoutError,
     )))
 for (const name of ["n", "stop", "seed"]) responses.absent(name, "OpenAI's Responses API has none")

@@ -186,7 +186,7 @@ def _():
     with (
         frees(RECITER),
         ENDLESS.chat.completions.create(
-            model="reciter", messages=[{"role": "user", "content": FOREVER}], stream=True
+            max_tokens=100_000, model="reciter", messages=[{"role": "user", "content": FOREVER}], stream=True
         ) as stream,
     ):
         next(iter(stream))
@@ -196,7 +196,7 @@ def _():
 def _():
     with frees(RECITER), raises(openai.APITimeoutError):
         ENDLESS.with_options(timeout=1).chat.completions.create(
-            model="reciter", messages=[{"role": "user", "content": FOREVER}]
+            max_tokens=100_000, model="reciter", messages=[{"role": "user", "content": FOREVER}]
         )
 
 
@@ -320,14 +320,17 @@ def _():
 
 @RESPONSES.tries("cancel")
 def _():
-    with frees(RECITER), ENDLESS.responses.create(model="reciter", input=FOREVER, stream=True) as stream:
+    with (
+        frees(RECITER),
+        ENDLESS.responses.create(max_output_tokens=100_000, model="reciter", input=FOREVER, stream=True) as stream,
+    ):
         next(iter(stream))
 
 
 @RESPONSES.tries("timeout")
 def _():
     with frees(RECITER), raises(openai.APITimeoutError):
-        ENDLESS.with_options(timeout=1).responses.create(model="reciter", input=FOREVER)
+        ENDLESS.with_options(timeout=1).responses.create(max_output_tokens=100_000, model="reciter", input=FOREVER)
 
 
 @RESPONSES.tries("previous_response_id")
