@@ -103,6 +103,7 @@ class Message(Body):
     reasoning: JsonValue = Field(default=None, description="accepted without effect: templates do not show it")
     reasoning_content: JsonValue = Field(default=None, description="accepted without effect: templates do not show it")
     refusal: JsonValue = Field(default=None, description="accepted without effect")
+    provider_specific_fields: JsonValue = Field(default=None, description="litellm's; accepted without effect")
     annotations: JsonValue = Field(default=None, description="accepted without effect")
 
     @property

@@ -7,7 +7,7 @@ from typing import Literal
 import instructor
 import openai
 from instructor.core.exceptions import InstructorRetryException
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 sys.path.append(str(Path(__file__).parents[1]))
 from probe import DEMO, FOREVER, KEY, LONG, QUESTION, RECITER, Probe, frees, raises, run
@@ -25,6 +25,7 @@ GO_ON = {
 class Bird(BaseModel):
     """A bird."""
 
+    model_config = ConfigDict(extra="forbid")
     name: Literal["robin", "owl"]
     size: Literal["small", "large"]
 
@@ -32,7 +33,7 @@ class Bird(BaseModel):
 class Story(BaseModel):
     """A text of any length."""
 
-    text: str
+    text: str = Field(min_length=20_000)
 
 
 def client(mode, url=DEMO, key=KEY, make=openai.OpenAI, **options):
@@ -45,7 +46,7 @@ def create(mode, **options):
 
 @PROBE.tries("create")
 def _():
-    assert isinstance(create(instructor.Mode.JSON), Bird)
+    assert isinstance(create(instructor.Mode.JSON_SCHEMA), Bird)
 
 
 @PROBE.tries("structured output")
@@ -106,7 +107,7 @@ def _():
 def _():
     with frees(RECITER):
         stream = client(instructor.Mode.JSON_SCHEMA, RECITER).chat.completions.create_partial(
-            response_model=Story, extra_body={"min_tokens": 100_000}, **GO_ON
+            response_model=Story, **GO_ON
         )
         next(iter(stream))
         stream.close()
@@ -115,7 +116,7 @@ def _():
 @PROBE.tries("timeout")
 def _():
     with frees(RECITER), raises((openai.APITimeoutError, InstructorRetryException)):
-        client(instructor.Mode.JSON, RECITER, timeout=1).chat.completions.create(response_model=Story, **GO_ON)
+        client(instructor.Mode.JSON_SCHEMA, RECITER, timeout=1).chat.completions.create(response_model=Story, **GO_ON)
 
 
 for name in ("tools: auto", "tools: required", "tool messages", "n", "stop", "logprobs", "reasoning"):

@@ -280,3 +280,12 @@ def test_names_of_the_proto_are_names_of_http() -> None:
     assert names("output.logprobs") == "top_logprobs"
     assert names("scheduling.cache_scope") == "cache_salt"
     assert names("model") == "model"
+
+
+def test_an_answer_can_be_sent_back_as_clients_keep_it() -> None:
+    """Fields that clients add to an answer are accepted in the history and have no effect."""
+    turn = {"role": "assistant", "content": "Hi.", "reasoning_content": "hm", "refusal": None, "annotations": []}
+    messages = [{"role": "user", "content": "Hi"}, turn | {"provider_specific_fields": {"refusal": None}}]
+    body = parse(ChatBody, json.dumps({"messages": messages}).encode())
+
+    assert body.messages[1].text == "Hi."
