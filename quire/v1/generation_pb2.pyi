@@ -38,7 +38,7 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """Same as AUTO."""
     TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
-    """The model decides. Calls of tools with "strict": true follow the schema of their arguments."""
+    """The model decides, and writes calls freely: "strict" of a tool has no effect."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 2
     """The model does not see the tools."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
@@ -50,7 +50,7 @@ class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """Same as AUTO."""
 TOOL_MODE_AUTO: ToolMode.ValueType  # 1
-"""The model decides. Calls of tools with "strict": true follow the schema of their arguments."""
+"""The model decides, and writes calls freely: "strict" of a tool has no effect."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 2
 """The model does not see the tools."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
@@ -277,7 +277,7 @@ class ToolChoice(_message.Message):
     name: _builtins.str
     """With REQUIRED: the name of the function that must be called. Empty: any of the tools."""
     single: _builtins.bool
-    """With REQUIRED, and with AUTO if a tool is strict: allow only one call."""
+    """With REQUIRED: allow only one call."""
     def __init__(
         self,
         *,
