@@ -30,7 +30,7 @@ INTERNAL_PROTOS := $(patsubst protos/%,%,$(wildcard protos/quire/plan/v1/*.proto
 # Frames of every link, requests, and what is cut from text: whatever comes in from outside.
 FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans.py tests/scheduler_svc/test_links.py \
   tests/services/test_api_fuzz.py tests/services/test_fuzz.py tests/services/test_stop_strings.py tests/services/test_detokenizer.py \
-  tests/e2e/test_http_fuzz.py
+  tests/e2e/test_http_fuzz.py tests/e2e/test_grpc_fuzz.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run node-packages kube-tools checkov locks sbom dist test test-all test-levels cpu-levels gpu gpu-wheels load-test load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
