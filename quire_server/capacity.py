@@ -161,15 +161,20 @@ def _stored(config: Mapping[str, Any]) -> str:
         case "compressed-tensors":
             groups = (raw.get("config_groups") or {}).values()
             weights = [group["weights"] for group in groups if group.get("weights")]
-            found = {
-                _as_held(each.get("num_bits"), each.get("group_size"), symmetric=bool(each.get("symmetric", True)))
-                if each.get("type", "int") == "int" and each.get("actorder") not in ("group", "dynamic")
-                else "none"
-                for each in weights
-            }
+            found = {_as_held_compressed(each) for each in weights}
             return found.pop() if len(found) == 1 else "none"
         case _:
             return "none"
+
+
+def _as_held_compressed(weights: Mapping[str, Any]) -> str:
+    """Return how the CPU kernels hold a group of layers of compressed-tensors."""
+    if weights.get("type", "int") != "int" or weights.get("actorder") in ("group", "dynamic"):
+        return "none"
+    size, symmetric = weights.get("group_size") or 0, bool(weights.get("symmetric", True))
+    # Signed codes with one scale per output are held in int8, those of 4 bits too.
+    bits = 8 if symmetric and size <= 0 else weights.get("num_bits")
+    return _as_held(bits, size, symmetric=symmetric)
 
 
 def _as_held(bits: object, group_size: object, *, symmetric: bool = True) -> str:
