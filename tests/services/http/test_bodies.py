@@ -284,7 +284,13 @@ def test_names_of_the_proto_are_names_of_http() -> None:
 
 def test_an_answer_can_be_sent_back_as_clients_keep_it() -> None:
     """Fields that clients add to an answer are accepted in the history and have no effect."""
-    turn = {"role": "assistant", "content": "Hi.", "reasoning_content": "hm", "refusal": None, "annotations": []}
+    turn: dict[str, Any] = {
+        "role": "assistant",
+        "content": "Hi.",
+        "reasoning_content": "hm",
+        "refusal": None,
+        "annotations": [],
+    }
     messages = [{"role": "user", "content": "Hi"}, turn | {"provider_specific_fields": {"refusal": None}}]
     body = parse(ChatBody, json.dumps({"messages": messages}).encode())
 
