@@ -205,6 +205,8 @@ def places(value: Json, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 def mutated(draw: st.DrawFn, seed: Json) -> Json:
     """Return the value with some of its parts replaced, lost, repeated, renamed or moved."""
     value = copy.deepcopy(seed)
+    # A copy each time: a later change must not reach the value that the strategy draws again.
+    weird = WEIRD.map(copy.deepcopy)
     for _ in range(draw(st.sampled_from((0, 1, 1, 1, 2, 4)))):
         paths = list(places(value))
         if not paths:
@@ -215,7 +217,7 @@ def mutated(draw: st.DrawFn, seed: Json) -> Json:
             holder = holder[step]
         match draw(st.sampled_from(("replace", "replace", "replace", "drop", "repeat", "rename", "move", "add"))):
             case "replace":
-                holder[key] = draw(WEIRD)
+                holder[key] = draw(weird)
             case "drop":
                 del holder[key]
             case "repeat" if isinstance(holder, list):
@@ -230,9 +232,8 @@ def mutated(draw: st.DrawFn, seed: Json) -> Json:
                     part = part[step]
                 holder[key] = copy.deepcopy(part)
             case "add" if isinstance(holder, dict):
-                holder[draw(st.sampled_from(("n", "model", "type", "stream", "input", "tools", "unknown")))] = draw(
-                    WEIRD
-                )
+                name = draw(st.sampled_from(("n", "model", "type", "stream", "input", "tools", "unknown")))
+                holder[name] = draw(weird)
     return value
 
 
