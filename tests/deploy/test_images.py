@@ -113,11 +113,12 @@ def _await_ready(url: str, processes: Sequence["subprocess.Popen[bytes]"]) -> No
 
 
 def test_the_processes_of_the_images_serve_a_request(cell: str) -> None:
-    """Users without rights, read-only roots: a text is generated, and SIGTERM ends each in order."""
+    """Users without rights, read-only roots: the embedded model answers, and SIGTERM ends each process in order."""
     with Client(cell) as client:
-        answer = client.generate("Once upon a time", max_tokens=16, temperature=0.0, timeout=120).result()
+        question = [{"role": "user", "content": "What is 3 plus 4?"}]
+        answer = client.generate(messages=question, max_tokens=16, temperature=0.0, timeout=120).result()
 
-        assert answer.text
+        assert answer.text == "3 plus 4 is 7."
 
 
 def test_the_image_of_the_scheduler_is_small(scheduler: Image) -> None:
