@@ -17,7 +17,8 @@ What is learned may be wrong. So the *balance* compares each answered step with 
 taken without drafts, in steps. Every step adds `TOLERATED_LOSS`, and at most `_MOST_SAVED` is kept. While the balance
 is negative, all limits are 0. So, over any n decode steps, drafts lose at most `TOLERATED_LOSS` * n + `_MOST_SAVED`
 steps, and the loss of the steps in flight when the balance became negative. The bound is as exact as the measured time
-of a step without drafts. Steps with chunks of prompts are not measured.
+of a step without drafts. Not counted are steps with chunks of prompts, and the first `_SAMPLES` steps with drafts of
+each number of rows, which measure their time.
 
 While all limits are 0, a plan takes no array operation more than for a worker that does not speculate.
 
@@ -51,18 +52,20 @@ _LEAST_GAIN = 1.03
 """Least factor on tokens per second that drafts must promise."""
 _LEAST_ACCEPTANCE = 0.1
 """Least probability of being accepted that a draft must have, however little time it takes."""
-_SAMPLES = 3
-"""Steps with drafts to measure before their time counts as known."""
+_SAMPLES = 4
+"""Steps with drafts to measure before their time counts as known; the first one warms up, and is not used."""
 _RECENT = 9
-"""Steps without drafts to measure first, and number of the last ones whose median is the time of such a step."""
+"""Steps without drafts to measure first, and number of the last ones, without and with drafts, that are remembered."""
 _MEASURED_PART = 0.5
 """Time that the drafts of a measurement are expected to add, as a part of the step's time without drafts."""
-_DECAY = 0.9
-"""Weight of earlier steps with drafts in the time that drafts add, per step with drafts."""
 _MOST_OF_EXPECTED = 2.0
 """A step counts as at most so many times as long as expected: a longer one was disturbed."""
-_PLAIN_STALE, _DRAFTING_STALE = 64, 512
-"""Steps after which the time of a step without drafts, and that of drafts, is measured again."""
+_MOST_UNKNOWN = 3.0
+"""The same for a step with drafts whose time is not known, relative to a step without drafts."""
+_PLAIN_STALE = 64
+"""Steps after which the time of a step without drafts is measured again."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
+"""Steps without drafts after which the time of drafts is measured again; each pause is twice the one before."""
 _ITERATIONS = 4
 
 
@@ -82,15 +85,22 @@ class StepCost:
     """Steps since the last measured one without drafts."""
     drafting_age: int = 0
     """Steps since the last measured one with drafts."""
+    pause: int = _FIRST_PAUSE
+    """Steps without drafts after which their time is measured again."""
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """Durations of the last steps without drafts."""
-    _sums: FloatArray = field(default_factory=lambda: np.zeros(5))
-    """Over steps with drafts, with decay: weight, drafts n, n², added time x, n x; `[5]`."""
+    _added: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Drafts and added times of the last steps with drafts."""
 
     @property
     def base_s(self) -> float:
         """Time of a step without drafts; 0 before the first one. Their median, because some steps are disturbed."""
         return sorted(self._recent)[len(self._recent) // 2] if self._recent else 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough steps with drafts were measured."""
+        return self.num_drafting >= _SAMPLES
 
     def plain(self, duration: float) -> None:
         """Record the duration of a step in which no row was allowed drafts."""
@@ -108,23 +118,29 @@ class StepCost:
         base_s = self.base_s
         self.plain_age += 1
         expected = base_s + (self.fixed_s + self.draft_s * num_drafts if num_drafts else 0.0)
-        if self.num_drafting >= _SAMPLES:
-            duration = min(duration, _MOST_OF_EXPECTED * expected)
+        duration = min(duration, _MOST_OF_EXPECTED * expected if self.is_known else _MOST_UNKNOWN * base_s)
         if num_drafts:
             self.num_drafting += 1
             self.drafting_age = 0
-            self._fit(num_drafts, max(0.0, duration - base_s))
+            if self.num_drafting > 1:
+                self._fit(num_drafts, max(0.0, duration - base_s))
         return duration / base_s
 
     def _fit(self, num_drafts: int, added: float) -> None:
-        """Fit a line to the added times by the number of drafts (least squares).
+        """Fit a line to the added times by the number of drafts; the step that is furthest above it is left out.
 
         As long as all steps verified about the same number of drafts, the first draft has half of the added time.
         """
-        self._sums = _DECAY * self._sums + np.array((1.0, num_drafts, num_drafts**2, added, num_drafts * added))
-        weight, n, nn, x, nx = self._sums.tolist()
-        n, x = n / weight, x / weight
-        variance, covariance = nn / weight - n * n, nx / weight - n * x
+        self._added.append((num_drafts, added))
+        drafts, times = np.array(self._added, np.float64).T
+        self._fit_line(drafts, times)
+        if len(times) >= _SAMPLES - 1:
+            kept = np.arange(len(times)) != np.argmax(times - self.fixed_s - self.draft_s * drafts)
+            self._fit_line(drafts[kept], times[kept])
+
+    def _fit_line(self, drafts: FloatArray, times: FloatArray) -> None:
+        n, x = float(drafts.mean()), float(times.mean())
+        covariance, variance = float(((drafts - n) * (times - x)).mean()), float(drafts.var())
         self.draft_s = min(max(0.0, (covariance + 0.5 * x / n) / (variance + 1.0)), x / n)
         self.fixed_s = x - self.draft_s * n
 
@@ -185,7 +201,9 @@ class Speculation:
         if not allowed:
             cost.plain(duration)
         elif cost.base_s > 0:
+            is_known = cost.is_known
             gain = num_tokens / num_rows - cost.drafting(num_drafts, duration)
+            gain = gain if is_known else 0.0
         self._balance = min(self._balance + gain + TOLERATED_LOSS, _MOST_SAVED)
 
     def _cost(self, num_rows: int) -> StepCost:
@@ -201,11 +219,14 @@ class Speculation:
         self._due = self._step + 1
         if cost.num_plain < _RECENT or cost.plain_age > _PLAIN_STALE:
             return np.zeros(num_rows, np.int32)
-        if cost.num_drafting < _SAMPLES or cost.drafting_age > _DRAFTING_STALE:
+        if not cost.is_known:
+            return self._measure(num_rows, cost)
+        if cost.drafting_age > cost.pause:
+            cost.pause = min(2 * cost.pause, _LONGEST_PAUSE)
             return self._measure(num_rows, cost)
         acceptance = (rows.hits[decoding] + _PRIOR_HITS) / (rows.tries[decoding] + _PRIOR_TRIES)
         limits = choose_limits(acceptance.astype(np.float64), cost.base_s, cost.fixed_s, cost.draft_s, self.max_drafts)
-        self._due = self._step + (PERIOD if limits.any() else IDLE_PERIOD)
+        self._due = self._step + (PERIOD if limits.any() else min(cost.pause, IDLE_PERIOD))
         return limits
 
     def _measure(self, num_rows: int, cost: StepCost) -> Int32Array:
