@@ -234,15 +234,7 @@ class BatchBuilder:
             if num_singles
             else known_ids_,
             positions=positions_,
-            attention=AttentionInputs(
-                slot_mapping=slots_,
-                block_tables=self._block_tables(rows_, int(ends.max())),
-                query_start=query_start_,
-                context_lens=context_lens,
-                max_query_len=int(lengths.max()),
-                min_query_len=int(lengths.min()),
-                num_leading_decodes=num_singles,
-            ),
+            attention=self._attention(slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
             logits_index=logits_index if num_singles else None,
             sample_rows=sample_rows,
             sample_rows_on_device=sample_rows_,
@@ -310,15 +302,7 @@ class BatchBuilder:
         return StepBatch(
             input_ids=torch.cat((table.last_token.index_select(0, rows_[:num_singles]), known_ids_)),
             positions=positions_,
-            attention=AttentionInputs(
-                slot_mapping=slots_,
-                block_tables=self._block_tables(rows_, int(ends.max())),
-                query_start=query_start_,
-                context_lens=context_lens,
-                max_query_len=int(lengths.max()),
-                min_query_len=int(lengths.min()),
-                num_leading_decodes=num_singles,
-            ),
+            attention=self._attention(slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
             logits_index=logits_index,
             sample_rows=sample_rows,
             sample_rows_on_device=sample_rows_,
@@ -332,6 +316,27 @@ class BatchBuilder:
             num_tokens=num_tokens,
             num_prefill_tokens=num_prefill_tokens,
             verification=None if not len(drafts.rows) else _verification(drafts, counts[counts > 0]),
+        )
+
+    def _attention(
+        self,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        lengths: IntArray,
+        ends: IntArray,
+        num_singles: int,
+    ) -> AttentionInputs:
+        """Return the inputs of rows with `lengths[i]` tokens up to position `ends[i]`; rows of one token are first."""
+        return AttentionInputs(
+            slot_mapping=slots,
+            block_tables=self._block_tables(rows, int(ends.max())),
+            query_start=query_start,
+            context_lens=context_lens,
+            max_query_len=int(lengths.max()),
+            min_query_len=int(lengths.min()),
+            num_leading_decodes=num_singles,
         )
 
     def _without_drafts(self, decode_rows: IntArray, drafts: Drafts) -> IntArray:

@@ -24,7 +24,7 @@ from worker_svc.ranks.group import Group, RankLostError
 def alone_on(device: torch.device, group: Group) -> Iterator[None]:
     """Wait until no other worker of this user starts on the GPUs of a group, and keep others waiting in the context.
 
-    All ranks of the group call this, each with its own device. A CPU needs no such order.
+    All ranks of the group call this, each with its own device. Ranks on a CPU take no lock.
 
     Raises:
         ConfigError: two ranks have the same GPU.

@@ -159,9 +159,9 @@ class RowTable:
             self.last_known[rows] = tokens
 
     def accept(self, rows: IntArray, counts: IntArray, tokens: Int32Array) -> None:
-        """Advance rows in use after a step with drafts: `counts[i]` of their tokens count, the last is `tokens[i]`.
+        """Advance rows in use after a step with drafts: row `rows[i]` got `counts[i]` tokens, the last is `tokens[i]`.
 
-        All of them but the first are accepted drafts, which are computed.
+        The other `counts[i] - 1` tokens are accepted drafts. Their KV is already computed.
         """
         self._num_computed[rows] += counts - 1
         self.last_known[rows] = tokens

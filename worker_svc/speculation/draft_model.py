@@ -82,7 +82,7 @@ class _Row:
     """The drafts whose KV is computed."""
 
     def settle(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Forget the KV of drafts that are not among the row's `tokens`; return the range of those that are."""
+        """Discard the KV of rejected drafts; return the range of positions of the accepted ones in `tokens`."""
         accepted = 0
         for draft, token in zip(self.drafts, tokens[self.known :], strict=False):
             if draft != token:
