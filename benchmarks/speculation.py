@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.peers.model import make_model
 from kernels.native.serving import native
 from quire import AsyncClient
-from shared.model_path import resolve_model
+from shared.model_path import DEMO_DRAFT, DEMO_MODEL, resolve_model
 from tests.e2e.harness import Served, serve
 
 TEXT = (
@@ -55,7 +55,10 @@ def make_draft_model(model: Path, folder: Path, layers: int = 2) -> None:
     for file in model.glob("*.json"):
         shutil.copy(file, folder)
     config = json.loads((model / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}, indent=2) + "\n")
+    config["num_hidden_layers"] = layers
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def is_kept(name: str) -> bool:
         after = name.partition(".layers.")[2]
@@ -118,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="'demo' or the folder of a checkpoint; default: random weights")
     parser.add_argument("--speculation", default="ngram", choices=("ngram", "draft"))
-    parser.add_argument("--draft-model", default="", help="for draft; default: the first two layers of the model")
+    parser.add_argument("--draft-model", default="", help="for draft; default: demo's sibling, or the first two layers of the model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=32, help="requests at once in the full batch")
     parser.add_argument("--quantization", default="none")
@@ -131,7 +134,9 @@ def main() -> None:
     drafts = ["--speculation", options.speculation]
     if options.speculation == "draft":
         draft_model = options.draft_model
-        if not draft_model:
+        if not draft_model and model == DEMO_MODEL:
+            draft_model = DEMO_DRAFT
+        elif not draft_model:
             served = resolve_model(model, weights=True)
             draft_model = f"build/speculation-draft-{served.name}"
             make_draft_model(served, Path(draft_model))

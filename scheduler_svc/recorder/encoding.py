@@ -465,9 +465,9 @@ class Encoder:
                 entry.resume = event.worker_id
             case ev.ResumeAsked():
                 entry.resume_asked.frontend, entry.resume_asked.number = self._peer(event.frontend), event.number
-                entry.resume_asked.identity = self._tagger.tag_padded(event.identity)
+                entry.resume_asked.identity = self._tagger.tag(event.identity)
             case ev.RequestsDropped():
-                entry.dropped.identities.extend(map(self._tagger.tag_padded, event.identities))
+                entry.dropped.identities.extend(map(self._tagger.tag, event.identities))
                 entry.dropped.SetInParent()
             case ev.LogsRestored():
                 entry.restored.SetInParent()
@@ -583,9 +583,9 @@ class Encoder:
         message.pooling, message.computes_whole_prompt = spec.pooling, spec.computes_whole_prompt
         message.tenant, message.request_class, message.priority = spec.tenant, spec.request_class, spec.priority
         message.expected_output_tokens = spec.expected_output_tokens
-        message.cache_scope = self._tagger.tag_padded(spec.cache_scope)
+        message.cache_scope = self._tagger.tag(spec.cache_scope)
         message.model, message.traceparent = spec.model, spec.traceparent
-        message.identity, message.resume_size = self._tagger.tag_padded(spec.identity), len(spec.resume_info)
+        message.identity, message.resume_size = self._tagger.tag(spec.identity), len(spec.resume_info)
 
     def _ended(self, message: pb.RequestEnded, end: RequestEnded) -> None:
         _fill(message, self._peer(end.frontend), end.stream)

@@ -187,7 +187,7 @@ class _Writer:
         if place in _GRAMMARS or place[0] in _GRAMMAR_CLASSES:
             return self._tagger.grammar_key(value)
         if place in _IDENTITIES:
-            return self._tagger.tag_padded(value)
+            return self._tagger.tag(value)
         return bytes(len(value))
 
     def _hidden_spec(self, spec: RequestSpec) -> RequestSpec:
@@ -195,8 +195,8 @@ class _Writer:
             stop_token_ids=bytes(len(spec.stop_token_ids)),
             sampling=bytes(len(spec.sampling)),
             grammar=fit(self._tagger.grammar_tag(spec.grammar), len(spec.grammar)),
-            cache_scope=self._tagger.tag_padded(spec.cache_scope),
-            identity=self._tagger.tag_padded(spec.identity),
+            cache_scope=self._tagger.tag(spec.cache_scope),
+            identity=self._tagger.tag(spec.identity),
             resume_info=bytes(len(spec.resume_info)),
         )
 

@@ -156,7 +156,9 @@ class Clients:
         stream.go_on_from(tokens)
         self._submit(stream, again=True)
         self._on_begin(stream)
-        if stream.starved and stream.end is None and earlier.demand.take_s is not None:
+        if self._world.healed:
+            self._heal_reader(stream)
+        elif stream.starved and stream.end is None and earlier.demand.take_s is not None:
             self._world.agenda.after(earlier.demand.take_s, self._grant, stream, 64)
 
     def submit_twin(self, stream: Stream) -> Stream | None:
@@ -384,8 +386,10 @@ class Clients:
 
     def heal(self) -> None:
         """Let every reader read everything, except readers whose requests must end as stalled."""
-        stall_ends = self._world.scenario.config.stall_timeout_s > 0
         self._traffic = Traffic(self._world.rng, self._world.scenario.traffic, self._world.scenario.pace, NONE)
         for stream in list(self.live.values()):
-            if stream.demand.take_s is not None or not stall_ends:
-                self._grant(stream, TOKEN_BYTES * stream.demand.max_tokens)
+            self._heal_reader(stream)
+
+    def _heal_reader(self, stream: Stream) -> None:
+        if stream.demand.take_s is not None or not self._world.scenario.config.stall_timeout_s:
+            self._grant(stream, TOKEN_BYTES * stream.demand.max_tokens)

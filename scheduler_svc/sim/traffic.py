@@ -10,7 +10,8 @@ from shared.request_spec import Pooling
 
 _ENDLESS = 1 << 30
 UNUSABLE = b"unusable"
-GRAMMARS = (b"a", b"a", b"b", b"c", UNUSABLE)
+_COMMON = b"grammar a"
+GRAMMARS = (_COMMON, _COMMON, b"grammar b", b"grammar c", UNUSABLE)
 """Workers cannot compile the last one."""
 
 

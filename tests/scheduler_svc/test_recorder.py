@@ -242,6 +242,18 @@ def test_a_snapshot_has_the_keys_of_grammars_that_have_just_arrived(tmp_path: Pa
     assert loaded.grammars.is_ready(hashlib.sha256(log.spec.grammar).digest())
 
 
+def test_short_scopes_and_identities_keep_their_own_tags() -> None:
+    """No tag is cut to the size of a short value, which would make two tenants or two requests one."""
+    cluster = Cluster()
+    for number in range(256):
+        cluster.submit(number, [1, 2, 3], 50, salt=bytes([number]), identity=bytes([number]))
+
+    core = load(dump(cluster.core, Tagger(), with_tokens=False), RecordedFacts())
+
+    assert len({request.spec.cache_scope for request in core._requests}) == 256
+    assert len({request.spec.identity for request in core._requests}) == 256
+
+
 def test_the_encoder_keeps_what_a_segment_begins_with(tmp_path: Path) -> None:
     """A segment opens with the requests that the core has, as first submitted, and without tokens and block keys."""
     tape = Tape()
