@@ -121,7 +121,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="'demo' or the folder of a checkpoint; default: random weights")
     parser.add_argument("--speculation", default="ngram", choices=("ngram", "draft"))
-    parser.add_argument("--draft-model", default="", help="for draft; default: demo's sibling, or the first two layers of the model")
+    parser.add_argument(
+        "--draft-model", default="", help="for draft; default: demo's sibling, or the first two layers of the model"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=32, help="requests at once in the full batch")
     parser.add_argument("--quantization", default="none")
