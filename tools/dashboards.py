@@ -339,7 +339,14 @@ def rules() -> dict[str, Any]:
             "annotations": {"summary": summary, "runbook": "docs/observability.md"},
         }
         for name, expr, wait, severity, summary in (
-            ("QuireDown", 'up{job="quire"} == 0', "1m", "page", "A front end does not answer"),
+            (
+                "QuireDown",
+                # Without any pod, discovery in Kubernetes has no target, and `up` has no value.
+                'up{job="quire"} == 0 or absent(up{job="quire"})',
+                "1m",
+                "page",
+                "No front end answers",
+            ),
             ("QuireNoWorker", "quire_workers == 0", "30s", "page", "No worker is connected; requests wait"),
             (
                 "QuireOverloaded",

@@ -51,7 +51,9 @@ SOURCES = {
         "prometheus-operator/prometheus-operator", "v0.93.0", f"{_MONITORING}prometheusrules.yaml"
     ),
     "ScaledObject": Source("kedacore/keda", "v2.20.2", "config/crd/bases/keda.sh_scaledobjects.yaml"),
-    "ScrapeConfig": Source("prometheus-operator/prometheus-operator", "v0.93.0", f"{_MONITORING}scrapeconfigs.yaml"),
+    "ServiceMonitor": Source(
+        "prometheus-operator/prometheus-operator", "v0.93.0", f"{_MONITORING}servicemonitors.yaml"
+    ),
 }  # fmt: skip
 """Where the schema of each kind comes from. All of these projects have the licence Apache-2.0."""
 

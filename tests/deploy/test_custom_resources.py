@@ -22,7 +22,7 @@ _WRONG: dict[str, tuple[str, Any]] = {
     "LeaderWorkerSet": ("spec.leaderWorkerTemplate.size", "two"),
     "PrometheusRule": ("spec.groups.0.rules.0.for", "ten minutes"),
     "ScaledObject": ("spec.triggers.0.metadata", ["query"]),
-    "ScrapeConfig": ("spec.scrapeInterval", "often"),
+    "ServiceMonitor": ("spec.endpoints.0.interval", "often"),
 }
 """A field of each kind, and a value that its project refuses."""
 

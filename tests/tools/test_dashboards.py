@@ -89,6 +89,7 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
     ("alert", "fault", "healthy", "labels"),
     [
         ("QuireDown", {'up{job="quire"}': "1 0x20"}, {'up{job="quire"}': "1x20"}, {"job": "quire"}),
+        ("QuireDown", {'up{job="quire"}': "1 _x20"}, {'up{job="quire"}': "1x20"}, {"job": "quire"}),
         ("QuireNoWorker", {"quire_workers": "0x20"}, {"quire_workers": "1x20"}, {}),
         (
             "QuireOverloaded",
