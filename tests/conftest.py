@@ -1,9 +1,11 @@
 """What holds for every test."""
 
 import os
+import shutil
 import signal
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import settings
@@ -14,15 +16,23 @@ from tests.examples import examples
 settings.register_profile("quire", max_examples=examples(100), deadline=None)
 settings.load_profile("quire")
 
-# Services that tests start do not record into the folder of whoever runs the tests, unless a test says where.
-# Each process of a parallel run has a folder of its own, because only one scheduler records into a folder.
-if "PYTEST_XDIST_WORKER" in os.environ or "XDG_STATE_HOME" not in os.environ:
-    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="quire-tests-")
-
 # Started in the background by a shell without job control, this process ignores SIGINT, and so would every process that
 # a test starts and then interrupts. A handler of our own becomes the default again in those.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_PID = os.getpid()
+
+
+def _terminated(number: int, _frame: FrameType | None) -> None:
+    """End the run in order, so that no service, process or folder of it is left."""
+    if os.getpid() == _PID:
+        raise KeyboardInterrupt
+    # A child that a test has forked.
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+signal.signal(signal.SIGTERM, _terminated)
 
 _ROOT = Path(__file__).resolve().parent
 _WITH_SERVICES = {"chaos", "console", "e2e"}
@@ -35,6 +45,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Only one process runs a group, so no two services under test compete for the processor.
     """
     for item in items:
-        file = item.path.relative_to(_ROOT)
-        group = "services" if file.parts[0] in _WITH_SERVICES else file.as_posix()
+        file = os.path.relpath(item.path, _ROOT)
+        group = "services" if file.partition("/")[0] in _WITH_SERVICES else file
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return where services under test keep their state, unless a test says where: not where the user's services do.
+
+    Each process of a parallel run has a folder of its own, because only one scheduler records into a folder.
+    """
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_STATE_HOME", str(folder))
+        yield folder
+    # pytest would keep the folder of a run in which a test failed.
+    shutil.rmtree(folder, ignore_errors=True)

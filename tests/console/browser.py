@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,13 @@ def opened(address: str, *, expected: str = "", width: int = 1280, height: int =
         if message.type in ("error", "warning") and not (expected and expected in text):
             errors.append(text)
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--no-proxy-server"])
+    # Killed, a browser leaves its temporary files behind.
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--no-proxy-server"],
+            env={**os.environ, "TMPDIR": folder},
+        )
         try:
             page = browser.new_page(viewport={"width": width, "height": height})
             page.set_default_timeout(PATIENCE_MS)
