@@ -66,6 +66,7 @@ class Runner:
         patience_s: float,
         timeout_s: float | None,
         on_progress: Callable[[], None],
+        on_problem: Callable[[str], None],
     ) -> None:
         """Create a run.
 
@@ -77,6 +78,7 @@ class Runner:
             patience_s: maximum time without an answered request, seconds.
             timeout_s: deadline of each request, seconds; None: none.
             on_progress: called after every answer.
+            on_problem: called with a description when the server cannot be reached; once until the next answer.
         """
         self._server = server
         self._journal = journal
@@ -85,6 +87,8 @@ class Runner:
         self._patience_s = patience_s
         self._timeout_s = timeout_s
         self._on_progress = on_progress
+        self._on_problem = on_problem
+        self._is_unreachable = False
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._last_success = time.monotonic()
@@ -136,6 +140,7 @@ class Runner:
                 if failure.permanent:
                     raise BatchError(f"{address}: {failure.description}") from None
                 problem = failure.description
+                self._unreachable(f"{address}: {problem}")
             else:
                 if reply.status not in RETRIED_STATUSES and is_completion_answer(reply.status, reply.body):
                     answer = make_answer(job, reply.status, reply.request_id, reply.body)
@@ -164,10 +169,17 @@ class Runner:
             retry_after_s=float(hint) if hint.isdecimal() else 0.0,
         )
 
+    def _unreachable(self, problem: str) -> None:
+        with self._lock:
+            is_known, self._is_unreachable = self._is_unreachable, True
+            if not is_known:
+                self._on_problem(problem)
+
     def _record(self, job: Job, answer: dict[str, Any], status: int) -> None:
         with self._lock:
             self._journal.append(answer)
             self._last_success = time.monotonic()
+            self._is_unreachable = False
             progress = self._progress
             progress.done += 1
             progress.failed += status != 200

@@ -47,9 +47,9 @@ def add_http_target(parser: OneLineParser) -> None:
     parser.add_argument(
         "--target",
         type=_http_target,
-        default=_HTTP_TARGET,
+        default=os.environ.get(TARGET_VARIABLE, _HTTP_TARGET),
         metavar="HOST:PORT",
-        help=f"HTTP address of the service (default: {_HTTP_TARGET})",
+        help=f"HTTP address of the service (default: the variable {TARGET_VARIABLE}, or {_HTTP_TARGET})",
     )
     _add_tls(parser)
 

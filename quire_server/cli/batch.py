@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
   quire batch requests.jsonl answers.jsonl
   quire batch requests.jsonl answers.jsonl --concurrency 64 --target 10.0.0.5:8000
+  QUIRE_TARGET=http://10.0.0.5:8000 quire batch requests.jsonl answers.jsonl
 """
 _PRINT_EVERY_S = 0.2
 """Interval of progress updates on a terminal, seconds."""
@@ -84,6 +85,7 @@ def run(options: Namespace) -> int:
                 patience_s=options.patience,
                 timeout_s=options.timeout,
                 on_progress=printer.update,
+                on_problem=printer.unreachable,
             )
             with contextlib.closing(printer):
                 runner.run(read_jobs(options.requests))
@@ -113,6 +115,13 @@ class _ProgressPrinter:
         if not self._quiet and now - self._last_print > (_PRINT_EVERY_S if self._terminal else _PRINT_FILE_EVERY_S):
             self._last_print = now
             self._write()
+
+    def unreachable(self, problem: str) -> None:
+        """Print why the run makes no progress."""
+        if not self._quiet:
+            begin = "\r\x1b[K" if self._terminal else ""
+            sys.stderr.write(f"{begin}quire batch: {problem}; trying again\n")
+            sys.stderr.flush()
 
     def close(self) -> None:
         """Print the final progress, unless nothing was done and an error follows."""

@@ -8,16 +8,17 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import QUIRE, ROOT, Served
+from tests.e2e.harness import QUIRE, ROOT, Served, free_ports, serve
 
 LINES = 80
 NO_PROXY = {**os.environ, "NO_PROXY": "*"}
 
 
-def batch(*arguments: object) -> "subprocess.Popen[str]":
-    """The command, started."""
+def batch(*arguments: object, **variables: str) -> "subprocess.Popen[str]":
+    """The command, started with further variables in its environment."""
     command = [*QUIRE, "batch", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, env=NO_PROXY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=NO_PROXY | variables, stdout=pipe, stderr=pipe, text=True)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -80,6 +81,41 @@ def test_refusals_are_answers_and_the_exit_code_tells(demo: Served, tmp_path: Pa
     assert nobody.returncode == 1
     assert len(complaint.splitlines()) == 1
     assert "gave up after 0.2 s without success" in complaint
+
+
+def test_the_address_comes_from_the_environment(demo: Served, tmp_path: Path) -> None:
+    """`QUIRE_TARGET` names the HTTP port with its scheme; with the gRPC port, the command ends with one line."""
+    requests = tmp_path / "in.jsonl"
+    requests.write_text('{"id": "only", "prompt": "x", "max_tokens": 2}\n')
+    right = batch(requests, tmp_path / "out.jsonl", QUIRE_TARGET=f"http://{demo.http}")
+    right.communicate(timeout=60)
+    wrong = batch(requests, tmp_path / "none.jsonl", QUIRE_TARGET=demo.grpc)
+    _, complaint = wrong.communicate(timeout=60)
+
+    assert right.returncode == 0
+    assert [answer["id"] for answer in read(tmp_path / "out.jsonl")] == ["only"]
+    assert wrong.returncode == 1
+    assert complaint == (
+        f"quire batch: {demo.grpc}: does not speak HTTP/1.1; give the service's HTTP address with --target, not the"
+        " gRPC one\n"
+    )
+
+
+def test_a_server_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    """Until something listens, the command says once what is missing; then it goes on."""
+    requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_text('{"id": "only", "prompt": "x", "max_tokens": 2}\n')
+    (port,) = free_ports(1)
+    process = batch(requests, answers, "--target", f"127.0.0.1:{port}")
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    with serve("demo", f"--http-port={port}"):
+        _, told = process.communicate(timeout=120)
+
+    assert first.startswith(f"quire batch: 127.0.0.1:{port}: nothing listens there; start a server with quire serve")
+    assert first.endswith("; trying again\n")
+    assert told.startswith("1/1 done")
+    assert process.returncode == 0
 
 
 def _id(answer: dict[str, Any]) -> str:

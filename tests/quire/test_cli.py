@@ -86,10 +86,10 @@ def test_an_error_is_one_line_with_its_remedy(arguments: list[str], code: int, l
     assert ended.returncode == code
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "models", "requests", "workers", "drain", "log_level"])
-def test_a_command_that_speaks_grpc_goes_where_the_environment_says(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "models", "requests", "workers", "drain", "log_level", "batch"]
+)
+def test_a_command_goes_where_the_environment_says(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`QUIRE_TARGET` stands for `--target` in all of them."""
     monkeypatch.setenv("QUIRE_TARGET", "10.0.0.5:7")
     parser = OneLineParser(command, description="", examples="")

@@ -130,7 +130,7 @@ class Shell:
         arguments = {
             "top": ["--once"],
             # What no second attempt repairs ends at once, whatever the patience.
-            "batch": [str(requests), str(answers), "--patience", "60"],
+            "batch": [str(requests), str(answers), "--patience", "60", "--quiet"],
             "generate": ["x"],
             "drain": ["worker-0"],
             "log-level": ["debug"],
