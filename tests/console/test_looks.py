@@ -57,6 +57,11 @@ def test_the_page_fits_a_phone(address: str) -> None:
         _filled(page)
         shoot(page, "thousand-phone")
         assert not page.evaluate(OVERFLOW)
+        drain = page.locator("#workers button").bounding_box()
+        table = page.locator(".scroll", has=page.locator("#workers")).bounding_box()
+        assert drain
+        assert table
+        assert drain["x"] + drain["width"] <= table["x"] + table["width"], "the button is cut off"
         reached = set()
         for _ in range(80):
             page.keyboard.press("Tab")

@@ -59,7 +59,8 @@ class ConsoleEndpoints:
         order.call.Pack(request)
         feed = Feed()
         async with self._link.watch(order) as view:
-            await _send(exchange, {"traceUrl": self._trace_url})
+            model = self._link.model
+            await _send(exchange, {"traceUrl": self._trace_url, "model": model.name if model is not None else ""})
             while True:
                 data, dropped = await view.next()
                 part = admin.WatchStepsResponse.FromString(data)

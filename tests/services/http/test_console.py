@@ -21,7 +21,7 @@ from quire.admin.v1 import admin_pb2 as admin
 from services.http.console import page
 from services.http.console.feed import Feed
 from services.link.live_view import MAX_UNREAD_PARTS
-from tests.services.stack import PATIENCE_S, Stack, running_stack
+from tests.services.stack import MODEL, PATIENCE_S, Stack, running_stack
 
 JSON = {"content-type": "application/json"}
 PRINCIPALS = f"""
@@ -128,7 +128,7 @@ def test_data_is_for_operators_only(tmp_path: Path, path: str) -> None:
             assert not any(message.operator_requests for message in stack.core.messages)
             async with _watching(stack, authorization="Bearer 0p") as (response, events):
                 assert response.status_code == 200
-                assert await anext(events) == {"traceUrl": ""}
+                assert await anext(events) == {"traceUrl": "", "model": MODEL.name}
 
     asyncio.run(main())
 

@@ -19,7 +19,7 @@ const FIGURES = [
   ["Output tokens/s", [(load) => per(load.rates.outputTokens, load.rates)], number],
   ["Prompt tokens/s", [(load) => per(load.rates.promptTokens, load.rates)], number],
   ["Goodput and completed/s", [(load) => per(load.rates.good, load.rates), (load) => per(load.rates.completed, load.rates)], number],
-  ["Running and waiting", [(load) => load.running, (load) => load.waiting], number],
+  ["Running and waiting", [(load) => load.running, (load) => load.waiting], (value) => value.toLocaleString("en")],
   ["Rows occupied", [(load) => share(load.running, sum(load, "rows"))], percent],
   [
     "KV held, and with cached",

@@ -104,6 +104,7 @@ document.addEventListener("visibilitychange", () => {
 
 function take(message) {
   model.take(message);
+  if (message.traceUrl !== undefined) say("model", message.model);
   if (gantt.worker === null && message.steps) gantt.show(message.steps[0].worker);
   if (message.load) {
     heardAt = performance.now();
@@ -116,7 +117,7 @@ function take(message) {
   }
   if (message.tables) {
     blocks.update();
-    queues.update();
+    if (!isUsed(part("queues"))) queues.update();
   }
   if (message.incidents) listIncidents();
 }
@@ -132,10 +133,15 @@ function listWorkers(found) {
   if (!names.includes(gantt.worker) && names.length) gantt.show((select.value = names[0]));
 }
 
+/** Returns whether a list is in use: the focus is in it, or comes back to it when the dialog closes. */
+function isUsed(list) {
+  return part("details").open || list.contains(document.activeElement);
+}
+
 function listRequests() {
-  if (!part("table-details").open || part("requests").contains(document.activeElement)) return;
+  if (!part("table-details").open || isUsed(part("requests"))) return;
   const steps = gantt.steps;
-  const step = steps?.get(steps.count - 1);
+  const step = steps?.count ? steps.get(gantt.newest(steps).step) : undefined;
   const numbers = step ? [...owners(step, gantt.rows)] : [];
   const lines = [];
   numbers.forEach((number, row) => {
@@ -218,4 +224,4 @@ requestAnimationFrame(frame);
 watch();
 
 // For tests and for curious people in the browser's tools; the page itself does not read it.
-globalThis.quire = { model, gantt, blocks, frames };
+globalThis.quire = { model, gantt, blocks, strategies, frames };

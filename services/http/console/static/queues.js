@@ -30,9 +30,8 @@ export class Queues {
     });
   }
 
-  /** Shows the newest snapshot, unless a person is reading or using the list with the keyboard. */
+  /** Shows the newest snapshot. */
   update() {
-    if (this.parent.contains(document.activeElement)) return;
     const tables = this.model.tables;
     const load = this.model.load;
     if (!tables || !load) return;

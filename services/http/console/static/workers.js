@@ -40,7 +40,7 @@ export class Workers {
     name.textContent = id;
     row.append(name);
     const line = { row, draining: false };
-    for (const column of ["device", "state", "rows", "blocks", "action"]) row.append((line[column] = document.createElement("td")));
+    for (const column of ["state", "rows", "blocks", "action", "device"]) row.append((line[column] = document.createElement("td")));
     line.button = document.createElement("button");
     line.button.type = "button";
     line.button.addEventListener("click", () => this.order(id, line));
