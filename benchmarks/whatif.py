@@ -2,11 +2,15 @@
 
 .venv/bin/python -m benchmarks.whatif --json benchmarks/results/whatif.json   # ten minutes; keep the machine idle
 .venv/bin/python -m benchmarks.whatif --records FOLDER    # keep the records there; use those that exist
+.venv/bin/python -m benchmarks.whatif --speculation --json benchmarks/results/whatif-speculation.json   # with drafts
 
 Each of five loads is sent to `quire serve` under each of three settings, `--runs` times. A prediction takes a record of
 one setting and asks for another: six pairs per load, 30 in all. The measured value is the mean over the runs of
 the setting asked for. The spread is the distance between these runs, relative to their mean. No prediction can be
 expected to be better. `same` predicts a run from its own record.
+
+With `--speculation`, the settings differ in their drafts, and two loads have texts that repeat themselves. A record
+without drafts predicts no run with drafts.
 
 `python -m tools.whatif` writes the table and the plot of docs/replay.md.
 """
@@ -15,6 +19,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import tempfile
@@ -35,7 +40,12 @@ SETTINGS: tuple[tuple[str, ...], ...] = (
     ("max_num_seqs=8", "policy=fcfs"),
     ("max_num_seqs=4", "policy=sjf"),
 )
-FIGURES = ("throughput", "ttft_mean", "ttft_p99", "itl_mean")
+SPECULATION: tuple[tuple[str, ...], ...] = (
+    ("speculation=ngram", "speculative_tokens=8"),
+    ("speculation=ngram", "speculative_tokens=2"),
+    ("speculation=off",),
+)
+FIGURES = ("throughput", "ttft_mean", "ttft_p99", "itl_mean", "e2e_mean")
 WARM_UP = 20
 """Requests before the load, one after the other: the first ones of a service are slower. They are recorded as well."""
 WORDS = ("the", "fox", "ran", "over", "a", "hill", "and", "then", "it", "saw", "an", "old", "man", "who", "sat", "by")
@@ -54,6 +64,10 @@ class Load:
     """Bounds of the length of a prompt."""
     shared: float = 0.4
     """Share of the prompts that begin with one of three prefixes of 60 words."""
+    repeated: float = 0.0
+    """Share of the prompts that repeat a question, and are continued with the likeliest tokens; others are sampled."""
+    median_tokens: float = 36.6
+    """Median of the number of generated tokens."""
 
 
 LOADS = (
@@ -62,6 +76,10 @@ LOADS = (
     Load("bursts", 16.0, burstiness=0.25),
     Load("long prompts", 10.0, words=(200, 600)),
     Load("shared prefixes", 24.0, words=(5, 60), shared=1.0),
+)
+SPECULATION_LOADS = (
+    Load("single requests", 1.0, shared=0.0, repeated=1.0, median_tokens=150.0),
+    Load("mixed texts", 4.0, shared=0.0, repeated=0.5, median_tokens=80.0),
 )
 
 
@@ -78,9 +96,13 @@ async def drive(target: str, load: Load, duration_s: float, seed: int) -> None:
         while (begin := begin + rng.gammavariate(load.burstiness, 1 / (load.rate * load.burstiness))) < end:
             prefix = rng.choice(prefixes) if rng.random() < load.shared else ""
             prompt = prefix + " ".join(rng.choices(WORDS, k=rng.randint(*load.words)))
-            tokens = max(4, min(200, int(rng.lognormvariate(3.6, 0.8))))
+            repeats = load.repeated > 0 and rng.random() < load.repeated
+            if repeats:
+                prompt = f"What is {rng.randint(1, 9)} + {rng.randint(1, 9)}? " * 4
+            tokens = max(4, min(400 if repeats else 200, int(rng.lognormvariate(math.log(load.median_tokens), 0.8))))
             await asyncio.sleep(max(0.0, begin - time.monotonic()))
-            generation = client.generate(prompt, max_tokens=tokens, ignore_eos=True, seed=seed)
+            temperature = 0.0 if repeats else 1.0
+            generation = client.generate(prompt, max_tokens=tokens, ignore_eos=True, seed=seed, temperature=temperature)
             tasks.append(asyncio.create_task(generation.result()))
         await asyncio.gather(*tasks)
 
@@ -103,7 +125,13 @@ def values(figures: Figures) -> dict[str, float]:
         "ttft_mean": figures.ttft.mean,
         "ttft_p99": figures.ttft.p99,
         "itl_mean": figures.itl.mean,
+        "e2e_mean": figures.e2e.mean,
     }
+
+
+def changes(settings: Sequence[str]) -> list[str]:
+    """Return the settings that a simulation is asked to change; a record does not show how drafts are proposed."""
+    return [each for each in settings if each != "speculation=ngram"]
 
 
 def mean_and_spread(runs: Sequence[Figures]) -> tuple[dict[str, float], dict[str, float]]:
@@ -120,10 +148,12 @@ def mean_and_spread(runs: Sequence[Figures]) -> tuple[dict[str, float], dict[str
 def predict(cases: dict[tuple[str, ...], list[Case]], load: Load) -> list[dict[str, Any]]:
     """Predict each setting from the first record of each; return one row for each pair."""
     rows = []
-    for source, target in itertools.product(SETTINGS, SETTINGS):
+    for source, target in itertools.product(cases, cases):
+        if source == ("speculation=off",) != target:
+            continue
         runs = [case.recorded for case in cases[target] if case.recorded is not None]
         measured, spread = mean_and_spread(runs if source != target else runs[:1])
-        comparison = compare(cases[source][0], list(target) if source != target else [])
+        comparison = compare(cases[source][0], changes(target) if source != target else [])
         predicted = values((comparison.changed or comparison.simulated).figures)
         error = {name: predicted[name] / measured[name] - 1 for name in FIGURES}
         rows.append(
@@ -149,9 +179,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2, help="runs of each load and setting (default: 2)")
     parser.add_argument("--duration", type=float, default=12.0, help="seconds of each run (default: 12)")
     parser.add_argument("--loads", type=int, default=len(LOADS), help="only the first loads (default: all)")
+    parser.add_argument("--speculation", action="store_true", help="settings and loads with drafts")
     parser.add_argument("--records", type=Path, help="folder of the records (default: a temporary one)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    all_loads: Sequence[Load] = SPECULATION_LOADS if options.speculation else LOADS
+    loads = all_loads[: options.loads]
+    settings_of_runs = SPECULATION if options.speculation else SETTINGS
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.records or Path(temporary)
@@ -164,14 +198,14 @@ def main() -> None:
                 folder / f"{load.name}, {' '.join(settings)}, {number}".replace(" ", "-"),
             )
             for number in range(options.runs)
-            for load in LOADS[: options.loads]
-            for settings in SETTINGS
+            for load in loads
+            for settings in settings_of_runs
         }
         by_others = other_work.share_of_others(before, other_work.now(), os.cpu_count() or 1)
-        for load in LOADS[: options.loads]:
+        for load in loads:
             cases = {
                 settings: [from_record(places[load, settings, number]) for number in range(options.runs)]
-                for settings in SETTINGS
+                for settings in settings_of_runs
             }
             rows += predict(cases, load)
     document = {

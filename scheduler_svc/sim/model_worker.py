@@ -390,18 +390,29 @@ class ModelWorker:
                 self._spoils[block] = row.spoil
             position += count
 
+    def _next_token(self, row: Row) -> int:
+        return token_after(row.values[-1])
+
     def _propose(self, row: Row) -> int:
         """Return the number of drafts of a row: at most its limit, and as many as its blocks and positions hold."""
-        most = min(len(row.blocks) * self.block_size, self.max_model_len) - row.computed
-        return min(self.rng.randint(0, row.draft_limit), most)
+        return min(self.rng.randint(0, row.draft_limit), self._room(row))
+
+    def _room(self, row: Row) -> int:
+        return min(len(row.blocks) * self.block_size, self.max_model_len) - row.computed
+
+    def _num_accepted(self, row: Row, num_drafts: int) -> int:
+        """Return how many drafts of a row are accepted."""
+        num_accepted = 0
+        while num_accepted < num_drafts and self.rng.random() < _ACCEPTED_SHARE:
+            num_accepted += 1
+        return num_accepted
 
     def _verify(self, row: Row, num_drafts: int) -> int:
         """Write the KV of drafts behind the row's newest token; return how many of them were accepted."""
-        num_accepted = 0
-        while num_accepted < num_drafts and self.rng.random() < _ACCEPTED_SHARE:
+        num_accepted = self._num_accepted(row, num_drafts)
+        for _ in range(num_accepted):
             self._write(row, 1)
-            row.append(token_after(row.values[-1]))
-            num_accepted += 1
+            row.append(self._next_token(row))
         for position in range(row.computed, row.computed + num_drafts - num_accepted):
             block = row.blocks[position // self.block_size]
             if self._writer[block] is not row:
@@ -459,7 +470,7 @@ class ModelWorker:
         for row in rows:
             is_decode = row.decoding
             row.decoding = row.pooling is Pooling.NONE
-            token = token_after(row.values[-1])
+            token = self._next_token(row)
             if row.fails:
                 kind = ev.FailureKind.INTERNAL if row.spoil is None else ev.FailureKind.NOT_FINITE
                 failures.append(ev.FailedRow(row=row.index, generation=row.generation, kind=kind, reason=kind.name))

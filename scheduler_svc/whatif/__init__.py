@@ -7,9 +7,10 @@ The modules, in this order:
 
 * `figures` – throughput, latencies and occupancy of a run, recorded or simulated;
 * `rows` – which rows of a worker compute what in a step;
+* `acceptance` – which drafts are accepted;
 * `load` – the requests and workers of a run, as values; `arrivals` – reads them from a record;
 * `step_times` – the model of step times, learned by regression;
-* `saved` – settings, workers and step times as a file; `settings` – the changed settings;
+* `saved` – settings, workers, step times and acceptance as a file; `settings` – the changed settings;
 * `simulate` – the event loop over the core;
 * `promises` – the core's promises, checked on a simulation;
 * `page` – the comparison as text and as JSON; `answer` – the whole question of `quire replay --set`;

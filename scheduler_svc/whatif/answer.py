@@ -1,10 +1,11 @@
 """The question of `quire replay --set`: from files to a comparison."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.errors import InvalidLimitsError
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.whatif.arrivals import read_load
@@ -13,11 +14,13 @@ from scheduler_svc.whatif.load import Arrival, Member, most_members
 from scheduler_svc.whatif.page import Comparison
 from scheduler_svc.whatif.saved import Service, from_json, to_json
 from scheduler_svc.whatif.settings import Changed, change
-from scheduler_svc.whatif.simulate import simulate
+from scheduler_svc.whatif.simulate import Simulated, simulate
 from scheduler_svc.whatif.step_times import StepTimesError, learn
 from shared.config import ConfigError
 
 MOST_WORKERS = 1000
+_FEW_PLACES = 200
+"""Known outcomes of drafts below which the page warns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +47,21 @@ def from_record(place: Path, step_times: Path | None = None) -> Case:
     """
     recorded = read_load(read(place))
     load = recorded.load
-    times = learn(recorded.samples, recorded.begin) if step_times is None else read_service(step_times).times
-    skipped = recorded.skipped_parts
+    if step_times is None:
+        times, acceptance = learn(recorded.samples, recorded.begin), recorded.acceptance
+    else:
+        other = read_service(step_times)
+        times, acceptance = other.times, recorded.acceptance or other.acceptance
+        if not times.largest.drafts:
+            acceptance = None
+    notes = []
+    if recorded.skipped_parts:
+        notes.append(f"note: {recorded.skipped_parts} parts of the record are not used: other runs, or before a gap")
     return Case(
         arrivals=load.arrivals,
-        service=Service(config=load.config, members=load.members, times=times),
+        service=Service(config=load.config, members=load.members, times=times, acceptance=acceptance),
         recorded=recorded.figures,
-        notes=(f"note: {skipped} parts of the record are not used: other runs, or before a gap",) if skipped else (),
+        notes=tuple(notes),
     )
 
 
@@ -94,21 +105,44 @@ def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, 
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise ConfigError(f"workers: {workers} is out of range; give 1 to {MOST_WORKERS}")
     service = case.service
+
+    def run(members: Sequence[Member], config: CoreConfig) -> Simulated:
+        return simulate(case.arrivals, members, config, service.times, acceptance=service.acceptance, seed=seed)
+
     try:
         changed = change(service.config, settings)
     except InvalidLimitsError as error:
         raise ConfigError(f"set: {error}") from None
     members = fleet(service.members, workers, changed)
+    notes = [*case.notes, *_notes_on_drafts(service, changed)]
     is_changed = bool(settings) or workers is not None
     return Comparison(
         changes=list(settings),
         workers=(most_members(service.members), most_members(members)),
         recorded=case.recorded,
-        simulated=simulate(case.arrivals, service.members, service.config, service.times, seed=seed),
-        changed=simulate(case.arrivals, members, changed.config, service.times, seed=seed) if is_changed else None,
+        simulated=run(service.members, service.config),
+        changed=run(members, changed.config) if is_changed else None,
         times=service.times,
-        notes=case.notes,
+        notes=notes,
     )
+
+
+def _notes_on_drafts(service: Service, changed: Changed) -> Iterator[str]:
+    """Return what the reader must know about drafts.
+
+    Raises:
+        ConfigError: nothing is known of the drafts that the settings ask for.
+    """
+    if service.acceptance is None:
+        if changed.of_workers.get("max_draft_tokens"):
+            raise ConfigError(
+                "set: speculative_tokens: neither the acceptance nor the time of drafts is known; use a record of"
+                " workers with --speculation, or the --step-times of one"
+            )
+        if any(member.hello.max_draft_tokens for member in service.members):
+            yield "note: simulated without drafts: the record or the step times have none"
+    elif service.acceptance.places < _FEW_PLACES:
+        yield f"caution: the acceptance of drafts was learned from {service.acceptance.places} places only"
 
 
 def fleet(recorded: Sequence[Member], workers: int | None, changed: Changed) -> list[Member]:

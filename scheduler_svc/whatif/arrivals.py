@@ -4,12 +4,16 @@ Of a record with several cores, or with gaps, the part with the most requests is
 
 What a request would have generated is known if it was served completely. Otherwise, for example after a deadline, it is
 assumed to generate as many tokens as the mean request, and at least as many as it had.
+
+Of drafts, the limits are in the plans, and the verified and accepted ones in the answers.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import EndReason, Peer, RequestEnded
@@ -18,6 +22,7 @@ from scheduler_svc.recorder.reader import Segment
 from scheduler_svc.recorder.replay import to_config
 from scheduler_svc.recorder.tags import TAG_BYTES, fit
 from scheduler_svc.recorder.values import Entry, PlanAsked, PlanDigest
+from scheduler_svc.whatif.acceptance import Acceptance, History, learn
 from scheduler_svc.whatif.figures import NATURAL_ENDS, Figures, Timeline
 from scheduler_svc.whatif.load import Arrival, Load, Member, most_members
 from scheduler_svc.whatif.rows import Admitted, Rows, Work
@@ -25,8 +30,8 @@ from scheduler_svc.whatif.step_times import Sample
 from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import Pooling, RequestSpec
 
-_MOST_ACCEPTED = 0.01
-"""Largest share of accepted drafts among the tokens of a record that is simulated."""
+_ANY = 1 << 30
+"""Blocks of a row that was occupied when the record began: they are not in it."""
 _NEVER_RUN = frozenset({EndReason.INVALID, EndReason.DUPLICATE})
 """Requests that would be refused under all settings; they are left out."""
 
@@ -45,6 +50,8 @@ class Recorded:
     """Answered steps."""
     begin: float
     """Core time at the beginning of the load."""
+    acceptance: Acceptance | None
+    """None: no row was allowed drafts."""
     skipped_parts: int = 0
     """Parts of the record that are not used."""
 
@@ -63,6 +70,7 @@ class _Request:
     num_delivered: int = 0
     """Tokens that it had when it arrived."""
     num_sampled: int = 0
+    drafts: History = field(default_factory=History)
     end: RequestEnded | None = None
     ended_at: float = 0.0
 
@@ -110,8 +118,6 @@ class _Pass:
         self._workers: dict[Peer, _Worker] = {}
         self._members: list[Member] = []
         self._samples: list[Sample] = []
-        self._num_tokens = self._num_accepted = 0
-        """Tokens of answered steps, and the accepted drafts among them."""
         self._core_keys: dict[bytes, float] = {}
         """Keys that the core computed, with the time of the first one."""
         self._handlers: dict[type, Callable[..., None]] = {
@@ -188,7 +194,7 @@ class _Pass:
 
     def _join(self, hello: ev.WorkerHello, at: float) -> _Worker:
         member = Member(hello=hello, joined=max(0.0, at - self._begin))
-        worker = self._workers[hello.worker] = _Worker(member, Rows(hello.max_rows))
+        worker = self._workers[hello.worker] = _Worker(member, Rows(hello))
         return worker
 
     def _take_over(self, state: WorkerAtStart) -> None:
@@ -200,7 +206,7 @@ class _Pass:
             tokens = len(request.event.token_ids)
             computed = max(0, tokens - row.prefill_left)
             samples = request.event.spec.pooling == Pooling.NONE
-            worker.rows.admit([Admitted(row.row, row.generation, request.number, tokens, computed, samples)])
+            worker.rows.admit([Admitted(row.row, row.generation, request.number, tokens, computed, samples, _ANY)])
             if row.held:
                 worker.rows.hold([row.row], [])
 
@@ -223,11 +229,19 @@ class _Pass:
                 samples = request.event.spec.pooling == Pooling.NONE
                 admitted.append(
                     Admitted(
-                        each.row, each.generation, request.number, each.num_tokens, each.num_computed_tokens, samples
+                        each.row,
+                        each.generation,
+                        request.number,
+                        each.num_tokens,
+                        each.num_computed_tokens,
+                        samples,
+                        len(each.blocks),
                     )
                 )
         rows.admit(admitted)
+        rows.grow(plan.append_rows)
         rows.hold(plan.holds, plan.releases)
+        rows.limit_drafts(plan.draft_rows, plan.draft_limits)
         copied = sum(len(copy.sources) for copy in (*plan.swap_outs, *plan.swap_ins))
         return rows.compute(plan.chunk_rows, plan.chunk_lengths, copied)
 
@@ -239,31 +253,33 @@ class _Pass:
         at, work = planned
         now = self._now
         started = max(at, worker.answered)
+        verified = accepted = np.zeros(len(work.rows), np.int64)
+        if done.counts is not None and done.draft_counts is not None:
+            # Rows that failed are not in the answer.
+            answered = np.isin(done.rows, work.rows)
+            at_rows = np.searchsorted(work.rows, done.rows[answered])
+            verified, accepted = verified.copy(), accepted.copy()
+            verified[at_rows], accepted[at_rows] = done.draft_counts[answered], done.counts[answered] - 1
+            worker.rows.accept(work, accepted)
         if work.num_rows:
-            self._samples.append(Sample(work.shape, planned=at, previous=worker.answered, answered=now))
-            self._timeline.step(work.num_rows, now - started)
+            shape = work.shape._replace(drafts=int(verified.sum()))
+            self._samples.append(Sample(shape, planned=at, previous=worker.answered, answered=now))
+            self._timeline.step(work.num_rows, now - started, drafts=shape.drafts, accepted=int(accepted.sum()))
         worker.answered = now
-        requests = work.requests
-        self._num_tokens += len(done.tokens)
-        if done.counts is not None:
-            self._num_accepted += len(done.tokens) - len(done.rows)
-        self._timeline.tokens(requests, now)
-        for number in requests.tolist():
-            self._requests[number].num_sampled += 1
+        self._timeline.tokens(work.requests, now)
+        of_rows = zip(
+            work.requests.tolist(), work.most_drafts.tolist(), verified.tolist(), accepted.tolist(), strict=True
+        )
+        for number, most, num_verified, num_accepted in of_rows:
+            request = self._requests[number]
+            if most or num_verified:
+                request.drafts.note(request.num_sampled, most, num_verified, num_accepted)
+            request.num_sampled += 1 + num_accepted
 
     # ---------------------------------------------------------------- the load
 
     def recorded(self) -> Recorded:
-        """Return the run.
-
-        Raises:
-            WhatIfError: many of its tokens are accepted drafts.
-        """
-        if self._num_accepted > _MOST_ACCEPTED * self._num_tokens:
-            raise WhatIfError(
-                f"record: {self._num_accepted} of {self._num_tokens} tokens are accepted drafts, which are not"
-                " simulated; use a record of workers with --speculation off"
-            )
+        """Return the run."""
         members = [*self._members, *(worker.member for worker in self._workers.values())]
         members.sort(key=lambda member: member.joined)
         # Workers that leave when everything has ended would leave a slower simulation early.
@@ -287,7 +303,8 @@ class _Pass:
         arrivals.sort(key=lambda arrival: arrival.at)
         load = Load(config=self._config, arrivals=arrivals, members=members, duration=self._now - self._begin)
         figures = self._timeline.figures(most_members(members))
-        return Recorded(load, figures, self._samples, self._begin)
+        acceptance = learn([each.drafts for each in self._requests])
+        return Recorded(load, figures, self._samples, self._begin, acceptance)
 
     def _arrival(self, request: _Request, following: bytes, mean_outputs: int) -> Arrival:
         event, spec, end = request.event, request.event.spec, request.end
@@ -315,6 +332,7 @@ class _Pass:
             keys=event.block_keys,
             following_keys=following,
             block_size=event.block_size,
+            drafts=bytes(request.drafts.outcomes),
             deadline=None if event.deadline is None else event.deadline - since,
             ttft_deadline=None if event.ttft_deadline is None else event.ttft_deadline - since,
             total_deadline=None if event.total_deadline is None else event.total_deadline - since,

@@ -48,7 +48,7 @@ class Figures:
     ttft: Latency
     """From the arrival to the first token."""
     itl: Latency
-    """Between two tokens of a request."""
+    """Between two steps that give a request tokens; with drafts, a step may give several."""
     e2e: Latency
     """From the arrival to the end, of requests that were served completely."""
     steps: int
@@ -59,6 +59,10 @@ class Figures:
     preemptions: int
     prefix_hit_rate: float
     """Share of the prompt tokens that were in the prefix cache."""
+    draft_tokens: int
+    """Verified drafts."""
+    accepted_draft_tokens: int
+    """Those of them that were accepted."""
 
 
 class Timeline:
@@ -78,7 +82,7 @@ class Timeline:
         self._others: Counter[str] = Counter()
         self._num_ended = self._num_outputs = self._num_cached = self._num_prompts = self._preemptions = 0
         self._begin = self._end = 0.0
-        self._steps = self._rows = 0
+        self._steps = self._rows = self._drafts = self._accepted = 0
         self._busy_s = 0.0
         self.num_requests = 0
 
@@ -102,7 +106,7 @@ class Timeline:
         return number
 
     def tokens(self, numbers: Numbers, at: float) -> None:
-        """Record one token for each of the requests; requests that have ended are left out."""
+        """Record that requests got tokens; requests that have ended are left out."""
         numbers = numbers[self._live[numbers]]
         last = self._last[numbers]
         is_first = last == 0
@@ -131,9 +135,11 @@ class Timeline:
         else:
             self._others[reason.value] += 1
 
-    def step(self, num_rows: int, seconds: float) -> None:
-        """Record an answered step that took a worker this long."""
+    def step(self, num_rows: int, seconds: float, *, drafts: int = 0, accepted: int = 0) -> None:
+        """Record an answered step that took a worker this long; `accepted` of its `drafts` were accepted."""
         self._steps += 1
+        self._drafts += drafts
+        self._accepted += accepted
         self._rows += num_rows
         self._busy_s += seconds
 
@@ -169,6 +175,8 @@ class Timeline:
             busy_share=min(1.0, self._busy_s / duration / max(1, num_workers)),
             preemptions=self._preemptions,
             prefix_hit_rate=self._num_cached / max(1, self._num_prompts),
+            draft_tokens=self._drafts,
+            accepted_draft_tokens=self._accepted,
         )
 
 

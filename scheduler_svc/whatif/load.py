@@ -31,6 +31,8 @@ class Arrival:
     """Joined keys of the blocks after these, as far as a later request has the same ones."""
     block_size: int = 0
     """Tokens per block of the keys."""
+    drafts: bytes = b""
+    """Known outcomes of drafts, by index among its generated tokens; see `acceptance.Outcome`."""
     deadline: float | None = None
     """After the arrival; so are the others."""
     ttft_deadline: float | None = None

@@ -27,6 +27,11 @@ _LINES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("requests served", "", lambda run: run.requests),
     ("ended otherwise", "", lambda run: sum(run.others.values())),
 )
+_DRAFT_LINES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
+    ("drafts per step", "", lambda run: run.draft_tokens / max(1, run.steps)),
+    ("drafts accepted", "%", lambda run: run.accepted_draft_tokens / max(1, run.draft_tokens)),
+)
+"""Further lines if a run has drafts."""
 _FEW_EXTRAPOLATED = 0.01
 """Share of extrapolated steps from which on the page warns."""
 
@@ -82,7 +87,9 @@ def as_text(comparison: Comparison) -> str:
     columns = ["recorded", "simulated", "error"] if recorded is not None else ["simulated"]
     columns += ["changed", "change"] if changed is not None else []
     lines = [_row("", columns)]
-    for name, unit, value in _LINES:
+    runs = (recorded, simulated, changed)
+    has_drafts = any(run is not None and run.draft_tokens for run in runs)
+    for name, unit, value in (*_LINES, *(_DRAFT_LINES if has_drafts else ())):
         cells = []
         if recorded is not None:
             cells = [_cell(value(recorded), unit), _cell(value(simulated), unit)]

@@ -19,8 +19,7 @@ from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import extend
+from scheduler_svc.sim.model_worker import ModelWorker, Row
 from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.whatif.figures import NATURAL_ENDS
 from scheduler_svc.whatif.load import Arrival
@@ -56,8 +55,43 @@ def check(arrivals: Sequence[Arrival], service: Service, *, seed: int = 0) -> Ke
         watched.append(_Watched(config, incarnation, facts, plain))
         return watched[0]
 
-    simulate(plain, service.members, service.config, service.times, seed=seed, make_core=make_core)
+    simulate(
+        plain,
+        service.members,
+        service.config,
+        service.times,
+        acceptance=service.acceptance,
+        seed=seed,
+        make_core=make_core,
+        watch=lambda plan, answer: watched[0].executed(plan, answer),
+    )
     return watched[0].at_rest()
+
+
+class _Follower(ModelWorker):
+    """A model worker with the tokens and the drafts of the simulation, which does not sample as the model does."""
+
+    def follow(self, plan: Plan, answer: ev.StepDone) -> None:
+        """Execute a plan as the simulation did."""
+        self._drafts: dict[int, tuple[int, int]] = {}
+        if answer.counts is not None and answer.draft_counts is not None:
+            drafts = zip(answer.draft_counts.tolist(), (answer.counts - 1).tolist(), strict=True)
+            self._drafts = dict(zip(answer.rows.tolist(), drafts, strict=True))
+        own = self.execute(plan)
+        if own.failures or own.rows.tolist() != answer.rows.tolist():
+            raise ViolationError("worker.failure", f"step {plan.step} of {plan.worker!r}: {own.failures}, {own.rows}")
+
+    def _next_token(self, row: Row) -> int:
+        return row.name.stream
+
+    def _propose(self, row: Row) -> int:
+        num_drafts, _ = self._drafts.get(row.index, (0, 0))
+        if num_drafts > min(row.draft_limit, self._room(row)):
+            raise ViolationError("plan.drafts", f"{num_drafts} drafts do not fit row {row.index}", row.name)
+        return num_drafts
+
+    def _num_accepted(self, row: Row, num_drafts: int) -> int:
+        return self._drafts[row.index][1] if num_drafts else 0
 
 
 class _Watched(Scheduler):
@@ -67,7 +101,7 @@ class _Watched(Scheduler):
         super().__init__(config, incarnation, facts)
         self._limits = config
         self._arrivals = arrivals
-        self._models: dict[ev.Peer, ModelWorker] = {}
+        self._models: dict[ev.Peer, _Follower] = {}
         self._num_tokens: dict[StreamName, int] = {}
         """Tokens that each live request got, by its name."""
         self._ended: set[StreamName] = set()
@@ -95,21 +129,12 @@ class _Watched(Scheduler):
         """See the base class."""
         plan, effects = super().plan(peer, now)
         self._check(effects)
-        if plan is not None:
-            self._num_plans += 1
-            self._execute(plan)
         return plan, effects
 
-    def _execute(self, plan: Plan) -> None:
-        model = self._models[plan.worker]
-        answer = model.execute(plan)
-        if answer.failures:
-            raise ViolationError("worker.failure", f"step {plan.step} of {plan.worker!r}: {answer.failures}")
-        for index in answer.rows.tolist():
-            # The tokens of the simulation, which does not sample as the model does.
-            row = model.rows[index]
-            row.tokens[-1] = row.name.stream
-            row.values[-1] = extend(row.values[-2], row.tokens[-1], len(row.tokens) - 1)
+    def executed(self, plan: Plan, answer: ev.StepDone) -> None:
+        """Execute a plan that the simulation has executed."""
+        self._num_plans += 1
+        self._models[plan.worker].follow(plan, answer)
 
     def _check(self, effects: list[ef.Effect]) -> None:
         for effect in effects:
@@ -157,8 +182,8 @@ class _Watched(Scheduler):
         return Kept(requests=len(self._ended), plans=self._num_plans, tokens=self._sum_tokens)
 
 
-def _model(hello: ev.WorkerHello, config: CoreConfig) -> ModelWorker:
-    model = ModelWorker(
+def _model(hello: ev.WorkerHello, config: CoreConfig) -> _Follower:
+    model = _Follower(
         peer=hello.worker,
         num_blocks=hello.num_blocks,
         block_size=hello.block_size,
@@ -166,6 +191,7 @@ def _model(hello: ev.WorkerHello, config: CoreConfig) -> ModelWorker:
         max_tokens_per_step=hello.max_tokens_per_step,
         max_model_len=hello.model.max_model_len,
         num_host_blocks=hello.num_host_blocks,
+        max_draft_tokens=hello.max_draft_tokens,
     )
     if config.max_tokens_in_paged_kv_cache:
         most = max(1, config.max_tokens_in_paged_kv_cache // hello.block_size)

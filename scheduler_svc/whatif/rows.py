@@ -1,6 +1,8 @@
 """Rows of a worker: which of them compute what in a step, derived from plans as a worker does it.
 
-Both a record and a simulation go through this class, so that the model of step times sees the same features.
+Both a record and a simulation go through this class, so that the model of step times sees the same features. How many
+drafts a row verifies is not in the plan, only how many it may verify at most: the caller adds the drafts of the step to
+its shape, and advances the rows by the accepted ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.interface.arrays import BoolArray, IndexArray
+from scheduler_svc.core.interface.events import WorkerHello
 from scheduler_svc.whatif.figures import Numbers
 
 FREE = -1
@@ -28,6 +31,8 @@ class Shape(NamedTuple):
     """Tokens whose KV the prompt tokens read, summed over the tokens."""
     copied_blocks: int = 0
     """Blocks that are swapped between device and host."""
+    drafts: int = 0
+    """Draft tokens that the decode rows verify."""
 
 
 class Admitted(NamedTuple):
@@ -41,6 +46,7 @@ class Admitted(NamedTuple):
     num_computed: int
     samples: bool
     """Whether its last chunk gives a token; an embedding does not."""
+    num_blocks: int
 
 
 class Work(NamedTuple):
@@ -52,7 +58,9 @@ class Work(NamedTuple):
     requests: Numbers
     """Numbers of their requests."""
     lengths: Numbers
-    """Tokens of these sequences, with the one that is sampled."""
+    """Tokens of these sequences, with the one that is sampled; without drafts."""
+    most_drafts: Numbers
+    """Drafts that each of these rows may verify: limited by the plan, its blocks and the model's length."""
     pooled: list[tuple[int, int]]
     """(row, generation) of the embeddings that the step completes, ascending."""
     num_rows: int
@@ -62,7 +70,9 @@ class Work(NamedTuple):
 class Rows:
     """The rows of one worker."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, hello: WorkerHello) -> None:
+        size = hello.max_rows
+        self._block_size, self._max_length = hello.block_size, hello.model.max_model_len
         self._request: Numbers = np.full(size, FREE, np.int64)
         self._generation: Numbers = np.zeros(size, np.int64)
         self._length: Numbers = np.zeros(size, np.int64)
@@ -71,6 +81,8 @@ class Rows:
         """Tokens to compute before the row decodes."""
         self._held: BoolArray = np.zeros(size, np.bool_)
         self._samples: BoolArray = np.ones(size, np.bool_)
+        self._num_blocks: Numbers = np.zeros(size, np.int64)
+        self._draft_limit: Numbers = np.zeros(size, np.int64)
 
     def leave(self, rows: Sequence[int] | IndexArray) -> None:
         """Free rows."""
@@ -87,6 +99,23 @@ class Rows:
             self._left[row] = each.num_tokens - each.num_computed
             self._held[row] = False
             self._samples[row] = each.samples
+            self._num_blocks[row] = each.num_blocks
+            self._draft_limit[row] = 0
+
+    def grow(self, rows: Sequence[int] | IndexArray) -> None:
+        """Add a block to each row; a row may occur several times."""
+        if len(rows):
+            np.add.at(self._num_blocks, rows, 1)
+
+    def limit_drafts(self, rows: Sequence[int] | IndexArray, limits: Sequence[int] | IndexArray) -> None:
+        """Set how many drafts rows may verify per step from now on."""
+        if len(rows):
+            self._draft_limit[rows] = limits
+
+    def accept(self, work: Work, counts: Numbers) -> None:
+        """Advance the rows of a step by their accepted drafts, `[n]`, unless they have another request meanwhile."""
+        present = self._request[work.rows] == work.requests
+        self._length[work.rows[present]] += counts[present]
 
     def hold(self, holds: Sequence[int] | IndexArray, releases: Sequence[int] | IndexArray) -> None:
         """Hold rows out of steps from now on, and release others."""
@@ -120,9 +149,17 @@ class Rows:
                     else:
                         pooled.append((row, int(self._generation[row])))
         rows = np.flatnonzero(samples)
+        room = np.minimum(self._max_length - 1, self._num_blocks[rows] * self._block_size) - self._length[rows]
+        most_drafts = np.where(decodes[rows], np.clip(room, 0, self._draft_limit[rows]), 0)
         shape = Shape(num_decodes, prefill, context, prefill_context, copied_blocks)
         return Work(
-            shape, rows, self._request[rows], self._length[rows] + 1, sorted(pooled), num_decodes + len(chunk_rows)
+            shape,
+            rows,
+            self._request[rows],
+            self._length[rows] + 1,
+            most_drafts,
+            sorted(pooled),
+            num_decodes + len(chunk_rows),
         )
 
 

@@ -1,4 +1,4 @@
-"""A service as a file: its settings, its workers and the model of its step times.
+"""A service as a file: its settings, its workers, the model of its step times, and the acceptance of drafts.
 
 `quire replay RECORD --learn-step-times FILE` writes it. Other requests, for example those of a trace, can then be
 simulated on this service without the record.
@@ -13,10 +13,19 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.recorder.replay import ReplayError, to_config
 from scheduler_svc.whatif import step_times
+from scheduler_svc.whatif.acceptance import Acceptance
 from scheduler_svc.whatif.load import Member
 from scheduler_svc.whatif.step_times import StepTimes, StepTimesError
 
-_FACTS = ("worker_id", "block_size", "num_blocks", "max_rows", "max_tokens_per_step", "num_host_blocks")
+_FACTS = (
+    "worker_id",
+    "block_size",
+    "num_blocks",
+    "max_rows",
+    "max_tokens_per_step",
+    "num_host_blocks",
+    "max_draft_tokens",
+)
 """What a simulation needs of a hello, beside its model."""
 
 
@@ -27,6 +36,8 @@ class Service:
     config: CoreConfig
     members: list[Member]
     times: StepTimes
+    acceptance: Acceptance | None = None
+    """None: its workers verify no drafts."""
 
 
 def to_json(service: Service) -> str:
@@ -37,7 +48,10 @@ def to_json(service: Service) -> str:
         for hello in hellos
     ]
     times = json.loads(step_times.to_json(service.times))
-    return json.dumps({"step_times": times, "workers": workers, "config": dataclasses.asdict(service.config)}, indent=2)
+    acceptance = None if service.acceptance is None else dataclasses.asdict(service.acceptance)
+    config = dataclasses.asdict(service.config)
+    values = {"step_times": times, "acceptance": acceptance, "workers": workers, "config": config}
+    return json.dumps(values, indent=2)
 
 
 def from_json(text: str) -> Service:
@@ -51,13 +65,17 @@ def from_json(text: str) -> Service:
         times = step_times.from_json(json.dumps(values["step_times"]))
         config = to_config(json.dumps(values["config"]))
         members = [Member(hello=_hello(worker)) for worker in values["workers"]]
+        acceptance = values["acceptance"]
+        if acceptance is not None:
+            following = tuple((*map(float, each),) for each in acceptance["following"])
+            acceptance = Acceptance(**{**acceptance, "following": following})
     except (ValueError, TypeError, KeyError) as error:
         if isinstance(error, StepTimesError | ReplayError):
             raise
         raise StepTimesError(
             f"step times: not a file of step times ({error!r}); write one with quire replay RECORD --learn-step-times"
         ) from None
-    return Service(config=config, members=members, times=times)
+    return Service(config=config, members=members, times=times, acceptance=acceptance)
 
 
 def _hello(values: dict[str, Any]) -> ev.WorkerHello:

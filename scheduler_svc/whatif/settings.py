@@ -1,7 +1,8 @@
 """Changed settings: `name=value` as given on the command line, applied to the configuration of a record.
 
 The names and values are those of the scheduler's flags. Limits that a worker has as well (`max_num_seqs`,
-`max_num_batched_tokens`) are changed for both, as `quire serve` does.
+`max_num_batched_tokens`) are changed for both, as `quire serve` does. Of a worker's own flags, `speculation=off` and
+`speculative_tokens` can be set: a record shows which drafts are accepted, but not how they were proposed.
 """
 
 import dataclasses
@@ -13,11 +14,13 @@ from scheduler_svc.admission_file import AdmissionSettings
 from scheduler_svc.assembly import ALL_ROWS, NO_BUDGET, to_core_config
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
-from shared.config import ConfigError, SchedulerConfig
+from shared.config import ConfigError, SchedulerConfig, WorkerConfig
 from shared.config_sources import parse_setting
 
 _OF_WORKERS = {"max_num_seqs": "max_rows", "max_num_batched_tokens": "max_tokens_per_step"}
 """Settings that are also limits of a worker, with the name in its hello."""
+_SPECULATION = ("speculation", "speculative_tokens")
+"""Settings of a worker only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +37,12 @@ class Changed:
         rows = values.get("max_rows", hello.max_rows)
         # A worker's own budget is at least its rows.
         tokens = values.get("max_tokens_per_step", hello.max_tokens_per_step)
-        return dataclasses.replace(hello, max_rows=rows, max_tokens_per_step=max(tokens, rows))
+        return dataclasses.replace(
+            hello,
+            max_rows=rows,
+            max_tokens_per_step=max(tokens, rows),
+            max_draft_tokens=values.get("max_draft_tokens", hello.max_draft_tokens),
+        )
 
 
 def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
@@ -50,8 +58,11 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
         name = name.strip().replace("-", "_")
         if not separator:
             raise ConfigError(f"set: {each!r} has no value; give NAME=VALUE, for example max_num_seqs=128")
+        if name in _SPECULATION:
+            of_workers["max_draft_tokens"] = _most_drafts(name, text.strip())
+            continue
         if name not in values:
-            raise ConfigError(f"set: {name!r} {_why_not(name)}{_hint(name, values)}")
+            raise ConfigError(f"set: {name!r} {_why_not(name)}{_hint(name, (*values, *_SPECULATION))}")
         values[name] = parse_setting(SchedulerConfig, name, text.strip())
         if name in _OF_WORKERS and values[name]:
             of_workers[_OF_WORKERS[name]] = values[name]
@@ -90,6 +101,18 @@ def to_settings(config: CoreConfig) -> dict[str, Any]:
         "resume_keep_s": config.resume_keep_s,
         "resume_keep_bytes": config.resume_keep_bytes,
     }
+
+
+def _most_drafts(name: str, text: str) -> int:
+    worker = WorkerConfig(**{name: parse_setting(WorkerConfig, name, text)})
+    if name == "speculative_tokens":
+        return worker.speculative_tokens
+    if worker.speculation != "off":
+        raise ConfigError(
+            f"set: speculation={worker.speculation}: a record does not show how its drafts were proposed; give"
+            " speculation=off, or speculative_tokens=N for another number of drafts"
+        )
+    return 0
 
 
 def _why_not(name: str) -> str:

@@ -4,6 +4,8 @@ A turn of the loop is that of `scheduler_svc.service`: first everything that has
 that are due. The loop sleeps until the next event, tick, or due plan. A worker begins a step when the plan has reached
 it and its previous step is answered.
 
+With an `Acceptance`, workers verify drafts; see `acceptance`. Without one, they do not.
+
 What is not simulated: the scheduler decides in no time, readers take every token at once, grammars are compiled
 already, and workers begin with an empty prefix cache.
 """
@@ -26,9 +28,10 @@ from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import EndReason, Peer
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.whatif.acceptance import Acceptance, Drafting
 from scheduler_svc.whatif.figures import Figures, Numbers, Timeline
 from scheduler_svc.whatif.load import Arrival, Member, most_members
-from scheduler_svc.whatif.rows import Admitted, Rows
+from scheduler_svc.whatif.rows import Admitted, Rows, Work
 from scheduler_svc.whatif.step_times import StepTimes
 from scheduler_svc.worker_hub import PING_INTERVAL_S
 from shared.prefix_keys import KEY_BYTES, BlockKey
@@ -45,6 +48,7 @@ _JOIN_AGAIN_S = 1.0
 _MOST_TURNS_WITHOUT_PROGRESS = 2_000_000
 
 MakeCore = Callable[[CoreConfig, int, TokenFacts], Scheduler]
+Watch = Callable[[Plan, ev.StepDone], None]
 
 
 class SimulationError(ValueError):
@@ -127,8 +131,10 @@ def simulate(
     config: CoreConfig,
     times: StepTimes,
     *,
+    acceptance: Acceptance | None = None,
     seed: int = 0,
     make_core: MakeCore = Scheduler,
+    watch: Watch | None = None,
 ) -> Simulated:
     """Serve a load and return the figures.
 
@@ -137,13 +143,15 @@ def simulate(
         members: the workers.
         config: the configuration of the core.
         times: the model of step times.
+        acceptance: which drafts are accepted; None: workers verify none.
         seed: the seed of the scatter of step times.
         make_core: makes a core of a configuration, an incarnation and token facts.
+        watch: is called with each plan and its answer, when a worker begins the step.
 
     Raises:
         SimulationError: the core refuses a worker, or the load cannot end.
     """
-    return _Simulation(arrivals, members, config, times, seed, make_core).run()
+    return _Simulation(arrivals, members, config, times, acceptance, seed, make_core, watch).run()
 
 
 class _Simulation:
@@ -153,12 +161,18 @@ class _Simulation:
         members: Sequence[Member],
         config: CoreConfig,
         times: StepTimes,
+        acceptance: Acceptance | None,
         seed: int,
         make_core: MakeCore,
+        watch: Watch | None,
     ) -> None:
         self._members = members
         self._times = times
         self._rng = random.Random(seed)
+        self._drafting = None
+        if acceptance is not None:
+            self._drafting = Drafting(acceptance, [each.drafts for each in arrivals], random.Random(seed))
+        self._watch = watch
         self._facts = _KnownKeys()
         self._core = make_core(config, 1 << 62, self._facts)
         self._timeline = Timeline()
@@ -268,7 +282,8 @@ class _Simulation:
         numbers = effect.streams.astype(np.int64)
         self._timeline.tokens(numbers, self._now)
         leaves_at = self._state.leaves_at[numbers]
-        for at in np.flatnonzero((leaves_at > 0) & (effect.first_indices + 1 >= leaves_at)).tolist():
+        ends = effect.first_indices + (1 if effect.counts is None else effect.counts)
+        for at in np.flatnonzero((leaves_at > 0) & (ends >= leaves_at)).tolist():
             number = int(numbers[at])
             self._at(self._now + self._times.link_s, self._cancel, number, int(leaves_at[at]))
             self._state.leaves_at[number] = 0
@@ -302,10 +317,10 @@ class _Simulation:
             worker=peer,
             worker_id=f"worker-{self._num_members}",
             model=facts,
-            max_draft_tokens=0,
+            max_draft_tokens=member.hello.max_draft_tokens if self._drafting is not None else 0,
             reason=ev.HelloReason.STARTED,
         )
-        self._workers[peer] = _Worker(hello, Rows(hello.max_rows))
+        self._workers[peer] = _Worker(hello, Rows(hello))
         self._feed(hello)
         if member.lost is not None:
             self._at(max(self._now, START_S + member.lost), self._lose, peer)
@@ -345,30 +360,40 @@ class _Simulation:
                     len(each.token_ids),
                     each.num_computed_tokens,
                     each.spec.pooling == Pooling.NONE,
+                    len(each.blocks),
                 )
                 for each in plan.admissions
             ]
         )
+        rows.grow(plan.append_rows)
         rows.hold(plan.holds, plan.releases)
+        rows.limit_drafts(plan.draft_rows, plan.draft_limits)
         copies = (*plan.swap_outs, *plan.swap_ins)
         copied = sum(len(copy.sources) for copy in copies)
         work = rows.compute(plan.chunk_rows, plan.chunk_lengths, copied)
         assert work.shape.decodes == plan.num_decodes, "the plan counts other rows than the worker"
+        verified, accepted = self._drafts(work)
+        rows.accept(work, accepted)
+        shape = work.shape._replace(drafts=int(verified.sum()))
         self._steps += 1
-        self._extrapolated += times.extrapolates(work.shape)
-        seconds = times.scattered(work.shape, self._rng.random()) * times.pace_at(self._now - START_S)
+        self._extrapolated += times.extrapolates(shape)
+        seconds = times.scattered(shape, self._rng.random()) * times.pace_at(self._now - START_S)
         earliest = self._now + times.link_s
         idle = max(0.0, earliest - worker.is_answered_at) if worker.is_answered_at else 0.0
         worker.is_answered_at = max(worker.is_answered_at, earliest) + seconds
         if work.num_rows:
-            self._timeline.step(work.num_rows, seconds)
-        stops = self._state.limits[work.requests]
+            self._timeline.step(work.num_rows, seconds, drafts=shape.drafts, accepted=int(accepted.sum()))
+        counts = accepted + 1
+        requests = np.repeat(work.requests, counts)
+        lengths = np.repeat(work.lengths + counts - counts.cumsum(), counts) + np.arange(len(requests))
         answer = ev.StepDone(
             worker=plan.worker,
             epoch=plan.epoch,
             step=plan.step,
             rows=work.rows.astype(np.int32),
-            tokens=np.where(stops == work.lengths, _STOP, work.requests).astype(np.int32),
+            tokens=np.where(self._state.limits[requests] == lengths, _STOP, requests).astype(np.int32),
+            counts=counts.astype(np.int32) if shape.drafts else None,
+            draft_counts=verified.astype(np.int32) if shape.drafts else None,
             embeddings=[
                 ev.RowEmbedding(row=row, generation=generation, values=bytes(4 * worker.hello.model.hidden_size))
                 for row, generation in work.pooled
@@ -378,7 +403,20 @@ class _Simulation:
             copy_s=times.block_copy_s * copied,
             idle_s=idle,
         )
+        if self._watch is not None:
+            self._watch(plan, answer)
         self._at(worker.is_answered_at, self._answer, answer)
+
+    def _drafts(self, work: Work) -> tuple[Numbers, Numbers]:
+        """Return how many drafts each row of a step that samples verifies, and how many are accepted."""
+        verified = np.zeros(len(work.rows), np.int64)
+        accepted = verified.copy()
+        for at in np.flatnonzero(work.most_drafts).tolist():
+            assert self._drafting is not None, "a worker that verifies no drafts was allowed some"
+            number = int(work.requests[at])
+            index = int(work.lengths[at]) - self._state.arrivals[number].spec.num_prompt_tokens - 1
+            verified[at], accepted[at] = self._drafting.verify(number, index, int(work.most_drafts[at]))
+        return verified, accepted
 
     def _answer(self, answer: ev.StepDone) -> None:
         if answer.worker in self._workers:

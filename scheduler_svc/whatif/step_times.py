@@ -1,11 +1,12 @@
 """Model of step times, learned from the answered steps of a record.
 
-The time of a step is a sum of products: a constant, the decode rows, the prompt tokens, and the tokens whose KV is
-read. No coefficient is negative. They are fitted by least squares of the relative error, iteratively reweighted (Lawson
-and Hanson, Solving Least Squares Problems, 1974). Effects that are not linear, such as the width of vector units, are
-corrected afterwards: steps of about the same size have a common factor. Around this mean, steps scatter; the scatter of
-the record is part of the model. Steps with prompt tokens have a scatter of their own: they are few beside steps that
-only decode, and they decide the time to the first token. Interrupted steps are part of the scatter, but not of the fit.
+The time of a step is a sum of products: a constant, the decode rows, the prompt tokens, the tokens whose KV is read,
+the drafts, and one more constant if there are drafts. No coefficient is negative. They are fitted by least squares of
+the relative error, iteratively reweighted (Lawson and Hanson, Solving Least Squares Problems, 1974). Effects that are
+not linear, such as the width of vector units, are corrected afterwards: steps of about the same size have a common
+factor. Around this mean, steps scatter; the scatter of the record is part of the model. Steps with prompt tokens have a
+scatter of their own: they are few beside steps that only decode, and they decide the time to the first token. So have
+steps with drafts. Interrupted steps are part of the scatter, but not of the fit.
 
 A machine that other processes use is slower at some times than at others. So the model also learns the pace of the
 record, which is the median of its steps in each half second. A simulation has the same disturbances at the same times.
@@ -44,7 +45,7 @@ _PACE_S = 0.5
 """Length of one value of the pace."""
 _PACE_STEPS = 5
 """Undisturbed steps that are added to those of a value, so that a few steps that scatter are no pace."""
-_VERSION = 2
+_VERSION = 3
 
 
 class Sample(NamedTuple):
@@ -96,12 +97,19 @@ class StepTimes:
     """Per pair of a prompt token and a token whose KV it reads."""
     block_copy_s: float
     """Per block that is swapped."""
+    drafting_s: float = 0.0
+    """Of a step with drafts, beside that of its drafts."""
+    draft_s: float = 0.0
+    """Per draft."""
     link_s: float
     """From a plan for an idle worker to its answer, without the step."""
     factors: dict[str, float] = field(default_factory=dict)
     """By size class of steps: the ratio of their time to the linear model."""
     spreads: dict[str, Spread] = field(default_factory=dict)
-    """Scatter of steps that only decode ("decode") and of others ("prefill"), as far as the record has any."""
+    """Scatter of steps that only decode ("decode"), of those with drafts ("drafts") and of others ("prefill").
+
+    Only those that the record has.
+    """
     pace: tuple[float, ...] = ()
     """By time since the beginning of the load: the ratio of the time of steps to the mean; 1 after the last one."""
     largest: Shape = _NOTHING
@@ -131,7 +139,11 @@ class StepTimes:
     def extrapolates(self, shape: Shape) -> bool:
         """Return whether a step is larger than all steps of the record."""
         largest = self.largest
-        return shape.decodes > 1.25 * largest.decodes or shape.prefill > 1.25 * largest.prefill
+        return (
+            shape.decodes > 1.25 * largest.decodes
+            or shape.prefill > 1.25 * largest.prefill
+            or shape.drafts > 1.25 * largest.drafts
+        )
 
     def _linear(self, shape: Shape) -> float:
         return (
@@ -141,6 +153,8 @@ class StepTimes:
             + self.context_s * shape.context
             + self.prefill_context_s * shape.prefill_context
             + self.block_copy_s * shape.copied_blocks
+            + self.draft_s * shape.drafts
+            + (self.drafting_s if shape.drafts else 0.0)
         )
 
 
@@ -189,7 +203,7 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
         raise StepTimesError(
             f"step times: the record has {len(samples)} answered steps; at least {MIN_STEPS} are needed"
         )
-    features = np.array([[1.0, *each.shape] for each in samples])
+    features = np.array([[1.0, *each.shape, each.shape.drafts > 0] for each in samples])
     planned, previous, answered = np.array([(s.planned, s.previous, s.answered) for s in samples]).T
     was_idle = planned >= previous
     link_s, keep = 0.0, np.ones(len(samples), np.bool_)
@@ -221,6 +235,8 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
         context_s=float(coefficients[3]),
         prefill_context_s=float(coefficients[4]),
         block_copy_s=float(coefficients[5]),
+        draft_s=float(coefficients[6]),
+        drafting_s=float(coefficients[7]),
         link_s=link_s,
         factors=factors,
         spreads={
@@ -285,8 +301,8 @@ def non_negative_least_squares(design: Floats, target: Floats) -> Floats:
 
 
 def _class(shape: Shape) -> str:
-    """Return the size class of a step: powers of two of its decode rows and of its prompt tokens."""
-    return f"{shape.decodes.bit_length()}+{shape.prefill.bit_length()}"
+    """Return the size class of a step: powers of two of its decode rows, prompt tokens and drafts."""
+    return f"{shape.decodes.bit_length()}+{shape.prefill.bit_length()}+{shape.drafts.bit_length()}"
 
 
 def _factors(
@@ -332,7 +348,9 @@ def _pace(
 
 
 def _kind(shape: Shape) -> str:
-    return "prefill" if shape.prefill else "decode"
+    if shape.prefill:
+        return "prefill"
+    return "drafts" if shape.drafts else "decode"
 
 
 def _spread(mean: Floats, ratios: Floats, keep: npt.NDArray[np.bool_]) -> Spread:

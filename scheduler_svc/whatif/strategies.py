@@ -25,6 +25,7 @@ from scheduler_svc.core.interface.records import Peer, RequestEnded
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recorder.reader import Segment, read
+from scheduler_svc.whatif.acceptance import Acceptance
 from scheduler_svc.whatif.answer import fleet
 from scheduler_svc.whatif.arrivals import Recorded, WhatIfError, read_load
 from scheduler_svc.whatif.figures import Latency
@@ -91,7 +92,12 @@ def compare_strategies(
         recorded, is_whole = _read(_recent(read(place), since_s), ends_at)
         times = dataclasses.replace(learn(recorded.samples), pace=())
         response = run_strategies(
-            recorded.load, times, since_s=since_s, rows=question.rows or DEFAULT_ROWS, ends_at=ends_at
+            recorded.load,
+            times,
+            acceptance=recorded.acceptance,
+            since_s=since_s,
+            rows=question.rows or DEFAULT_ROWS,
+            ends_at=ends_at,
         )
     except (WhatIfError, StepTimesError, SimulationError, ConfigError, InvalidLimitsError) as error:
         raise RequestNotFoundError(f"compare: {error}") from None
@@ -104,6 +110,7 @@ def run_strategies(
     times: StepTimes,
     *,
     since_s: float,
+    acceptance: Acceptance | None = None,
     rows: int,
     ends_at: float = math.inf,
     clock: Clock = time.monotonic,
@@ -113,6 +120,7 @@ def run_strategies(
     Args:
         load: requests and workers.
         times: the model of step times.
+        acceptance: which drafts are accepted; None: workers verify none.
         since_s: how long before the end of the load the first request arrives, s.
         rows: rows of each worker.
         ends_at: time at which the caller gives up, s.
@@ -138,7 +146,7 @@ def run_strategies(
             older_left_out=len(arrivals) < num_asked,
         )
         for name, settings in STRATEGIES.items():
-            run = _run(arrivals, members, load.config, times, settings, rows, lambda: clock() > ends_at)
+            run = _run(arrivals, members, load.config, times, acceptance, settings, rows, lambda: clock() > ends_at)
             _fill(response.runs.add(name=name), run, rows)
         return response
 
@@ -311,6 +319,7 @@ def _run(
     members: list[Member],
     recorded: CoreConfig,
     times: StepTimes,
+    acceptance: Acceptance | None,
     settings: tuple[str, ...],
     rows: int,
     is_late: IsLate,
@@ -322,6 +331,7 @@ def _run(
         fleet(members, None, changed),
         changed.config,
         times,
+        acceptance=acceptance,
         make_core=lambda config, incarnation, facts: _ChartedScheduler(config, incarnation, facts, chart, is_late),
     )
     return _Run(simulated, chart.stays)

@@ -11,6 +11,7 @@ from quire import Client
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.replay import entries, replay
+from scheduler_svc.whatif.answer import compare, from_record
 from shared.model_path import resolve_model
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import QUIRE, serve
@@ -24,7 +25,7 @@ FLAGS = ("--dtype=float32", "--num-threads=1", "--speculation=ngram", "--specula
 def test_tokens_are_the_models_and_drafts_are_counted(tmp_path: Path) -> None:
     """Repetitive texts advance by several tokens per step, in spite of memory pressure and the worker's death.
 
-    The tokens are the oracle's, `explain` and the metrics have the drafts, and the record replays.
+    The tokens are the oracle's, `explain` and the metrics have the drafts, and the record replays and is simulated.
     """
     checkpoint = resolve_model("demo", weights=True)
     oracle = Oracle(checkpoint)
@@ -57,6 +58,12 @@ def test_tokens_are_the_models_and_drafts_are_counted(tmp_path: Path) -> None:
     steps = [entry.what for entry in entries(read(folder)) if isinstance(entry.what, ev.StepDone)]
     assert sum(int(step.counts.sum()) - len(step.rows) for step in steps if step.counts is not None) > 0
     assert replay(read(folder)).difference is None
+    found = compare(from_record(folder), ["speculation=off"])
+    assert found.recorded is not None
+    assert found.changed is not None
+    assert found.recorded.requests == found.simulated.figures.requests == found.changed.figures.requests == 5
+    assert found.recorded.accepted_draft_tokens > 0
+    assert found.changed.figures.draft_tokens == 0
 
 
 @pytest.mark.release

@@ -1,4 +1,8 @@
-"""Records of runs whose workers take exactly as long as a formula says; an event loop that is not the simulation's."""
+"""Records of runs whose workers take exactly as long as a formula says; an event loop that is not the simulation's.
+
+Workers may speculate. Part of each text repeats itself: there, a worker proposes as many drafts as it may, and they are
+accepted up to the end of that part. Elsewhere it has no drafts, or a wrong one.
+"""
 
 import random
 from collections import deque
@@ -21,6 +25,10 @@ _MODEL = ev.ModelFacts(
 )
 _BLOCK_SIZE = 4
 _STEP_S, _DECODE_S, _PREFILL_S, _LINK_S = 0.004, 0.0003, 0.0001, 0.0005
+_DRAFTING_S, _DRAFT_S = 0.0002, 0.0001
+_REPEATED_SHARE = 0.6
+_PART = 12
+"""Tokens of a part of a text that repeats itself or does not."""
 _STOP = 7
 _TICK_S = 0.05
 
@@ -34,6 +42,10 @@ class _Worker:
         self.left: dict[int, int] = {}
         self.generated: dict[int, int] = {}
         self.outputs: dict[int, int] = {}
+        self.streams: dict[int, int] = {}
+        self.num_prompt: dict[int, int] = {}
+        self.num_blocks: dict[int, int] = {}
+        self.draft_limits: dict[int, int] = {}
         self.free_at = 0.0
 
     def begins_at(self) -> float:
@@ -49,16 +61,28 @@ class _Worker:
             self.left[each.row] = len(each.token_ids) - each.num_computed_tokens
             self.generated[each.row] = len(each.token_ids) - each.spec.num_prompt_tokens
             self.outputs[each.row] = outputs[each.stream]
+            self.streams[each.row], self.num_prompt[each.row] = each.stream, each.spec.num_prompt_tokens
+            self.num_blocks[each.row], self.draft_limits[each.row] = len(each.blocks), 0
+        for row in plan.append_rows.tolist():
+            self.num_blocks[row] += 1
+        for row, limit in zip(plan.draft_rows.tolist(), plan.draft_limits.tolist(), strict=True):
+            self.draft_limits[row] = limit
         samples = [row for row, left in self.left.items() if not left]
+        drafts = {row: self._drafts(row) for row in samples}
+        num_drafts = sum(verified for verified, _ in drafts.values())
         seconds = _STEP_S + _DECODE_S * len(samples) + _PREFILL_S * int(plan.chunk_lengths.sum())
+        if num_drafts:
+            seconds += _DRAFTING_S + _DRAFT_S * num_drafts
         for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
             self.left[row] -= length
             if not self.left[row]:
                 samples.append(row)
-        tokens = []
+        tokens, counts = [], []
         for row in sorted(samples):
-            self.generated[row] += 1
-            tokens.append(_STOP if self.generated[row] == self.outputs[row] else 100 + self.generated[row] % 50)
+            counts.append(1 + drafts.get(row, (0, 0))[1])
+            for _ in range(counts[-1]):
+                self.generated[row] += 1
+                tokens.append(_STOP if self.generated[row] == self.outputs[row] else 100 + self.generated[row] % 50)
         self.free_at = begin + seconds
         answer = ev.StepDone(
             worker=self.peer,
@@ -66,16 +90,56 @@ class _Worker:
             step=plan.step,
             rows=np.array(sorted(samples), np.int32),
             tokens=np.array(tokens, np.int32),
+            counts=np.array(counts, np.int32) if num_drafts else None,
+            draft_counts=(
+                np.array([drafts.get(row, (0, 0))[0] for row in sorted(samples)], np.int32) if num_drafts else None
+            ),
         )
         return self.free_at + _LINK_S / 2, answer
 
+    def _drafts(self, row: int) -> tuple[int, int]:
+        """Return how many drafts a row verifies, and how many of them are accepted."""
+        place, stream = self.generated[row], self.streams[row]
+        room = self.num_blocks[row] * _BLOCK_SIZE - self.num_prompt[row] - place
+        most = min(self.draft_limits[row], room)
+        if not _repeats(stream, place):
+            return min(most, int(place % 5 == 0)), 0
+        accepted = 0
+        while accepted < most and _repeats(stream, place + accepted):
+            accepted += 1
+        return most, accepted
 
-def record_run(folder: Path, config: CoreConfig, *, num_workers: int, num_requests: int, seed: int = 3) -> None:
-    """Record a run until every request has ended; about as many requests arrive as one worker can serve."""
+
+def _repeats(stream: int, place: int) -> bool:
+    """Return whether the text is known at a place because it repeats itself."""
+    return random.Random(f"{stream} {place // _PART}").random() < _REPEATED_SHARE
+
+
+def record_run(
+    folder: Path,
+    config: CoreConfig,
+    *,
+    num_workers: int,
+    num_requests: int,
+    seed: int = 3,
+    max_drafts: int = 0,
+    rate: float = 30.0,
+) -> None:
+    """Record a run until every request has ended.
+
+    Args:
+        folder: folder of the record.
+        config: configuration of the core.
+        num_workers: number of workers.
+        num_requests: number of requests.
+        seed: seed of the requests.
+        max_drafts: most drafts per row and step; 0: workers do not speculate.
+        rate: requests per second; one worker can serve about 30.
+    """
     rng = random.Random(seed)
     recording = Recording(folder)
     core = recording.make_core(config, 1 << 40)
-    arrivals, outputs = _arrivals(rng, num_requests)
+    arrivals, outputs = _arrivals(rng, num_requests, rate)
     workers = [_Worker(b"w/%d" % number) for number in range(num_workers)]
     answers: list[tuple[float, ev.StepDone]] = []
     now, tick, num_ended = 1.0, 1.0, 0
@@ -83,7 +147,7 @@ def record_run(folder: Path, config: CoreConfig, *, num_workers: int, num_reques
     for number, worker in enumerate(workers):
         hello = ev.WorkerHello(
             worker=worker.peer, worker_id=f"w{number}", model=_MODEL, block_size=_BLOCK_SIZE, num_blocks=400,
-            max_rows=8, max_tokens_per_step=64,
+            max_rows=8, max_tokens_per_step=64, max_draft_tokens=max_drafts,
         )  # fmt: skip
         core.handle(hello, now)
     while num_ended < num_requests:
@@ -114,14 +178,16 @@ def record_run(folder: Path, config: CoreConfig, *, num_workers: int, num_reques
     recording.finish()
 
 
-def _arrivals(rng: random.Random, number: int) -> tuple[deque[tuple[float, ev.RequestArrived]], dict[int, int]]:
+def _arrivals(
+    rng: random.Random, number: int, rate: float
+) -> tuple[deque[tuple[float, ev.RequestArrived]], dict[int, int]]:
     """Return the requests with their times, and how many tokens each generates."""
     families = [[rng.randrange(10, 1000) for _ in range(24)] for _ in range(3)]
     time = 2.0
     found: deque[tuple[float, ev.RequestArrived]] = deque()
     outputs: dict[int, int] = {}
     for stream in range(number):
-        time += rng.expovariate(30.0)
+        time += rng.expovariate(rate)
         prompt = (rng.choice(families) if rng.random() < 0.5 else []) + [
             rng.randrange(10, 1000) for _ in range(rng.randrange(2, 60))
         ]

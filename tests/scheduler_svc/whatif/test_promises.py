@@ -38,6 +38,18 @@ def test_the_promises_hold(config: CoreConfig, tmp_path: Path) -> None:
     assert kept.plans > 100
 
 
+def test_the_promises_hold_with_drafts(tmp_path: Path) -> None:
+    """Steps with drafts keep the rules, also while memory is short."""
+    record_run(tmp_path, LITTLE_MEMORY, num_workers=1, num_requests=60, max_drafts=8, rate=20.0)
+    case = from_record(tmp_path)
+    assert case.recorded is not None
+    assert case.recorded.accepted_draft_tokens > 100
+
+    kept = check(case.arrivals, case.service)
+
+    assert kept.tokens == sum(arrival.num_outputs for arrival in case.arrivals)
+
+
 @pytest.mark.parametrize(
     "bug",
     [each for each in BUGS if each.name in ("leaked_block", "freed_too_early", "budget_off_by_one", "lost_token")],

@@ -49,6 +49,15 @@ def test_a_limit_that_workers_have_as_well_is_changed_for_both() -> None:
     assert changed.of_workers == {"max_rows": 128, "max_tokens_per_step": 1024}
 
 
+@pytest.mark.parametrize(("setting", "most"), [("speculation=off", 0), ("speculative_tokens=3", 3)])
+def test_the_drafts_of_workers_can_be_set(setting: str, most: int) -> None:
+    """The number of drafts is a setting of workers only; the core's configuration stays as it is."""
+    changed = change(RECORDED, [setting])
+
+    assert changed.config == RECORDED
+    assert changed.of_workers == {"max_draft_tokens": most}
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -58,6 +67,8 @@ def test_a_limit_that_workers_have_as_well_is_changed_for_both() -> None:
         ("policy=best", "unknown value 'best'; give one of fcfs, priority"),
         ("max_num_seqs=many", "'many' is not of type int"),
         ("max_num_seqs=-1", "too small"),
+        ("speculation=draft", "give speculation=off, or speculative_tokens=N"),
+        ("speculative_tokens=0", "too small"),
         ("max_num_seqs", "give NAME=VALUE"),
         ("max_plans_in_flight=3", "too large; give at most 2"),
     ],

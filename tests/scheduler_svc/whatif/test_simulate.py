@@ -16,8 +16,9 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.sim.scenario import draw
-from scheduler_svc.whatif.answer import compare, from_record, read_service, save
+from scheduler_svc.whatif.answer import Case, compare, from_record, read_service, save
 from scheduler_svc.whatif.arrivals import WhatIfError, read_load
+from scheduler_svc.whatif.figures import Figures
 from scheduler_svc.whatif.load import Arrival, Member
 from scheduler_svc.whatif.page import as_json, as_text
 from scheduler_svc.whatif.rows import Shape
@@ -134,6 +135,89 @@ def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None
     assert recorded.requests > 50
     assert simulated.requests_per_s == pytest.approx(recorded.requests_per_s, rel=0.05)
     assert simulated.ttft.mean == pytest.approx(recorded.ttft.mean, rel=0.15)
+
+
+DRAFTING = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Case]:
+    """Cases of records with at most so many drafts per row and step; 0: without speculation."""
+    cases = {}
+    for most in (0, 2, 8):
+        folder = tmp_path_factory.mktemp(f"drafts-{most}")
+        record_run(folder, DRAFTING, num_workers=1, num_requests=120, max_drafts=most, rate=20.0)
+        cases[most] = from_record(folder)
+    return cases
+
+
+def _assert_close(predicted: Figures, measured: Figures) -> None:
+    assert predicted.requests == measured.requests
+    assert predicted.output_tokens_per_s == pytest.approx(measured.output_tokens_per_s, rel=0.05)
+    assert predicted.ttft.mean == pytest.approx(measured.ttft.mean, rel=0.10)
+    assert predicted.e2e.mean == pytest.approx(measured.e2e.mean, rel=0.05)
+    assert predicted.draft_tokens == pytest.approx(measured.draft_tokens, rel=0.1)
+    assert predicted.accepted_draft_tokens == pytest.approx(measured.accepted_draft_tokens, rel=0.1)
+
+
+def test_a_record_with_drafts_is_reproduced(drafting: dict[int, Case]) -> None:
+    """Latencies, drafts and accepted drafts are those of the record; the page shows them."""
+    for most in (2, 8):
+        found = compare(drafting[most], [])
+        assert found.recorded is not None
+        assert found.recorded.accepted_draft_tokens > 500
+        _assert_close(found.simulated.figures, found.recorded)
+        assert "drafts accepted, %" in as_text(found)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "asked", "settings"),
+    [
+        (8, 0, ["speculation=off"]),
+        (2, 0, ["speculation=off"]),
+        (8, 2, ["speculative_tokens=2"]),
+        (2, 8, ["speculative-tokens=8"]),
+    ],
+)
+def test_a_change_of_speculation_is_predicted(
+    recorded: int, asked: int, settings: list[str], drafting: dict[int, Case]
+) -> None:
+    """Fewer drafts, more drafts, and none are predicted from a record with drafts."""
+    measured, other = drafting[asked].recorded, drafting[recorded].recorded
+    assert measured is not None
+    assert other is not None
+    assert abs(other.e2e.mean / measured.e2e.mean - 1) > 0.08
+
+    found = compare(drafting[recorded], settings)
+
+    assert found.changed is not None
+    _assert_close(found.changed.figures, measured)
+
+
+def test_speculation_is_turned_on_with_the_drafts_of_another_record(drafting: dict[int, Case], tmp_path: Path) -> None:
+    """With the step times and the acceptance of another record, the gain is predicted; other requests gain as much."""
+    off, on, file = drafting[0], drafting[8], tmp_path / "service.json"
+    save(on.service, file)
+    assert read_service(file).acceptance == on.service.acceptance
+    service = replace(off.service, times=on.service.times, acceptance=read_service(file).acceptance)
+
+    found = compare(replace(off, service=service), ["speculative_tokens=8"])
+
+    assert found.changed is not None
+    assert off.recorded is not None
+    assert on.recorded is not None
+    assert found.simulated.figures.e2e.mean == pytest.approx(off.recorded.e2e.mean, rel=0.05)
+    assert found.changed.figures.e2e.mean == pytest.approx(on.recorded.e2e.mean, rel=0.15)
+
+
+def test_speculation_without_known_drafts_is_refused(drafting: dict[int, Case]) -> None:
+    """A record without drafts says nothing of them, and no record says how they were proposed."""
+    with pytest.raises(ConfigError, match="use a record of workers with --speculation"):
+        compare(drafting[0], ["speculative_tokens=8"])
+    with pytest.raises(ConfigError, match="does not show how its drafts were proposed"):
+        compare(drafting[8], ["speculation=ngram"])
+    unknown = replace(drafting[8], service=replace(drafting[8].service, acceptance=None))
+    assert "simulated without drafts" in as_text(compare(unknown, []))
 
 
 def test_every_way_to_end_is_simulated() -> None:

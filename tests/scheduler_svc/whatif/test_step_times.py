@@ -23,14 +23,21 @@ def _known(shape: Shape) -> float:
     return 0.002 + 50e-6 * shape.decodes + 20e-6 * shape.prefill + 4e-9 * shape.context + 1e-9 * shape.prefill_context
 
 
-def _samples(seconds: Callable[[Shape], float], scatter: float = 0.0, number: int = 2000) -> list[Sample]:
-    """Return steps of one worker; a third of them were planned while it was idle."""
+def _samples(
+    seconds: Callable[[Shape], float], scatter: float = 0.0, number: int = 2000, drafts: int = 0
+) -> list[Sample]:
+    """Return steps of one worker; a third of them were planned while it was idle.
+
+    With `drafts`, half of the steps verify up to so many for each decode row.
+    """
     rng = random.Random(5)
     now, found = 10.0, []
     for _ in range(number):
         decodes = rng.randrange(1, 64)
         prefill = rng.choice((0, 0, rng.randrange(1, 512)))
         shape = Shape(decodes, prefill, decodes * rng.randrange(20, 2000), prefill * rng.randrange(1, 2000))
+        if drafts and rng.random() < 0.5:
+            shape = shape._replace(drafts=rng.randrange(decodes * drafts))
         previous = now
         idle = rng.random() < 0.3
         planned = now + rng.uniform(0.001, 0.1) if idle else now - 0.001
@@ -52,6 +59,22 @@ def test_known_coefficients_are_found() -> None:
     assert times.prefill_context_s == pytest.approx(1e-9, rel=0.01)
     assert times.fit is not None
     assert times.fit.p90_error < 0.01
+
+
+def test_the_time_of_drafts_is_found() -> None:
+    """A step with drafts takes a constant more, and a time for each draft."""
+
+    def seconds(shape: Shape) -> float:
+        return _known(shape) + (300e-6 + 40e-6 * shape.drafts if shape.drafts else 0.0)
+
+    times = learn(_samples(seconds, drafts=8))
+
+    assert times.drafting_s == pytest.approx(300e-6, rel=0.02)
+    assert times.draft_s == pytest.approx(40e-6, rel=0.02)
+    assert times.decode_s == pytest.approx(50e-6, rel=0.02)
+    assert times.extrapolates(Shape(30, 0, 30_000, 0, drafts=700))
+    assert set(times.spreads) == {"decode", "drafts", "prefill"}
+    assert from_json(to_json(times)) == times
 
 
 def test_scatter_does_not_shift_the_mean() -> None:
