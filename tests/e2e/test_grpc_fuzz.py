@@ -1,4 +1,4 @@
-"""Mutated calls of every method of `quire.v1` and of the operator API against a real service.
+"""Mutated calls of every method of `quire.v1`, the operator API and vLLM's engine protocol against a real service.
 
 `services/test_api_fuzz.py` sends more of them, of `quire.v1` only, to a front end without scheduler and worker.
 """
@@ -15,6 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from quire.admin.v1 import admin_pb2 as admin
 from quire.v1 import generation_pb2 as v1
@@ -35,10 +36,32 @@ METHODS: list[MethodDescriptor] = [
         (v1.DESCRIPTOR, "GenerationService"),
         (model_pb2.DESCRIPTOR, "ModelService"),
         (admin.DESCRIPTOR, "AdminService"),
+        (vllm.DESCRIPTOR, "VllmEngine"),
     )
     for method in file.services_by_name[service].methods
 ]
+TOKENS = vllm.TokenizedInput(input_ids=[5, 6, 7])
+FOR_ENGINE = [
+    ("Generate", vllm.GenerateRequest(request_id="e", tokenized=TOKENS, sampling_params=sampling, stream=stream))
+    for stream, sampling in (
+        (True, vllm.SamplingParams(
+            temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, frequency_penalty=0.1, presence_penalty=0.1,
+            repetition_penalty=1.1, max_tokens=6, min_tokens=1, stop=["END"], stop_token_ids=[7], n=2, logprobs=2,
+            prompt_logprobs=1, seed=-1, logit_bias={3: 1.5}, truncate_prompt_tokens=2, ignore_eos=True,
+        )),
+        (False, vllm.SamplingParams(max_tokens=5, regex="[a-z]{2,4}")),
+        (False, vllm.SamplingParams(max_tokens=5, choice=vllm.ChoiceConstraint(choices=["a", "b"]))),
+        (True, vllm.SamplingParams(max_tokens=5, json_object=True)),
+    )
+]  # fmt: skip
+FOR_ENGINE += [
+    ("Generate", vllm.GenerateRequest(text="the fox", sampling_params=vllm.SamplingParams(max_tokens=900))),
+    ("Embed", vllm.EmbedRequest(request_id="e", tokenized=TOKENS)),
+    ("Abort", vllm.AbortRequest(request_ids=["e", "again"])),
+    ("GetLoads", vllm.GetLoadsRequest(dp_rank=0, include=["core"])),
+]
 SEEDS: list[tuple[str, bytes]] = [
+    *((f"/vllm.grpc.engine.VllmEngine/{name}", request.SerializeToString()) for name, request in FOR_ENGINE),
     *((method, request.SerializeToString()) for _, method, request in seeds()),
     *(
         (f"/quire.admin.v1.AdminService/{name}", request.SerializeToString())

@@ -136,6 +136,17 @@ BODIES: list[tuple[str, Json]] = [
         "/v1/responses",
         {"input": ITEMS[:2], "tools": [FUNCTION_ITEM], "tool_choice": {"type": "function", "name": "look"}},
     ),
+    (
+        "/v1/responses/input_tokens",
+        {
+            "model": "demo", "input": ITEMS, "instructions": "Be short.", "tools": [FUNCTION_ITEM],
+            "tool_choice": "required", "reasoning": {"effort": "low"}, "parallel_tool_calls": False,
+            "previous_response_id": "@response", "truncation": "disabled", "text": {"format": {"type": "text"}},
+        },
+    ),
+    ("/v1/responses/input_tokens", {"input": "the fox"}),
+    # With a body that nothing needs.
+    ("/v1/responses/@response", {"id": "@response", "metadata": {"a": ["b"]}}),
     ("/v1/messages", MESSAGES | {"max_tokens": 8, "stream": True, "stop_sequences": ["END"], "top_k": 5}),
     ("/v1/messages?beta=true", MESSAGES | {"max_tokens": 20, "temperature": 0.5, "tool_choice": {"type": "any"}}),
     ("/v1/messages/count_tokens", MESSAGES),
@@ -249,7 +260,7 @@ def written(value: Json) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-BEGIN = "POST {} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+BEGIN = "{} {} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +278,11 @@ class Call:
         """The path without the query."""
         return self.head.split(" ")[1].partition("?")[0]
 
+    @property
+    def method(self) -> str:
+        """The method."""
+        return self.head.partition(" ")[0]
+
 
 @st.composite
 def calls(draw: st.DrawFn) -> Call:
@@ -275,8 +291,9 @@ def calls(draw: st.DrawFn) -> Call:
         method = draw(st.sampled_from(("GET", "GET", "HEAD", "DELETE", "PUT", "OPTIONS", "POST", "BREW")))
         path = draw(st.sampled_from(PATHS) | st.sampled_from([path for path, _ in BODIES]))
         path += draw(st.sampled_from(("", "", "", "/", "/..", "%00", "%2f%2e", "?" + "a" * 3000, "/é", "?beta=%ff")))
-        return Call(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n", b"")
+        return Call(BEGIN.format(method, path), b"")
     path, seed = draw(st.sampled_from(BODIES))
+    method = draw(st.sampled_from(("DELETE",) * 9 if "@" in path else ("POST",) * 30) | st.sampled_from(("PUT", "GET")))
     body = written(draw(mutated(seed))).encode(errors="surrogatepass")
     match draw(st.sampled_from(("as it is",) * 12 + ("cut", "bits", "bom", "twice", "gzip", "utf-16", "empty"))):
         case "cut":
@@ -296,7 +313,7 @@ def calls(draw: st.DrawFn) -> Call:
             body = b""
     types = ["application/json"] * 12 + CONTENT_TYPES
     extra = draw(st.lists(st.sampled_from(HEADERS), max_size=1) | st.just([]))
-    head = f"{BEGIN.format(path)}Content-Type: {draw(st.sampled_from(types))}\r\n"
+    head = f"{BEGIN.format(method, path)}Content-Type: {draw(st.sampled_from(types))}\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in extra)
     client = draw(st.sampled_from(("reads",) * 6 + ("leaves", "leaves early", "sends half", "does not read")))
     well_formed = client != "sends half" and not any(
@@ -328,18 +345,23 @@ class Target:
     def __init__(self, served: Served) -> None:
         """Ask once: the answer is that of every later time, and its ids are real."""
         self.served = served
-        self.names = {"@response": "x", "@item": "x", "@request": "x"}
+        self.names: dict[str, str] = {}
         self.question = self._call("/v1/responses", {"input": "the fox", "max_output_tokens": 20})
-        self.expected = self.ask()
-        response = json.loads(self.expected.text)
-        self.names = {
-            "@response": response["id"], "@item": response["output"][0]["id"], "@request": response["id"][5:],
-        }  # fmt: skip
+        self.expected = self.store()
 
     def _call(self, path: str, body: Json) -> Call:
         content = json.dumps(body).encode()
-        head = f"{BEGIN.format(path)}Content-Type: application/json\r\n"
+        head = f"{BEGIN.format('POST', path)}Content-Type: application/json\r\n"
         return Call(f"{head}Content-Length: {len(content)}\r\n", content)
+
+    def store(self) -> Answer:
+        """Let the service store a response, and learn its ids."""
+        answer = self.ask()
+        response = json.loads(answer.text)
+        self.names = {
+            "@response": response["id"], "@item": response["output"][0]["id"], "@request": response["id"][5:],
+        }  # fmt: skip
+        return answer
 
     def ask(self) -> Answer:
         """Ask the same question again."""
@@ -366,7 +388,7 @@ class Target:
                 if call.client in ("leaves early", "does not read") or call.path == "/console/api/watch":
                     connection.recv(200)
                     return None
-                response = http.client.HTTPResponse(connection, method=call.head.split(" ")[0])
+                response = http.client.HTTPResponse(connection, method=call.method)
                 response.begin()
                 text = response.read().decode(errors="replace")
                 return Answer(response.status, response.getheader("content-type", ""), text)
@@ -402,6 +424,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 def check(target: Target, call: Call) -> None:
     """Send a call and check its answer."""
     answer = target.send(call)
+    if call.method == "DELETE" and "@response" in call.path:
+        target.store()
     if answer is None:
         return
     # Missing a deadline of its own is the only 5xx that a client can ask for.

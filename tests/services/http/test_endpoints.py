@@ -409,6 +409,34 @@ def test_a_base_url_without_v1_gets_a_hint(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_tools_of_a_template_without_tools_are_refused(tmp_path: Path) -> None:
+    """Every API refuses tools that the chat template cannot show, and accepts those of a forced call."""
+    turns, schema = [{"role": "user", "content": "x"}], {"type": "object", "properties": {}}
+    function = {"name": "now", "parameters": schema}
+    calls: list[tuple[str, dict[str, Any], Any]] = [
+        (
+            "/v1/chat/completions",
+            {"messages": turns, "tools": [{"type": "function", "function": function}]},
+            "required",
+        ),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", **function}]}, "required"),
+        ("/v1/messages", {"messages": turns, "tools": [{"name": "now", "input_schema": schema}]}, {"type": "any"}),
+    ]
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            for path, fields, forced in calls:
+                request = fields | ({"max_tokens": 8} if path == "/v1/messages" else {})
+                refused = await stack.http.post(path, json=request)
+                assert refused.status_code == 400, f"{path}: {refused.text}"
+                message = refused.json()["error"]["message"]
+                assert message.startswith("tools: the served model's chat template does not support tools; "), path
+                accepted = await stack.http.post(path, json=request | {"tool_choice": forced})
+                assert accepted.status_code == 200, f"{path}: {accepted.text}"
+
+    asyncio.run(main())
+
+
 def test_calls_of_both_protocols_share_one_bound(tmp_path: Path) -> None:
     """When the limit of calls in progress is reached, HTTP gets 429, like gRPC."""
 
