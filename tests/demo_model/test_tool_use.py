@@ -19,9 +19,10 @@ from services.text.chat_template import ChatTemplate
 from tests.demo_model.test_corpus import CHECKPOINT, checkpoint
 from tools.demo_model import evaluate, words
 from tools.demo_model.corpus import ASSISTANT, BOS, CALL, EOS, MIDDLE, SYSTEM, USER, check_training_side, document
+from tools.demo_model.errand import Errand
 from tools.demo_model.split import is_held_out
 from tools.demo_model.tokenizer import CHAT_TEMPLATE
-from tools.demo_model.tool_use import Errand, draw_another, draw_errand
+from tools.demo_model.tool_use import draw_another, draw_errand
 
 
 def rendered(messages: list[dict[str, Any]], tools: list[Any] | None = None, *, generate: bool = True) -> str:

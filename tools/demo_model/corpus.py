@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tools.demo_model import stories
+from tools.demo_model.errand import Errand, Tool
 from tools.demo_model.problems import Fact, Problem, draw_facts, draw_problem
-from tools.demo_model.tool_use import NO_TOOL, Errand, Tool, competing, draw_another, draw_errand, unanswerable
+from tools.demo_model.tool_use import NO_TOOL, competing, draw_another, draw_errand, unanswerable
 
 BOS, EOS, PAD = "<|bos|>", "<|endoftext|>", "<|pad|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"

@@ -36,8 +36,9 @@ from tools.demo_model.corpus import (
     USER,
     tool_list,
 )
+from tools.demo_model.errand import Errand, Tool
 from tools.demo_model.problems import Problem, draw_facts, draw_problem
-from tools.demo_model.tool_use import Errand, Tool, competing, draw_errand
+from tools.demo_model.tool_use import competing, draw_errand
 
 Complete: TypeAlias = Callable[[str, int], str] | Callable[[str, int], Awaitable[str]]
 

@@ -34,7 +34,7 @@ from tools.demo_model.corpus import (
     USER,
     document,
 )
-from tools.demo_model.tool_use import MOST_DESCRIPTION
+from tools.demo_model.errand import MOST_DESCRIPTION
 
 VOCABULARY = 1024
 MAX_LENGTH = 2048
