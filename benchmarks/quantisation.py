@@ -20,13 +20,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from shared.config import ConfigError, WorkerConfig
 from shared.kv_sizes import kv_bytes_per_token
 from shared.model_path import resolve_model
 from tests.checkpoints import make_checkpoint
-from tests.quantised_checkpoints import convert_checkpoint
+from tests.quantised_checkpoints import convert_checkpoint, convert_to_gguf
+from tests.storages import bytes_of
 from tools.demo_model import evaluate
 from tools.demo_model.corpus import BOS, EOS
 from worker_svc.device.choice import set_threads
@@ -52,6 +53,9 @@ KINDS: dict[str, dict[str, str]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "fp8 checkpoint": {"layout": "ct-fp8-channel"},
+    "GGUF Q8_0": {"gguf": "Q8_0"},
+    "GGUF Q4_0": {"gguf": "Q4_0"},
+    "GGUF Q4_0, int8": {"gguf": "Q4_0", "quantization": "int8"},
     "int8 KV": {"kv_cache_dtype": "int8"},
     "fp8 KV": {"kv_cache_dtype": "fp8"},
 }
@@ -159,11 +163,7 @@ def measure_quality(items: int, folder: Path) -> dict[str, Quality]:
     results: dict[str, Quality] = {}
     plain: list[torch.Tensor] = []
     for kind, settings in KINDS.items():
-        options = dict(settings)
-        source = str(demo)
-        if layout := options.pop("layout", None):
-            source = str(convert_checkpoint(demo, folder / kind.replace(" ", "-"), layout).quantised)
-        reader = Reader(source, dtype="bfloat16", **options)
+        reader = _read(demo, folder / kind.replace(" ", "-"), settings)
         logits = [each for batch in _batches(stories) for each in reader.logits(batch)]
         picks = [each.argmax(-1) for each in logits]
         plain = plain or picks
@@ -181,6 +181,16 @@ def measure_quality(items: int, folder: Path) -> dict[str, Quality]:
         )
         print(kind, results[kind], flush=True)
     return results
+
+
+def _read(checkpoint: Path, folder: Path, settings: dict[str, str]) -> Reader:
+    """Read a checkpoint with the settings of a kind, after it was written in the kind's format."""
+    options = dict(settings)
+    if layout := options.pop("layout", None):
+        checkpoint = convert_checkpoint(checkpoint, folder, layout).quantised
+    if blocks := options.pop("gguf", None):
+        checkpoint = convert_to_gguf(checkpoint, folder, blocks).quantised
+    return Reader(str(checkpoint), dtype="bfloat16", **options)
 
 
 def _accuracy(reader: Reader, tokenizer: Any, items: Sequence[evaluate.Item]) -> float:
@@ -205,7 +215,7 @@ def measure_errors(folder: Path) -> dict[str, dict[str, float | None]]:
         exact = torch.cat(Reader(str(base), dtype="float32").logits(rows))
         results[family] = {}
         for kind, settings in KINDS.items():
-            if "layout" in settings:
+            if "layout" in settings or "gguf" in settings:
                 continue
             try:
                 found = torch.cat(Reader(str(base), dtype="bfloat16", **settings).logits(rows))
@@ -217,18 +227,23 @@ def measure_errors(folder: Path) -> dict[str, dict[str, float | None]]:
     return results
 
 
-def measure_speed(folder: Path, rounds: int) -> dict[str, dict[str, Speed]]:
-    """Measure decode steps of a random model, in turn; the ratio is the speed relative to bfloat16."""
+def measure_speed(folder: Path, rounds: int) -> tuple[dict[str, dict[str, Speed]], dict[str, float]]:
+    """Measure decode steps of a random model, in turn, and the memory of its weights.
+
+    Returns:
+        The speed relative to bfloat16 by load and kind, and the memory relative to bfloat16 by kind.
+    """
     config = LlamaConfig(
         vocab_size=32000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=4096, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    config.save_pretrained(folder / "random")
-    readers = {
-        kind: Reader(str(folder / "random"), dtype="bfloat16", load_format="random", **settings)
-        for kind, settings in KINDS.items()
-        if "layout" not in settings
-    }
+    base = folder / "random"
+    LlamaForCausalLM(config).bfloat16().save_pretrained(base)
+    readers: dict[str, Reader] = {}
+    for kind, settings in KINDS.items():
+        with tempfile.TemporaryDirectory() as name:
+            readers[kind] = _read(base, Path(name), settings)
+    sizes = {kind: bytes_of(reader.model) for kind, reader in readers.items()}
     results: dict[str, dict[str, Speed]] = {}
     for rows, context in ((1, 512), (16, 512), (16, 2048)):
         steps = {kind: reader.decode_step(rows, context) for kind, reader in readers.items()}
@@ -241,7 +256,7 @@ def measure_speed(folder: Path, rounds: int) -> dict[str, dict[str, Speed]]:
             for kind, taken in times.items()
         }
         print(rows, context, results[f"{rows} rows of {context}"], flush=True)
-    return results
+    return results, {kind: round(size / sizes["bf16"], 3) for kind, size in sizes.items()}
 
 
 def _median_time(step: Callable[[], object], count: int = 5) -> float:
@@ -274,10 +289,13 @@ def table(result: dict[str, Any]) -> str:
         cells = ["-" if error is None else f"{error:.2%}" for error in errors.values()]
         lines.append(f"| {family} | {' | '.join(cells)} |")
     if result["speed"]:
-        lines += ["", f"| speed of decode steps | {' | '.join(kinds)} |", f"|---|{'--:|' * len(kinds)}"]
-        for load, speeds in result["speed"].items():
-            cells = [f"{each['ratio']} ({each['lowest']} to {each['highest']})" for each in speeds.values()]
-            lines.append(f"| {load} tokens | {' | '.join(cells)} |")
+        loads = list(result["speed"])
+        heads = " | ".join(f"{load} tokens" for load in loads)
+        lines += ["", f"| speed of decode steps | {heads} | memory of weights |", f"|---|{'--:|' * (len(loads) + 1)}"]
+        for kind, size in result["memory"].items():
+            speeds = [result["speed"][load][kind] for load in loads]
+            cells = [f"{each['ratio']:.2f} ({each['lowest']:.2f} to {each['highest']:.2f})" for each in speeds]
+            lines.append(f"| {kind} | {' | '.join(cells)} | {size:.2f} |")
     lines += ["", "| bytes of KV per token and layer, 8 heads of 128 | bfloat16 | int8 | fp8 |", "|---|--:|--:|--:|"]
     sizes = [kv_bytes_per_token([(8, 128)], kind) for kind in ("bfloat16", "int8", "fp8")]
     lines.append(f"| key and value | {' | '.join(f'{size:,}' for size in sizes)} |")
@@ -297,14 +315,15 @@ def main() -> None:
     set_threads(options.num_threads)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        speeds, sizes = measure_speed(folder, options.rounds) if options.rounds else ({}, {})
         result = {
             "items": options.items,
             "quality": {kind: asdict(each) for kind, each in measure_quality(options.items, folder).items()},
             "errors": measure_errors(folder),
             "speed": {
-                load: {kind: asdict(speed) for kind, speed in speeds.items()}
-                for load, speeds in (measure_speed(folder, options.rounds) if options.rounds else {}).items()
+                load: {kind: asdict(speed) for kind, speed in of_load.items()} for load, of_load in speeds.items()
             },
+            "memory": sizes,
         }
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

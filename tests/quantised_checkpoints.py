@@ -284,9 +284,15 @@ _GGUF_NAMES = {
 
 
 def make_gguf(kind: str, folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> Pair:
-    """Writes a GGUF file with matrices of a type, such as "Q4_K", beside config.json and the tokenizer."""
-    base = make_checkpoint(architecture, folder / "base", **({"hidden_size": 256, "intermediate_size": 256} | changes))
+    """Writes random weights as a GGUF file with matrices of a type, such as "Q4_K"."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256} | changes
+    return convert_to_gguf(make_checkpoint(architecture, folder / "base", **sizes), folder, kind)
+
+
+def convert_to_gguf(base: Path, folder: Path, kind: str) -> Pair:
+    """Writes both checkpoints into `folder`: a GGUF file beside config.json and the tokenizer, and what it holds."""
     config = json.loads((base / "config.json").read_text())
+    (architecture,) = config["architectures"]
     family = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}.get(architecture, config["model_type"])
     pair = Pair(folder / "quantised", folder / "plain")
     for target in (pair.quantised, pair.plain):
@@ -307,6 +313,7 @@ def make_gguf(kind: str, folder: Path, architecture: str = "LlamaForCausalLM", *
         count = heads.get(projection, 0) if family == "llama" else 0
         placed = weight if not count else _split(weight, 0, count, 2, -1).transpose(1, 2).flatten(0, 2)
         key = f"{prefix}{_GGUF_NAMES[known]}.{part}"
+        placed = placed.float()
         if weight.dim() < 2:
             writer.add_tensor(key, placed.numpy())
             plain[name] = weight

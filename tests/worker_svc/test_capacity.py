@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from quire_server.capacity import kv_bytes, sizes_from_config
 from quire_server.cli.main import main
@@ -16,36 +14,12 @@ from shared.model_path import resolve_model
 from tests.checkpoints import make_checkpoint
 from tests.cpu_kernels import cpu_kernels
 from tests.quantised_checkpoints import make_pair
+from tests.storages import bytes_of
 from tests.worker_svc.driver import CPU, make_engine
 from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.model.loader import load_model
 from worker_svc.ranks.group import Group
 from worker_svc.ranks.shard import Shard
-
-
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor that an object reaches."""
-    if id(value) in seen or isinstance(value, type):
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each, seen)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each, seen)
-    elif type(value).__module__.startswith(("worker_svc", "kernels", "torch.nn", "transformers")):
-        names = list(getattr(value, "__dict__", ())) + list(getattr(type(value), "__slots__", ()))
-        for name in names:
-            yield from _tensors(getattr(value, name, None), seen)
-
-
-def _bytes_of(value: object) -> int:
-    """Bytes of all distinct storages that an object reaches."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in _tensors(value, set())}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _capacity(
@@ -77,11 +51,11 @@ def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str
     predicted = _capacity(tmp_path, folder, "--context=64", "--output=8", *flags)
 
     engine = make_engine(folder, kv_cache_memory="6MiB", **settings)
-    weights = _bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu", **settings), CPU)[0])
+    weights = bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu", **settings), CPU)[0])
     cache = engine.limits.num_blocks * engine.limits.block_size * predicted["kv_bytes_per_token"]
     assert predicted["per_card"]["num_blocks"] == engine.limits.num_blocks
     assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
-    assert _bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
+    assert bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +74,10 @@ def test_a_quantised_checkpoint_is_counted_as_a_worker_holds_it(layout: str, arc
     predicted = _capacity(tmp_path, folder, "--context=64", "--output=8")
     on_gpu = _capacity(tmp_path, folder, "--context=64", "--output=8", memory=("--gpu-memory=9GB",))
 
-    weights = _bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)[0])
+    weights = bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)[0])
     assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
     with cpu_kernels("off"):
-        dequantised = _bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)[0])
+        dequantised = bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)[0])
     assert on_gpu["weights_bytes"] == pytest.approx(dequantised, rel=0.03)
 
 
@@ -118,7 +92,7 @@ def test_the_formulas_are_what_each_rank_allocates(ranks: int, tmp_path: Path) -
     for rank in range(ranks):
         group = Group(Shard(rank, ranks))
         model, description = load_model(WorkerConfig(model=str(folder), device="cpu"), CPU, group)
-        assert predicted["per_card"]["weights"] == pytest.approx(_bytes_of(model), rel=0.03)
+        assert predicted["per_card"]["weights"] == pytest.approx(bytes_of(model), rel=0.03)
         assert kv_bytes(sizes, "float32", ranks) == block_bytes(model.kv_shapes, 1, description.kv_dtype)
 
 
