@@ -36,6 +36,7 @@ else:
         HAVE_TRITON = True
     except ImportError:
         HAVE_TRITON = False
+        triton = None
 
         class tl:  # noqa: N801 - stands in for the module; annotations are strings and look nothing up
             pass

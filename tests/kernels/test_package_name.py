@@ -55,6 +55,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from kernels import _triton, activation, kv_cache, norm, paged_attention, philox, rotary, sampling
+import worker_svc.main
 assert not _triton.HAVE_TRITON
 x = torch.ones(2, 4, 64)
 cache = torch.zeros(2, 3, 4, 16, 64)
@@ -70,7 +71,7 @@ print(activation.silu_mul(torch.zeros(2, 8)).sum().item())
 
 
 def test_cpu_paths_need_no_triton() -> None:
-    """Where triton is not installed every operation still computes on CPU."""
+    """Where triton is not installed every operation still computes on CPU, and the worker's program can be imported."""
     total, zero = run(WITHOUT_TRITON).split()
 
     assert float(total) == 2 * 4 * 64
