@@ -27,6 +27,11 @@ PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor i
 TORCH = "2.13.0"
 TORCH_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
 IMAGES = ("scheduler", "worker-cpu", "worker-cuda")
+LEFT_OUT = {"scheduler": {"hf-xet"}}
+"""By image: packages that their dependents import only where they are installed.
+
+hf-xet speeds up downloads of weights. Front ends download only the files of the tokenizer.
+"""
 
 
 def lock_of(image: str) -> Path:
@@ -53,8 +58,8 @@ def locked(image: str) -> dict[str, str]:
     return dict(line.split()[0].split("==") for line in lines if not line.startswith("#"))
 
 
-def report(wanted: Sequence[str], torch_wheels: str, *options: str) -> list[dict[str, Any]]:
-    """Return what pip would install for requirements, by name: metadata, and the hash of each file.
+def report(image: str, wanted: Sequence[str], torch_wheels: str, *options: str) -> list[dict[str, Any]]:
+    """Return what pip would install in an image for requirements, by name: metadata, and the hash of each file.
 
     Raises:
         subprocess.CalledProcessError: pip failed; what it said is on stderr.
@@ -65,7 +70,7 @@ def report(wanted: Sequence[str], torch_wheels: str, *options: str) -> list[dict
             sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run",
             "--ignore-installed", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}",
             *(f"--platform={each}" for each in PLATFORMS), f"--target={folder}", f"--report={path}",
-            f"--find-links={torch_wheels}", *options, *wanted,
+            *([f"--find-links={torch_wheels}"] if image == "worker-cpu" else []), *options, *wanted,
         ]  # fmt: skip
         subprocess.run(command, check=True)
         found: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))["install"]
@@ -97,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Packages that images share have one version in all of them.
             file.write("\n".join(constraints))
             file.flush()
-            found = report(wanted(image), options.torch_wheels, f"--constraint={file.name}")
+            found = report(image, wanted(image), options.torch_wheels, f"--constraint={file.name}")
+        found = [each for each in found if name_of(each) not in LEFT_OUT.get(image, ())]
         lock_of(image).write_text(lock_text(found), "utf-8")
         constraints = constraints or [f"{name_of(each)}=={each['metadata']['version']}" for each in found]
         print(f"{lock_of(image).relative_to(ROOT)}: {len(found)} packages")

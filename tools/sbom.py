@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SBOM.mkdir(exist_ok=True)
     for image in IMAGES:
         exact = [f"{name}==={version}" for name, version in locked(image).items()]
-        found = report(exact, options.torch_wheels, "--no-deps")
+        found = report(image, exact, options.torch_wheels, "--no-deps")
         if lock_text(found) != lock_of(image).read_text("utf-8"):
             print(
                 f"{lock_of(image).name}: an index has other files than the lock file; run make locks", file=sys.stderr

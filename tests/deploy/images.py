@@ -243,7 +243,8 @@ def _debian(base: str) -> Path:
         made = folder.with_suffix(".new")
         made.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(made, ignore_errors=True)
-        subprocess.run([*_DEBIAN, str(made)], check=True, timeout=1800)
+        done = subprocess.run([*_DEBIAN, str(made)], capture_output=True, text=True, timeout=1800)
+        assert done.returncode == 0, f"{base}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         (made / "etc/resolv.conf").write_text("")
         for each in made.glob("etc/apt/apt.conf.d/99mmdebstrap"):
             each.unlink()
