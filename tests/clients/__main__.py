@@ -18,14 +18,27 @@ from pathlib import Path
 
 from tests.clients.environments import BUILD, Environment, InstallError, environments
 from tests.clients.matrix import Outcome, matrix_of, tables, to_json
-from tests.clients.reciter import make_reciter
 from tests.e2e.harness import ROOT, Served, serve
+from tests.e2e.reciting_model import EOS, make_reciter
 
 PUBLISHED = ROOT / "benchmarks" / "results" / "clients.json"
 PAGE = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- begin: make clients ARGS=--publish -->", "<!-- end -->"
 PROGRAM_S = 900
 _KEY = "key-of-the-matrix"
+_RECITALS = (
+    ("<think>", "I add", " 3 and", " 4.", "</think>", "The answer", " is 7.", EOS),
+    ("<|assistant|>", "The answer"),
+    ("<|forever|>", " and on", " and on,", " and on"),
+)
+"""The answers of a model that reasons about everything, and that never ends if a message contains "forever"."""
+_TEMPLATE = (
+    "{% set asked = namespace(forever=false) %}{% for message in messages %}"
+    "{% if message.content and 'forever' in message.content %}{% set asked.forever = true %}{% endif %}"
+    "[{{ message.role }}]{{ message.content or '' }}{% endfor %}"
+    "{% if add_generation_prompt %}{% if asked.forever %}<|forever|>"
+    "{% elif enable_thinking is defined and not enable_thinking %}<|assistant|>{% else %}<think>{% endif %}{% endif %}"
+)
 
 
 def main() -> int:
@@ -73,7 +86,7 @@ def _outcomes(chosen: list[Environment], features: list[str]) -> Iterator[Outcom
         folder = Path(name)
         principals = folder / "principals.toml"
         principals.write_text(f'[principals.client]\ntokens = ["{hashlib.sha256(_KEY.encode()).hexdigest()}"]\n')
-        reciter = make_reciter(folder / "reciter")
+        reciter = make_reciter(folder / "reciter", _RECITALS, _TEMPLATE)
         flags = (f"--principals={principals}",)
         with serve("demo", *flags) as demo, serve(reciter, "--parser=hermes", *flags) as reciting:
             for each in chosen:

@@ -1,12 +1,13 @@
-"""A tiny checkpoint that always says the same, whatever its prompt contains.
+"""A tiny checkpoint that recites: its answers follow from its chat template, so that no test depends on its wisdom.
 
 Each token has one successor: the embedding of a token is a unit vector, attention and MLP add nothing, and the head
-maps a token to its successor. The chat template begins the recital at the end of the prompt. It knows tools, in the
-form of the family `hermes`.
+maps a token to its successor. A recital begins with the last token of the prompt. So the chat template chooses the
+recital: it ends the prompt with the first token of one. The default template has one recital, which begins with
+`<|assistant|>`. It shows tools in the form of the family `hermes`.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-_SPECIAL = ["<|pad|>", "<|bos|>", "<|eos|>", "<|assistant|>"]
+EOS = "<|eos|>"
+"""The token that ends an answer."""
+_SPECIAL = ("<|pad|>", "<|bos|>", EOS, "<|assistant|>")
 _TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% for message in messages %}[{{ message.role }}]{{ message.content or '' }}"
@@ -24,19 +27,51 @@ _TEMPLATE = (
 
 
 def make_reciting_model(folder: Path, says: Sequence[str], *, max_model_len: int = 1 << 17) -> Path:
-    """Write a checkpoint that says these different pieces of text, one token each, and return its folder."""
+    """Write a checkpoint that always says these different pieces of text, one token each, and return its folder."""
+    return make_reciter(folder, [("<|assistant|>", *says, EOS)], _TEMPLATE, max_model_len=max_model_len)
+
+
+def make_reciter(
+    folder: Path,
+    recitals: Collection[Sequence[str]],
+    template: str,
+    *,
+    max_model_len: int = 1 << 17,
+) -> Path:
+    """Write a checkpoint that continues the last token of its prompt with the recital that contains it.
+
+    Args:
+        folder: where the checkpoint is written.
+        recitals: tokens in the order in which they follow each other. A token that occurs in several recitals has the
+            same successor in all of them. Tokens of the form `<|NAME|>` are not shown in answers.
+        template: the chat template, in the language of Jinja.
+        max_model_len: maximum length of a sequence, tokens.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        ValueError: a token has two successors.
+    """
+    successors: dict[str, str] = {}
+    for token, successor in (pair for recital in recitals for pair in pairwise(recital)):
+        if successors.setdefault(token, successor) != successor:
+            raise ValueError(f"recitals: {token!r} has two successors: {successors[token]!r}, {successor!r}; drop one")
+    tokens = dict.fromkeys([*_SPECIAL, *successors, *successors.values()])
+    hidden = [token for token in tokens if token.startswith("<|")]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*_SPECIAL, *alphabet])}
+    vocabulary = {token: number for number, token in enumerate([*hidden, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(_SPECIAL)
-    tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in says])
+    tokenizer.add_special_tokens(hidden)
+    shown = [token for token in tokens if token not in hidden]
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in shown])
     size = -(-tokenizer.get_vocab_size() // 64) * 64
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(special | {"chat_template": _TEMPLATE}))
+    marks = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": EOS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(marks | {"chat_template": template}))
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": size, "hidden_size": size,
         "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": size // 64, "num_key_value_heads": 1,
@@ -45,9 +80,8 @@ def make_reciting_model(folder: Path, says: Sequence[str], *, max_model_len: int
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     head = torch.zeros(size, size)
-    ids = [tokenizer.token_to_id(token) for token in ("<|assistant|>", *says, "<|eos|>")]
-    for token, successor in pairwise(ids):
-        head[successor, token] = 10.0
+    for token, successor in successors.items():
+        head[tokenizer.token_to_id(successor), tokenizer.token_to_id(token)] = 10.0
     sizes = {"q_proj": (size, size), "k_proj": (64, size), "v_proj": (64, size), "o_proj": (size, size)}
     weights = {f"self_attn.{name}.weight": torch.zeros(shape) for name, shape in sizes.items()}
     weights |= {f"mlp.{name}_proj.weight": torch.zeros(64, size) for name in ("gate", "up")}
