@@ -274,7 +274,12 @@ class FrontendConfig(_Checked):
     stream_credit: int = _option(
         65536, "bytes of output that a stream may be ahead of its client", unit="bytes", least=4, most=1 << 30
     )
-    default_max_tokens: int = _option(256, "max_tokens of requests that do not set it", least=1, most=1 << 30)
+    default_max_tokens: int = _option(
+        0,
+        "max_tokens of requests that do not set it; 0: the rest of the context, and 16 for /v1/completions",
+        least=0,
+        most=1 << 30,
+    )
     max_concurrent_requests: int = _option(
         8192, "maximum number of concurrent calls; more are rejected with RESOURCE_EXHAUSTED", least=1
     )

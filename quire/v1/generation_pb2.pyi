@@ -493,8 +493,8 @@ class StopOptions(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Limit of generated tokens, at least 1; with the prompt at most the model's context. Default: 256, or the room left
-    in the context if that is less.
+    """Limit of generated tokens, at least 1; with the prompt at most the model's context. Default: the server's
+    default_max_tokens, or the room left in the context if that is less or not set.
     """
     ignore_eos: _builtins.bool
     """Continue after the model's end-of-sequence token."""

@@ -22,6 +22,9 @@ from services.http.whole_answer import WholeAnswer
 from shared import span_names
 from shared.errors import FieldViolation, InvalidRequestError, QuireError
 
+DEFAULT_COMPLETION_TOKENS = 16
+"""`max_tokens` of completions that do not set it, as in OpenAI's API and vLLM: a bare prompt may have no end."""
+
 
 class GenerationEndpoints:
     """Endpoints of completions and chat completions."""
@@ -33,6 +36,9 @@ class GenerationEndpoints:
     async def complete(self, exchange: Exchange) -> None:
         """Serve `/v1/completions`."""
         body = parse(CompletionBody, await exchange.body())
+        uses_default = body.max_tokens is None and not self._services.config.default_max_tokens
+        if uses_default:
+            body = body.model_copy(update={"max_tokens": DEFAULT_COMPLETION_TOKENS})
         request_id = choose_request_id(exchange, body)
         prompts = prompts_of(body.prompt)
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
@@ -45,7 +51,7 @@ class GenerationEndpoints:
             echo=body.echo,
             only_prompt=body.only_prompt,
         )
-        await exchange.run_until_disconnect(self._run(exchange, body, answer, prepared))
+        await exchange.run_until_disconnect(self._run(exchange, body, answer, prepared, shorten=uses_default))
 
     async def chat(self, exchange: Exchange) -> None:
         """Serve `/v1/chat/completions`."""
@@ -89,7 +95,15 @@ class GenerationEndpoints:
             options=body.stream_options or StreamOptions(),
         )
 
-    async def _run(self, exchange: Exchange, body: SamplingBody, answer: Answer, prepared: Sequence[Prepared]) -> None:
+    async def _run(
+        self,
+        exchange: Exchange,
+        body: SamplingBody,
+        answer: Answer,
+        prepared: Sequence[Prepared],
+        *,
+        shorten: bool = False,
+    ) -> None:
         whole = WholeAnswer(answer)
 
         async def write(prompt: int, response: v1.GenerateResponse) -> None:
@@ -100,14 +114,15 @@ class GenerationEndpoints:
                     whole.add(chunk)
 
         caller = exchange.caller()
+        generate = partial(self._generate, shorten=shorten)
         if len(prepared) == 1:
-            await self._generate(caller, prepared[0], partial(write, 0), partial(answer.begin_prompt, 0))
+            await generate(caller, prepared[0], partial(write, 0), partial(answer.begin_prompt, 0))
         else:
             with request_span(self._services.tracer, caller.traceparent, caller.operation):
                 part = replace(caller, operation=part_of(caller.operation, span_names.PROMPT))
                 await self._generate_all(
                     [
-                        self._generate(part, each, partial(write, number), partial(answer.begin_prompt, number))
+                        generate(part, each, partial(write, number), partial(answer.begin_prompt, number))
                         for number, each in enumerate(prepared)
                     ]
                 )
@@ -118,10 +133,16 @@ class GenerationEndpoints:
         await exchange.end_events(*last, timeout_s=self._services.config.stall_timeout_s)
 
     async def _generate(
-        self, caller: Caller, prepared: Prepared, send: Send, prompt_encoded: Callable[[Sequence[int]], None]
+        self,
+        caller: Caller,
+        prepared: Prepared,
+        send: Send,
+        prompt_encoded: Callable[[Sequence[int]], None],
+        *,
+        shorten: bool,
     ) -> None:
         try:
-            await self._generator.run(prepared.request, caller, send, prompt_encoded=prompt_encoded)
+            await self._generator.run(prepared.request, caller, send, prompt_encoded=prompt_encoded, shorten=shorten)
         except QuireError as error:
             raise with_http_names(error, prepared.names) from None
 

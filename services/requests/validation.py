@@ -154,7 +154,7 @@ def resolve_max_tokens(
     Args:
         num_prompt_tokens: length of the prompt.
         max_tokens: requested maximum; None: not set.
-        default: maximum of requests that set none.
+        default: maximum of requests that set none; 0: the rest of the context.
         model: the served model.
         field: name of the prompt's field, for errors.
 
@@ -174,7 +174,7 @@ def resolve_max_tokens(
             )
         )
     if max_tokens is None:
-        return min(default, room)
+        return min(default or room, room)
     if max_tokens > room:
         raise ContextLengthError(
             FieldViolation(

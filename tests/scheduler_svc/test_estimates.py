@@ -70,6 +70,19 @@ def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
     assert forecast.latest_start(both) == pytest.approx(50 - 0.1)
 
 
+def test_a_limit_is_no_forecast_that_refuses() -> None:
+    """Without a hint or a finished request, only the prompt's time counts against a deadline, not `max_tokens`."""
+    forecast = Forecast()
+    forecast.step_measured(10, 10, 0.1)
+    forecast.step_measured(4, 0, 0.02)
+    unknown = make_request(deadline=100.0, max_tokens=50)
+    assert forecast.must_start(unknown) == pytest.approx(100 - 1.25 * 0.1)
+    hinted = make_request(deadline=100.0, max_tokens=50, expected_output_tokens=10)
+    assert forecast.must_start(hinted) == pytest.approx(100 - 1.25 * (0.1 + 0.2))
+    forecast.request_finished(make_request(generated=20))
+    assert forecast.must_start(unknown) == pytest.approx(100 - 1.25 * (0.1 + 0.4))
+
+
 # ---------------------------------------------------------------- step clock
 
 

@@ -158,7 +158,7 @@ def test_a_bad_model_is_one_clear_line(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("flag", ["--stream-credit=3", "--default-max-tokens=0", "--max-concurrent-requests=0"])
+@pytest.mark.parametrize("flag", ["--stream-credit=3", "--default-max-tokens=-1", "--max-concurrent-requests=0"])
 def test_a_setting_that_cannot_work_is_one_clear_line(tmp_path: Path, flag: str) -> None:
     """A configuration under which no stream could ever move is refused at the start, by name."""
     with frontend(tmp_path, flag) as process:

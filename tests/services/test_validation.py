@@ -308,11 +308,12 @@ def test_stop_tokens_hold_the_models_own_unless_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "max_tokens", "expected"), [(10, None, 64), (4090, None, 6), (10, 100, 100), (4095, 1, 1)]
+    ("prompt", "max_tokens", "default", "expected"),
+    [(10, None, 64, 64), (4090, None, 64, 6), (10, None, 0, 4086), (10, 100, 64, 100), (4095, 1, 64, 1)],
 )
-def test_max_tokens_that_fits_is_granted(prompt: int, max_tokens: int | None, expected: int) -> None:
-    """The default is bounded by the room left, and a requested number that fits is granted."""
-    assert resolve_max_tokens(prompt, max_tokens, 64, MODEL, "text") == expected
+def test_max_tokens_that_fits_is_granted(prompt: int, max_tokens: int | None, default: int, expected: int) -> None:
+    """The default is bounded by the room left, and is this room if it is 0; a requested number that fits is granted."""
+    assert resolve_max_tokens(prompt, max_tokens, default, MODEL, "text") == expected
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Output lengths are learned per tenant and power-of-two bucket of the prompt's length. Without data they fall back to the
 tenant's mean, then to the mean of all tenants. Speeds are smoothed means over all workers.
 
-Before the first measurement, forecasts are None or the request's own limit, so no request is rejected on a guess.
+Before the first measurement, forecasts are None or the request's own limit. A limit is no forecast of a length, because
+most clients set none and may then generate the rest of the context. So no request is rejected for its limit.
 """
 
 from dataclasses import dataclass
@@ -61,13 +62,8 @@ class Forecast:
         if request.spec.pooling:
             return 0.0
         most = request.limit - request.spec.num_prompt_tokens
-        if request.spec.expected_output_tokens:
-            return min(request.spec.expected_output_tokens, most)
-        for key in _keys(request):
-            mean = self._lengths.get(key)
-            if mean is not None:
-                return min(mean.value, most)
-        return most
+        expected = self._expected_tokens(request)
+        return most if expected is None else min(expected, most)
 
     def prefill_token_s(self) -> float:
         """Return the time to compute one prompt token, s; 0 before the first measurement."""
@@ -106,7 +102,8 @@ class Forecast:
         """
         if request.deadline is None:
             return None
-        return request.deadline - _CAUTION * (self.prefill_s(request) + self.decode_s(request))
+        decode_s = 0.0 if self._expected_tokens(request) is None else self.decode_s(request)
+        return request.deadline - _CAUTION * (self.prefill_s(request) + decode_s)
 
     def latest_start(self, request: Request) -> float | None:
         """Return the latest start that meets the request's deadline and targets; None without any."""
@@ -116,6 +113,12 @@ class Forecast:
         if request.total_deadline is not None:
             starts.append(request.total_deadline - self.prefill_s(request) - self.decode_s(request))
         return min(starts, default=None)
+
+    def _expected_tokens(self, request: Request) -> float | None:
+        """Return the hint, or what finished requests of the same kind have generated; None without both."""
+        if request.spec.expected_output_tokens:
+            return request.spec.expected_output_tokens
+        return next((self._lengths[key].value for key in _keys(request) if key in self._lengths), None)
 
 
 def _keys(request: Request) -> tuple[tuple[str, int], ...]:

@@ -388,6 +388,35 @@ def test_what_does_not_fit_into_the_context_has_openais_code(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("setting", "path", "prompt", "expected"),
+    [
+        (0, "/v1/completions", 2, 16),
+        (0, "/v1/completions", MODEL.max_model_len - 3, 3),
+        (0, "/v1/chat/completions", 2, None),
+        (0, "/v1/responses", 2, None),
+        (40, "/v1/completions", 2, 40),
+        (40, "/v1/chat/completions", 2, 40),
+    ],
+)
+def test_without_max_tokens_the_default_counts(
+    tmp_path: Path, setting: int, path: str, prompt: int, expected: int | None
+) -> None:
+    """It is the rest of the context in chats, 16 in completions, and the server's own default if that is set."""
+    request: dict[str, Any] = {"/v1/completions": {"prompt": [5] * prompt}, "/v1/responses": {"input": "hello"}}.get(
+        path, {"messages": [{"role": "user", "content": "hello"}]}
+    )
+
+    async def main() -> None:
+        async with running_stack(tmp_path, default_max_tokens=setting) as stack:
+            response = await stack.http.post(path, json={"model": MODEL.name, **request})
+            assert response.status_code == 200, response.text
+            (submission,) = stack.core.submissions
+            assert submission.max_tokens == (expected or MODEL.max_model_len - submission.num_prompt_tokens)
+
+    asyncio.run(main())
+
+
 def test_a_base_url_without_v1_gets_a_hint(tmp_path: Path) -> None:
     """A client whose base URL lacks /v1 learns so; other unknown paths are listed in /docs."""
 
