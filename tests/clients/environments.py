@@ -2,9 +2,12 @@
 
 A Python client has `requirements.in` (what it is), `requirements.txt` (all packages with versions), and `client.py`. A
 Node client has `package.json`, `package-lock.json` and `client.mjs`. An environment is made again when its lock differs
-from the one that it was made from.
+from the one that it was made from. Only torch has no version in a lock: a client with torch in `requirements.in` gets
+the one that the variable TORCH names, as Quire's own environment does.
 """
 
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -76,7 +79,8 @@ class Environment:
                 shutil.copyfile(self.target / name, self.source / name)
         else:
             self._install_python("-r", str(self.source / "requirements.in"))
-            self.lock.write_text(_call(str(self.target / "bin" / "pip"), "freeze"))
+            frozen = _call(str(self.target / "bin" / "pip"), "freeze").splitlines(keepends=True)
+            self.lock.write_text("".join(line for line in frozen if not line.startswith("torch==")))
         shutil.copyfile(self.lock, self.target / "installed.lock")
 
     def command(self) -> list[str]:
@@ -90,8 +94,10 @@ class Environment:
 
     def _install_python(self, *arguments: str) -> None:
         _call(sys.executable, "-m", "venv", str(self.target))
-        pip = str(self.target / "bin" / "pip")
-        _call(pip, "install", "--quiet", "--disable-pip-version-check", *arguments)
+        install = (str(self.target / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check")
+        if "torch" in (self.source / "requirements.in").read_text().split():
+            _call(*install, *shlex.split(os.environ.get("TORCH", "torch")))
+        _call(*install, *arguments)
 
     def _install_node(self, *arguments: str) -> None:
         self.target.mkdir(parents=True)

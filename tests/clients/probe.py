@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import iscoroutine
+from pathlib import Path
 from typing import Any
 
 DEMO = os.environ.get("CLIENTS_DEMO", "")
@@ -25,6 +26,8 @@ RECITER = os.environ.get("CLIENTS_RECITER", "")
 GRPC = os.environ.get("CLIENTS_GRPC", "")
 """HOST:PORT of the embedded model's service."""
 KEY = os.environ.get("CLIENTS_KEY", "")
+TOKENIZER = str(Path(__file__).parents[2] / "shared" / "demo_model")
+"""Folder of the embedded model's tokenizer, for clients that count tokens."""
 
 FEATURE_S = 90.0
 """How long one feature may take, on a machine with two busy cores."""

@@ -93,18 +93,26 @@ chat.tries("tool messages", async () => {
   assert(content.includes("sunny"), content)
 })
 chat.tries("agent loop", async () => {
+  const cities = []
   const runner = client.chat.completions.runTools({
     ...common,
     messages: [inRome],
     tools: [
       {
         type: "function",
-        function: { ...functions[0], parse: JSON.parse, function: ({ city }) => `${city}: ${WEATHER_ANSWER}` },
+        function: {
+          ...functions[0],
+          parse: JSON.parse,
+          function: ({ city }) => {
+            cities.push(city)
+            return WEATHER_ANSWER
+          },
+        },
       },
     ],
   })
   const content = await runner.finalContent()
-  assert(content.includes("sunny"), content)
+  assert(cities.join() === "Rome" && content.includes("sunny"), content)
 })
 chat.tries("structured output", async () => {
   const form = { type: "json_schema", json_schema: { name: "bird", schema: BIRD, strict: true } }

@@ -219,6 +219,16 @@ def test_a_wrong_field_is_named_with_its_remedy(fields: dict[str, Any], message:
     assert error.value.message == message
 
 
+def test_a_forced_call_has_no_form_of_text() -> None:
+    """A client may send `response_format` with a forced call; it has no effect, as in OpenAI's API."""
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "object"}}}
+    forced = chat(tools=[WEATHER], tool_choice="required", response_format=form)
+    free = chat(tools=[WEATHER], response_format=form)
+
+    assert not forced.HasField("grammar")
+    assert free.HasField("grammar")
+
+
 TURN = b'[{"role": "user", "content": "a"}]'
 
 

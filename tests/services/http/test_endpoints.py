@@ -403,13 +403,15 @@ def test_without_max_tokens_the_default_counts(
     tmp_path: Path, setting: int, path: str, prompt: int, expected: int | None
 ) -> None:
     """It is the rest of the context in chats, 16 in completions, and the server's own default if that is set."""
-    request: dict[str, Any] = {"/v1/completions": {"prompt": [5] * prompt}, "/v1/responses": {"input": "hello"}}.get(
-        path, {"messages": [{"role": "user", "content": "hello"}]}
-    )
+    requests: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": [5] * prompt},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+        "/v1/responses": {"input": "hello"},
+    }
 
     async def main() -> None:
         async with running_stack(tmp_path, default_max_tokens=setting) as stack:
-            response = await stack.http.post(path, json={"model": MODEL.name, **request})
+            response = await stack.http.post(path, json={"model": MODEL.name, **requests[path]})
             assert response.status_code == 200, response.text
             (submission,) = stack.core.submissions
             assert submission.max_tokens == (expected or MODEL.max_model_len - submission.num_prompt_tokens)
