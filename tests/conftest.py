@@ -12,6 +12,10 @@ from hypothesis import settings
 
 from tests.examples import examples
 
+# One thread of torch, before anything imports it: tiny tensors gain nothing from more, and lose a factor of thirty to
+# them when other processes keep the cores busy.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No test fails because the machine is busy, so no example has a deadline.
 settings.register_profile("quire", max_examples=examples(100), deadline=None)
 settings.load_profile("quire")

@@ -18,11 +18,11 @@ _VARIABLE = "TRITON_INTERPRET"
 
 
 def check_interpreted(tests: Path) -> None:
-    """Runs a file or folder of tests, interpreted, on one thread; all must pass, and there must be some."""
+    """Runs a file or folder of tests, interpreted; all must pass, and there must be some."""
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", str(tests)],
         cwd=ROOT,
-        env=os.environ | {_VARIABLE: "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {_VARIABLE: "1"},
         capture_output=True,
         text=True,
         timeout=280,

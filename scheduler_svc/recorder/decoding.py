@@ -18,7 +18,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import Int32Array
 from scheduler_svc.core.interface.records import EndReason, GrammarFailure, Log, Note, NoteKind, Peer, RequestEnded
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
-from scheduler_svc.recorder.encoding import NS
+from scheduler_svc.recorder.steps import NS
 from scheduler_svc.recorder.tags import fit, replay_key, to_keys
 from scheduler_svc.recorder.values import (
     AdmissionDigest,

@@ -2,91 +2,30 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import numpy as np
 
 from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.arrays import IndexArray
-from scheduler_svc.core.interface.plan import BlockCopy, Plan
 from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
 from scheduler_svc.recorder.step_view import About, StepView
+from scheduler_svc.recorder.steps import (
+    NS,
+    DecodeSteps,
+    WorkerState,
+    decodes_again,
+    only_decodes,
+    write_answer,
+    write_plan,
+)
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Handled, Item, Planned, Reported
 from scheduler_svc.recorder.values import Facts
-from shared.columns import from_column, to_column
+from shared.columns import to_column
 from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import RequestSpec
-
-NS = 1e9
-
-
-@dataclass(slots=True)
-class _Row:
-    generation: int
-    frontend: Peer
-    stream: int
-    prefill_left: int
-    held: bool = False
-
-
-@dataclass(slots=True)
-class _WorkerState:
-    hello: ev.WorkerHello
-    epoch: int = 0
-    last_step: int = 0
-    answered_step: int = 0
-    num_decodes: int = 0
-    answered_rows: bytes = b""
-    """Column of the rows of its last answer."""
-    received_us: int = 0
-    rows: dict[int, _Row] = field(default_factory=dict)
-    is_gone: bool = False
-    """Whether the core has dropped it; its late messages may follow."""
-
-
-@dataclass(slots=True)
-class _DecodeSteps:
-    """Fields of `DecodeSteps`; lists of Python cost less per value than fields of messages."""
-
-    plan_places: list[int] = field(default_factory=list)
-    plan_times: list[float] = field(default_factory=list)
-    plan_workers: list[int] = field(default_factory=list)
-    decodes_changes: list[int] = field(default_factory=list)
-    appends: list[int] = field(default_factory=list)
-    appending: list[Plan] = field(default_factory=list)
-    """The plans that append blocks."""
-    answer_places: list[int] = field(default_factory=list)
-    answer_times: list[float] = field(default_factory=list)
-    answer_workers: list[int] = field(default_factory=list)
-    idle_ns: list[int] = field(default_factory=list)
-    has_timings: list[bool] = field(default_factory=list)
-    timings: list[int] = field(default_factory=list)
-    last_plan: int = 0
-    """Place of the last plan."""
-    last_answer: int = 0
-
-    def write(self, steps: pb.DecodeSteps) -> None:
-        """Fill in the message."""
-        steps.plan_places.extend(self.plan_places)
-        steps.plan_times.extend(self.plan_times)
-        steps.plan_workers.extend(self.plan_workers)
-        steps.decodes_changes.extend(self.decodes_changes)
-        steps.appends.extend(self.appends)
-        if self.appending:
-            steps.append_rows = to_column(np.concatenate([plan.append_rows for plan in self.appending]))
-            steps.append_blocks = _differences(np.concatenate([plan.append_blocks for plan in self.appending]))
-        steps.answer_places.extend(self.answer_places)
-        steps.answer_times.extend(self.answer_times)
-        steps.answer_workers.extend(self.answer_workers)
-        steps.idle_ns.extend(self.idle_ns)
-        steps.has_timings.extend(self.has_timings)
-        steps.timings.extend(self.timings)
 
 
 class Encoder:
@@ -97,7 +36,7 @@ class Encoder:
         self._with_tokens = with_tokens
         self._batch = pb.Batch()
         self._peers: dict[Peer, int] = {}
-        self._workers: dict[Peer, _WorkerState] = {}
+        self._workers: dict[Peer, WorkerState] = {}
         self._live: dict[tuple[Peer, int], pb.RequestArrived] = {}
         """Arrivals of live requests, without what only the core keeps: tokens and block keys."""
         self._ns = 0
@@ -105,7 +44,7 @@ class Encoder:
         """Entries since the core began, calls in `DecodeSteps` included."""
         self._taken = 0
         """Those of them that are not in the current batch."""
-        self._decodes = _DecodeSteps()
+        self._decodes = DecodeSteps()
         self.view: StepView | None = None
         """Gets the plans and answers while somebody watches; an error of its own ends it."""
         self.view_error: Exception | None = None
@@ -183,7 +122,7 @@ class Encoder:
         decodes = self._decodes
         if decodes.plan_places or decodes.answer_places:
             decodes.write(batch.decode_steps)
-            self._decodes = _DecodeSteps()
+            self._decodes = DecodeSteps()
         return batch
 
     def show_load(self, now: float) -> None:
@@ -276,31 +215,9 @@ class Encoder:
         if plan is None or item.facts is not None:
             return False
         worker = self._workers[plan.worker]
-        if (
-            plan.step != worker.last_step + 1
-            or plan.epoch != worker.epoch
-            or plan.admissions
-            or len(plan.leaves)
-            or len(plan.chunk_rows)
-            or len(plan.holds)
-            or len(plan.releases)
-            or plan.swap_outs
-            or plan.swap_ins
-            or len(plan.copy_sources)
-            or len(plan.draft_rows)
-        ):
+        if not only_decodes(plan, worker):
             return False
-        decodes, place = self._decodes, self.num_entries - self._taken
-        decodes.plan_places.append(place - decodes.last_plan)
-        decodes.last_plan = place
-        decodes.plan_times.append(item.now)
-        decodes.plan_workers.append(self._peer(plan.worker))
-        decodes.decodes_changes.append(plan.num_decodes - worker.num_decodes)
-        num_appends = len(plan.append_rows)
-        decodes.appends.append(num_appends)
-        if num_appends:
-            decodes.appending.append(plan)
-        worker.last_step, worker.num_decodes = plan.step, plan.num_decodes
+        self._decodes.add_plan(plan, worker, self._peer(plan.worker), item.now, self.num_entries - self._taken)
         self.num_entries += 1
         return True
 
@@ -312,65 +229,8 @@ class Encoder:
         if plan is None:
             entry.no_plan = self._peer(item.peer)
             return
-        worker = self._workers[plan.worker]
-        message = entry.plan
-        message.worker = self._peer(plan.worker)
-        message.SetInParent()
-        if plan.step != worker.last_step + 1:
-            message.step_jump = plan.step - worker.last_step - 1
-        worker.last_step = plan.step
-        if plan.num_decodes != worker.num_decodes:
-            message.decodes_change = plan.num_decodes - worker.num_decodes
-            worker.num_decodes = plan.num_decodes
-        if plan.epoch != worker.epoch:
-            message.epoch = plan.epoch
-        rows = worker.rows
-        if len(plan.leaves):
-            leaves = plan.leaves.tolist()
-            message.leaves.extend(leaves)
-            for row in leaves:
-                rows.pop(row, None)
-        for admission in plan.admissions:
-            num_tokens = len(admission.token_ids)
-            message.admissions.add(
-                row=admission.row,
-                generation=admission.generation,
-                frontend=self._peer(admission.frontend),
-                stream=admission.stream,
-                num_tokens=num_tokens,
-                num_computed=admission.num_computed_tokens,
-                attempt=admission.attempt,
-                blocks=_differences(admission.blocks),
-            )
-            rows[admission.row] = _Row(
-                admission.generation, admission.frontend, admission.stream, num_tokens - admission.num_computed_tokens
-            )
-        if len(plan.append_rows):
-            message.append_rows = to_column(plan.append_rows)
-            message.append_blocks = _differences(plan.append_blocks)
-        if len(plan.chunk_rows):
-            chunk_rows, lengths = plan.chunk_rows.tolist(), plan.chunk_lengths.tolist()
-            message.chunk_rows.extend(chunk_rows)
-            message.chunk_lengths.extend(lengths)
-            for row, length in zip(chunk_rows, lengths, strict=True):
-                rows[row].prefill_left -= length
-        for column, into, held in ((plan.holds, message.holds, True), (plan.releases, message.releases, False)):
-            if len(column):
-                values = column.tolist()
-                into.extend(values)
-                for row in values:
-                    if row in rows:
-                        rows[row].held = held
-        if plan.swap_outs:
-            _add_copies(message.swap_outs, plan.swap_outs)
-        if plan.swap_ins:
-            _add_copies(message.swap_ins, plan.swap_ins)
-        if len(plan.copy_sources):
-            message.copy_sources = _differences(plan.copy_sources)
-            message.copy_targets = _differences(plan.copy_targets)
-        if len(plan.draft_rows):
-            message.draft_rows.extend(plan.draft_rows.tolist())
-            message.draft_limits.extend(plan.draft_limits.tolist())
+        entry.plan.worker = self._peer(plan.worker)
+        write_plan(entry.plan, plan, self._workers[plan.worker], self._peer)
 
     # ---------------------------------------------------------------- events
 
@@ -380,37 +240,10 @@ class Encoder:
         if type(event) is not ev.StepDone:
             return False
         worker = self._workers.get(event.worker)
-        if (
-            worker is None
-            or self._with_tokens
-            or item.facts is not None
-            or event.step != worker.answered_step + 1
-            or event.epoch != worker.epoch
-            or event.rows.tobytes() != worker.answered_rows
-            or len(event.tokens) != len(event.rows)
-            or event.counts is not None
-            or event.draft_counts is not None
-            or event.failures
-            or event.scores
-            or event.embeddings
-            or event.completed_copies
-            or event.copied_blocks
-            or event.copy_s
-        ):
+        if worker is None or self._with_tokens or item.facts is not None or not decodes_again(event, worker):
             return False
-        idle_ns = round(event.idle_s * NS)
-        if idle_ns / NS != event.idle_s:
-            return False
-        worker.answered_step = event.step
-        decodes, place = self._decodes, self.num_entries - self._taken
-        decodes.answer_places.append(place - decodes.last_answer)
-        decodes.last_answer = place
-        decodes.answer_times.append(item.now)
-        decodes.answer_workers.append(self._peer(event.worker))
-        decodes.idle_ns.append(idle_ns)
-        decodes.has_timings.append(item.timings is not None)
-        if item.timings is not None:
-            decodes.timings += _timed(worker, item.timings)
+        place = self.num_entries - self._taken
+        self._decodes.add_answer(event, item.timings, worker, self._peer(event.worker), item.now, place)
         self.num_entries += 1
         return True
 
@@ -445,7 +278,7 @@ class Encoder:
             case ev.FrontendLost():
                 entry.frontend_lost = self._peer(event.frontend)
             case ev.WorkerHello():
-                self._workers[event.worker] = _WorkerState(event)
+                self._workers[event.worker] = WorkerState(event)
                 self._hello(entry.hello, event.worker, event)
             case ev.WorkerLost():
                 entry.lost.worker, entry.lost.orderly = self._peer(event.worker), event.orderly
@@ -487,60 +320,9 @@ class Encoder:
 
     def _step_done(self, message: pb.StepDone, event: ev.StepDone, timings: plan_pb2.StepTimings | None) -> None:
         message.worker = self._peer(event.worker)
-        message.SetInParent()
-        worker = self._workers.get(event.worker)
-        if worker is None:
-            # Sent by a stranger; its values are differences to nothing.
-            worker = _WorkerState(_STRANGER)
-        if event.epoch != worker.epoch:
-            message.epoch = event.epoch
-        if event.step != worker.answered_step + 1:
-            message.step_jump = event.step - worker.answered_step - 1
-        worker.answered_step = event.step
-        rows, column = event.rows, event.rows.tobytes()
-        if column != worker.answered_rows:
-            before = from_column(worker.answered_rows)
-            if len(rows) > 1 and not (rows[1:] > rows[:-1]).all():
-                message.rows.extend(rows.tolist())
-            else:
-                message.rows_added.extend(np.setdiff1d(rows, before, assume_unique=True).tolist())
-                message.rows_gone.extend(np.setdiff1d(before, rows, assume_unique=True).tolist())
-                worker.answered_rows = column
-        if len(event.tokens) != len(rows):
-            message.num_tokens = len(event.tokens)
-        if self._with_tokens:
-            message.tokens = to_column(event.tokens)
-        if event.counts is not None:
-            message.counts.extend(event.counts.tolist())
-        if event.draft_counts is not None:
-            message.draft_counts.extend(event.draft_counts.tolist())
-        if event.failures or event.scores or event.embeddings or event.completed_copies:
-            for failure in event.failures:
-                message.failures.add(
-                    row=failure.row, generation=failure.generation, kind=failure.kind.value, field=failure.field
-                )
-            for scores in event.scores:
-                message.scores.add(
-                    row=scores.row,
-                    generation=scores.generation,
-                    prompt_index=scores.prompt_index,
-                    size=len(scores.scores),
-                )
-            for each in event.embeddings:
-                message.embeddings.add(row=each.row, generation=each.generation, size=len(each.values))
-            message.copies.extend(event.completed_copies)
-        if event.copied_blocks:
-            message.copied_blocks = event.copied_blocks
-        if event.copy_s:
-            message.copy_ns = round(event.copy_s * NS)
-            if message.copy_ns / NS != event.copy_s:
-                message.copy_s = event.copy_s
-        if event.idle_s:
-            message.idle_ns = round(event.idle_s * NS)
-            if message.idle_ns / NS != event.idle_s:
-                message.idle_s = event.idle_s
-        if timings is not None:
-            _add_timings(message.timings, worker, timings)
+        # A stranger's values are differences to nothing.
+        worker = self._workers.get(event.worker) or WorkerState(_STRANGER)
+        write_answer(message, event, timings, worker, with_tokens=self._with_tokens)
 
     def _hello(self, message: pb.WorkerHello, peer: Peer, event: ev.WorkerHello) -> None:
         values = dataclasses.asdict(event) | {"reason": event.reason.name}
@@ -612,42 +394,5 @@ def _fill(message: Any, frontend: int, stream: int) -> None:
     message.SetInParent()
 
 
-def _add_timings(message: pb.Timings, worker: _WorkerState, timings: plan_pb2.StepTimings) -> None:
-    (
-        message.received_delta_us,
-        message.started_us,
-        message.prepare_us,
-        message.forward_us,
-        message.sample_us,
-        message.num_tokens,
-    ) = _timed(worker, timings)
-
-
-def _timed(worker: _WorkerState, timings: plan_pb2.StepTimings) -> tuple[int, int, int, int, int, int]:
-    """Return the fields of `Timings`."""
-    received, started = timings.received_unix_ns // 1000, timings.started_unix_ns // 1000
-    before, worker.received_us = worker.received_us, received
-    return (
-        received - before,
-        started - received,
-        timings.prepare_ns // 1000,
-        timings.forward_ns // 1000,
-        timings.sample_ns // 1000,
-        timings.num_tokens,
-    )
-
-
-def _differences(values: IndexArray) -> bytes:
-    """Return the column of the first value, and of the difference of every other one to the value before it."""
-    column = values.astype(np.int32)
-    column[1:] -= values[:-1]
-    return column.tobytes()
-
-
 def _about(spec: pb.Spec) -> About:
     return About(spec.request_id, spec.tenant, spec.num_prompt_tokens, spec.max_tokens, spec.traceparent)
-
-
-def _add_copies(into: Any, copies: Sequence[BlockCopy]) -> None:
-    for copy in copies:
-        into.add(copy_id=copy.copy_id, sources=_differences(copy.sources), targets=_differences(copy.targets))

@@ -1,0 +1,338 @@
+"""Plans and answers of workers as entries of a record: as differences to the ones before.
+
+Most steps decode the same rows as the step before. `DecodeSteps` holds such plans and answers as columns; every other
+one is a message of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from protos.quire.plan.v1 import plan_pb2
+from protos.quire.record.v1 import record_pb2 as pb
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.interface.plan import BlockCopy, Plan
+from scheduler_svc.core.interface.records import Peer
+from shared.columns import from_column, to_column
+
+NS = 1e9
+
+
+@dataclass(slots=True)
+class Row:
+    """The request in a row of a worker."""
+
+    generation: int
+    frontend: Peer
+    stream: int
+    prefill_left: int
+    held: bool = False
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """A worker as of its last plan and answer."""
+
+    hello: ev.WorkerHello
+    epoch: int = 0
+    last_step: int = 0
+    answered_step: int = 0
+    num_decodes: int = 0
+    answered_rows: bytes = b""
+    """Column of the rows of its last answer."""
+    received_us: int = 0
+    rows: dict[int, Row] = field(default_factory=dict)
+    is_gone: bool = False
+    """Whether the core has dropped it; its late messages may follow."""
+
+
+@dataclass(slots=True)
+class DecodeSteps:
+    """Fields of `DecodeSteps`; lists of Python cost less per value than fields of messages."""
+
+    plan_places: list[int] = field(default_factory=list)
+    plan_times: list[float] = field(default_factory=list)
+    plan_workers: list[int] = field(default_factory=list)
+    decodes_changes: list[int] = field(default_factory=list)
+    appends: list[int] = field(default_factory=list)
+    appending: list[Plan] = field(default_factory=list)
+    """The plans that append blocks."""
+    answer_places: list[int] = field(default_factory=list)
+    answer_times: list[float] = field(default_factory=list)
+    answer_workers: list[int] = field(default_factory=list)
+    idle_ns: list[int] = field(default_factory=list)
+    has_timings: list[bool] = field(default_factory=list)
+    timings: list[int] = field(default_factory=list)
+    last_plan: int = 0
+    """Place of the last plan."""
+    last_answer: int = 0
+
+    def add_plan(self, plan: Plan, worker: WorkerState, number: int, now: float, place: int) -> None:
+        """Add a plan for which `only_decodes` holds.
+
+        Args:
+            plan: the plan.
+            worker: its worker.
+            number: the number of the worker in the segment.
+            now: the time of the call, s.
+            place: the place of the call in the batch.
+        """
+        self.plan_places.append(place - self.last_plan)
+        self.last_plan = place
+        self.plan_times.append(now)
+        self.plan_workers.append(number)
+        self.decodes_changes.append(plan.num_decodes - worker.num_decodes)
+        num_appends = len(plan.append_rows)
+        self.appends.append(num_appends)
+        if num_appends:
+            self.appending.append(plan)
+        worker.last_step, worker.num_decodes = plan.step, plan.num_decodes
+
+    def add_answer(
+        self,
+        answer: ev.StepDone,
+        timings: plan_pb2.StepTimings | None,
+        worker: WorkerState,
+        number: int,
+        now: float,
+        place: int,
+    ) -> None:
+        """Add an answer for which `decodes_again` holds; see `add_plan`."""
+        worker.answered_step = answer.step
+        self.answer_places.append(place - self.last_answer)
+        self.last_answer = place
+        self.answer_times.append(now)
+        self.answer_workers.append(number)
+        self.idle_ns.append(round(answer.idle_s * NS))
+        self.has_timings.append(timings is not None)
+        if timings is not None:
+            self.timings += _timed(worker, timings)
+
+    def write(self, steps: pb.DecodeSteps) -> None:
+        """Fill in the message."""
+        steps.plan_places.extend(self.plan_places)
+        steps.plan_times.extend(self.plan_times)
+        steps.plan_workers.extend(self.plan_workers)
+        steps.decodes_changes.extend(self.decodes_changes)
+        steps.appends.extend(self.appends)
+        if self.appending:
+            steps.append_rows = to_column(np.concatenate([plan.append_rows for plan in self.appending]))
+            steps.append_blocks = _differences(np.concatenate([plan.append_blocks for plan in self.appending]))
+        steps.answer_places.extend(self.answer_places)
+        steps.answer_times.extend(self.answer_times)
+        steps.answer_workers.extend(self.answer_workers)
+        steps.idle_ns.extend(self.idle_ns)
+        steps.has_timings.extend(self.has_timings)
+        steps.timings.extend(self.timings)
+
+
+def only_decodes(plan: Plan, worker: WorkerState) -> bool:
+    """Return whether a plan holds no more than decode rows and their new blocks."""
+    return not (
+        plan.step != worker.last_step + 1
+        or plan.epoch != worker.epoch
+        or plan.admissions
+        or len(plan.leaves)
+        or len(plan.chunk_rows)
+        or len(plan.holds)
+        or len(plan.releases)
+        or plan.swap_outs
+        or plan.swap_ins
+        or len(plan.copy_sources)
+        or len(plan.draft_rows)
+    )
+
+
+def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Callable[[Peer], int]) -> None:
+    """Write a plan as differences to the worker's plan before.
+
+    Args:
+        message: the message; its worker is set.
+        plan: the plan.
+        worker: the state of the worker, which is changed by the plan.
+        number_of: returns the number of a peer in the segment.
+    """
+    message.SetInParent()
+    if plan.step != worker.last_step + 1:
+        message.step_jump = plan.step - worker.last_step - 1
+    worker.last_step = plan.step
+    if plan.num_decodes != worker.num_decodes:
+        message.decodes_change = plan.num_decodes - worker.num_decodes
+        worker.num_decodes = plan.num_decodes
+    if plan.epoch != worker.epoch:
+        message.epoch = plan.epoch
+    rows = worker.rows
+    if len(plan.leaves):
+        leaves = plan.leaves.tolist()
+        message.leaves.extend(leaves)
+        for row in leaves:
+            rows.pop(row, None)
+    for admission in plan.admissions:
+        num_tokens = len(admission.token_ids)
+        message.admissions.add(
+            row=admission.row,
+            generation=admission.generation,
+            frontend=number_of(admission.frontend),
+            stream=admission.stream,
+            num_tokens=num_tokens,
+            num_computed=admission.num_computed_tokens,
+            attempt=admission.attempt,
+            blocks=_differences(admission.blocks),
+        )
+        rows[admission.row] = Row(
+            admission.generation, admission.frontend, admission.stream, num_tokens - admission.num_computed_tokens
+        )
+    if len(plan.append_rows):
+        message.append_rows = to_column(plan.append_rows)
+        message.append_blocks = _differences(plan.append_blocks)
+    if len(plan.chunk_rows):
+        chunk_rows, lengths = plan.chunk_rows.tolist(), plan.chunk_lengths.tolist()
+        message.chunk_rows.extend(chunk_rows)
+        message.chunk_lengths.extend(lengths)
+        for row, length in zip(chunk_rows, lengths, strict=True):
+            rows[row].prefill_left -= length
+    for column, into, held in ((plan.holds, message.holds, True), (plan.releases, message.releases, False)):
+        if len(column):
+            values = column.tolist()
+            into.extend(values)
+            for row in values:
+                if row in rows:
+                    rows[row].held = held
+    if plan.swap_outs:
+        _add_copies(message.swap_outs, plan.swap_outs)
+    if plan.swap_ins:
+        _add_copies(message.swap_ins, plan.swap_ins)
+    if len(plan.copy_sources):
+        message.copy_sources = _differences(plan.copy_sources)
+        message.copy_targets = _differences(plan.copy_targets)
+    if len(plan.draft_rows):
+        message.draft_rows.extend(plan.draft_rows.tolist())
+        message.draft_limits.extend(plan.draft_limits.tolist())
+
+
+def decodes_again(answer: ev.StepDone, worker: WorkerState) -> bool:
+    """Return whether an answer says no more than that the same rows decoded again."""
+    return not (
+        answer.step != worker.answered_step + 1
+        or answer.epoch != worker.epoch
+        or answer.rows.tobytes() != worker.answered_rows
+        or len(answer.tokens) != len(answer.rows)
+        or answer.counts is not None
+        or answer.draft_counts is not None
+        or answer.failures
+        or answer.scores
+        or answer.embeddings
+        or answer.completed_copies
+        or answer.copied_blocks
+        or answer.copy_s
+        or round(answer.idle_s * NS) / NS != answer.idle_s
+    )
+
+
+def write_answer(
+    message: pb.StepDone,
+    answer: ev.StepDone,
+    timings: plan_pb2.StepTimings | None,
+    worker: WorkerState,
+    *,
+    with_tokens: bool,
+) -> None:
+    """Write an answer as differences to the worker's answer before.
+
+    Args:
+        message: the message; its worker is set.
+        answer: the answer.
+        timings: the timings of the step, if known.
+        worker: the state of the worker, which is changed by the answer.
+        with_tokens: whether the record holds tokens.
+    """
+    message.SetInParent()
+    if answer.epoch != worker.epoch:
+        message.epoch = answer.epoch
+    if answer.step != worker.answered_step + 1:
+        message.step_jump = answer.step - worker.answered_step - 1
+    worker.answered_step = answer.step
+    rows, column = answer.rows, answer.rows.tobytes()
+    if column != worker.answered_rows:
+        before = from_column(worker.answered_rows)
+        if len(rows) > 1 and not (rows[1:] > rows[:-1]).all():
+            message.rows.extend(rows.tolist())
+        else:
+            message.rows_added.extend(np.setdiff1d(rows, before, assume_unique=True).tolist())
+            message.rows_gone.extend(np.setdiff1d(before, rows, assume_unique=True).tolist())
+            worker.answered_rows = column
+    if len(answer.tokens) != len(rows):
+        message.num_tokens = len(answer.tokens)
+    if with_tokens:
+        message.tokens = to_column(answer.tokens)
+    if answer.counts is not None:
+        message.counts.extend(answer.counts.tolist())
+    if answer.draft_counts is not None:
+        message.draft_counts.extend(answer.draft_counts.tolist())
+    if answer.failures or answer.scores or answer.embeddings or answer.completed_copies:
+        for failure in answer.failures:
+            message.failures.add(
+                row=failure.row, generation=failure.generation, kind=failure.kind.value, field=failure.field
+            )
+        for scores in answer.scores:
+            message.scores.add(
+                row=scores.row,
+                generation=scores.generation,
+                prompt_index=scores.prompt_index,
+                size=len(scores.scores),
+            )
+        for each in answer.embeddings:
+            message.embeddings.add(row=each.row, generation=each.generation, size=len(each.values))
+        message.copies.extend(answer.completed_copies)
+    if answer.copied_blocks:
+        message.copied_blocks = answer.copied_blocks
+    if answer.copy_s:
+        message.copy_ns = round(answer.copy_s * NS)
+        if message.copy_ns / NS != answer.copy_s:
+            message.copy_s = answer.copy_s
+    if answer.idle_s:
+        message.idle_ns = round(answer.idle_s * NS)
+        if message.idle_ns / NS != answer.idle_s:
+            message.idle_s = answer.idle_s
+    if timings is not None:
+        _add_timings(message.timings, worker, timings)
+
+
+def _add_timings(message: pb.Timings, worker: WorkerState, timings: plan_pb2.StepTimings) -> None:
+    (
+        message.received_delta_us,
+        message.started_us,
+        message.prepare_us,
+        message.forward_us,
+        message.sample_us,
+        message.num_tokens,
+    ) = _timed(worker, timings)
+
+
+def _timed(worker: WorkerState, timings: plan_pb2.StepTimings) -> tuple[int, int, int, int, int, int]:
+    """Return the fields of `Timings`."""
+    received, started = timings.received_unix_ns // 1000, timings.started_unix_ns // 1000
+    before, worker.received_us = worker.received_us, received
+    return (
+        received - before,
+        started - received,
+        timings.prepare_ns // 1000,
+        timings.forward_ns // 1000,
+        timings.sample_ns // 1000,
+        timings.num_tokens,
+    )
+
+
+def _differences(values: IndexArray) -> bytes:
+    """Return the column of the first value, and of the difference of every other one to the value before it."""
+    column = values.astype(np.int32)
+    column[1:] -= values[:-1]
+    return column.tobytes()
+
+
+def _add_copies(into: Any, copies: Sequence[BlockCopy]) -> None:
+    for copy in copies:
+        into.add(copy_id=copy.copy_id, sources=_differences(copy.sources), targets=_differences(copy.targets))
