@@ -379,6 +379,8 @@ def from_stream_end(end: link_pb2.StreamEnd, frontend: ev.Peer, spec: RequestSpe
         stop_token_id=end.stop_token_id,
         cached_prompt_tokens=end.cached_prompt_tokens,
         preemptions=end.preemptions,
+        draft_tokens=end.draft_tokens,
+        accepted_draft_tokens=end.accepted_draft_tokens,
         queued_s=end.queued_ns / 1e9,
         field=end.field,
     )
@@ -393,6 +395,8 @@ def _encode_end(message: link_pb2.StreamEnd, effect: ef.RequestEnded) -> None:
     message.stop_token_id = effect.stop_token_id
     message.cached_prompt_tokens = effect.cached_prompt_tokens
     message.preemptions = effect.preemptions
+    message.draft_tokens = effect.draft_tokens
+    message.accepted_draft_tokens = effect.accepted_draft_tokens
     message.queued_ns = max(0, int(effect.queued_s * 1e9))
     message.embedding = effect.embedding
     message.field = effect.field

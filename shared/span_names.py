@@ -28,7 +28,10 @@ class SpanInfo:
     attributes: tuple[str, ...] = ()
 
 
-_CALL = ("error.type", "quire.request_id", "quire.preemptions", "quire.tail")
+_CALL = (
+    *("error.type", "quire.request_id", "quire.preemptions", "quire.tail"),
+    *("quire.draft_tokens", "quire.accepted_draft_tokens"),
+)
 SPANS = {
     "{rpc.method}": SpanInfo(
         "front end",
@@ -102,7 +105,7 @@ ATTRIBUTES = {
     "quire.generation": "generation of the row",
     "quire.prompt_tokens": "tokens of the prompt",
     "quire.tokens_computed": "tokens whose KV was computed in the row",
-    "quire.draft_tokens": "draft tokens that the row verified; absent without any",
+    "quire.draft_tokens": "draft tokens that were verified for the call or in the row; absent without any",
     "quire.accepted_draft_tokens": "those of them that were accepted",
     "quire.rows": "rows in the step",
     "quire.prefill_tokens": "prompt tokens in the step",

@@ -494,6 +494,8 @@ class Decoder:
             cached_prompt_tokens=message.cached_prompt_tokens,
             preemptions=message.preemptions,
             queued_s=message.queued_s,
+            draft_tokens=message.draft_tokens,
+            accepted_draft_tokens=message.accepted_draft_tokens,
         )
 
 

@@ -374,6 +374,7 @@ class Encoder:
         message.reason, message.completion_tokens = end.reason.value, end.completion_tokens
         message.cached_prompt_tokens, message.preemptions = end.cached_prompt_tokens, end.preemptions
         message.queued_s = end.queued_s
+        message.draft_tokens, message.accepted_draft_tokens = end.draft_tokens, end.accepted_draft_tokens
 
 
 _STRANGER = ev.WorkerHello(

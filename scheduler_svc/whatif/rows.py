@@ -83,6 +83,8 @@ class Rows:
         self._samples: BoolArray = np.ones(size, np.bool_)
         self._num_blocks: Numbers = np.zeros(size, np.int64)
         self._draft_limit: Numbers = np.zeros(size, np.int64)
+        self._has_limits = False
+        """Whether a row had a draft limit above 0."""
 
     def leave(self, rows: Sequence[int] | IndexArray) -> None:
         """Free rows."""
@@ -111,6 +113,7 @@ class Rows:
         """Set how many drafts rows may verify per step from now on."""
         if len(rows):
             self._draft_limit[rows] = limits
+            self._has_limits = True
 
     def accept(self, work: Work, counts: Numbers) -> None:
         """Advance the rows of a step by their accepted drafts, `[n]`, unless they have another request meanwhile."""
@@ -149,8 +152,10 @@ class Rows:
                     else:
                         pooled.append((row, int(self._generation[row])))
         rows = np.flatnonzero(samples)
-        room = np.minimum(self._max_length - 1, self._num_blocks[rows] * self._block_size) - self._length[rows]
-        most_drafts = np.where(decodes[rows], np.clip(room, 0, self._draft_limit[rows]), 0)
+        most_drafts = np.zeros(len(rows), np.int64)
+        if self._has_limits:
+            room = np.minimum(self._max_length - 1, self._num_blocks[rows] * self._block_size) - self._length[rows]
+            most_drafts = np.where(decodes[rows], np.clip(room, 0, self._draft_limit[rows]), 0)
         shape = Shape(num_decodes, prefill, context, prefill_context, copied_blocks)
         return Work(
             shape,

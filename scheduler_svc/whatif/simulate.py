@@ -372,9 +372,17 @@ class _Simulation:
         copied = sum(len(copy.sources) for copy in copies)
         work = rows.compute(plan.chunk_rows, plan.chunk_lengths, copied)
         assert work.shape.decodes == plan.num_decodes, "the plan counts other rows than the worker"
-        verified, accepted = self._drafts(work)
-        rows.accept(work, accepted)
-        shape = work.shape._replace(drafts=int(verified.sum()))
+        shape, requests, lengths = work.shape, work.requests, work.lengths
+        counts = draft_counts = None
+        num_accepted = 0
+        if self._drafting is not None and work.most_drafts.any():
+            verified, accepted = self._verify(self._drafting, work)
+            rows.accept(work, accepted)
+            shape = shape._replace(drafts=int(verified.sum()))
+            num_accepted = int(accepted.sum())
+            counts, draft_counts = (accepted + 1).astype(np.int32), verified.astype(np.int32)
+            requests = np.repeat(requests, counts)
+            lengths = np.repeat(lengths + counts - counts.cumsum(), counts) + np.arange(len(requests))
         self._steps += 1
         self._extrapolated += times.extrapolates(shape)
         seconds = times.scattered(shape, self._rng.random()) * times.pace_at(self._now - START_S)
@@ -382,18 +390,15 @@ class _Simulation:
         idle = max(0.0, earliest - worker.is_answered_at) if worker.is_answered_at else 0.0
         worker.is_answered_at = max(worker.is_answered_at, earliest) + seconds
         if work.num_rows:
-            self._timeline.step(work.num_rows, seconds, drafts=shape.drafts, accepted=int(accepted.sum()))
-        counts = accepted + 1
-        requests = np.repeat(work.requests, counts)
-        lengths = np.repeat(work.lengths + counts - counts.cumsum(), counts) + np.arange(len(requests))
+            self._timeline.step(work.num_rows, seconds, drafts=shape.drafts, accepted=num_accepted)
         answer = ev.StepDone(
             worker=plan.worker,
             epoch=plan.epoch,
             step=plan.step,
             rows=work.rows.astype(np.int32),
             tokens=np.where(self._state.limits[requests] == lengths, _STOP, requests).astype(np.int32),
-            counts=counts.astype(np.int32) if shape.drafts else None,
-            draft_counts=verified.astype(np.int32) if shape.drafts else None,
+            counts=counts,
+            draft_counts=draft_counts,
             embeddings=[
                 ev.RowEmbedding(row=row, generation=generation, values=bytes(4 * worker.hello.model.hidden_size))
                 for row, generation in work.pooled
@@ -407,15 +412,14 @@ class _Simulation:
             self._watch(plan, answer)
         self._at(worker.is_answered_at, self._answer, answer)
 
-    def _drafts(self, work: Work) -> tuple[Numbers, Numbers]:
+    def _verify(self, drafting: Drafting, work: Work) -> tuple[Numbers, Numbers]:
         """Return how many drafts each row of a step that samples verifies, and how many are accepted."""
         verified = np.zeros(len(work.rows), np.int64)
         accepted = verified.copy()
         for at in np.flatnonzero(work.most_drafts).tolist():
-            assert self._drafting is not None, "a worker that verifies no drafts was allowed some"
             number = int(work.requests[at])
             index = int(work.lengths[at]) - self._state.arrivals[number].spec.num_prompt_tokens - 1
-            verified[at], accepted[at] = self._drafting.verify(number, index, int(work.most_drafts[at]))
+            verified[at], accepted[at] = drafting.verify(number, index, int(work.most_drafts[at]))
         return verified, accepted
 
     def _answer(self, answer: ev.StepDone) -> None:

@@ -299,7 +299,7 @@ class Choices:
         if firsts:
             finished.timings.first_token.FromNanoseconds(int((min(firsts) - request.arrival) * 1e9))
         finished.timings.total.FromNanoseconds(int((time.monotonic() - request.arrival) * 1e9))
-        describe_answer(span, finished, [_reason_name(choice.reason) for choice in ended])
+        describe_answer(span, finished, [_reason_name(choice.reason) for choice in ended], ends)
         return response
 
 

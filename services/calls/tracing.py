@@ -19,6 +19,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 
+from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.metrics import PROVIDER
@@ -148,12 +149,18 @@ def describe_request(span: Span, request: ValidRequest, *, operation: str, promp
     span.set_attributes(attributes)
 
 
-def describe_answer(span: Span, answer: v1.Finished, finish_reasons: Sequence[str]) -> None:
-    """Record the attributes of an answer."""
+def describe_answer(
+    span: Span, answer: v1.Finished, finish_reasons: Sequence[str], ends: Sequence[link_pb2.StreamEnd]
+) -> None:
+    """Record the attributes of an answer; `ends` are those of its choices."""
     if not span.is_recording():
         return
     usage, timings = answer.usage, answer.timings
     span.set_attribute("quire.preemptions", usage.preemptions)
+    drafts = sum(end.draft_tokens for end in ends)
+    if drafts:
+        span.set_attribute("quire.draft_tokens", drafts)
+        span.set_attribute("quire.accepted_draft_tokens", sum(end.accepted_draft_tokens for end in ends))
     if GEN_AI_OPT_IN not in OPT_INS:
         return
     span.set_attributes(

@@ -1,11 +1,13 @@
 """The console of a whole service: the page shows the scheduler's state, and its controls act on the scheduler."""
 
+import re
 from pathlib import Path
 
 import grpc
 import pytest
 from playwright.sync_api import Page
 
+from quire import Client
 from quire.admin.v1 import admin_pb2 as admin
 from quire.admin.v1 import admin_pb2_grpc
 from tests.console.browser import needs_chromium, opened, shoot, until
@@ -64,6 +66,20 @@ def test_a_person_sends_a_request_and_follows_it(tmp_path: Path) -> None:
         page.locator("#explanation", has_text="Times within steps are known").wait_for()
         assert request in page.inner_text("#explanation")
         shoot(page, "details")
+
+
+@pytest.mark.release
+def test_the_drafts_of_a_worker_are_shown(tmp_path: Path) -> None:
+    """While a worker verifies drafts, its line has the drafts per step and the share that is accepted."""
+    with (
+        serve("demo", "--speculation=ngram", environ={"XDG_STATE_HOME": str(tmp_path)}) as served,
+        opened(served.http) as page,
+        Client(served.grpc) as client,
+    ):
+        until(page, "quire.model.load?.workers.length === 1")
+        assert "drafts" not in page.inner_text("#workers")
+        client.generate("What is 3 + 4? " * 4, max_tokens=400, temperature=0, ignore_eos=True).result()
+        page.locator("#workers td", has_text=re.compile(r"drafts: [\d.]+ per step, \d+ % accepted")).wait_for()
 
 
 @pytest.mark.release

@@ -141,6 +141,16 @@ def test_the_field_of_an_invalid_end_is_on_the_wire() -> None:
     assert frontend_link.to_stream_end(end).field == "grammar"
 
 
+def test_the_drafts_of_a_request_are_on_the_wire() -> None:
+    """A front end learns how many drafts were verified and accepted, and a journal keeps them."""
+    end = ef.RequestEnded(
+        frontend=b"f", stream=1, request_id="r", reason=ef.EndReason.STOP, draft_tokens=7, accepted_draft_tokens=5
+    )
+    message = frontend_link.to_stream_end(end)
+    assert (message.draft_tokens, message.accepted_draft_tokens) == (7, 5)
+    assert frontend_link.from_stream_end(message, b"f", RequestSpec("r", 1, 1)) == end
+
+
 def test_every_end_reason_is_on_the_wire() -> None:
     """Each reason of the core has its value in the link protocol, and the other way round."""
     names = link_pb2.EndReason.DESCRIPTOR.values_by_name

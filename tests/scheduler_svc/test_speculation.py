@@ -92,6 +92,10 @@ def test_tokens_are_those_without_speculation(seed: int, policy: str, monkeypatc
     (worker,) = cluster.core.stats().workers
     assert worker.blocks_held == 0
     assert 0 <= worker.counters.accepted_draft_tokens <= worker.counters.draft_tokens > 0
+    # Those of steps that were in flight when a request ended are not in its end.
+    ends = [reader.end for reader in readers.values() if reader.end is not None]
+    assert 0 < sum(end.draft_tokens for end in ends) <= worker.counters.draft_tokens
+    assert all(0 <= end.accepted_draft_tokens <= end.draft_tokens for end in ends)
 
 
 def test_a_row_that_advances_faster_than_planned_leaves_before_its_last_answer() -> None:
@@ -105,6 +109,9 @@ def test_a_row_that_advances_faster_than_planned_leaves_before_its_last_answer()
     (worker,) = cluster.core.stats().workers
     assert worker.counters.accepted_draft_tokens > 10
     assert worker.counters.generated_tokens == 60
+    assert reader.end is not None
+    assert reader.end.draft_tokens == worker.counters.draft_tokens
+    assert reader.end.accepted_draft_tokens == worker.counters.accepted_draft_tokens
     assert steps < 60
 
 

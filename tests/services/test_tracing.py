@@ -81,6 +81,26 @@ def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path, monkeypatch: pyte
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("drafts", [(0, 0), (7, 5)])
+def test_the_drafts_of_a_call_are_on_its_span(drafts: tuple[int, int], tmp_path: Path) -> None:
+    """The span has the verified and the accepted drafts of the call, and neither if there were none."""
+
+    async def main() -> None:
+        telemetry = KeptTelemetry()
+        async with running_stack(tmp_path, telemetry=telemetry) as stack:
+            stack.core.end_at_once = link_pb2.StreamEnd(
+                reason=link_pb2.END_REASON_LENGTH, draft_tokens=drafts[0], accepted_draft_tokens=drafts[1]
+            )
+            await stack.generate(tokens_request(1))
+        attributes = dict(telemetry.spans()["quire.v1.GenerationService/Generate"].attributes or {})
+
+        found = tuple(attributes.get(f"quire.{name}draft_tokens", 0) for name in ("", "accepted_"))
+        assert found == drafts
+        assert ("quire.draft_tokens" in attributes) == (drafts[0] > 0)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("end", "reason", "code", "status"),
     [

@@ -82,6 +82,9 @@ class RequestEnded:
     stop_token_id: int = 0
     cached_prompt_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    """Draft tokens that were verified."""
+    accepted_draft_tokens: int = 0
     queued_s: float = 0.0
     embedding: bytes = b""
     """For EMBEDDED: a float32 column, `[hidden_size]`."""

@@ -306,6 +306,8 @@ class RequestRegistry:
             stop_token_id=stop_token_id,
             cached_prompt_tokens=request.num_cached_prompt_tokens,
             preemptions=request.preemptions,
+            draft_tokens=request.drafted_tokens,
+            accepted_draft_tokens=request.accepted_tokens,
             queued_s=(request.first_planned or now) - request.arrival,
             embedding=embedding,
             field=field,

@@ -117,6 +117,8 @@ def worker(message: admin.Worker) -> dict[str, Any]:
         "cached": message.cached_blocks,
         "hostBlocks": message.host_blocks,
         "heldHostBlocks": message.held_host_blocks,
+        "drafts": message.draft_tokens,
+        "acceptedDrafts": message.accepted_draft_tokens,
     }
 
 

@@ -941,6 +941,8 @@ class StreamEnd(_message.Message):
     QUEUED_NS_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """The stream."""
     reason: Global___EndReason.ValueType
@@ -963,6 +965,10 @@ class StreamEnd(_message.Message):
     """For EMBEDDED: column `[hidden_size]` float32, finite, not scaled."""
     field: _builtins.str
     """For INVALID: the invalid field of the request, as named in generation.proto. Empty: its input."""
+    draft_tokens: _builtins.int
+    """Draft tokens that were verified."""
+    accepted_draft_tokens: _builtins.int
+    """Those of them that were accepted."""
     def __init__(
         self,
         *,
@@ -977,10 +983,12 @@ class StreamEnd(_message.Message):
         queued_ns: _builtins.int = ...,
         embedding: _builtins.bytes = ...,
         field: _builtins.str = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "embedding", b"embedding", "field", b"field", "message", b"message", "preemptions", b"preemptions", "queued_ns", b"queued_ns", "reason", b"reason", "retry_ms", b"retry_ms", "stop_token_id", b"stop_token_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "embedding", b"embedding", "field", b"field", "message", b"message", "preemptions", b"preemptions", "queued_ns", b"queued_ns", "reason", b"reason", "retry_ms", b"retry_ms", "stop_token_id", b"stop_token_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1544,6 +1544,8 @@ class RequestEnded(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     QUEUED_S_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     frontend: _builtins.int
     """Peer index of the front end."""
     stream: _builtins.int
@@ -1558,6 +1560,10 @@ class RequestEnded(_message.Message):
     """See cached_prompt_tokens."""
     queued_s: _builtins.float
     """Time before its first plan, seconds."""
+    draft_tokens: _builtins.int
+    """Draft tokens that were verified, and those of them that were accepted."""
+    accepted_draft_tokens: _builtins.int
+    """See draft_tokens."""
     def __init__(
         self,
         *,
@@ -1568,10 +1574,12 @@ class RequestEnded(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         queued_s: _builtins.float = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "frontend", b"frontend", "preemptions", b"preemptions", "queued_s", b"queued_s", "reason", b"reason", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "frontend", b"frontend", "preemptions", b"preemptions", "queued_s", b"queued_s", "reason", b"reason", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

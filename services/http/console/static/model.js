@@ -98,6 +98,7 @@ export class Model {
     for (const step of message.steps ?? []) this.steps(step.worker).add(step);
     for (const worker of message.forgotten ?? []) this.workers.delete(worker);
     if (message.load) {
+      for (const worker of message.load.workers) worker.steps = this.workers.get(worker.id)?.count ?? 0;
       this.loads.push(message.load);
       if (this.loads.length > MAX_LOADS) this.loads.shift();
     }

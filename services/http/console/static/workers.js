@@ -2,6 +2,22 @@
 
 import { ask } from "./server.js";
 
+const DRAFTS_S = 10;
+
+/** Returns the drafts of a worker in the last seconds as text; empty without any. */
+export function drafts(loads, worker) {
+  const newest = loads.at(-1);
+  const before = loads
+    .filter((load) => load.time >= newest.time - DRAFTS_S)
+    .map((load) => load.workers.find((each) => each.id === worker.id))
+    // A worker that connected again counts from 0.
+    .find((each) => each && each.drafts <= worker.drafts && each.steps <= worker.steps);
+  const [verified, steps] = before ? [worker.drafts - before.drafts, worker.steps - before.steps] : [0, 0];
+  if (!verified) return "";
+  const accepted = Math.round((100 * (worker.acceptedDrafts - before.acceptedDrafts)) / verified);
+  return `; drafts: ${steps ? `${(verified / steps).toFixed(1)} per step` : verified}, ${accepted} % accepted`;
+}
+
 export class Workers {
   constructor(body, status, model) {
     this.body = body;
@@ -25,7 +41,7 @@ export class Workers {
       const held = worker.blocks - worker.free - worker.cached;
       line.device.textContent = `${worker.device} (process ${worker.pid})`;
       line.state.textContent = worker.draining ? (worker.running ? "draining" : "drained") : worker.running ? "running" : "idle";
-      line.rows.textContent = `${worker.running} of ${worker.rows}`;
+      line.rows.textContent = `${worker.running} of ${worker.rows}${drafts(this.model.loads, worker)}`;
       line.blocks.textContent = `${held} of ${worker.blocks}, ${worker.cached} cached` + (worker.hostBlocks ? `; host ${worker.heldHostBlocks} of ${worker.hostBlocks}` : "");
       line.button.textContent = worker.draining ? "Resume" : "Drain";
       line.button.setAttribute("aria-label", `${line.button.textContent} ${worker.id}`);
