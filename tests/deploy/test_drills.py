@@ -19,6 +19,7 @@ _END_TO_END = (
     "tests/e2e/test_openai_client.py", "tests/e2e/test_commands.py::test_a_conversation_in_the_terminal",
     "tests/e2e/test_batch.py", "tests/e2e/test_node_client.py",
     "tests/e2e/test_row_failures.py::test_contradictory_constraints_end_their_own_request_only",
+    "tests/e2e/test_bench.py::test_cancelled_requests_end_on_the_server",
     "tests/e2e/test_bench.py::test_a_deadline_is_a_failure_with_its_reason",
 )  # fmt: skip
 """End-to-end tests that need a service with the embedded model, and neither its processes nor an operator's rights."""
@@ -63,7 +64,7 @@ needs_namespaces = pytest.mark.skipif(
 def test_the_cell_passes_the_end_to_end_tests() -> None:
     """Chat, completions, streams, structured output, tools, cancels and batches work on the manifests' cell."""
     done = subprocess.run(
-        [*_UNSHARE, sys.executable, "-u", "-m", "tests.deploy.drills", *_END_TO_END],
+        [*_UNSHARE, sys.executable, "-u", "-m", "tests.deploy.drills", "one-cell-cpu", *_END_TO_END],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=2300,
     )  # fmt: skip
 
@@ -77,10 +78,11 @@ def test_the_cell_passes_the_end_to_end_tests() -> None:
 @needs_tools
 @needs_namespaces
 @pytest.mark.timeout(2400)
-def test_no_drill_loses_an_answer() -> None:
+@pytest.mark.parametrize("example", ["one-cell-cpu", "one-gpu-node"])
+def test_no_drill_loses_an_answer(example: str) -> None:
     """Under load, every answer is complete and right while pods come, go and die."""
     done = subprocess.run(
-        [*_UNSHARE, sys.executable, "-u", "-m", "tests.deploy.drills"],
+        [*_UNSHARE, sys.executable, "-u", "-m", "tests.deploy.drills", example],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=2300,
     )  # fmt: skip
 

@@ -1,19 +1,26 @@
 """deploy/kubernetes/README.md and the manifests agree: images, requests, names, pickers, the claim."""
 
+import importlib
 import re
+import shlex
 import subprocess
+import tempfile
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deploy.manifests import CLAIMS, EXAMPLES, KUBERNETES, ROOT, matches, needs_tools, of_kind, pods
+from quire_server.cli._parser import OneLineParser
+from quire_server.cli.main import COMMANDS
+from tests.deploy.manifests import CLAIMS, EXAMPLES, KUBERNETES, ROOT, TOOLS, matches, needs_tools, of_kind, pods
 from tests.deploy.test_manifests import validation_errors
 
 pytestmark = needs_tools
 
 README = (KUBERNETES / "README.md").read_text("utf-8")
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text("utf-8")
 every_example = pytest.mark.parametrize("example", EXAMPLES)
 
 
@@ -124,19 +131,54 @@ def test_the_claim_of_the_model_is_valid(version: str) -> None:
 
 def test_commands_of_the_pages_name_no_group_of_pods_to_delete() -> None:
     """A drill deletes one pod; a label would select all of them."""
-    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
-    commands = re.findall(r"^kubectl .*delete pod.*$", page, re.MULTILINE)
+    commands = re.findall(r"^kubectl .*delete pod.*$", OPERATIONS, re.MULTILINE)
 
     assert len(commands) == 3
     assert not [each for each in commands if " -l" in each or "--all" in each or "--selector" in each]
 
 
+def _shell_blocks() -> list[str]:
+    return [block for page in (README, OPERATIONS) for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)]
+
+
+def test_the_overlay_of_the_page_renders() -> None:
+    """A reader who copies it, with the mount of principals, gets the workers, images and volumes that it names."""
+    blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (overlay,) = (block for block in blocks if "Kustomization" in block)
+    (principals,) = (block for block in blocks if "quire-principals" in block)
+    with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
+        (Path(folder) / "kustomization.yaml").write_text(overlay.replace("../deploy", "../../deploy") + principals)
+        command = [str(TOOLS / "kubectl"), "kustomize", folder]
+        found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    specs = {each["metadata"]["name"]: each["spec"] for each in yaml.safe_load_all(found)
+             if each["kind"] in ("Deployment", "StatefulSet")}  # fmt: skip
+    pod = specs["quire-frontend"]["template"]["spec"]
+
+    assert specs["quire-worker"]["replicas"] == 4
+    assert found.count("registry.example.org/quire-worker:") == 1
+    assert found.count("registry.example.org/quire-scheduler:") == 2
+    assert pod["volumes"][-1]["secret"]["secretName"] == "quire-principals"
+    assert pod["containers"][0]["volumeMounts"][-1]["mountPath"] == "/etc/quire/principals"
+
+
+def test_the_commands_of_quire_on_the_pages_exist() -> None:
+    """The command line accepts every call of `quire` in a shell block."""
+    calls = re.findall(r"^ *(?:\.venv/bin/)?quire (.*)$", "".join(_shell_blocks()).replace("\\\n", " "), re.MULTILINE)
+
+    assert len(calls) >= 6
+    for call in calls:
+        words = shlex.split(call, comments=True)
+        command = next(each for each in COMMANDS if words[: len(each.name.split())] == each.name.split())
+        parser = OneLineParser(command.name, description="", examples="")
+        importlib.import_module(command.module).configure(parser)
+        parser.parse(words[len(command.name.split()) :])  # ends the test by SystemExit if it does not
+
+
 def test_shell_blocks_of_the_pages_parse() -> None:
     """Bash reads every block."""
-    pages = (README, (ROOT / "docs" / "operations.md").read_text("utf-8"))
-    blocks = [block for page in pages for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)]
+    blocks = _shell_blocks()
 
     assert len(blocks) > 10
     for block in blocks:
-        done = subprocess.run(["bash", "-n"], input=re.sub(r"(?m)^ {2,3}", "", block), capture_output=True, text=True)
+        done = subprocess.run(["bash", "-n"], input=re.sub(r"(?m)^ {2,5}", "", block), capture_output=True, text=True)
         assert done.stderr == "", block

@@ -61,13 +61,17 @@ def test_texts_have_about_the_length_asked_for(demo: Served, tmp_path: Path) -> 
 
 
 def test_cancelled_requests_end_on_the_server(demo: Served, tmp_path: Path) -> None:
-    """As many as the report says, and nothing of them is left. With seed 0 none is cancelled close to its end."""
+    """As many as the report says, and nothing of them is left.
+
+    A server may be far ahead of a client on a busy machine, and a request that is complete can no longer be cancelled.
+    So each of the three cancels of this seed comes within the first tenth of its 1,500 tokens.
+    """
     before = demo.metric("quire_requests_ended_total", reason="cancelled")
-    flags = ("--concurrency=4", "--requests=12", "--cancel-ratio=0.5", "--output=200")
+    flags = ("--concurrency=3", "--requests=6", "--input=8", "--output=1500", "--cancel-ratio=0.5", "--seed=884")
     report = _bench(demo, tmp_path / "r.json", *flags)
     demo.wait_until_empty()
 
-    assert report["cancelled"] == demo.metric("quire_requests_ended_total", reason="cancelled") - before > 0
+    assert report["cancelled"] == demo.metric("quire_requests_ended_total", reason="cancelled") - before == 3
     assert report["failed"] == 0
 
 
