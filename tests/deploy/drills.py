@@ -1,6 +1,9 @@
 """The drills of docs/operations.md, on a cell that is started from the rendered manifests.
 
-    unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills [TEST ...]
+    unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills EXAMPLE [TEST ...]
+
+EXAMPLE is `one-cell-cpu`, or `one-gpu-node` with the embedded model in its claim and one variable changed: on this
+machine, QUIRE_DEVICE of its workers is `cpu` instead of `cuda:0`.
 
 Clients generate without a pause while workers are added and removed, each kind of process is upgraded, keys are
 rotated, and pods are lost. Every answer must have the tokens of an undisturbed service, each exactly once. It prints
@@ -127,13 +130,13 @@ def _generated(client: Client, prompt: str) -> tuple[list[int], str]:
 class Cell:
     """A cell and the operator's actions on it."""
 
-    def __init__(self, folder: Path, *components: str) -> None:
+    def __init__(self, folder: Path, example: str, *components: str) -> None:
         self._folder = folder
         self._keys = folder / "keys"
         create(self._keys)
         authority = trustme.CA()
         certificate = authority.issue_cert(*(f"{NETWORK}.{number}" for number in range(2, 60)))
-        manifests = _render(components)
+        manifests = _render(example, components)
         maps = {each["metadata"]["name"]: each["data"] for each in manifests if each["kind"] == "ConfigMap"}
         secrets: dict[str, Mapping[str, bytes]] = {
             "quire-keys-scheduler": {"own.key_secret": (self._keys / "scheduler" / "own.key_secret").read_bytes()},
@@ -146,7 +149,9 @@ class Cell:
                 "tls.key": certificate.private_key_pem.bytes(),
             },
         }
-        self.node = Node(folder, secrets, maps)
+        model = folder / "model"
+        shutil.copytree(ROOT / "shared" / "demo_model", model)
+        self.node = Node(folder, secrets, maps, {"quire-model": model})
         self._specs = {
             each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]
             for each in manifests
@@ -286,27 +291,40 @@ DRILLS: tuple[Callable[[Cell], None], ...] = (
 )  # fmt: skip
 
 
-def _render(components: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the manifests of a cell with further components.
+_CHANGES = {
+    # The worker has one core. Requests wait longer for a worker than it takes to load the model on a busy machine.
+    "one-cell-cpu": f"""
+  - target: {{kind: StatefulSet, name: quire-scheduler}}
+    patch: |
+      - op: add
+        path: /spec/template/spec/containers/0/env/-
+        value: {{name: QUIRE_WORKER_WAIT_S, value: "{_PATIENCE_S}"}}
+  - target: {{kind: Deployment, name: quire-worker}}
+    patch: |
+      - {{op: replace, path: /spec/template/spec/containers/0/resources/limits/cpu, value: "1"}}
+""",
+    # A CPU takes the place of the GPU.
+    "one-gpu-node": """
+  - patch: |
+      apiVersion: apps/v1
+      kind: Deployment
+      metadata: {name: quire-worker}
+      spec: {template: {spec: {containers: [{name: worker, env: [{name: QUIRE_DEVICE, value: cpu}]}]}}}
+""",
+}
+"""By example: the patches for this machine."""
 
-    Its worker has one core. Requests wait longer for a worker than it takes to load the model on a busy machine.
-    """
+
+def _render(example: str, components: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the manifests of an example with further components."""
     build = KUBERNETES.parents[1] / "build"
     build.mkdir(exist_ok=True)
     added = ", ".join(f"../../deploy/kubernetes/components/{each}" for each in components)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=build) as overlay:
         (Path(overlay) / "kustomization.yaml").write_text(
-            "resources: [../../deploy/kubernetes/examples/one-cell-cpu]\n"
+            f"resources: [../../deploy/kubernetes/examples/{example}]\n"
             f"components: [{added}]\n"
-            "patches:\n"
-            "  - target: {kind: StatefulSet, name: quire-scheduler}\n"
-            "    patch: |\n"
-            "      - op: add\n"
-            "        path: /spec/template/spec/containers/0/env/-\n"
-            f'        value: {{name: QUIRE_WORKER_WAIT_S, value: "{_PATIENCE_S}"}}\n'
-            "  - target: {kind: Deployment, name: quire-worker}\n"
-            "    patch: |\n"
-            '      - {op: replace, path: /spec/template/spec/containers/0/resources/limits/cpu, value: "1"}\n'
+            f"patches:{_CHANGES[example]}"
         )
         command = [str(TOOLS / "kubectl"), "kustomize", overlay]
         return list(yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
@@ -353,10 +371,10 @@ def _test(cell: Cell, tests: Sequence[str]) -> int:
     ).returncode
 
 
-def main(tests: Sequence[str]) -> int:
-    """Run all drills, or tests."""
+def main(example: str, *tests: str) -> int:
+    """Run all drills of an example, or tests."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
-        cell = Cell(Path(name), *(["pool-member"] if tests else []))
+        cell = Cell(Path(name), example, *(["pool-member"] if tests else []))
         try:
             return _test(cell, tests) if tests else _drill(cell)
         finally:
@@ -364,4 +382,4 @@ def main(tests: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

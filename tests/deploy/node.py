@@ -6,7 +6,7 @@ root as their owner, and the group and mode that Kubernetes gives them. Services
 
 Run this in fresh namespaces, which clean up all processes and mounts when they end:
 
-    unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills NAME
+    unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills EXAMPLE
 """
 
 import contextlib
@@ -96,15 +96,24 @@ class Running:
 class Node:
     """Starts and ends pods."""
 
-    def __init__(self, folder: Path, secrets: dict[str, Mapping[str, bytes]], maps: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        secrets: dict[str, Mapping[str, bytes]],
+        maps: Mapping[str, Any],
+        claims: Mapping[str, Path],
+    ) -> None:
         """Set up the network of this namespace.
 
         Args:
             folder: for volumes and logs.
             secrets: content of the secrets by name.
             maps: content of the ConfigMaps by name.
+            claims: folders of the claims by name.
         """
-        self._folder, self._secrets, self._maps = folder, secrets, maps
+        self._folder, self._secrets, self._maps, self._claims = folder, secrets, maps, claims
+        self._made: list[Path] = []
+        """Mount points that this machine did not have."""
         self._next = 10
         self.pods: dict[str, Running] = {}
         _run("mount", "--make-rprivate", "/")
@@ -256,6 +265,9 @@ class Node:
                         place.mkdir(exist_ok=True)
                     else:
                         place.touch()
+            if not Path(target).exists() and not target.startswith(tuple(f"{root}/" for root in outside)):
+                Path(target).mkdir()
+                self._made.append(Path(target))
             binds.append(f"mount --bind {shlex.quote(str(source.resolve()))} {shlex.quote(target)}")
             if mount.get("readOnly"):
                 binds.append(f"mount -o remount,bind,ro {shlex.quote(target)}")
@@ -266,7 +278,7 @@ class Node:
         return [*lines, *binds, "mount -o remount,bind,ro /"]
 
     def _volume(self, volume: Any, name: str, home: Path, pod: Pod) -> Path:
-        if volume is None:  # a claim: it outlives the pod
+        if volume is None:  # a claim of the StatefulSet: it outlives the pod
             claim = self._folder / f"claim-{pod.name}-{name}"
             claim.mkdir(exist_ok=True)
             os.chown(claim, 0, 10001)
@@ -283,6 +295,8 @@ class Node:
             folder = home / f"map-{name}"
             self._fill(folder, content, 0o644, 10001)
             return folder
+        if "persistentVolumeClaim" in volume:
+            return self._claims[volume["persistentVolumeClaim"]["claimName"]]
         secret = volume["secret"]["secretName"]
         folder = home / f"secret-{secret}"
         self._fill(
@@ -312,3 +326,5 @@ class Node:
         for running in list(self.pods.values()):
             with contextlib.suppress(Exception):
                 self.kill(running)
+        for place in self._made:
+            place.rmdir()
