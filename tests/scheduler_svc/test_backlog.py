@@ -327,3 +327,20 @@ def test_workers_that_are_not_due_are_not_looked_at() -> None:
             return count()
 
     assert calls(300) == calls(3)
+
+
+def test_a_worker_joins_a_large_fleet_at_the_cost_of_a_small_one() -> None:
+    """The work of a join does not grow with the workers that are present, nor with the requests that wait."""
+
+    def calls(num_workers: int, num_waiting: int) -> int:
+        cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
+        hellos = [ModelWorker(b"w%d" % index, 50, 4, 8).hello(f"w{index}") for index in range(num_workers + 1)]
+        for hello in hellos[:-1]:
+            cluster.core.handle(hello, cluster.now)
+        for stream in range(num_waiting):
+            cluster.core.handle(_arrived(stream, "t"), cluster.now)
+        with _counting() as count:
+            cluster.core.handle(hellos[-1], cluster.now)
+            return count()
+
+    assert calls(200, 1000) == calls(3, 10)
