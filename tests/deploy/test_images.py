@@ -122,11 +122,11 @@ def test_the_processes_of_the_images_serve_a_request(cell: str) -> None:
 
 
 def test_the_image_of_the_scheduler_is_small(scheduler: Image) -> None:
-    """A node downloads at most 150 MB, with the base; unpacked it is at most 320 MB."""
+    """A node downloads at most 90 MB, with the base; unpacked it is at most 250 MB."""
     print(f"quire-scheduler: {scheduler.size / _MEGABYTE:.0f} MB, {scheduler.pulled / _MEGABYTE:.0f} MB to download")
 
-    assert scheduler.pulled <= 150 * _MEGABYTE
-    assert scheduler.size <= 320 * _MEGABYTE
+    assert scheduler.pulled <= 90 * _MEGABYTE
+    assert scheduler.size <= 250 * _MEGABYTE
 
 
 def test_the_image_of_cpu_workers_has_no_compiler(worker: Image) -> None:

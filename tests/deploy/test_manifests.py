@@ -334,6 +334,7 @@ def test_dockerfiles_have_no_findings(image: str) -> None:
 
 _ARGUED = {
     "CKV_DOCKER_2": "one image has several roles, whose probes the manifests have; Kubernetes ignores HEALTHCHECK",
+    "CKV_DOCKER_7": "the last stage of a worker is made from a stage of the same file, which has no tag",
     "CKV_K8S_11": "a limit of CPU throttles in the middle of a step; requests give each pod its share",
     "CKV_K8S_15": "tags are versions and never move; a pull that fails must not keep a worker from starting again",
     "CKV_K8S_43": "an image has its digest only in the registry of the operator, whose overlay sets it (`images:`)",
