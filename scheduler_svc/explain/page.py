@@ -1,5 +1,6 @@
 """An explanation as a page of text and as JSON."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -114,7 +115,7 @@ def _details(cause: Cause, life: Life) -> list[str]:
     if cause.by:
         names = [life.name(key) for key, _ in cause.by.most_common(MAX_NEIGHBOURS)]
         more = len(cause.by) - len(names)
-        lines.append("requests: " + ", ".join(names) + (f" and {more} more" if more else ""))
+        lines.append(f"requests: {_listed(names, more)}")
     return lines
 
 
@@ -130,8 +131,14 @@ def _worst(worst: WorstStep, life: Life) -> list[str]:
             for key, tokens in worst.neighbours
         ]
         more = worst.num_neighbours - len(names)
-        lines.append("  with " + ", ".join(names) + (f" and {more} more" if more else ""))
+        lines.append(f"  with {_listed(names, more)}")
     return lines
+
+
+def _listed(names: list[str], more: int) -> str:
+    """Return names as text; the choices of a request have one name, which appears once with their number."""
+    found = [name if count == 1 else f"{name} ({count} choices)" for name, count in Counter(names).items()]
+    return ", ".join(found) + (f" and {more} more" if more else "")
 
 
 def seconds_text(seconds: float) -> str:

@@ -257,3 +257,16 @@ def test_every_cause_has_advice_and_its_settings_exist() -> None:
     assert set(_ADVICE) == set(CauseKind)
     named = {name for text in _ADVICE.values() for name in re.findall(r"--([\w-]+)", text)}
     assert named <= settings
+
+
+def test_choices_of_one_request_are_named_once() -> None:
+    """A neighbour with several choices, which share its name, is named once with their number."""
+    choices = [StreamKey(OTHER.frontend, OTHER.stream + number) for number in range(4)]
+    chunks = dict.fromkeys(choices, 5)
+    steps = [dataclasses.replace(step, chunks=chunks) for step in _PLANTED[CauseKind.OTHER_PROMPTS].steps]
+    names = dict.fromkeys(choices, "the-other")
+    life = dataclasses.replace(_PLANTED[CauseKind.OTHER_PROMPTS], steps=tuple(steps), names=names)
+    text = page(account(life))
+
+    assert "requests: the-other (4 choices)\n" in text
+    assert "  with the-other (5 prompt tokens) (4 choices)\n" in text
