@@ -137,6 +137,7 @@ def test_no_call_does_harm(service: tuple[Served, grpc.Channel], call: tuple[str
 
 
 @pytest.mark.release
+@pytest.mark.timeout(3600)
 @settings(max_examples=RELEASE_EXAMPLES, suppress_health_check=list(HealthCheck), deadline=None)
 @given(call=calls())
 def test_no_call_of_many_does_harm(service: tuple[Served, grpc.Channel], call: tuple[str, bytes]) -> None:

@@ -38,8 +38,12 @@ def fill(message: Message, data: st.DataObject, *, some: bool = False) -> None:
         here = getattr(message, name)
         entry = field.message_type
         if entry is not None and entry.GetOptions().map_entry:
-            key, value = (SCALARS[entry.fields_by_name[part].type] for part in ("key", "value"))
-            here.update(data.draw(st.dictionaries(key, value, max_size=3)))
+            key, value = entry.fields_by_name["key"], entry.fields_by_name["value"]
+            if value.message_type is None:
+                here.update(data.draw(st.dictionaries(SCALARS[key.type], SCALARS[value.type], max_size=3)))
+            else:
+                for each in data.draw(st.lists(SCALARS[key.type], max_size=2, unique=True)):
+                    fill(here[each], data)
         elif field.is_repeated and entry is not None:
             for _ in range(data.draw(st.integers(0, 2))):
                 fill(here.add(), data)
