@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 PYTHON_VERSION = "3.11"
 """That of the base image."""
-PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (5, 12, *range(17, 29))))
+PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (5, 12, *range(17, 37))))
+"""Those that the base image can install: its glibc is 2.36."""
 TORCH = "2.13.0"
 TORCH_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
 IMAGES = ("scheduler", "worker-cpu", "worker-cuda")

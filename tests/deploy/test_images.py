@@ -113,12 +113,14 @@ def _await_ready(url: str, processes: Sequence["subprocess.Popen[bytes]"]) -> No
 
 
 def test_the_processes_of_the_images_serve_a_request(cell: str) -> None:
-    """Users without rights, read-only roots: the embedded model answers, and SIGTERM ends each process in order."""
+    """Users without rights, read-only roots: an answer, one by a grammar, and SIGTERM ends each process in order."""
     with Client(cell) as client:
         question = [{"role": "user", "content": "What is 3 plus 4?"}]
         answer = client.generate(messages=question, max_tokens=16, temperature=0.0, timeout=120).result()
+        chosen = client.generate("Once", choice=["red", "green"], max_tokens=8, temperature=0.0, timeout=120).result()
 
         assert answer.text == "3 plus 4 is 7."
+        assert chosen.text in ("red", "green")
 
 
 def test_the_image_of_the_scheduler_is_small(scheduler: Image) -> None:
