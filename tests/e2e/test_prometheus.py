@@ -15,6 +15,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,53 +49,6 @@ VLLM_DASHBOARD = (
     'avg(vllm:kv_cache_usage_perc{model_name=~".+"})',
 )
 """The forms in which vLLM's dashboards read its metrics."""
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "Prometheus"]]:
-    """A service under load that a Prometheus scrapes; every request is traced, but no collector takes the spans."""
-    folder = tmp_path_factory.mktemp("prometheus")
-    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
-    # Nothing listens there: a collector that is down must not matter.
-    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{free_ports(1)[0]}"}
-    flags = ("--num-threads=1", f"--journal={folder / 'journal'}", f"--record-dir={folder / 'record'}")
-    with serve(checkpoint, *flags, environ=environ) as served, _load(served), Prometheus(folder, served.http) as found:
-        yield served, found
-
-
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_every_panel_shows_data(board: Any, loaded: tuple[Served, "Prometheus"]) -> None:
-    """Each query of a dashboard returns numbers while the service is under load."""
-    _, prometheus = loaded
-    for panel in board.panels:
-        for query in panel.queries:
-            prometheus.wait_for_data(query.expr.replace(INTERVAL, "15s"))
-
-
-def test_dashboards_for_vllm_show_data(loaded: tuple[Served, "Prometheus"]) -> None:
-    """The expressions of vLLM's dashboards return data, and endpoint pickers find one series of what they read."""
-    _, prometheus = loaded
-    for expr in VLLM_DASHBOARD:
-        prometheus.wait_for_data(expr)
-    for metric in metric_names.ALL:
-        if metric.is_foreign:
-            suffix = {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind.value]
-            found = prometheus.wait_for_data(f"{metric.name}{suffix}")
-            assert all(each["metric"]["model_name"] for each in found)
-    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
-        assert len(prometheus.query(f"vllm:{name}")) == 1
-    (config,) = prometheus.query("vllm:cache_config_info")
-    assert int(config["metric"]["block_size"]) > 0
-    assert int(config["metric"]["num_gpu_blocks"]) > 0
-
-
-def test_prometheus_keeps_exemplars(loaded: tuple[Served, "Prometheus"]) -> None:
-    """A bucket of the time to the first token leads to a trace."""
-    _, prometheus = loaded
-    query = "gen_ai_server_time_to_first_token_seconds_bucket"
-    found = prometheus.until(lambda: prometheus.get("query_exemplars", query=query, start="0", end=str(time.time())))
-
-    assert {len(each["labels"]["trace_id"]) for series in found for each in series["exemplars"]} == {32}
 
 
 def _kill_worker(served: Served) -> None:
@@ -140,35 +94,49 @@ def _stall(served: Served) -> None:
             time.sleep(0.2)
 
 
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "Prometheus"]]:
+    """A service that a few requests overload, and a Prometheus that scrapes it."""
+    folder = tmp_path_factory.mktemp("troubled")
+    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+    flags = (
+        "--num-threads=1", "--max-num-seqs=8", "--max-queued-requests=4", "--max-tokens-in-paged-kv-cache=1024",
+        "--stall-timeout-s=0.5", "--stream-credit=4096", f"--record-dir={folder / 'record'}",
+    )  # fmt: skip
+    with serve(checkpoint, *flags) as served, Prometheus(folder, served.http) as prometheus:
+        yield served, prometheus
+
+
 @pytest.mark.parametrize(
-    ("alert", "flags", "fault"),
+    ("alerts", "fault"),
     [
-        ("QuireNoWorker", (), _kill_worker),
-        ("QuireOverloaded", ("--max-num-seqs=1", "--max-queued-requests=2"), _ask_too_much),
-        ("QuireStalledReaders", ("--stall-timeout-s=0.5", "--stream-credit=4096"), _stall),
-        ("QuireKvCacheFull", ("--max-tokens-in-paged-kv-cache=512",), _ask_too_much),
-        ("QuireRecordFailed", (), _fill_disk),
+        (("QuireNoWorker",), _kill_worker),
+        (("QuireStalledReaders",), _stall),
+        (("QuireOverloaded", "QuireKvCacheFull"), _ask_too_much),
+        # Last, because the scheduler cannot write any more.
+        (("QuireRecordFailed",), _fill_disk),
     ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_a_fault_fires_its_alert(
-    alert: str, flags: tuple[str, ...], fault: Callable[[Served], None], tmp_path: Path
+def test_a_fault_fires_its_alerts(
+    alerts: tuple[str, ...], fault: Callable[[Served], None], troubled: tuple[Served, "Prometheus"]
 ) -> None:
-    """A real fault of a live service fires the alert that names it, which did not fire before."""
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
-    firing = f'ALERTS{{alertname="{alert}", alertstate="firing"}}'
-    flags = (*flags, f"--record-dir={tmp_path / 'record'}")
-    with serve(checkpoint, "--num-threads=1", *flags) as served, Prometheus(tmp_path, served.http) as prometheus:
-        prometheus.wait_for_data("quire_workers > 0")
+    """A real fault of a live service fires the alerts that name it, which did not fire before."""
+    served, prometheus = troubled
+    prometheus.wait_for_data("quire_workers > 0")
+    expected = [f'ALERTS{{alertname="{alert}", alertstate="firing"}}' for alert in alerts]
+    for firing in expected:
         assert prometheus.query(firing) == []
-        fired = threading.Event()
-        faults = threading.Thread(target=_repeat_until, args=(fired, lambda: fault(served)))
-        faults.start()
-        try:
-            prometheus.until(lambda: prometheus.query(firing), firing)
-        finally:
-            fired.set()
-            faults.join(PATIENCE_S)
-        prometheus.wait_for_data("quire_workers > 0")
+    fired = threading.Event()
+    faults = threading.Thread(target=_repeat_until, args=(fired, lambda: fault(served)))
+    faults.start()
+    try:
+        for firing in expected:
+            prometheus.until(partial(prometheus.query, firing), firing)
+    finally:
+        fired.set()
+        faults.join(PATIENCE_S)
+    prometheus.wait_for_data("quire_workers > 0")
 
 
 def _repeat_until(done: threading.Event, act: Callable[[], None]) -> None:
@@ -176,6 +144,54 @@ def _repeat_until(done: threading.Event, act: Callable[[], None]) -> None:
     while not done.wait(1.0):
         with contextlib.suppress(ValueError, ProcessLookupError):  # no worker to kill at this moment
             act()
+
+
+# After the tests of alerts, because its load lasts until the end of this module.
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "Prometheus"]]:
+    """A service under load that a Prometheus scrapes; every request is traced, but no collector takes the spans."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+    # Nothing listens there: a collector that is down must not matter.
+    environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{free_ports(1)[0]}"}
+    flags = ("--num-threads=1", f"--journal={folder / 'journal'}", f"--record-dir={folder / 'record'}")
+    with serve(checkpoint, *flags, environ=environ) as served, _load(served), Prometheus(folder, served.http) as found:
+        yield served, found
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+def test_every_panel_shows_data(board: Any, loaded: tuple[Served, "Prometheus"]) -> None:
+    """Each query of a dashboard returns numbers while the service is under load."""
+    _, prometheus = loaded
+    for panel in board.panels:
+        for query in panel.queries:
+            prometheus.wait_for_data(query.expr.replace(INTERVAL, "15s"))
+
+
+def test_dashboards_for_vllm_show_data(loaded: tuple[Served, "Prometheus"]) -> None:
+    """The expressions of vLLM's dashboards return data, and endpoint pickers find one series of what they read."""
+    _, prometheus = loaded
+    for expr in VLLM_DASHBOARD:
+        prometheus.wait_for_data(expr)
+    for metric in metric_names.ALL:
+        if metric.is_foreign:
+            suffix = {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind.value]
+            found = prometheus.wait_for_data(f"{metric.name}{suffix}")
+            assert all(each["metric"]["model_name"] for each in found)
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"):
+        assert len(prometheus.query(f"vllm:{name}")) == 1
+    (config,) = prometheus.query("vllm:cache_config_info")
+    assert int(config["metric"]["block_size"]) > 0
+    assert int(config["metric"]["num_gpu_blocks"]) > 0
+
+
+def test_prometheus_keeps_exemplars(loaded: tuple[Served, "Prometheus"]) -> None:
+    """A bucket of the time to the first token leads to a trace."""
+    _, prometheus = loaded
+    query = "gen_ai_server_time_to_first_token_seconds_bucket"
+    found = prometheus.until(lambda: prometheus.get("query_exemplars", query=query, start="0", end=str(time.time())))
+
+    assert {len(each["labels"]["trace_id"]) for series in found for each in series["exemplars"]} == {32}
 
 
 class Prometheus:
