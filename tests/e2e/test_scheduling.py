@@ -22,8 +22,8 @@ OUTPUTS = (30, 20, 40, 10, 25, 35, 16, 24)
     [
         ("--policy=priority", "--batching=continuous"),
         ("--policy=sjf", "--capacity=guaranteed_no_evict"),
-        ("--policy=edf", "--batching=dynamic", "--max-tokens-per-batch=200"),
-        ("--policy=fair", "--scheduler-delay-factor=0.5"),
+        pytest.param(("--policy=edf", "--batching=dynamic", "--max-tokens-per-batch=200"), marks=pytest.mark.release),
+        pytest.param(("--policy=fair", "--scheduler-delay-factor=0.5"), marks=pytest.mark.release),
         ("--policy=lpm", "--batching=static", "--max-batch-size=3", "--max-wait-ms=20"),
     ],
     ids=" ".join,
