@@ -2,6 +2,7 @@
 
     python -m tools.dist                 both wheels, into dist/
     python -m tools.dist --out FOLDER    into another folder
+    python -m tools.dist --installed     with the installed setuptools
 
 Each wheel is built from a tree of its own under build/dist. The client's holds the package `quire` and nothing else.
 The server's holds `quire_server`, with all other packages in its folder `_packages` (see `quire_server.entry`).
@@ -135,9 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build both wheels."""
     parser = argparse.ArgumentParser(prog="python -m tools.dist", description="Build both wheels.")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels (default: dist)")
+    parser.add_argument(
+        "--installed", action="store_true", help="build with the installed setuptools, not with one that pip fetches"
+    )
     options = parser.parse_args(arguments)
     for stage in (stage_client, stage_server):
-        build(stage(ROOT, STAGE), options.out)
+        build(stage(ROOT, STAGE), options.out, isolated=not options.installed)
     for wheel in sorted(options.out.glob("*.whl")):
         print(f"{wheel}: {wheel.stat().st_size / 1e6:.2f} MB")
     return 0

@@ -1,4 +1,4 @@
-"""Write the lock files of the images: every package with its version and SHA-256.
+"""Write the lock files of the images, and of what builds them: every package with its version and SHA-256.
 
     make locks
     make locks ARGS="--torch-wheels /wheels"
@@ -28,6 +28,8 @@ PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor i
 TORCH = "2.13.0"
 TORCH_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
 IMAGES = ("scheduler", "worker-cpu", "worker-cuda")
+BUILD = "build"
+"""The lock file of what builds the wheels of Quire; no image has these packages."""
 LEFT_OUT = {"scheduler": {"hf-xet"}}
 """By image: packages that their dependents import only where they are installed.
 
@@ -36,15 +38,16 @@ hf-xet speeds up downloads of weights. Front ends download only the files of the
 
 
 def lock_of(image: str) -> Path:
-    """Return the lock file of an image."""
+    """Return the lock file of an image, or of BUILD."""
     return DEPLOY / f"requirements-{image}.txt"
 
 
 def wanted(image: str) -> list[str]:
-    """Return the requirements of an image. Kernels for CPUs do not need triton."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    needs: list[str] = project["dependencies"]
-    if image == "scheduler":
+    """Return the requirements of an image, or of BUILD. Kernels for CPUs do not need triton."""
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    project = described["project"]
+    needs: list[str] = described["build-system"]["requires"] if image == BUILD else project["dependencies"]
+    if image in ("scheduler", BUILD):
         return needs
     extra = project["optional-dependencies"]["worker"]
     left_out = ("torch", "triton") if image == "worker-cpu" else ("torch",)
@@ -98,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch-wheels", default=TORCH_WHEELS, help="page or folder with torch for CPUs")
     options = parser.parse_args(arguments)
     constraints: list[str] = []
-    for image in IMAGES:
+    for image in (*IMAGES, BUILD):
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             # Packages that images share have one version in all of them.
             file.write("\n".join(constraints))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.images import Instruction, context, dockerfile, filled, read, sources
-from tools.lock import IMAGES, TORCH, lock_of, locked, wanted
+from tools.lock import BUILD, IMAGES, TORCH, lock_of, locked, wanted
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ def test_the_worker_is_sent_what_builds_the_cpu_kernels() -> None:
     assert "setup.py" not in sent("scheduler")
 
 
-@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("image", [*IMAGES, BUILD])
 def test_a_lock_file_has_every_dependency_with_a_hash(image: str) -> None:
     """The images install exactly these files; a new dependency needs new lock files (make locks)."""
     lines = lock_of(image).read_text().splitlines()[1:]
