@@ -13,7 +13,7 @@ from shared.config import WorkerConfig
 from shared.model_path import resolve_model
 from tests.checkpoints import make_checkpoint
 from tests.cpu_kernels import cpu_kernels
-from tests.quantised_checkpoints import make_pair
+from tests.quantised_checkpoints import make_gguf, make_pair
 from tests.storages import bytes_of
 from tests.worker_svc.driver import CPU, make_engine
 from worker_svc.memory.kv_pool import block_bytes
@@ -79,6 +79,20 @@ def test_a_quantised_checkpoint_is_counted_as_a_worker_holds_it(layout: str, arc
     with cpu_kernels("off"):
         dequantised = bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)[0])
     assert on_gpu["weights_bytes"] == pytest.approx(dequantised, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"), [("Q8_0", {}), ("Q4_K", {"dtype": "bfloat16"}), ("Q4_K", {"quantization": "int8"})]
+)
+def test_a_gguf_checkpoint_is_counted_as_a_worker_holds_it(kind: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    """Weights are dequantised to the model's type, or quantised again; bytes are within 3 %."""
+    folder = make_gguf(kind, tmp_path).quantised
+    options = [f"--{name}={value}" for name, value in flags.items()]
+
+    predicted = _capacity(tmp_path, folder, "--context=64", "--output=8", *options)
+
+    weights = bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu", **flags), CPU)[0])
+    assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
