@@ -4,6 +4,9 @@ import os
 import platform
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -29,10 +32,21 @@ from worker_svc.model.loader import ModelDescription, load_model
 from worker_svc.ranks.commands import Followers
 from worker_svc.ranks.gpu_locks import alone_on
 from worker_svc.ranks.group import RankLostError, join, meet, place_of
+from worker_svc.ranks.shard import Shard
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def run(config: WorkerConfig) -> int:
+_MOST_STOPPING_S = 4.0
+"""Longest time from a signal to the end of a rank; shorter than the grace period of `quire serve`."""
+
+
+def run(config: WorkerConfig, end: Callable[[int], None]) -> int:
     """Run one worker until SIGTERM or SIGINT.
+
+    Args:
+        config: the settings.
+        end: ends this process with an exit code; it is called in a thread if a signal finds a rank waiting for others.
 
     Returns:
         The exit code: 0 after a signal; 1, with one line on stderr, if the configuration is not valid, the scheduler
@@ -42,7 +56,7 @@ def run(config: WorkerConfig) -> int:
     try:
         telemetry = Telemetry("quire-worker")
         try:
-            _serve(config, telemetry)
+            _serve(config, telemetry, end)
         finally:
             telemetry.shutdown()
     except _StoppedWhileLoading as stopped:
@@ -73,25 +87,47 @@ class _StopOnSignal:
 
     For a follower, a signal while it loads is a failure: the worker cannot start without it. Its exit code is that of a
     shell for a program that a signal has ended. Afterwards it ignores signals, because it stops when rank 0 does.
+
+    Python runs a signal handler only when the main thread is back from native code, and a rank may wait minutes for
+    another one in a collective. So a thread ends a rank that is still there some time after a signal.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, shard: Shard, end: Callable[[int], None]) -> None:
         self.loop: WorkerLoop | None = None
         self.follows = False
-        self._rank = rank
-        for number in (signal.SIGTERM, signal.SIGINT):
+        self._rank = shard.rank
+        if shard.size > 1:
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            # The number of a signal is written when it arrives, whatever the main thread does.
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(reader, end), name="signals", daemon=True).start()
+        for number in _SIGNALS:
             signal.signal(number, self)
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         if self.loop is not None:
             self.loop.stop()
         elif not self.follows:
-            raise _StoppedWhileLoading(128 + number if self._rank else 0)
+            raise _StoppedWhileLoading(self._exit_code(number))
+
+    def _exit_code(self, number: int) -> int:
+        return 128 + number if self._rank else 0
+
+    def _watch(self, reader: int, end: Callable[[int], None]) -> None:
+        while True:
+            (number,) = os.read(reader, 1)
+            if number not in _SIGNALS or self.follows:
+                continue
+            time.sleep(_MOST_STOPPING_S)
+            if not self.follows:
+                get_logger().warning("stopped while it waited for other ranks", rank=self._rank)
+                end(self._exit_code(number))
 
 
-def _serve(config: WorkerConfig, telemetry: Telemetry) -> None:
+def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None]) -> None:
     place = place_of(config.tensor_parallel_size, os.environ)
-    stop = _StopOnSignal(place.shard.rank)
+    stop = _StopOnSignal(place.shard, end)
     shard = place.shard
     name = worker_id(config.worker_id, platform.node(), os.getpid())
     keys = load_keys(config.keys, WORKER)

@@ -9,6 +9,7 @@ torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) say that it is
 import gc
 import os
 import sys
+from typing import NoReturn
 
 from quire_server.cli._config import add_config_flags
 from quire_server.cli._parser import Namespace, OneLineParser
@@ -41,10 +42,15 @@ def run(options: Namespace) -> int:
 
     gc.freeze()
     gc.enable()
-    exit_code = run_process(config)
-    # Everything that needs a clean shutdown has ended. Python's own shutdown, which unloads thousands of modules of
-    # torch, would take seconds and delay the service.
-    clean_up()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+
+    def end(exit_code: int) -> NoReturn:
+        """End this process; everything that needs a clean shutdown has ended.
+
+        Python's own shutdown, which unloads thousands of modules of torch, would take seconds and delay the service.
+        """
+        clean_up()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    end(run_process(config, end))

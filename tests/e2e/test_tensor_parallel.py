@@ -5,9 +5,11 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -119,6 +121,66 @@ def test_a_signal_to_one_rank_ends_all_while_they_load(
     assert not is_alive(follower)
     assert [each for each in errors.splitlines() if each.startswith("quire worker:")] == ([line] if line else [])
     assert list(left.glob("quire-ranks-*")) == []
+
+
+@pytest.mark.parametrize(("rank", "exit_code"), [(0, 0), pytest.param(1, 143, marks=pytest.mark.release)])
+def test_a_signal_ends_a_rank_that_waits_for_the_others(rank: int, exit_code: int, tmp_path: Path) -> None:
+    """SIGTERM ends a rank whose peer never starts, although it waits in native code for up to 15 minutes."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+        port = leader.getsockname()[1]
+        leader.settimeout(PATIENCE_S)
+        if rank == 0:
+            leader.close()
+        process = subprocess.Popen(
+            [*QUIRE, "worker", f"--model={checkpoint}", "--tensor-parallel-size=2", "--device=cpu", "--num-threads=1"],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            with _connected(port) if rank == 0 else leader.accept()[0]:
+                process.send_signal(signal.SIGTERM)
+                _, errors = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+            process.wait()
+
+    assert process.returncode == exit_code, errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.release
+def test_a_signal_ends_rank_0_while_a_follower_hangs(tmp_path: Path) -> None:
+    """SIGTERM ends a rank 0 that waits for a follower in the middle of a step; the request goes on afterwards."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    with serve(checkpoint, "--num-threads=1", "--tensor-parallel-size=2") as served, Client(served.grpc) as client:
+        (worker,) = served.children("worker")
+        (follower,) = followers(served)
+        follower.suspend()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(lambda: client.generate(token_ids=[5], max_tokens=4, ignore_eos=True).result())
+            end = time.monotonic() + PATIENCE_S
+            while served.metric("vllm:num_requests_running") == 0:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            worker.terminate()
+            _, alive = psutil.wait_procs([worker, follower], timeout=PATIENCE_S)
+            assert not alive
+            assert len(answer.result(PATIENCE_S).token_ids) == 4
+        assert served.count_logged("stopped while it waited for other ranks") == 1
+
+
+def _connected(port: int) -> socket.socket:
+    """A connection to a port of this machine, as soon as a process listens there."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 @contextlib.contextmanager
