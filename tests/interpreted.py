@@ -17,15 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 _VARIABLE = "TRITON_INTERPRET"
 
 
-def check_interpreted(tests: Path) -> None:
-    """Runs a file or folder of tests, interpreted; all must pass, and there must be some."""
+def check_interpreted(tests: Path, marked: str = "not release", limit_s: int = 280) -> None:
+    """Runs the tests of a file or folder with these marks, interpreted; all must pass, and there must be some."""
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", str(tests)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", marked, str(tests)],
         cwd=ROOT,
         env=os.environ | {_VARIABLE: "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=limit_s,
         check=False,
     )
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.interpreted import check_interpreted
 
-FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+FOLDER = Path(__file__).parent / "interpreted"
+FILES = sorted(FOLDER.glob("test_*.py"))
 
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
@@ -17,3 +18,10 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 def test_kernels_equal_their_references(file: Path) -> None:
     """Every Triton kernel, interpreted, equals its reference."""
     check_interpreted(file)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(3600)
+def test_kernels_equal_their_references_at_rarer_shapes() -> None:
+    """The same at shapes that take long."""
+    check_interpreted(FOLDER, "release", limit_s=3600)

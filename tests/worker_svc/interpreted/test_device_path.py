@@ -125,7 +125,7 @@ def test_tokens_are_the_oracles(tmp_path: Path) -> None:
     """
     folder = make_checkpoint("MixtralForCausalLM", tmp_path)
     device = FakeAccelerator()
-    engine = make_engine(folder, accelerator=device, block_size=8, max_num_seqs=2, max_num_batched_tokens=32)
+    engine = make_engine(folder, accelerator=device, block_size=8, max_num_seqs=2, max_num_batched_tokens=16)
     device.log.clear()
     driver = Driver(engine)
     prompts = [list(range(10, 29)), [7, 8, 9]]
@@ -185,8 +185,8 @@ def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[objec
 
     Rows of every kind of sampling are admitted, computed in chunks, decoded by graphs, copied, swapped and removed.
     """
-    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
-    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "swap_space": "1MiB", "max_num_batched_tokens": 32}
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path, num_hidden_layers=1)
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "swap_space": "1MiB", "max_num_batched_tokens": 16}
     driver = Driver(make_engine(folder, accelerator=FakeAccelerator(), **settings))
     with watched_launches(driver):
         for index, sampling in enumerate(SAMPLINGS):
@@ -223,7 +223,7 @@ def test_the_memory_profile_compiles_rare_kernels(compiled: dict[str, set[tuple[
 
     The engine captures no graphs here, so that only the profile can have compiled these kernels.
     """
-    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
+    folder = make_checkpoint("Qwen3ForCausalLM", tmp_path, num_hidden_layers=1)
     edit_config(folder, lambda config: config.update(max_position_embeddings=2048))
     settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "dtype": "bfloat16"}
     engine = make_engine(folder, **settings)
