@@ -110,6 +110,11 @@ class GrammarTokenizer:
             ) from None
 
 
+def is_special(text: str, *, special: bool) -> bool:
+    """Return whether grammars match an added token by its id only: a special one, or any in angle brackets."""
+    return special or (text.startswith("<") and text.endswith(">"))
+
+
 def check_text(text: str) -> None:
     """Check the properties that the library does not bound.
 

@@ -38,11 +38,15 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """Same as AUTO."""
     TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
-    """The model decides, and writes calls freely: "strict" of a tool has no effect."""
+    """The model decides. Its calls follow the schemas of their arguments if a tool is "strict" or `allowed` leaves tools out,
+    and calls of the model's family begin with a marker (docs/api.md). Otherwise it writes them freely.
+    """
     TOOL_MODE_NONE: _ToolMode.ValueType  # 2
     """The model does not see the tools."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
-    """The model must call a tool. A grammar allows nothing but calls that follow the schemas of their arguments."""
+    """The model must call a tool. After its reasoning, a grammar allows nothing but calls, in the form of the model's
+    family, that follow the schemas of their arguments.
+    """
 
 class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
     """Rule for the calls of an answer."""
@@ -50,11 +54,15 @@ class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """Same as AUTO."""
 TOOL_MODE_AUTO: ToolMode.ValueType  # 1
-"""The model decides, and writes calls freely: "strict" of a tool has no effect."""
+"""The model decides. Its calls follow the schemas of their arguments if a tool is "strict" or `allowed` leaves tools out,
+and calls of the model's family begin with a marker (docs/api.md). Otherwise it writes them freely.
+"""
 TOOL_MODE_NONE: ToolMode.ValueType  # 2
 """The model does not see the tools."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
-"""The model must call a tool. A grammar allows nothing but calls that follow the schemas of their arguments."""
+"""The model must call a tool. After its reasoning, a grammar allows nothing but calls, in the form of the model's
+family, that follow the schemas of their arguments.
+"""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _FinishReason:
@@ -272,22 +280,28 @@ class ToolChoice(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     SINGLE_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
     mode: Global___ToolMode.ValueType
     """The rule. Default: AUTO."""
     name: _builtins.str
     """With REQUIRED: the name of the function that must be called. Empty: any of the tools."""
     single: _builtins.bool
-    """With REQUIRED: allow only one call."""
+    """Allow only one call, where a grammar makes the calls: with REQUIRED, and with AUTO and "strict" tools."""
+    @_builtins.property
+    def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the functions that may be called, or with REQUIRED must be; the model sees all tools. Empty: all of them."""
+
     def __init__(
         self,
         *,
         mode: Global___ToolMode.ValueType = ...,
         name: _builtins.str = ...,
         single: _builtins.bool = ...,
+        allowed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,7 +30,7 @@ from services.calls.tracing import describe_request, operation_name, request_spa
 from services.calls.wakeup import Wakeup
 from services.requests.prompts import Prompts
 from services.requests.scheduling import block_keys, due_times, schedule
-from services.requests.tools import grammar_of_calls, new_parser
+from services.requests.tools import make_grammar, new_parser
 from services.requests.validation import MAX_CHOICES, ValidRequest, check_log_size, resolve_max_tokens, validate
 from services.streams.logprobs import token_logprobs
 from services.streams.stream import Stream, StreamRequest
@@ -128,8 +128,8 @@ class Generator:
         if prompt_encoded is not None:
             prompt_encoded(prompt)
         wakeup = Wakeup()
-        first = await self._first_choice(accepted, prompt, tokenise_s)
         reasons = services.begins_in_reasoning(prompt)
+        first = await self._first_choice(accepted, prompt, tokenise_s, reasons=reasons)
         streams = [
             Stream(
                 first if choice == 0 else _for_choice(first, choice, valid, accepted.caller),
@@ -159,7 +159,9 @@ class Generator:
         choices = Choices(streams, model.name, valid.request_id, operation_name(accepted.request))
         await self._delivery.serve(choices, wakeup, accepted.span, send, begin, keep=valid.resumable)
 
-    async def _first_choice(self, accepted: _Accepted, prompt: Sequence[int], tokenise_s: float) -> StreamRequest:
+    async def _first_choice(
+        self, accepted: _Accepted, prompt: Sequence[int], tokenise_s: float, *, reasons: bool
+    ) -> StreamRequest:
         """Return the request to the core for the first choice; the others differ in few fields.
 
         Raises:
@@ -193,7 +195,7 @@ class Generator:
         began = time.monotonic()
         if request.HasField("grammar"):
             spec = spec._replace(grammar=await services.grammars.check(request.grammar, model))
-        elif (of_calls := grammar_of_calls(valid.tools)) is not None:
+        elif (of_calls := make_grammar(valid.tools, services.model_format, reasons=reasons)) is not None:
             spec = spec._replace(grammar=await services.grammars.check(of_calls, model, "chat.tools_json"))
         grammar_s = time.monotonic() - began
         check_log_size(valid, spec)

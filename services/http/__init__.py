@@ -7,7 +7,7 @@ streams it. Nothing here generates, queues or limits. In reading order:
   * `cross_origin`: allowed hosts and origins;
   * `endpoint`: one exchange from its body to its end: limits, deadlines, disconnects, errors;
   * `schema` and `bodies`: fields of a request body; `identity`: model and request id;
-  * `sampling` and `prompts`: body to `GenerateRequest`; `tool_calls`: tools in, parsed calls out;
+  * `sampling` and `prompts`: body to `GenerateRequest`;
   * `answers`, with `logprobs`: `GenerateResponse` to OpenAI's chunks; `whole_answer`: their sum;
   * `generation`, `embeddings`, `texts`, `probes`: the endpoints;
   * `errors` and `openapi`: errors in OpenAI's form, and the description of the API.

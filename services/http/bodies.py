@@ -26,6 +26,7 @@ _TYPES = {
     "int_type": "must be an integer",
     "list_type": "must be a list",
     "literal_error": "must be {expected}",
+    "model_attributes_type": "must be an object",
     "model_type": "must be an object",
     "string_type": "must be a string",
 }
@@ -46,6 +47,8 @@ _VALUES = {
     "string_pattern_mismatch": "must match {pattern}",
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must have at least {min_length} characters",
+    "union_tag_invalid": "{discriminator} must be one of {expected_tags}",
+    "union_tag_not_found": "{discriminator} is missing; it is required",
     "unsupported_part": "parts of type {kind!r} are not supported, because the server reads text only; send text parts",
 }
 """Messages for a missing value, or one that is out of range."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire.v1 import generation_pb2 as v1
 from services.http.sampling import FieldNames, field_names, fill_common, fill_grammar
-from services.http.schema import ChatBody, CompletionBody, JsonObject, Message, NamedTool, Tool
+from services.http.schema import AllowedToolsChoice, ChatBody, CompletionBody, JsonObject, Message, NamedTool, Tool
 from shared.errors import FieldViolation, InvalidRequestError
 
 Prompt = str | list[int]
@@ -101,6 +101,7 @@ def prepare_chat(body: ChatBody, request_id: str) -> Prepared:
             "chat.tools_json": "tools",
             "chat.tool_choice": "tool_choice",
             "chat.tool_choice.name": "tool_choice.function.name",
+            "chat.tool_choice.allowed": "tool_choice.allowed_tools.tools",
             "chat.template_variables_json": "chat_template_kwargs",
             "chat": "messages",
             "chat.messages": "messages",
@@ -146,6 +147,9 @@ def _fill_choice(choice: v1.ToolChoice, body: ChatBody) -> None:
     match body.tool_choice:
         case NamedTool() as named:
             choice.mode, choice.name = v1.TOOL_MODE_REQUIRED, named.function.name
+        case AllowedToolsChoice(allowed_tools=allowed):
+            choice.mode = _MODES[allowed.mode]
+            choice.allowed.extend(tool.function.name for tool in allowed.tools)
         case None:
             pass
         case mode:

@@ -50,7 +50,7 @@ class FunctionDefinition(Body):
     description: str | None = None
     parameters: JsonObject | None = Field(default=None, description="JSON schema of the arguments, of type object")
     strict: bool | None = Field(
-        default=None, description="accepted without effect: forced calls always follow the schema"
+        default=None, description="calls follow the schema with tool_choice auto, too; forced calls always do"
     )
 
 
@@ -123,6 +123,20 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Body):
+    """Which of the tools may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=_MAX_TOOLS)
+
+
+class AllowedToolsChoice(Body):
+    """The model sees all tools, and may call some of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class NamedSchema(Body):
@@ -258,7 +272,11 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: Uint32 | None = None
     tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False

@@ -3,11 +3,14 @@
 Each family of models has one incremental parser (`families`). `choose_family` finds the family from the chat template.
 An `OutputParser` reads one output. It takes text in pieces of any size. It returns events as soon as
 they are certain. The sizes of the pieces affect only where the texts of events are cut.
+
+Where calls must follow their schemas, `grammar_of_calls` writes a grammar in the family's form (`call_forms`), and the
+same parser reads what the grammar makes.
 """
 
-from services.parsers.call_schema import schema_of_calls
+from services.parsers.call_grammar import grammar_of_calls
 from services.parsers.events import CallArguments, CallBegun, CallEnded, Content, Event, Reasoning, merged
-from services.parsers.families import Read, forced_json
+from services.parsers.families import Read
 from services.parsers.functions import Function, read_functions
 from services.parsers.model_format import ModelFormat, model_format
 from services.parsers.parser import FAMILIES, Family, OutputParser, choose_family
@@ -26,9 +29,8 @@ __all__ = [
     "Read",
     "Reasoning",
     "choose_family",
-    "forced_json",
+    "grammar_of_calls",
     "merged",
     "model_format",
     "read_functions",
-    "schema_of_calls",
 ]

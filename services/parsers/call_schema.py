@@ -1,18 +1,21 @@
-"""Schema of tool calls as a JSON array, which a grammar can force on every model.
-
-The output is an array of {"name", "parameters"}, each following its function's schema.
+"""Schemas of arguments as grammars use them.
 
 A model may add a property to any object that does not forbid it. Many clients leave `additionalProperties` out, and a
 weak model then invents arguments. So an object that lists its properties has no others here, unless the schema says so.
+
+Annotations are left out: they mean nothing to a grammar, and descriptions can be long.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping
 from typing import Any
-
-from services.parsers.functions import Function
 
 JsonObject = dict[str, Any]
 
+DEFINITIONS = ("$defs", "definitions")
+"""Keywords with the schemas to which references of a schema point."""
+_ANNOTATIONS = {"$comment", "$schema", "default", "deprecated", "description", "examples", "title"}
 _COMBINING = {
     "$ref",
     "allOf",
@@ -25,66 +28,110 @@ _COMBINING = {
     "unevaluatedProperties",
 }
 """Keywords beside which `properties` does not list all properties."""
+_PLAIN = _ANNOTATIONS | {
+    "type",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+}
+"""Keywords of schemas whose strings can be found."""
+_MAPS = {"properties", *DEFINITIONS}
+_PARTS = {"allOf", "anyOf", "oneOf"}
 
 
-def schema_of_calls(functions: Sequence[Function], *, parallel: bool) -> JsonObject:
-    """Return the JSON schema of an answer that calls at least one function; exactly one if not `parallel`."""
-    definitions: JsonObject = {}
-    items = [_call_schema(function, number, definitions) for number, function in enumerate(functions)]
-    schema: JsonObject = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": [*items]}}
-    if not parallel:
-        schema["maxItems"] = 1
-    if definitions:
-        schema["$defs"] = definitions
+class NotWritableError(Exception):
+    """Values of a schema cannot be written in this form."""
+
+
+def closed(schema: Mapping[str, Any]) -> JsonObject:
+    """Return the schema without annotations, and without properties that it does not list.
+
+    Parts of combined schemas remain open.
+    """
+    return _closed(schema, is_part=False)
+
+
+def _closed(schema: Mapping[str, Any], *, is_part: bool) -> JsonObject:
+    result: JsonObject = {}
+    for key, value in schema.items():
+        if key in _ANNOTATIONS:
+            continue
+        if key in _MAPS and isinstance(value, dict):
+            result[key] = {name: _closed_if_object(each) for name, each in value.items()}
+        elif key in _PARTS and isinstance(value, list):
+            result[key] = [_closed_if_object(each, is_part=True) for each in value]
+        elif key == "items":
+            result[key] = _closed_if_object(value)
+        else:
+            result[key] = value
+    if not is_part and isinstance(result.get("properties"), dict) and not _COMBINING & result.keys():
+        result["additionalProperties"] = False
+    return result
+
+
+def _closed_if_object(schema: object, *, is_part: bool = False) -> object:
+    return _closed(schema, is_part=is_part) if isinstance(schema, dict) else schema
+
+
+def without_text(schema: Mapping[str, Any], text: str) -> JsonObject:
+    """Return the schema of those values in whose strings a text does not occur.
+
+    Args:
+        schema: the schema; its references are kept.
+        text: the text, whose first character is in it only once.
+
+    Raises:
+        NotWritableError: the schema allows strings in unknown places.
+    """
+    result = dict(schema)
+    if text in json.dumps([schema.get("enum"), schema.get("const"), [*schema.get("properties", ())]]):
+        raise NotWritableError
+    if "enum" in schema or "const" in schema or "$ref" in schema:
+        return result
+    types = schema.get("type", ())
+    types = (types,) if isinstance(types, str) else types
+    parts = _PARTS & schema.keys()
+    if not schema.keys() <= _PLAIN or not (types or parts) or schema.get("additionalProperties"):
+        raise NotWritableError
+    for key in parts:
+        result[key] = [without_text(_object(each), text) for each in schema[key]]
+    if "string" in types:
+        result["pattern"] = _pattern_without(text)
+    if "array" in types:
+        result["items"] = without_text(_object(schema.get("items")), text)
+    if "object" in types:
+        properties = _object(schema.get("properties"))
+        result["properties"] = {key: without_text(_object(each), text) for key, each in properties.items()}
+    return result
+
+
+def _object(schema: object) -> JsonObject:
+    if not isinstance(schema, dict):
+        raise NotWritableError
     return schema
 
 
-def _call_schema(function: Function, number: int, definitions: JsonObject) -> JsonObject:
-    parameters = dict(function.parameters or {"type": "object"})
-    for keyword in ("$defs", "definitions"):
-        own = parameters.pop(keyword, None)
-        if isinstance(own, dict):
-            # References are relative to the root of the schema, and this schema is no longer the root.
-            definitions.update({f"{number}.{name}": _closed(_moved(each, number)) for name, each in own.items()})
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function.name}, "parameters": _closed(_moved(parameters, number))},
-        "required": ["name", "parameters"],
-        "additionalProperties": False,
-    }
+def _pattern_without(text: str) -> str:
+    """Return a regular expression for strings in which a text does not occur.
 
-
-def _closed(schema: JsonObject) -> JsonObject:
-    """Return the schema without properties that it does not list. Parts of combined schemas remain open."""
-    closed = dict(schema)
-    properties, items = closed.get("properties"), closed.get("items")
-    if isinstance(properties, dict):
-        closed["properties"] = {
-            name: _closed(each) if isinstance(each, dict) else each for name, each in properties.items()
-        }
-        if not _COMBINING & closed.keys():
-            closed["additionalProperties"] = False
-    if isinstance(items, dict):
-        closed["items"] = _closed(items)
-    return closed
-
-
-def _moved(schema: object, number: int) -> JsonObject:
-    """Return the schema with its references adjusted to the new place of the definitions."""
-    moved = _move(schema, number)
-    return moved if isinstance(moved, dict) else {}
-
-
-def _move(node: object, number: int) -> object:
-    if isinstance(node, list):
-        return [_move(each, number) for each in node]
-    if not isinstance(node, dict):
-        return node
-    return {key: _reference(each, number) if key == "$ref" else _move(each, number) for key, each in node.items()}
-
-
-def _reference(target: object, number: int) -> object:
-    for prefix in ("#/$defs/", "#/definitions/"):
-        if isinstance(target, str) and target.startswith(prefix):
-            return f"#/$defs/{number}.{target[len(prefix) :]}"
-    return target
+    After the first character, a string continues with a part of the text, and then with another character than the
+    text does: the first one again, or one after which the search starts anew.
+    """
+    first = re.escape(text[0])
+    begun = [re.escape(text[1:end]) for end in range(1, len(text))]
+    again = "|".join(each + first for each in begun)
+    other = "|".join(f"{each}[^{first}{re.escape(text[end])}]" for end, each in enumerate(begun, 1))
+    return f"^(?:[^{first}]|{first}(?:{again})*(?:{other}))*(?:{first}(?:{again})*(?:{'|'.join(begun)}))?$"

@@ -13,6 +13,7 @@
 | granite | Granite 3 | – | <|tool_call|>[{"name": …, "arguments": …}] |
 
 Text that only looks like a call is content. A call that the output's end cuts off keeps the arguments so far.
+`call_forms` has the same forms as grammars.
 """
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
@@ -87,6 +88,11 @@ def hermes(reader: Reader, output: Output) -> Step:
 
 def _hermes_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
     opening = reader.trimmed + _CALL + (yield from reader.skip_space())
+    return (yield from _tagged_object(reader, output, opening))
+
+
+def _tagged_object(reader: Reader, output: Output, opening: str) -> Generator[None, None, bool]:
+    """Read a call as a JSON object behind its opening tag, and the closing tag; return whether it is one."""
     if (yield from reader.peek()) != "{":
         return (yield from _as_content(reader, output, opening))
     rejected = yield from read_object(reader, output.calls)
@@ -111,7 +117,7 @@ def qwen3_coder(reader: Reader, output: Output) -> Step:
 def _coder_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
     opening = reader.trimmed + _CALL + (yield from reader.skip_space())
     if not (yield from reader.starts_with("<function=")):
-        return (yield from _as_content(reader, output, opening))
+        return (yield from _tagged_object(reader, output, opening))
     name, complete = yield from _collect(reader, ">")
     if not complete:
         output.content(opening + "<function=" + name)
@@ -138,7 +144,9 @@ def glm4(reader: Reader, output: Output) -> Step:
 
 
 def _glm_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
-    opening = reader.trimmed + _CALL
+    opening = reader.trimmed + _CALL + (yield from reader.skip_space())
+    if (yield from reader.peek()) == "{":
+        return (yield from _tagged_object(reader, output, opening))
     name, marker = yield from _collect(reader, "<arg_key>", _END_CALL)
     if not name.strip(SPACE) or not marker:
         output.content(opening + name + marker)
@@ -167,7 +175,8 @@ def llama3_json(reader: Reader, output: Output) -> Step:
     yield from _whole_objects(reader, output, "")
 
 
-def _whole_objects(reader: Reader, output: Output, shown: str) -> Step:
+def _whole_objects(reader: Reader, output: Output, shown: str, *ends: str) -> Step:
+    """Read calls that are the whole answer; the markers `ends` are left out behind them."""
     space = yield from reader.skip_space()
     if (yield from reader.peek()) != "{":
         output.content(shown + space)
@@ -187,16 +196,21 @@ def _whole_objects(reader: Reader, output: Output, shown: str) -> Step:
         yield from reader.skip_space()
         if (yield from reader.peek()) != "{":
             break
-    yield from reader.until(output.content, trim_start=True)
+    yield from reader.until(output.content, *ends, trim_start=True)
+    yield from reader.until(output.content)
 
 
 def pythonic(reader: Reader, output: Output) -> Step:
     """Read the output of Llama 4: the whole answer is a list of calls in Python's notation, or it is content.
 
-    The arguments of a call are converted at its end, because Python's literals are not JSON's.
+    The arguments of a call are converted at its end, because Python's literals are not JSON's. The answer may also be
+    calls as Llama 3 writes them.
     """
     opening = yield from reader.starts_with("<|python_start|>")
     space = yield from reader.skip_space()
+    if (yield from reader.peek()) == "{":
+        yield from _whole_objects(reader, output, space, "<|python_end|>")
+        return
     if (yield from reader.peek()) != "[":
         output.content(space)
         yield from reader.until(output.content, "<|python_end|>")
@@ -207,7 +221,7 @@ def pythonic(reader: Reader, output: Output) -> Step:
         read += yield from reader.skip_space()
         call = yield from _python_call(reader)
         parsed = _parse_python(call)
-        if parsed is None:
+        if parsed is None or (output.schemas and parsed[0] not in output.schemas):
             output.content((opening if not output.calls.count else "") + read + call)
             yield from reader.until(output.content)
             return
@@ -251,14 +265,27 @@ def _parse_python(call: str) -> tuple[str, str] | None:
     name, opening, rest = call.partition("(")
     if not opening or not re.fullmatch(r"[\w.-]+", name):
         return None
+    # JSON may escape a slash; Python warns of that.
+    source = "f(" + re.sub(r"\\([\\/])", lambda found: found[0] if found[1] == "\\" else "/", rest)
     try:
-        node = ast.parse(f"f({rest}", mode="eval").body
+        node = ast.parse(source, mode="eval").body
         if not isinstance(node, ast.Call) or node.args:
             return None
-        arguments = {each.arg: ast.literal_eval(each.value) for each in node.keywords if each.arg is not None}
-        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        values = {
+            each.arg: _python_value(ast.get_source_segment(source, each.value) or "", each.value)
+            for each in node.keywords
+            if each.arg is not None
+        }
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
+    return name, "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in values.items()) + "}"
+
+
+def _python_value(text: str, node: ast.expr) -> str:
+    """Return a value in Python's notation as JSON; models write JSON there, too, and so do the grammars of calls."""
+    if _is_json(text):
+        return text
+    return json.dumps(ast.literal_eval(node), ensure_ascii=False, allow_nan=False)
 
 
 def mistral(reader: Reader, output: Output) -> Step:
@@ -342,7 +369,7 @@ def _deepseek_call(reader: Reader, output: Output) -> Step:
     if not complete:
         output.content(_DS_CALL + head)
         return
-    if head.strip(SPACE) == "function":
+    if head.strip(SPACE) == "function" and (yield from reader.peek()) != "{":
         head, _ = yield from _collect(reader, "\n")
         yield from reader.skip_space()
         yield from reader.starts_with("```json", "```")
@@ -355,12 +382,14 @@ def _deepseek_call(reader: Reader, output: Output) -> Step:
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_RECIPIENT_BEGIN = " to="
+"""What an output may begin with: the recipient is behind the role, or behind the channel."""
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 
 def harmony(reader: Reader, output: Output) -> Step:
-    """Read the output of GPT-OSS: messages in channels, the first header without its start."""
-    opening = yield from reader.starts_with(_START, _CHANNEL)
+    """Read the output of GPT-OSS: messages in channels, the first header without its start and role."""
+    opening = yield from reader.starts_with(_START, _CHANNEL, _RECIPIENT_BEGIN)
     if not opening:
         yield from reader.until(output.content)
         return
@@ -369,8 +398,8 @@ def harmony(reader: Reader, output: Output) -> Step:
         if not complete:
             output.content(opening + header)
             return
-        recipient = _RECIPIENT.search(header)
-        channel = header.partition(_CHANNEL)[2] if opening == _START else header
+        recipient = _RECIPIENT.search(opening + header)
+        channel = header if opening == _CHANNEL else header.partition(_CHANNEL)[2]
         if recipient is not None:
             output.calls.begin(recipient[1])
             yield from _json_arguments(reader, output)
@@ -408,13 +437,6 @@ def _reasoning_and_content(reader: Reader, output: Output, opening: str, closing
     while (yield from reader.until(output.content, opening, trim_start=trim, trim_end=True)):
         trim = True
         yield from _think(reader, output, closing)
-
-
-def forced_json(reader: Reader, output: Output) -> Step:
-    """Read the JSON array of calls that a grammar forces, whatever the family; text around it is not shown."""
-    yield from reader.until(lambda _: None, "[")
-    yield from read_objects(reader, output.calls, lambda _: None)
-    yield from reader.until(lambda _: None)
 
 
 def _collect(reader: Reader, *ends: str) -> Generator[None, None, tuple[str, str]]:
@@ -476,11 +498,15 @@ def _escaped(text: str) -> str:
 
 def _as_json(text: str) -> str:
     """Return a value as JSON: itself if it is JSON, otherwise a string."""
+    return text if _is_json(text) else json.dumps(text, ensure_ascii=False)
+
+
+def _is_json(text: str) -> bool:
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return text
+        return False
+    return True
 
 
 def _refuse(constant: str) -> None:

@@ -5,7 +5,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.parsers import families
+from services.parsers import call_forms, families
+from services.parsers.call_forms import Form
 from services.parsers.calls import Calls, random_id
 from services.parsers.events import Event
 from services.parsers.families import Output, Read, Schemas
@@ -24,8 +25,17 @@ class Family:
     """Markers that may be special tokens, which outputs show only on request."""
     think: str = ""
     """The marker at which reasoning begins; a prompt may end with it."""
+    form: Form = call_forms.hermes
+    """How it writes tool calls."""
     calls_tools: bool = True
     """Whether the family has a form of tool calls."""
+    marks_calls: bool = True
+    """Whether calls begin with a marker, so that a grammar can tell them from other text."""
+
+    @property
+    def end_think(self) -> str:
+        """The marker at which reasoning ends."""
+        return f"{self.think[0]}/{self.think[1:]}" if self.think else ""
 
 
 _DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
@@ -33,25 +43,37 @@ _HARMONY = tuple(f"<|{name}|>" for name in ("start", "channel", "constrain", "me
 _TAGS = (families.THINK, "</think>", "<tool_call>", "</tool_call>")
 
 FAMILIES: dict[str, Family] = {
-    "hermes": Family(families.hermes, families.reasoning_only, _TAGS, families.THINK),
-    "qwen3_coder": Family(families.qwen3_coder, families.reasoning_only, _TAGS, families.THINK),
-    "llama3_json": Family(families.llama3_json, families.plain, ("<|python_tag|>",)),
-    "pythonic": Family(families.pythonic, families.plain, ("<|python_start|>", "<|python_end|>")),
+    "hermes": Family(families.hermes, families.reasoning_only, _TAGS, families.THINK, call_forms.hermes),
+    "qwen3_coder": Family(families.qwen3_coder, families.reasoning_only, _TAGS, families.THINK, call_forms.qwen3_coder),
+    "llama3_json": Family(
+        families.llama3_json, families.plain, ("<|python_tag|>",), form=call_forms.llama3_json, marks_calls=False
+    ),
+    "pythonic": Family(
+        families.pythonic,
+        families.plain,
+        ("<|python_start|>", "<|python_end|>"),
+        form=call_forms.pythonic,
+        marks_calls=False,
+    ),
     "mistral": Family(
         families.mistral,
         families.mistral_reasoning,
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
         "[THINK]",
+        call_forms.mistral,
     ),
-    "deepseek": Family(families.deepseek, families.reasoning_only, (*_TAGS, *_DEEPSEEK), families.THINK),
-    "harmony": Family(families.harmony, families.harmony, _HARMONY),
+    "deepseek": Family(
+        families.deepseek, families.reasoning_only, (*_TAGS, *_DEEPSEEK), families.THINK, call_forms.deepseek
+    ),
+    "harmony": Family(families.harmony, families.harmony, _HARMONY, form=call_forms.harmony),
     "glm4": Family(
         families.glm4,
         families.reasoning_only,
         (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         families.THINK,
+        call_forms.glm4,
     ),
-    "granite": Family(families.granite, families.plain, ("<|tool_call|>", "<tool_call>")),
+    "granite": Family(families.granite, families.plain, ("<|tool_call|>", "<tool_call>"), form=call_forms.granite),
     "reasoning": Family(families.reasoning_only, families.reasoning_only, _TAGS, families.THINK, calls_tools=False),
     "plain": Family(families.plain, families.plain, calls_tools=False),
 }

@@ -5,16 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.v1 import generation_pb2 as v1
-from services.parsers import (
-    FAMILIES,
-    Function,
-    ModelFormat,
-    OutputParser,
-    Read,
-    forced_json,
-    read_functions,
-    schema_of_calls,
-)
+from services.parsers import FAMILIES, Function, ModelFormat, OutputParser, Read, grammar_of_calls, read_functions
 from shared.errors import FieldViolation, InvalidRequestError
 
 
@@ -26,15 +17,12 @@ class Tools:
     """Whether the model sees tools."""
     functions: tuple[Function, ...] = ()
     """Functions that the model may call."""
-    required: tuple[Function, ...] = ()
-    """Functions of which the model must call one; empty: it need not call any."""
+    required: bool = False
+    """Whether the model must call one of them."""
     single: bool = False
-    """Whether the model may call only once."""
-
-    @property
-    def are_forced(self) -> bool:
-        """Whether a grammar makes the calls."""
-        return bool(self.required)
+    """Whether a grammar allows only one call."""
+    has_grammar: bool = False
+    """Whether a grammar makes the calls."""
 
 
 def read_tools(request: v1.GenerateRequest, model_format: ModelFormat) -> Tools:
@@ -46,18 +34,26 @@ def read_tools(request: v1.GenerateRequest, model_format: ModelFormat) -> Tools:
     if not request.HasField("chat"):
         return Tools(shown=True)  # whoever renders the prompt may show tools in it
     chat, choice = request.chat, request.chat.tool_choice
-    given = json.loads(chat.tools_json) if chat.tools_json else []
-    functions = read_functions(given)
-    violations = [*_check_choice(request, functions)]
+    given = read_functions(json.loads(chat.tools_json) if chat.tools_json else [])
+    known = tuple(each for each in given if each is not None)
+    names = {choice.name} if choice.name else set(choice.allowed)
+    allowed = tuple(each for each in known if not names or each.name in names)
+    has_grammar = choice.mode == v1.TOOL_MODE_REQUIRED or (
+        choice.mode != v1.TOOL_MODE_NONE
+        and (len(allowed) < len(known) or any(each.strict for each in allowed))
+        and model_format.calls_tools
+        and model_format.family.marks_calls
+        and not request.HasField("grammar")
+    )
+    violations = [*_check_choice(request, given)]
+    if has_grammar and not violations:
+        violations += _check_grammar(request, given)
     if violations:
         raise InvalidRequestError(*violations)
     if choice.mode == v1.TOOL_MODE_NONE or not given:
         return Tools()
-    known = tuple(each for each in functions if each is not None)
-    if choice.mode == v1.TOOL_MODE_REQUIRED:
-        required = tuple(each for each in known if choice.name in ("", each.name))
-        return Tools(True, known, required, choice.single or bool(choice.name))
-    if request.output.parse and not model_format.family.calls_tools:
+    required = choice.mode == v1.TOOL_MODE_REQUIRED
+    if request.output.parse and not required and not model_format.calls_tools:
         raise InvalidRequestError(
             FieldViolation(
                 "chat.tools_json",
@@ -65,31 +61,40 @@ def read_tools(request: v1.GenerateRequest, model_format: ModelFormat) -> Tools:
                 " named function",
             )
         )
-    return Tools(True, known, (), choice.single)
+    return Tools(True, allowed, required, choice.single or bool(choice.name), has_grammar)
 
 
 def _check_choice(request: v1.GenerateRequest, functions: list[Function | None]) -> Iterator[FieldViolation]:
     choice = request.chat.tool_choice
-    is_required = choice.mode == v1.TOOL_MODE_REQUIRED
-    if choice.name and not is_required:
+    if choice.name and choice.mode != v1.TOOL_MODE_REQUIRED:
         yield FieldViolation("chat.tool_choice.name", "requires the mode REQUIRED; set it, or give no name")
     if choice.mode in (v1.TOOL_MODE_AUTO, v1.TOOL_MODE_REQUIRED) and not functions:
         yield FieldViolation("chat.tool_choice", "requires tools; add tools or set tool_choice to 'none'")
         return
-    if not is_required:
+    if choice.mode == v1.TOOL_MODE_NONE:
         return
+    known = [each.name for each in functions if each is not None]
+    named = [("chat.tool_choice.name", choice.name)] if choice.name else []
+    named += [(f"chat.tool_choice.allowed[{index}]", name) for index, name in enumerate(choice.allowed)]
+    for field, name in named:
+        if name not in known:
+            yield FieldViolation(field, f"no tool is named {name[:64]!r}; give the name of one of tools")
+            return
+
+
+def _check_grammar(request: v1.GenerateRequest, functions: list[Function | None]) -> Iterator[FieldViolation]:
+    """Yield what is wrong with a request whose calls a grammar makes."""
     if request.HasField("grammar"):
         yield FieldViolation("chat.tool_choice", "cannot be combined with structured output; remove one of them")
     if request.stop.min_tokens:
-        yield FieldViolation("stop.min_tokens", "cannot be combined with forced calls, which decide when they end")
+        yield FieldViolation(
+            "stop.min_tokens",
+            "cannot be combined with forced or strict calls, whose grammar decides when the output ends",
+        )
     if None in functions:
         form = '{"type": "function", "function": {"name": …, "parameters": …}}'
         yield FieldViolation(
-            "chat.tools_json", f"tool {functions.index(None)} cannot be forced; give it the form {form}"
-        )
-    elif choice.name and choice.name not in [each.name for each in functions if each is not None]:
-        yield FieldViolation(
-            "chat.tool_choice.name", f"no tool is named {choice.name!r}; give the name of one of tools"
+            "chat.tools_json", f"tool {functions.index(None)} cannot be forced or constrained; give it the form {form}"
         )
 
 
@@ -112,23 +117,33 @@ def new_parser(
 
 def shown_tokens(request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat) -> tuple[str, ...]:
     """Return the special tokens that the parser of a request reads."""
-    read = _read_of(request, tools, model_format)
-    return () if read in (None, forced_json) else model_format.family.markers
+    if _read_of(request, tools, model_format) is None:
+        return ()
+    return (model_format.calling_family if tools.required else model_format.family).markers
 
 
 def _read_of(request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat) -> Read | None:
     """Return how the output of a request is read; None: all of it is content."""
     if not request.output.parse or request.HasField("grammar"):
-        return None  # a grammar leaves no room for markers
-    if tools.are_forced:
-        return forced_json
+        return None  # a grammar of the client leaves no room for markers
+    if tools.required:
+        return model_format.calling_family.read
     family = model_format.family
     read = family.read if tools.shown else family.read_without_tools
     return None if read is FAMILIES["plain"].read else read
 
 
-def grammar_of_calls(tools: Tools) -> v1.Grammar | None:
-    """Return the grammar that makes the calls of a request; None: the model writes them freely."""
-    if not tools.are_forced:
+def make_grammar(tools: Tools, model_format: ModelFormat, *, reasons: bool) -> v1.Grammar | None:
+    """Return the grammar that makes the calls of a request; None: the model writes them freely.
+
+    Args:
+        tools: the tools of the request.
+        model_format: the format of the served model.
+        reasons: whether the output begins within reasoning.
+    """
+    if not tools.has_grammar:
         return None
-    return v1.Grammar(json_schema=json.dumps(schema_of_calls(tools.required, parallel=not tools.single)))
+    text = grammar_of_calls(
+        model_format, tools.functions, required=tools.required, single=tools.single, reasons=reasons
+    )
+    return v1.Grammar(ebnf=text)

@@ -116,7 +116,7 @@ def validate(
         raise InvalidRequestError(*violations)
     _reject_unsupported(request)
     tools = read_tools(request, model_format)
-    has_grammar = tools.are_forced or request.HasField("grammar")
+    has_grammar = tools.has_grammar or request.HasField("grammar")
     sampling, stop, output = request.sampling, request.stop, request.output
     # A grammar allows the model's end-of-sequence token exactly where the output may end.
     eos = () if stop.ignore_eos and not has_grammar else tuple(model.eos_token_ids)

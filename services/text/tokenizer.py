@@ -22,6 +22,7 @@ from services.text.chat_template import ChatTemplate
 from services.text.detokenizer import Detokenizer, detokenizer_factory, token_reader
 from shared.config import ConfigError
 from shared.errors import OverloadedError
+from shared.grammars import is_special
 from shared.json_text import describe_json_error
 
 INLINE_CHARACTERS = 512
@@ -51,8 +52,10 @@ class TextTokenizer:
         self.token_bytes = token_reader(tokenizer)
         """Maps a token id to the token's bytes, which may be a part of a character."""
         added = tokenizer.get_added_tokens_decoder().items()
-        self.special_tokens: Mapping[str, int] = {token.content: i for i, token in added if token.special}
-        """Ids of the special tokens, by their text."""
+        self.special_tokens: Mapping[str, int] = {
+            token.content: i for i, token in added if is_special(token.content, special=token.special)
+        }
+        """Ids of the tokens that grammars match by their id only, by their text."""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._max_bytes = max_bytes
         self._bytes = 0

@@ -43,7 +43,12 @@ def to_chat(body: CountTokensBody) -> ChatBody:
         chat["tools"] = [
             {
                 "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
             }
             for tool in tools
         ]

@@ -37,6 +37,7 @@ class MessagesTool(OpenBody):
     name: str = ""
     description: str | None = None
     input_schema: JsonObject | None = None
+    strict: bool | None = None
 
 
 class MessagesToolChoice(OpenBody):

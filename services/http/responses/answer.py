@@ -227,7 +227,7 @@ def _tool(tool: ResponseTool) -> Json:
     """Return a tool as the client gave it; functions have all their fields."""
     given = tool.model_dump(exclude_unset=tool.type != "function", exclude={"tools", "format"})
     if tool.type == "function":
-        given["strict"] = True
+        given["strict"] = bool(tool.strict)
     if tool.format is not None:
         given["format"] = tool.format
     if tool.tools is not None:

@@ -5,7 +5,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from services.http.bodies import checked
-from services.http.responses.schema import InputItem, InputPart, NamedResponseTool, ResponsesBody
+from services.http.responses.schema import (
+    AllowedResponseTools,
+    InputItem,
+    InputPart,
+    NamedResponseTool,
+    ResponsesBody,
+    ResponseTool,
+)
 from services.http.responses.tools import callable_tools, custom_arguments, function_name
 from services.http.schema import ChatBody
 from shared.errors import FieldViolation, InvalidRequestError
@@ -22,6 +29,8 @@ FIELDS = {
     "chat_template_kwargs": "reasoning.effort",
 }
 """Names of this API for fields of a chat, in errors."""
+_CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "computer_use_preview")
+"""Types of tools that the client runs, and that the vendor's models know without a schema."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
@@ -43,10 +52,16 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ChatBody:
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
     }
+    _refuse_own_tools(body.tools or ())
     tools = [
         {
             "type": "function",
-            "function": {"name": tool.function, "description": tool.description or None, "parameters": tool.parameters},
+            "function": {
+                "name": tool.function,
+                "description": tool.description or None,
+                "parameters": tool.parameters,
+                "strict": tool.strict,
+            },
         }
         for tool in callable_tools(body.tools)
     ]
@@ -122,7 +137,27 @@ def _text(content: str | list[InputPart] | None, field: str) -> str:
     return "".join(part.text for part in content)
 
 
-def _tool_choice(choice: str | NamedResponseTool | None) -> str | Json | None:
-    if isinstance(choice, NamedResponseTool):
-        return {"type": "function", "function": {"name": function_name(choice.namespace, choice.name)}}
-    return choice
+def _refuse_own_tools(tools: Iterable[ResponseTool]) -> None:
+    for number, tool in enumerate(tools):
+        if tool.type in _CLIENT_TOOLS:
+            raise InvalidRequestError(
+                FieldViolation(
+                    f"tools[{number}].type",
+                    f"{tool.type!r} is not supported, because it has no schema; give a function that does the same",
+                )
+            )
+
+
+def _tool_choice(choice: str | NamedResponseTool | AllowedResponseTools | None) -> str | Json | None:
+    match choice:
+        case NamedResponseTool():
+            return _named(choice)
+        case AllowedResponseTools():
+            allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case _:
+            return choice
+
+
+def _named(tool: NamedResponseTool) -> Json:
+    return {"type": "function", "function": {"name": function_name(tool.namespace, tool.name)}}

@@ -41,6 +41,7 @@ class ResponseTool(OpenBody):
     name: str = ""
     description: str | None = None
     parameters: JsonObject | None = None
+    strict: bool | None = None
     format: JsonObject | None = Field(default=None, description="the form of a custom tool's input")
     tools: "list[ResponseTool] | None" = Field(default=None, max_length=MAX_TOOLS, description="of a namespace")
 
@@ -51,6 +52,14 @@ class NamedResponseTool(OpenBody):
     type: Literal["function", "custom"]
     name: str
     namespace: str = ""
+
+
+class AllowedResponseTools(OpenBody):
+    """The model sees all tools, and may call some of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedResponseTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class TextFormat(OpenBody):
@@ -87,7 +96,11 @@ class ResponsesBody(OpenBody):
     temperature: float | None = None
     top_p: float | None = None
     tools: list[ResponseTool] | None = Field(default=None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedResponseTool | AllowedResponseTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

@@ -29,6 +29,8 @@ class CallableTool:
     """Empty: none."""
     description: str
     parameters: Json | None
+    strict: bool | None
+    """Whether its calls must follow the schema."""
     custom: bool
     """Whether it takes text."""
 
@@ -53,9 +55,9 @@ def _callable(tools: Iterable[ResponseTool], namespace: str) -> Iterator[Callabl
         description = tool.description or ""
         match tool.type:
             case "function":
-                yield CallableTool(tool.name, namespace, description, tool.parameters, custom=False)
+                yield CallableTool(tool.name, namespace, description, tool.parameters, tool.strict, custom=False)
             case "custom":
-                yield CallableTool(tool.name, namespace, description + _form(tool), _TEXT, custom=True)
+                yield CallableTool(tool.name, namespace, description + _form(tool), _TEXT, None, custom=True)
             case "namespace":
                 yield from _callable(tool.tools or (), tool.name)
 

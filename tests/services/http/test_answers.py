@@ -8,7 +8,7 @@ import pytest
 from quire.v1 import generation_pb2 as v1
 from services.http.answers import Answer
 from services.http.whole_answer import WholeAnswer
-from services.parsers import FAMILIES, forced_json
+from services.parsers import FAMILIES
 from tests.services.parsed import deltas
 
 OUTPUT = '<think>\nhm\n</think>\n\nOne moment.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -55,16 +55,16 @@ def test_an_output_may_begin_within_reasoning() -> None:
 @pytest.mark.parametrize(
     ("output", "calls"),
     [
-        ('[{"name":"f","parameters":{"a":1},', [("f", '{"a":1}')]),
-        ('[{"name":"f","parameters":{"a":', [("f", '{"a":')]),
-        ('[{"name":"f"', [("f", "")]),
-        ('[{"na', []),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}', [("f", '{"a": 1}')]),
+        ('<tool_call>\n{"name": "f", "arguments": {"a": ', [("f", '{"a": ')]),
+        ('<tool_call>\n{"name": "f"', [("f", "")]),
+        ('<tool_call>\n{"na', []),
         ("", []),
     ],
 )
 def test_a_forced_call_that_is_cut_off_is_shown(output: str, calls: list[tuple[str, str]]) -> None:
     """At max_tokens, the answer has the calls so far, and finish_reason is length."""
-    choice = answer_of(output, 3, forced_json, v1.FINISH_REASON_LENGTH)
+    choice = read_hermes(output, 3, reason=v1.FINISH_REASON_LENGTH)
 
     found = [call["function"] for call in choice["message"].get("tool_calls", [])]
     assert [(function["name"], function["arguments"]) for function in found] == calls

@@ -1,6 +1,7 @@
 """Bodies of HTTP requests: fields are checked, and called what their senders called them."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,18 @@ from services.http.bodies import parse
 from services.http.errors import with_http_names
 from services.http.prompts import prepare_chat, prepare_completion, prompts_of
 from services.http.schema import ChatBody, CompletionBody
-from services.parsers import model_format
-from services.requests.tools import grammar_of_calls, read_tools
+from services.parsers import Function, model_format
+from services.requests.tools import Tools, make_grammar, read_tools
 from services.text.chat import template_input
 from shared.errors import InvalidRequestError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
+TIME = {"type": "function", "function": {"name": "time"}}
+FUNCTIONS = (Function("time", {}), Function("weather", WEATHER["function"]["parameters"]))
 
 
 def chat(parser: str = "hermes", **fields: Any) -> v1.GenerateRequest:
@@ -132,21 +135,54 @@ def test_constraints_in_every_spelling_become_grammars() -> None:
     assert completion(guided_grammar='start: "x"').grammar.ebnf == 'start: "x"'
 
 
+def tools_of(parser: str = "hermes", **fields: Any) -> Tools:
+    """The tools of a conversation with a model of this family."""
+    return read_tools(chat(parser, **fields), model_format(parser, "{{ tools }}", {}))
+
+
 def test_a_call_that_must_be_made_is_a_grammar() -> None:
     """`required` and a named function constrain the answer, whatever the model knows; `none` hides the tools."""
-    plain = model_format("plain", "", {})
+    named = {"type": "function", "function": {"name": "weather"}}
 
-    def grammar(choice: Any) -> v1.Grammar | None:
-        return grammar_of_calls(read_tools(chat("plain", tools=[WEATHER], tool_choice=choice), plain))
+    assert tools_of("plain", tools=[TIME, WEATHER], tool_choice="required") == Tools(
+        shown=True, functions=FUNCTIONS, required=True, single=False, has_grammar=True
+    )
+    assert tools_of("plain", tools=[TIME, WEATHER], tool_choice=named) == Tools(
+        shown=True, functions=FUNCTIONS[1:], required=True, single=True, has_grammar=True
+    )
+    assert tools_of("plain", tools=[WEATHER], tool_choice="none") == Tools()
+    assert template_input(chat("plain", tools=[WEATHER], tool_choice="none").chat).tools is None
 
-    named, required = grammar({"type": "function", "function": {"name": "weather"}}), grammar("required")
-    assert named is not None
-    assert required is not None
-    assert json.loads(named.json_schema)["maxItems"] == 1
-    assert "maxItems" not in json.loads(required.json_schema)
-    hidden = chat("plain", tools=[WEATHER], tool_choice="none")
-    assert grammar("none") is None
-    assert template_input(hidden.chat).tools is None
+
+def test_calls_of_a_strict_tool_follow_its_schema() -> None:
+    """If the model decides, a grammar makes calls only for a strict tool of a family whose calls have a marker."""
+    strict = [TIME, {"type": "function", "function": WEATHER["function"] | {"strict": True}}]
+
+    assert not tools_of(tools=[TIME, WEATHER]).has_grammar
+    assert tools_of(tools=strict, parallel_tool_calls=False) == Tools(
+        shown=True, functions=(FUNCTIONS[0], replace(FUNCTIONS[1], strict=True)), single=True, has_grammar=True
+    )
+    assert not tools_of("llama3_json", tools=strict).has_grammar
+    assert not tools_of(tools=strict, guided_regex="a").has_grammar
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_may_be_called(mode: str) -> None:
+    """The model sees all tools, and the grammar has the allowed ones."""
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    fields: dict[str, Any] = {
+        "tools": [TIME, WEATHER],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed},
+    }
+
+    tools = tools_of(**fields)
+    grammar = make_grammar(tools, model_format("hermes", "{{ tools }}", {}), reasons=False)
+
+    assert (tools.functions, tools.required, tools.has_grammar) == (FUNCTIONS[1:], mode == "required", True)
+    assert grammar is not None
+    assert ("weather" in grammar.ebnf, "time" in grammar.ebnf) == (True, False)
+    assert tools_of("llama3_json", **fields).functions == FUNCTIONS[1:]
+    assert len(template_input(chat(**fields).chat).tools or ()) == 2
 
 
 @pytest.mark.parametrize(
@@ -182,7 +218,15 @@ def test_a_call_that_must_be_made_is_a_grammar() -> None:
          "messages[0].content[1]: parts of type 'image_url' are not supported, because the server reads text only;"
          " send text parts"),
         ({"tool_choice": {}},
-         "tool_choice.type: missing; it is required; tool_choice.function: missing; it is required"),
+         "tool_choice: 'type' is missing; it is required"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice: 'type' must be one of 'function', 'allowed_tools'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function: missing; it is required"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": []}}},
+         "tool_choice.allowed_tools.mode: must be 'auto' or 'required'; tool_choice.allowed_tools.tools: must not be"
+         " empty"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+            {"type": "function", "function": {"name": name}} for name in ("weather", "f")]}}},
+         "tool_choice.allowed_tools.tools[1]: no tool is named 'f'; give the name of one of tools"),
         ({"tool_choice": "any"}, "tool_choice: must be 'none', 'auto' or 'required' or an object"),
         ({"response_format": {"type": "xml"}}, "response_format.type: must be 'text', 'json_object' or 'json_schema'"),
         ({"logit_bias": {"hello": 1}}, "logit_bias.hello: must match ^[0-9]{1,9}$"),

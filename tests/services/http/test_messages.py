@@ -100,7 +100,7 @@ def test_blocks_become_turns() -> None:
     request = body(
         messages=[USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}],
         system=[{"type": "text", "text": "Rules."}], stop_sequences=["END"], top_k=5, thinking={"type": "disabled"},
-        tools=[{"name": "f", "input_schema": {"type": "object"}}], context_management={"edits": []},
+        tools=[{"name": "f", "input_schema": {"type": "object"}, "strict": True}], context_management={"edits": []},
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )  # fmt: skip
 
@@ -112,6 +112,7 @@ def test_blocks_become_turns() -> None:
     (call,) = chat.messages[2].tool_calls or []
     assert (call.id, call.function.name, call.function.arguments) == ("t1", "f", '{"a": 1}')
     assert (chat.tool_choice, chat.parallel_tool_calls) == ("required", False)
+    assert [tool.function.strict for tool in chat.tools or ()] == [True]
     assert (chat.max_tokens, chat.stop, chat.top_k) == (9, ["END"], 5)
     assert chat.chat_template_kwargs == {"enable_thinking": False}
 

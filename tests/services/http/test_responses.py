@@ -14,7 +14,7 @@ from services.http.responses.answer import ResponsesAnswer
 from services.http.responses.conversion import to_chat
 from services.http.responses.schema import ResponsesBody
 from services.http.responses.store import ResponseStore, StoredResponse
-from services.http.schema import NamedTool
+from services.http.schema import AllowedToolsChoice, NamedTool
 from shared.errors import InvalidRequestError
 from tests.services.parsed import deltas
 from tests.services.stack import running_stack
@@ -171,6 +171,20 @@ def test_custom_tools_and_namespaces_are_functions_of_the_chat() -> None:
     assert chat.tool_choice.function.name == "team__ask"
 
 
+def test_allowed_tools_and_strict_reach_the_chat() -> None:
+    """The choice names functions of the chat; a function is strict if the client says so."""
+    tools = [FUNCTION | {"strict": True}, TEAM, PATCH]
+    named = [{"type": "function", "name": "ask", "namespace": "team"}, {"type": "custom", "name": "patch"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": named}
+
+    chat = to_chat(body(tools=tools, tool_choice=choice), [])
+
+    assert isinstance(chat.tool_choice, AllowedToolsChoice)
+    assert chat.tool_choice.allowed_tools.mode == "required"
+    assert [tool.function.name for tool in chat.tool_choice.allowed_tools.tools] == ["team__ask", "patch"]
+    assert [tool.function.strict for tool in chat.tools or ()] == [True, True, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -213,6 +227,7 @@ def test_a_call_of_a_tool_in_a_namespace_names_both() -> None:
             "input[0].content[0].type: parts",
         ),
         ({"input": [{"role": "user"}]}, "input[0].content: missing"),
+        ({"tools": [FUNCTION, {"type": "local_shell"}]}, "tools[1].type: 'local_shell' is not supported"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema: missing"),
     ],
 )

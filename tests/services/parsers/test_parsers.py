@@ -86,6 +86,7 @@ WRITTEN: list[tuple[str, str, tuple[str, str, Calls]]] = [
         "</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
         ("", "", FG),
     ),
+    ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {"s": "x", "n": 1}}\n</tool_call>', ("", "", F)),
     ("llama3_json", '{"name": "f", "parameters": {"s": "x", "n": 1}}', ("", "", F)),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"s": "x", "n": 1}}', ("", "", F)),
     (
@@ -98,7 +99,16 @@ WRITTEN: list[tuple[str, str, tuple[str, str, Calls]]] = [
     ("llama3_json", '{"name": "Ann", "age": 3} ', ("", '{"name": "Ann", "age": 3} ', [])),
     ("pythonic", '[f(s="x", n=1)]', ("", "", F)),
     ("pythonic", "<|python_start|>[f(s='a \"b\" }] <', n=1), g()]<|python_end|>", ("", "", FG)),
-    ("pythonic", "[f(n=1e999)]", ("", "[f(n=1e999)]", [])),
+    ("pythonic", '[g(s="a\\/b", t=[true, None]), f(s=null)]', ("", '[g(s="a\\/b", t=[true, None]), f(s=null)]', [])),
+    (
+        "pythonic",
+        '[g(s="a\\/b", t=[true, null]), f(n=True)]',
+        ("", "", [("g", {"s": "a/b", "t": [True, None]}), ("f", {"n": True})]),
+    ),
+    ("pythonic", '{"name": "f", "parameters": {"s": "x", "n": 1}}<|python_end|>', ("", "", F)),
+    ("pythonic", '{"name": "Ann", "age": 3} ', ("", '{"name": "Ann", "age": 3} ', [])),
+    ("pythonic", "[h(n=1)]", ("", "[h(n=1)]", [])),
+    ("pythonic", "[f(n=1_0e999)]", ("", "[f(n=1_0e999)]", [])),
     ("pythonic", "[1, 2] are numbers", ("", "[1, 2] are numbers", [])),
     ("pythonic", "[f(x) for x in y]", ("", "[f(x) for x in y]", [])),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"s": "x", "n": 1}}]', ("", "", F)),
@@ -121,10 +131,20 @@ WRITTEN: list[tuple[str, str, tuple[str, str, Calls]]] = [
         ("", "", FG),
     ),
     (
+        "deepseek",
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>{"n": 1}<｜tool▁call▁end｜>',
+        ("", "", [("function", {"n": 1})]),
+    ),
+    (
         "harmony",
         "<|channel|>analysis<|message|>well<|end|><|start|>assistant<|channel|>commentary to=functions.f "
         '<|constrain|>json<|message|>{"s": "x", "n": 1}<|call|>',
         ("well", "", F),
+    ),
+    (
+        "harmony",
+        ' to=functions.f<|channel|>commentary json<|message|>{"s": "x", "n": 1}<|call|>',
+        ("", "", F),
     ),
     (
         "harmony",
@@ -143,6 +163,7 @@ WRITTEN: list[tuple[str, str, tuple[str, str, Calls]]] = [
         "</tool_call><tool_call>g</tool_call>",
         ("", "", FG),
     ),
+    ("glm4", '<tool_call>\n{"name": "f", "arguments": {"s": "x", "n": 1}}\n</tool_call>', ("", "", F)),
     ("granite", '<|tool_call|>[{"name": "f", "arguments": {"s": "x", "n": 1}}]', ("", "", F)),
     ("reasoning", "<think>well</think>Yes.", ("well", "Yes.", [])),
     ("plain", "<think>well</think>Yes.", ("", "<think>well</think>Yes.", [])),

@@ -1,0 +1,116 @@
+"""Writer of grammars in Lark's notation for llguidance: markers, texts between them, JSON, and calls."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from services.parsers.call_schema import closed
+from services.parsers.functions import Function
+
+_LIKE_TEMPLATES = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""JSON as chat templates write it in earlier calls."""
+_SCALARS = ("string", "integer", "number", "boolean", "null")
+"""Types of JSON values in which nothing separates parts."""
+
+
+@dataclass(slots=True)
+class GrammarWriter:
+    """Writes one grammar: its methods return expressions, and collect the rules that these need."""
+
+    template: str
+    """Source of the chat template."""
+    special_tokens: Mapping[str, int]
+    """Ids of the tokens that grammars match by their id only, by their text."""
+    think: str
+    """The marker at which reasoning begins; empty if the family has none."""
+    required: bool
+    """Whether the output must be calls; otherwise it is text that may have calls."""
+    single: bool
+    """Whether there is at most one call."""
+    rules: dict[str, str] = field(default_factory=dict)
+    """Names of the rules, by what they match."""
+
+    def grammar(self, start: str) -> str:
+        """Return the grammar whose outputs match an expression."""
+        return "\n".join(("%llguidance {}", f"start: {start}", *(f"{name}{rule}" for rule, name in self.rules.items())))
+
+    def text(self, *parts: str) -> str:
+        """Return an expression for texts in a row; a text that is a special token is matched as such."""
+        return " ".join(
+            " ".join(f"<[{self.special_tokens[part]}]>" for part in group) if special else json.dumps("".join(group))
+            for special, group in groupby(filter(None, parts), self.special_tokens.__contains__)
+        )
+
+    def until(self, end: str, *others: str) -> str:
+        """Return an expression for text up to and including its end, in which none of the other texts occurs."""
+        if end in self.special_tokens:
+            return f"{self.without(end, *others)} {self.text(end)}"
+        return self._named(f"[lazy]: {self._text_without(others, _pattern(end))}")
+
+    def without(self, *texts: str) -> str:
+        """Return an expression for text in which none of these occurs, not even a special token in letters."""
+        return self._text_without(texts)
+
+    def _text_without(self, texts: tuple[str, ...], end: str = "") -> str:
+        if not texts:
+            return f"/(?s:.*){end}/"
+        anywhere = "|".join(map(_pattern, texts))
+        return self._named(f": /(?s:.*){end}/ & ~/(?s:.*)({anywhere})(?s:.*)/", letter="T")
+
+    def any_of(self, expressions: Iterable[str]) -> str:
+        """Return an expression for one of several."""
+        return self._named(f": {' | '.join(expressions)}")
+
+    def json(self, schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+        """Return an expression for a JSON value, whose schema may refer to definitions."""
+        whole = closed(schema)
+        if "$ref" in json.dumps(whole):
+            whole = closed(definitions) | whole
+        if whole.get("type") not in _SCALARS:
+            whole["x-guidance"] = _LIKE_TEMPLATES
+        return self._named(f": %json {json.dumps(whole)}")
+
+    def arguments(self, function: Function) -> str:
+        """Return an expression for the arguments of a function as a JSON object; without a schema, there are none."""
+        schema = dict(function.parameters) or {"properties": {}}
+        return self.json({"type": "object"} | schema, {})
+
+    def object_call(self, function: Function, key: str, *, begin: str = "", end: tuple[str, ...] = ()) -> str:
+        """Return an expression for a call as a JSON object between texts, with the arguments at a key."""
+        opening = f'{begin}{{"name": "{function.name}", "{key}": '
+        return f"{self.text(opening)} {self.arguments(function)} {self.text('}', *end)}"
+
+    def calls(self, marker: str, call: str, separator: str | None, *others: str) -> str:
+        """Return an expression for an output of calls, or of text with calls.
+
+        Args:
+            marker: what each call begins with; empty: the whole output is calls.
+            call: an expression for a call behind its marker.
+            separator: what is between two calls; None: there is only one.
+            others: further markers that begin calls for the reader, so that they must not be in the text.
+        """
+        several = separator is not None and not self.single
+        if not self.required:
+            others = (*filter(None, (self.think,)), *others)
+            before, after = self.until(marker, *others), self.without(marker, *others)
+            return f"({before} {call}){'*' if several else '?'} {after}"
+        begin = self.text(marker)
+        more = f"({self.text(separator or '')} {begin} {call})*" if several else ""
+        return f"{begin} {call} {more}"
+
+    def list_of(self, call: str) -> str:
+        """Return an expression for a list of calls in brackets."""
+        more = "" if self.single else f"({self.text(', ')} {call})*"
+        return f"{self.text('[')} {call} {more} {self.text(']')}"
+
+    def _named(self, rule: str, letter: str = "r") -> str:
+        """Return the name of a rule; rules that match the same are one."""
+        return self.rules.setdefault(rule, f"{letter}{len(self.rules)}")
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression for a text, within slashes."""
+    return re.escape(text).replace("/", "\\/")
