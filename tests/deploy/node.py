@@ -119,7 +119,9 @@ class Node:
         _run("mount", "--make-rprivate", "/")
         _run("mount", "-t", "tmpfs", "tmpfs", "/run")
         _run("ip", "link", "set", "lo", "up")
-        _run("ip", "link", "add", BRIDGE, "type", "bridge")
+        # Without an address of its own, a bridge has that of one of its ports, which changes when pods leave. What pods
+        # send to the old address is lost.
+        _run("ip", "link", "add", BRIDGE, "address", "02:00:00:00:00:01", "type", "bridge")
         _run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         _run("ip", "link", "set", BRIDGE, "up")
         _open_interpreter()
