@@ -130,7 +130,9 @@ class LiveExplanations:
     def _start(self, question: _Question, now: float) -> _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "scheduler_svc.explain.live", str(self._folder)]
-        command += [base64.b64encode(question.payload).decode(), f"{question.ends_at - now:.1f}"]
+        # A moment, and not a duration: on a busy machine it takes long until the process has loaded its modules.
+        ends_at = time.monotonic() + question.ends_at - now
+        command += [base64.b64encode(question.payload).decode(), f"{ends_at:.1f}"]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
         return _Process(question, child, output)
 
@@ -190,7 +192,7 @@ def _answer(question: Message, place: Path, ends_at: float) -> Message:
 def main() -> int:
     """Answer one question; the process of `LiveExplanations`."""
     os.nice(10)
-    place, payload, ends_at = Path(sys.argv[1]), base64.b64decode(sys.argv[2]), time.monotonic() + float(sys.argv[3])
+    place, payload, ends_at = Path(sys.argv[1]), base64.b64decode(sys.argv[2]), float(sys.argv[3])
     reply = link_pb2.OperatorReply()
     try:
         reply.response.Pack(_answer(_unpacked(AnyMessage.FromString(payload)), place, ends_at))
