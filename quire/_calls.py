@@ -19,6 +19,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Reconnect to a restarted server soon; gRPC's default waits up to two minutes between attempts.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # Detects a server whose machine or network has died, which closes no connection. A quiet stream may be a long wait
+    # in the queue, so pings without data are not limited.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 _STATUS_KEY = "grpc-status-details-bin"

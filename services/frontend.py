@@ -205,6 +205,9 @@ class Frontend:
                 # Detects a client whose machine has died before its reader counts as stalled.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.ping_timeout_ms", 10_000),
+                # Clients do the same with a server while a stream is quiet; gRPC's default is a ping in five minutes.
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
             ],
         )

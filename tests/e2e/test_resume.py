@@ -8,11 +8,13 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Self
 
 import grpc
 import pytest
 
-from quire import AsyncClient, Client, Completion, errors
+from quire import AsyncClient, Client, Completion, _calls, errors
 from quire.v1 import generation_pb2 as v1
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.harness import ROOT, Served, serve
@@ -143,6 +145,69 @@ def test_the_client_goes_on_by_itself_when_a_front_end_dies(served: Served) -> N
             abs(a.token.logprob - b.token.logprob) for a, b in zip(resumed.logprobs, undisturbed.logprobs, strict=True)
         )
         assert worst < 1e-3
+
+
+class _Relay:
+    """A TCP relay before a server. Connections can go dark: they stay open, and nothing passes any more."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target.split(":")
+        self._dark: set[int] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self.count = 0
+        """Connections so far."""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+
+    def go_dark(self) -> None:
+        """Let nothing pass on the connections that there are."""
+        self._dark.update(range(self.count))
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number, self.count = self.count, self.count + 1
+        there, back = await asyncio.open_connection(*self._target)
+        self._writers += [writer, back]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pass_on(number, reader, back))
+            tasks.create_task(self._pass_on(number, there, writer))
+
+    async def _pass_on(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                if number not in self._dark:
+                    writer.write(data)
+
+
+def test_the_client_goes_on_when_its_network_dies_without_a_word(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that stays open and carries nothing is given up; the answer is that of an undisturbed run."""
+    quick = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
+    options = tuple((name, quick.get(name, value)) for name, value in _calls.CHANNEL_OPTIONS)
+    monkeypatch.setattr(_calls, "CHANNEL_OPTIONS", options)
+
+    async def main() -> tuple[Completion, list[int]]:
+        async with _Relay(served.grpc) as relay, AsyncClient(relay.address) as client:
+            calm = await client.generate(PROMPT, **OPTIONS).result()  # type: ignore[arg-type]
+            stream = client.generate(PROMPT, **OPTIONS, resumable=True)  # type: ignore[arg-type]
+            tokens = list((await anext(stream)).token_ids)
+            relay.go_dark()
+            async for delta in stream:
+                tokens += delta.token_ids
+            assert relay.count == 2
+            return calm, tokens
+
+    calm, resumed = asyncio.run(asyncio.wait_for(main(), 120))
+
+    assert tuple(resumed) == calm.token_ids
 
 
 def test_an_impossible_resumption_is_refused_with_the_reason(served: Served) -> None:
