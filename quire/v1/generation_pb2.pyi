@@ -567,7 +567,7 @@ class OutputOptions(_message.Message):
     echo: _builtins.bool
     """Send the tokens and text of the prompt first, as the event `prompt`."""
     truncate_prompt_tokens: _builtins.int
-    """Keep only the last k tokens of the prompt, at least 1."""
+    """Keep only the last k tokens of the prompt, at least 1, and no more than fit into the context with `max_tokens`."""
     include_special_tokens: _builtins.bool
     """Include special tokens in the text. Default: they are omitted."""
     parse: _builtins.bool
@@ -1602,7 +1602,7 @@ class EmbedRequest(_message.Message):
     omit_normalization: _builtins.bool
     """Do not normalize the vectors. Default: they are scaled to length 1."""
     truncate_prompt_tokens: _builtins.int
-    """Keep only the last k tokens of each prompt, at least 1."""
+    """Keep only the last k tokens of each prompt, at least 1, and no more than fit into the context."""
     request_id: _builtins.str
     """Chosen by the client, at most 128 bytes of printable ASCII; unique among the principal's live requests. Empty: the
     server draws one.

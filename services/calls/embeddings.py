@@ -99,11 +99,11 @@ class Embedder:
         Raises:
             InvalidRequestError: an input is empty or too long.
         """
-        keep = request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else 0
+        keep = min(request.truncate_prompt_tokens, model.max_model_len - 1)  # 0: all of them
         prompts = []
         for index, each in enumerate(request.inputs):
             field = f"inputs[{index}].{each.WhichOneof('input')}"
-            tokens = (await self._prompts.encode(each, model, field))[-keep:]  # of 0: all of them
+            tokens = (await self._prompts.encode(each, model, field))[-keep:]
             resolve_max_tokens(len(tokens), 1, 1, model, field)
             prompts.append(tokens)
         return prompts

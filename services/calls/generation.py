@@ -124,7 +124,7 @@ class Generator:
         prompt = await self._prompts.encode(accepted.request, model, accepted.form)
         tokenise_s = time.monotonic() - began
         if valid.truncate_prompt_tokens is not None:
-            prompt = prompt[-valid.truncate_prompt_tokens :]
+            prompt = prompt[-min(valid.truncate_prompt_tokens, model.max_model_len - (valid.max_tokens or 1)) :]
         if prompt_encoded is not None:
             prompt_encoded(prompt)
         wakeup = Wakeup()

@@ -41,8 +41,8 @@ class EmbeddingEndpoint:
                 each.text = prompt
             else:
                 each.token_ids.ids.extend(prompt)
-        if body.truncate_prompt_tokens is not None:
-            request.truncate_prompt_tokens = body.truncate_prompt_tokens
+        if body.kept_prompt_tokens is not None:
+            request.truncate_prompt_tokens = body.kept_prompt_tokens
         fill_scheduling(request.scheduling, body)
         is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
         await exchange.run_until_disconnect(

@@ -71,8 +71,8 @@ def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str
     output.include_special_tokens = not body.skip_special_tokens
     if body.prompt_logprobs is not None:
         output.prompt_logprobs = body.prompt_logprobs
-    if body.truncate_prompt_tokens is not None:
-        output.truncate_prompt_tokens = body.truncate_prompt_tokens
+    if body.kept_prompt_tokens is not None:
+        output.truncate_prompt_tokens = body.kept_prompt_tokens
     fill_scheduling(request.scheduling, body)
     if body.expected_output_tokens is not None:
         request.scheduling.expected_output_tokens = body.expected_output_tokens

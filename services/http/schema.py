@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.calls.embeddings import MAX_INPUTS
+from services.requests.validation import MAX_TOKEN_IDS
 from services.text.chat import MAX_MESSAGES
 
 _MAX_PROMPTS = 256
@@ -180,7 +181,15 @@ class QueuedBody(Body):
     """Common fields of all requests that a worker computes."""
 
     model: str = Field(default="", max_length=256, description="empty: the served model")
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | Literal[-1] | None = Field(
+        default=None, description="keep the last tokens, at most those that fit into the context; -1: these"
+    )
+
+    @property
+    def kept_prompt_tokens(self) -> int | None:
+        """The number of tokens to keep; None: all of them, or an error if they do not fit."""
+        return MAX_TOKEN_IDS if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+
     request_id: str | None = Field(default=None, max_length=128)
     priority: Annotated[int, Field(ge=-100, le=100)] = Field(
         default=0, description="lower values run first, as in vLLM; the negative of the gRPC field"

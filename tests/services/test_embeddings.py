@@ -48,6 +48,9 @@ def test_prompts_are_requests_that_pool(tmp_path: Path) -> None:
                 )
             )
             submissions = stack.core.submissions
+            longer = {"model": "echo", "input": [5] * (MODEL.max_model_len + 1), "truncate_prompt_tokens": -1}
+            await stack.http.post("/v1/embeddings", json=longer)
+            assert stack.core.submissions[-1].num_prompt_tokens == MODEL.max_model_len - 1
 
         assert [list(each.values) for each in scaled.embeddings] == [pytest.approx([0.6, -0.8])] * len(inputs)
         assert (scaled.request_id, scaled.model) == ("mine", "echo")

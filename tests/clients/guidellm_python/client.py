@@ -37,7 +37,7 @@ def benchmark(
             ],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, (done.stderr or done.stdout)[-1500:]
+        assert done.returncode == 0, (done.stderr or done.stdout)[-400:]
         (found,) = json.loads(report.read_text())["benchmarks"]
         return found
 
@@ -68,9 +68,8 @@ def _():
 
 @PROBE.tries("stream")
 def _():
-    for kind in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
-        found = benchmark("" if "chat" in kind else f",request_format={kind}")
-        assert all(each["output"] for each in answered(found)), kind
+    for backend in ("", ",request_format=/v1/completions"):
+        assert all(each["output"] for each in answered(benchmark(backend)))
 
 
 @PROBE.tries("usage in stream")

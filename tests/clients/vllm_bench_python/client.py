@@ -33,12 +33,12 @@ def benchmark(backend="openai-chat", *flags, key=KEY, input_tokens=24):
                 "--dataset-name", "random", "--random-input-len", str(input_tokens),
                 "--random-output-len", str(OUTPUT_TOKENS), "--num-prompts", str(REQUESTS), "--ignore-eos",
                 "--disable-tqdm", "--save-result", "--save-detailed", "--result-dir", folder,
-                "--result-filename", "result.json", *flags,
+                "--result-filename", "result.json", "--header", f"Authorization=Bearer {key}", *flags,
             ],
-            env={**os.environ, "OPENAI_API_KEY": key, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, (done.stderr or done.stdout)[-1500:]
+        assert done.returncode == 0, (done.stderr or done.stdout)[-400:]
         return json.loads((Path(folder) / "result.json").read_text())
 
 
@@ -93,7 +93,7 @@ def _():
 
 @PROBE.tries("error: bad key")
 def _():
-    assert "401" in refused(key="wrong") or "token" in refused(key="wrong")
+    assert "401" in refused(key="wrong")
 
 
 PROBE.absent("create", "vllm bench serve streams all answers")

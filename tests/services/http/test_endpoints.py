@@ -419,6 +419,22 @@ def test_without_max_tokens_the_default_counts(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("keep", "expected"), [(-1, MODEL.max_model_len - 8), (10**6, MODEL.max_model_len - 8), (9, 9)]
+)
+def test_a_truncated_prompt_fits(tmp_path: Path, keep: int, expected: int) -> None:
+    """`truncate_prompt_tokens` keeps at most what fits beside the output, and -1 keeps that much, as in vLLM."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = body(*[5] * (MODEL.max_model_len + 1), truncate_prompt_tokens=keep)
+            response = await stack.http.post("/v1/completions", json=request)
+            assert response.status_code == 200, response.text
+            assert [each.num_prompt_tokens for each in stack.core.submissions] == [expected]
+
+    asyncio.run(main())
+
+
 def test_a_base_url_without_v1_gets_a_hint(tmp_path: Path) -> None:
     """A client whose base URL lacks /v1 learns so; other unknown paths are listed in /docs."""
 
