@@ -24,7 +24,7 @@ from tests.e2e.reciting_model import EOS, make_reciter
 PUBLISHED = ROOT / "benchmarks" / "results" / "clients.json"
 PAGE = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- begin: make clients ARGS=--publish -->", "<!-- end -->"
-PROGRAM_S = 900
+PROGRAM_S = 1800
 _KEY = "key-of-the-matrix"
 _RECITALS = (
     ("<think>", "I add", " 3 and", " 4.", "</think>", "The answer", " is 7.", EOS),

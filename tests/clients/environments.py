@@ -16,7 +16,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 BUILD = FOLDER.parents[1] / "build" / "clients"
-INSTALL_S = 900
+INSTALL_S = 3600
 
 
 class InstallError(Exception):

@@ -23,7 +23,7 @@ export const BIRD = {
   required: ["name", "size"],
   additionalProperties: false,
 }
-const FEATURE_MS = 90_000
+const FEATURE_MS = 180_000
 
 export class Probe {
   #client

@@ -29,7 +29,7 @@ KEY = os.environ.get("CLIENTS_KEY", "")
 TOKENIZER = str(Path(__file__).parents[2] / "shared" / "demo_model")
 """Folder of the embedded model's tokenizer, for clients that count tokens."""
 
-FEATURE_S = 90.0
+FEATURE_S = 180.0
 """How long one feature may take, on a machine with two busy cores."""
 QUESTION = "What is 3 + 4?"
 FOREVER = "Go on forever."

@@ -56,7 +56,9 @@ def openai_responses(url=DEMO, **options):
 
 
 def anthropic_messages(url=DEMO, model="demo", key=KEY, **options):
-    return ChatAnthropic(base_url=url, api_key=key, model=model, max_retries=0, **{"max_tokens": 200, **options})
+    return ChatAnthropic(
+        base_url=url, api_key=key, model=model, max_retries=0, **{"temperature": 0, "max_tokens": 200, **options}
+    )
 
 
 def try_all(probe, make, errors):
