@@ -52,7 +52,8 @@ def configure_logging(service: str, level: str = "info") -> None:
         processors=[*processors, renderer],
         # Filter in a processor: the level may change, but loggers are cached on first use.
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # One write per line, also where Python does not buffer: processes that share a file must not tear lines.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

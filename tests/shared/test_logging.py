@@ -39,6 +39,24 @@ def test_a_log_line_names_its_source_and_time() -> None:
     assert line["timestamp"].endswith("Z")
 
 
+def test_a_log_line_is_written_at_once() -> None:
+    """No line is torn where several processes write to one file, also without buffers as in many containers.
+
+    Each read from a pipe of packets returns what one write wrote.
+    """
+    reading, writing = os.pipe2(os.O_DIRECT)
+    with os.fdopen(reading, "rb", buffering=0) as packets:
+        with os.fdopen(writing, "wb") as stderr:
+            program = "import logging; get_logger().info('own'); logging.getLogger('lib').warning('other')"
+            environment = os.environ | {"QUIRE_LOG_FORMAT": "json", "PYTHONUNBUFFERED": "1"}
+            command = [sys.executable, "-c", BEGIN + program]
+            subprocess.run(command, cwd=ROOT, env=environment, stderr=stderr, timeout=120, check=True)
+        written = list(iter(lambda: packets.read(4096), b""))
+
+    assert [json.loads(packet)["event"] for packet in written] == ["own", "other"]
+    assert all(packet.endswith(b"\n") for packet in written)
+
+
 def test_the_level_may_change_at_any_time() -> None:
     """Loggers that were used before follow, and what libraries say is not touched by it."""
     program = (
