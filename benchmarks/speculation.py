@@ -133,7 +133,8 @@ def main() -> None:
     if not model:
         make_model(Path("build/speculation-model"))
         model = "build/speculation-model"
-    drafts = ["--speculation", options.speculation]
+    drafts, draft_model = ["--speculation", options.speculation], ""
+    draft_model = ""
     if options.speculation == "draft":
         draft_model = options.draft_model
         if not draft_model and model == DEMO_MODEL:
@@ -163,7 +164,7 @@ def main() -> None:
             "model": options.model or "random, 335 M",
             "quantization": options.quantization,
             "speculation": options.speculation,
-            "draft_model": options.draft_model,
+            "draft_model": draft_model,
         }
         options.json.write_text(json.dumps({"conditions": machine, "tokens_per_s": found}, indent=1) + "\n")
 
