@@ -134,7 +134,6 @@ def main() -> None:
         make_model(Path("build/speculation-model"))
         model = "build/speculation-model"
     drafts, draft_model = ["--speculation", options.speculation], ""
-    draft_model = ""
     if options.speculation == "draft":
         draft_model = options.draft_model
         if not draft_model and model == DEMO_MODEL:
