@@ -290,7 +290,7 @@ def make_gguf(kind: str, folder: Path, architecture: str = "LlamaForCausalLM", *
 
 
 def convert_to_gguf(base: Path, folder: Path, kind: str) -> Pair:
-    """Writes both checkpoints into `folder`: a GGUF file beside config.json and the tokenizer, and what it holds."""
+    """Writes two checkpoints into `folder`: a GGUF file with its config.json, and the same weights dequantised."""
     config = json.loads((base / "config.json").read_text())
     (architecture,) = config["architectures"]
     family = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}.get(architecture, config["model_type"])

@@ -1,15 +1,16 @@
 """Acceptance: which drafts of a record were accepted, and which ones of a simulation are.
 
-The noise of a token depends on its place only, so a request has the same tokens however many drafts are verified. So
-whether a draft is accepted is mostly a property of its place in the text: a text that repeats itself is predicted
-anywhere. A record therefore gives each place of a request an *outcome*: a draft for it was accepted, was rejected, or
-the worker had none although it was allowed one. In a simulation, the same request has the same outcome there.
+The random numbers that sample a token depend only on the request's seed and the token's position. So a request has the
+same tokens however many drafts are verified, and whether a draft is accepted depends mostly on its position: where the
+text repeats itself, drafts are right. A record therefore gives each position of a request an *outcome*: the draft for
+it was accepted, was rejected, or the worker proposed none although the plan allowed one. In a simulation, the same
+request has the same outcome there.
 
-At other places, nothing was allowed in the record, or all drafts before them were accepted and the limit was reached.
-Their outcome is drawn, given the last outcome of the same request. The probabilities are counted over all requests of
-the record. So outcomes keep their runs: after an accepted draft, another one is likelier.
+The outcome of other positions is unknown: the plan allowed no draft for them, or the limit ended before them. It is
+drawn, given the last outcome of the same request. The probabilities are counted over all requests of the record. So
+outcomes keep their runs: after an accepted draft, another one is likelier.
 
-Behind a rejected draft, a worker verifies further ones in vain. Their number matters for the time of the step only.
+Drafts behind a rejected one are wasted. Their number matters for the time of the step only.
 """
 
 import random
@@ -19,7 +20,7 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """What became of the draft for one place of a request."""
+    """What became of the draft for one position of a request."""
 
     UNKNOWN = 0
     ACCEPTED = 1
@@ -34,9 +35,9 @@ class Acceptance:
 
     following: tuple[tuple[float, float, float], ...]
     """Probability of an accepted, a rejected and a missing draft, by the outcome before; `UNKNOWN`: there is none."""
-    vain_share: float
-    """Drafts behind rejected ones, relative to those that the limits allowed there."""
-    places: int
+    wasted_share: float
+    """Drafts that were verified behind rejected ones, relative to as many as the limits allowed there."""
+    positions: int
     """Known outcomes that this was learned from."""
 
     def draw(self, before: int, rng: random.Random) -> int:
@@ -54,7 +55,7 @@ class History:
     def __init__(self) -> None:
         self.outcomes = bytearray()
         """By index among the generated tokens."""
-        self.num_vain = self.num_vain_allowed = 0
+        self.num_wasted = self.num_wasted_allowed = 0
         """Drafts behind rejected ones, and as many as were allowed there."""
 
     def note(self, index: int, most: int, verified: int, accepted: int) -> None:
@@ -69,8 +70,8 @@ class History:
         known = [Outcome.ACCEPTED] * accepted
         if verified > accepted:
             known.append(Outcome.REJECTED)
-            self.num_vain += verified - accepted - 1
-            self.num_vain_allowed += max(most, verified) - accepted - 1
+            self.num_wasted += verified - accepted - 1
+            self.num_wasted_allowed += max(most, verified) - accepted - 1
         elif verified < most:
             known.append(Outcome.MISSING)
         self.outcomes.extend(bytes(max(0, index + len(known) - len(self.outcomes))))
@@ -81,21 +82,21 @@ def learn(histories: Sequence[History]) -> Acceptance | None:
     """Return the acceptance in the histories of all requests; None: no draft was allowed in any of them."""
     # One of each, so that an outcome that follows no other one in the record has probabilities as well.
     counts = [[1, 1, 1] for _ in Outcome]
-    places = 0
+    positions = 0
     for history in histories:
         known = history.outcomes.replace(bytes([Outcome.UNKNOWN]), b"")
-        places += len(known)
+        positions += len(known)
         before = int(Outcome.UNKNOWN)
         for outcome in known:
             counts[before][outcome - 1] += 1
             before = outcome
-    if not places:
+    if not positions:
         return None
-    allowed = sum(history.num_vain_allowed for history in histories)
+    allowed = sum(history.num_wasted_allowed for history in histories)
     return Acceptance(
         following=tuple((a / (a + r + m), r / (a + r + m), m / (a + r + m)) for a, r, m in counts),
-        vain_share=sum(history.num_vain for history in histories) / max(1, allowed),
-        places=places,
+        wasted_share=sum(history.num_wasted for history in histories) / max(1, allowed),
+        positions=positions,
     )
 
 
@@ -106,7 +107,7 @@ class Drafting:
         """Begin a simulation.
 
         Args:
-            acceptance: the acceptance at places whose outcome is not known.
+            acceptance: draws the outcomes that are not known.
             known: outcomes of each request, by index among its generated tokens.
             rng: decides what is not known.
         """
@@ -136,6 +137,6 @@ class Drafting:
         self._last[request] = outcome
         if outcome != Outcome.REJECTED:
             return accepted, accepted
-        places = most - accepted - 1
-        vain = sum(self._rng.random() < self._acceptance.vain_share for _ in range(places))
-        return accepted + 1 + vain, accepted
+        allowed = most - accepted - 1
+        wasted = sum(self._rng.random() < self._acceptance.wasted_share for _ in range(allowed))
+        return accepted + 1 + wasted, accepted

@@ -19,7 +19,7 @@ from scheduler_svc.whatif.step_times import StepTimesError, learn
 from shared.config import ConfigError
 
 MOST_WORKERS = 1000
-_FEW_PLACES = 200
+_FEW_POSITIONS = 200
 """Known outcomes of drafts below which the page warns."""
 
 
@@ -141,8 +141,8 @@ def _notes_on_drafts(service: Service, changed: Changed) -> Iterator[str]:
             )
         if any(member.hello.max_draft_tokens for member in service.members):
             yield "note: simulated without drafts: the record or the step times have none"
-    elif service.acceptance.places < _FEW_PLACES:
-        yield f"caution: the acceptance of drafts was learned from {service.acceptance.places} places only"
+    elif service.acceptance.positions < _FEW_POSITIONS:
+        yield f"caution: the acceptance of drafts was learned from {service.acceptance.positions} positions only"
 
 
 def fleet(recorded: Sequence[Member], workers: int | None, changed: Changed) -> list[Member]:

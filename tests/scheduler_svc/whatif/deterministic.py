@@ -99,20 +99,20 @@ class _Worker:
 
     def _drafts(self, row: int) -> tuple[int, int]:
         """Return how many drafts a row verifies, and how many of them are accepted."""
-        place, stream = self.generated[row], self.streams[row]
-        room = self.num_blocks[row] * _BLOCK_SIZE - self.num_prompt[row] - place
+        position, stream = self.generated[row], self.streams[row]
+        room = self.num_blocks[row] * _BLOCK_SIZE - self.num_prompt[row] - position
         most = min(self.draft_limits[row], room)
-        if not _repeats(stream, place):
-            return min(most, int(place % 5 == 0)), 0
+        if not _repeats(stream, position):
+            return min(most, int(position % 5 == 0)), 0
         accepted = 0
-        while accepted < most and _repeats(stream, place + accepted):
+        while accepted < most and _repeats(stream, position + accepted):
             accepted += 1
         return most, accepted
 
 
-def _repeats(stream: int, place: int) -> bool:
-    """Return whether the text is known at a place because it repeats itself."""
-    return random.Random(f"{stream} {place // _PART}").random() < _REPEATED_SHARE
+def _repeats(stream: int, position: int) -> bool:
+    """Return whether the text repeats itself at this position, so that drafts for it are right."""
+    return random.Random(f"{stream} {position // _PART}").random() < _REPEATED_SHARE
 
 
 def record_run(

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: outcomes of a record are repeated at their places, others are drawn as the record has them."""
+"""Acceptance of drafts: outcomes of a record are repeated at their positions, and others are drawn as it has them."""
 
 import random
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def _learned(*histories: History) -> Acceptance:
 
 
 def test_the_steps_of_a_record_are_repeated() -> None:
-    """A request that verifies drafts at the same places verifies and accepts as many."""
+    """A request that verifies drafts at the same positions verifies and accepts as many."""
     steps = [(5, 4, 4, 4), (10, 4, 4, 1), (12, 4, 2, 2), (15, 1, 1, 1), (17, 8, 0, 0)]
     history = History()
     for index, most, verified, accepted in steps:
@@ -73,4 +73,4 @@ def test_nothing_is_learned_without_drafts() -> None:
     asked.note(0, 4, 0, 0)
 
     assert learn([History(), History()]) is None
-    assert _learned(History(), asked).places == 1
+    assert _learned(History(), asked).positions == 1
