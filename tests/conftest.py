@@ -9,8 +9,10 @@ from types import FrameType
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
 
 from tests.examples import examples
+from tests.groups import GroupScheduling, place_of
 
 # One thread of torch, before anything imports it: tiny tensors gain nothing from more, and lose a factor of thirty to
 # them when other processes keep the cores busy.
@@ -38,40 +40,15 @@ def _terminated(number: int, _frame: FrameType | None) -> None:
 
 signal.signal(signal.SIGTERM, _terminated)
 
-_ROOT = Path(__file__).resolve().parent
-_WITH_SERVICES = {"chaos", "console", "e2e"}
-"""Folders whose tests start whole services."""
-_INTERPRETED = "kernels/test_interpreted.py"
-_LONGEST = (
-    "services",
-    f"{_INTERPRETED}-test_paged_attention",
-    "worker_svc/test_device_path.py",
-    "sim/test_sim.py",
-    f"{_INTERPRETED}-test_sampling",
-)
-"""The groups that take longest, longest first. Begun last, one of them would keep a single process busy."""
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    """Distribute the tests of a parallel run by group."""
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put each test into the group of its file; all tests that start services are one group.
-
-    Only one process runs a group, so no two services under test compete for the processor. The longest groups are begun
-    first.
-    """
-    groups = {item: _group(item) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    places = {group: place for place, group in enumerate(_LONGEST)}
-    items.sort(key=lambda item: places.get(groups[item], len(places)))
-
-
-def _group(item: pytest.Item) -> str:
-    file = os.path.relpath(item.path, _ROOT)
-    if file.partition("/")[0] in _WITH_SERVICES:
-        return "services"
-    if file == _INTERPRETED:
-        return f"{file}-{item.name.partition('[')[2].rstrip(']')}"  # each of these tests runs a file
-    return file
+    """Put the longest groups of tests first."""
+    items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.fixture(scope="session", autouse=True)

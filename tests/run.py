@@ -4,8 +4,8 @@
     python -m tests.run --all               what `make test-all` runs: every test
     python -m tests.run tests/quire -k cli  the tests that pytest selects by these arguments
 
-Two processes take the tests, a file at a time, the longest first. `tests/conftest.py` says which tests never run beside
-each other. Tests selected by arguments run in one process, unless `-n` is among the arguments.
+Two processes run the tests, one group at a time, the longest first. `tests/groups.py` defines the groups. Tests
+selected by arguments run in one process, unless `-n` is among the arguments.
 
 The duration of every test is written to build/test-durations.json. The exit code is pytest's own: 0 only when every
 test that was found passed. The last line is `N passed, N failed`.
@@ -60,7 +60,7 @@ class TimeTable:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Set-up and tear-down count too; a test that fails in both fails once."""
-        test = _test(report.nodeid)
+        test = report.nodeid
         folder = self.folders[_folder(test)]
         folder.seconds += report.duration
         self.tests[test] += report.duration
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
     chosen = [argument for argument in arguments if argument != "--all"]
     selects = any(not argument.startswith("-") for argument in chosen)
     if not selects:
-        chosen += ["-n", str(_NUM_PROCESSES), "--dist", "loadgroup", "--no-loadscope-reorder"]
+        chosen += ["-n", str(_NUM_PROCESSES), "--dist", "loadscope", "--no-loadscope-reorder"]
         chosen += [str(ROOT / "tests")] if "--all" in arguments else ["-m", "not release", str(ROOT / "tests")]
     code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
     if not selects:
@@ -106,11 +106,6 @@ def main(arguments: list[str]) -> int:
         DURATIONS.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
     print(table.render(), flush=True)
     return code
-
-
-def _test(node: str) -> str:
-    """Return the name of a test without its group, which pytest-xdist appends as "@group"."""
-    return node.rpartition("@")[0] if node.rfind("@") > node.rfind("]") else node
 
 
 def _folder(node: str) -> str:
