@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 # What `make test` passes on to pytest, for example ARGS="tests/quire -k cli".
 ARGS ?=
 MODEL ?= demo
+# Every package of .venv with its version and hashes, except torch and triton, which belong together and are yours to choose.
+DEV_LOCK := requirements-dev.txt
 # How many times as many examples `make fuzz` tries as `make test` does.
 EXAMPLES ?= 100
 GPU_PYTHON_VERSION ?= 3.12
@@ -33,21 +35,22 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/e2e/test_http_fuzz.py tests/e2e/test_grpc_fuzz.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages kube-tools checkov locks sbom dist test test-all test-levels cpu-levels gpu gpu-wheels load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages kube-tools checkov locks dev-lock sbom dist test test-all test-levels cpu-levels gpu gpu-wheels load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # torch goes first and alone: resolved together with the rest, pip would take gigabytes of CUDA packages. One that is
 # there already (you installed it yourself, or an earlier run did) is kept.
-$(VENV)/.installed: pyproject.toml setup.py $(wildcard kernels/native/src/*)
+$(VENV)/.installed: pyproject.toml setup.py $(DEV_LOCK) $(wildcard kernels/native/src/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quire needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import torch" 2>/dev/null || { echo "installing $(TORCH) into $(VENV)" && \
 	  $(BIN)/pip install --quiet --disable-pip-version-check $(TORCH); }
 	@echo "installing Quire and what it needs into $(VENV)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[worker,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement $(DEV_LOCK)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[worker]'
 	@touch $@
 
 setup: $(VENV)/.installed ## create .venv with everything that run and test need
@@ -84,8 +87,8 @@ build/checkov/.installed:
 
 checkov: build/checkov/.installed ## install checkov, with which make test-all examines deploy/kubernetes
 
-# A pip that reads metadata without downloading wheels, and the library of CycloneDX, in an environment of their own.
-LOCK_TOOLS := pip==26.3 cyclonedx-python-lib==11.12.0
+# Tools that resolve packages without downloading wheels, and the library of CycloneDX, in an environment of their own.
+LOCK_TOOLS := pip==26.3 uv==0.13.9 cyclonedx-python-lib==11.12.0
 build/lock/.installed: Makefile
 	@echo "installing $(LOCK_TOOLS) into build/lock"
 	@$(PYTHON) -m venv build/lock && build/lock/bin/pip install --quiet --disable-pip-version-check $(LOCK_TOOLS)
@@ -93,6 +96,13 @@ build/lock/.installed: Makefile
 
 locks: build/lock/.installed ## resolve the packages of the images anew: deploy/requirements-*.txt (then: make sbom)
 	@exec build/lock/bin/python -m tools.lock $(ARGS)
+
+# The override leaves out torch and triton: no version of Python fulfils its marker.
+dev-lock: build/lock/.installed ## resolve the packages of .venv anew, newest versions first: requirements-dev.txt
+	@printf '%s ; python_version < "3"\n' torch triton > build/lock/override.txt
+	@build/lock/bin/uv pip compile pyproject.toml --extra worker --extra dev --universal --generate-hashes --upgrade \
+	  --python-version 3.11 --override build/lock/override.txt --no-annotate --quiet \
+	  --custom-compile-command "make dev-lock" --output-file $(DEV_LOCK)
 
 sbom: build/lock/.installed ## list the packages of the images with their licences: deploy/sbom (CycloneDX)
 	@exec build/lock/bin/python -m tools.sbom $(ARGS)
