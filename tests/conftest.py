@@ -1,8 +1,8 @@
 """What holds for every test."""
 
 import os
-import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -11,8 +11,9 @@ import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 
-from tests.examples import examples
+from tests.examples import SEED, examples
 from tests.groups import GroupScheduling, place_of
+from tests.selection import LEFT_OUT, daily
 
 # One thread of torch, before anything imports it: tiny tensors gain nothing from more, and lose a factor of thirty to
 # them when other processes keep the cores busy.
@@ -46,20 +47,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupSc
     return GroupScheduling(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest groups of tests first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test`."""
+    parser.addoption("--daily", action="store_true", help="omit tests marked release; draw from those marked drawn")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest groups of tests first. Select the tests of a daily run."""
     items.sort(key=lambda item: place_of(item.nodeid))
+    if config.getoption("--daily"):
+        items[:], left_out = daily(items, SEED)
+        config.hook.pytest_deselected(items=left_out)
+        if hasattr(config, "workeroutput"):  # a process of a parallel run
+            config.workeroutput[LEFT_OUT] = [item.nodeid for item in left_out]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def state_home() -> Iterator[Path]:
     """Return where services under test keep their state, unless a test says where: not where the user's services do.
 
     Each process of a parallel run has a folder of its own, because only one scheduler records into a folder.
     """
-    folder = tmp_path_factory.mktemp("state")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("XDG_STATE_HOME", str(folder))
-        yield folder
-    # pytest would keep the folder of a run in which a test failed.
-    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="state-") as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_STATE_HOME", folder)
+        yield Path(folder)

@@ -1,9 +1,16 @@
-"""The number of examples of property tests: a base number in `make test`, a multiple of it in `make fuzz`."""
+"""The number of examples of property tests, and the seed from which a run draws.
+
+`make fuzz` sets a factor, so that property tests try more examples. `make test` draws from the day's seed, so that
+successive days cover different cases. `QUIRE_SEED=N` repeats the draws of a run.
+"""
 
 import os
+from datetime import UTC, datetime
 
 FACTOR = int(os.environ.get("QUIRE_EXAMPLES", "1"))
 """Multiple of the base number."""
+SEED = int(os.environ.get("QUIRE_SEED") or f"{datetime.now(UTC):%Y%m%d}")
+"""Seed for everything that a run draws. By default it is the day's date."""
 
 
 def examples(count: int) -> int:

@@ -1,30 +1,45 @@
 """Run the tests in two processes and print how long each folder and the slowest tests took.
 
-    python -m tests.run                     what `make test` runs: all but the tests marked `release`
+    python -m tests.run                     what `make test` runs: the daily selection (tests/selection.py)
     python -m tests.run --all               what `make test-all` runs: every test
     python -m tests.run tests/quire -k cli  the tests that pytest selects by these arguments
 
 Two processes run the tests, one group at a time, the longest first. `tests/groups.py` defines the groups. Tests
 selected by arguments run in one process, unless `-n` is among the arguments.
 
-The duration of every test is written to build/test-durations.json. The exit code is pytest's own: 0 only when every
-test that was found passed. The last line is `N passed, N failed`.
+The report names the tests that were left out. The duration of every test is written to build/test-durations.json. The
+exit code is pytest's own: 0 only when every test that was found passed. The last line is `N passed, N failed`.
+
+Nothing outlives a run, whether it ends or is interrupted: processes that the tests started are killed, and their
+temporary files are removed. A process that outlives a completed run is a failure.
 """
 
+import contextlib
+import ctypes
 import json
+import os
 import sys
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.examples import SEED
+from tests.selection import LEFT_OUT, table_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = ROOT / "build" / "test-durations.json"
 _NUM_SLOWEST = 20
 _NUM_PROCESSES = 2
 """One for the tests that start services, one for the others."""
+_TEARDOWN_S = 30
+"""How long processes may take to end after SIGTERM."""
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(slots=True)
@@ -44,6 +59,8 @@ class TimeTable:
         self.folders: defaultdict[str, FolderTimes] = defaultdict(FolderTimes)
         self.tests: defaultdict[str, float] = defaultdict(float)
         """By test: seconds, with set-up and tear-down."""
+        self.left_out: list[str] = []
+        """Node ids of the tests that were found and not selected."""
         self._failed: set[str] = set()
         self._started = time.monotonic()
         self._collected_s = 0.0
@@ -52,6 +69,14 @@ class TimeTable:
         """Collecting imports torch and transformers; that time belongs to no folder."""
         if not self._collected_s:
             self._collected_s = time.monotonic() - self._started
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        """Note the tests that a run in this process leaves out."""
+        self.left_out += [item.nodeid for item in items]
+
+    def pytest_testnodedown(self, node: object) -> None:
+        """Note the tests that a parallel run leaves out; each process leaves out the same ones."""
+        self.left_out = getattr(node, "workeroutput", {}).get(LEFT_OUT, self.left_out)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module that cannot be imported is a failure of its folder."""
@@ -72,7 +97,7 @@ class TimeTable:
         elif report.when == "teardown" and report.passed and test not in self._failed:
             folder.passed += 1
 
-    def render(self) -> str:
+    def render(self, *, interrupted: bool) -> str:
         """Return the tables and one closing line."""
         rows = sorted(self.folders.items())
         width = max([len(name) for name, _ in rows] + [len("collection")])
@@ -85,10 +110,13 @@ class TimeTable:
         lines.append(f"{'collection':<{width}}  {'':>23} {self._collected_s:>8.1f}")
         slowest = sorted(self.tests.items(), key=lambda test: -test[1])[:_NUM_SLOWEST]
         lines += ["", "slowest tests", *(f"{seconds:>8.1f} s  {name}" for name, seconds in slowest)]
+        if self.left_out:
+            lines += ["", f"left out: {len(self.left_out)} tests, which make test-all runs", *table_of(self.left_out)]
         passed = sum(times.passed - times.skipped for _, times in rows)
         failed = sum(times.failed for _, times in rows)
         total_s = time.monotonic() - self._started
-        return "\n".join(["", *lines, "", f"{passed} passed, {failed} failed in {total_s:.0f} s"])
+        closing = f"{passed} passed, {failed} failed in {total_s:.0f} s"
+        return "\n".join(["", *lines, "", f"INTERRUPTED, not all tests ran: {closing}" if interrupted else closing])
 
 
 def main(arguments: list[str]) -> int:
@@ -98,14 +126,74 @@ def main(arguments: list[str]) -> int:
     selects = any(not argument.startswith("-") for argument in chosen)
     if not selects:
         chosen += ["-n", str(_NUM_PROCESSES), "--dist", "loadscope", "--no-loadscope-reorder"]
-        chosen += [str(ROOT / "tests")] if "--all" in arguments else ["-m", "not release", str(ROOT / "tests")]
-    code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
-    if not selects:
+        chosen += [str(ROOT / "tests")] if "--all" in arguments else ["--daily", str(ROOT / "tests")]
+        print(f"drawn by QUIRE_SEED={SEED}", flush=True)
+    # Every process of the run draws the same, even if the date changes meanwhile.
+    os.environ["QUIRE_SEED"] = str(SEED)
+    with _temporary_files():
+        code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
+        left = _end_descendants()
+    interrupted = code == pytest.ExitCode.INTERRUPTED
+    if not selects and not interrupted:
         DURATIONS.parent.mkdir(exist_ok=True)
         durations = {name: round(seconds, 3) for name, seconds in sorted(table.tests.items())}
         DURATIONS.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
-    print(table.render(), flush=True)
+    if left and not interrupted:
+        print("processes outlived the tests:", *left, sep="\n  ")
+        code = code or int(pytest.ExitCode.TESTS_FAILED)
+    print(table.render(interrupted=interrupted), flush=True)
     return code
+
+
+@contextlib.contextmanager
+def _temporary_files() -> Iterator[None]:
+    """Put the temporary files of the tests into a folder that is removed with them.
+
+    pytest's own folders stay where they are, because it retains those of failed tests.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="quire-tests-", ignore_cleanup_errors=True) as folder,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose parents die, so that none is lost. Only Linux can do this."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_descendants() -> list[str]:
+    """Terminate the processes that the tests have left; return their command lines."""
+    left = [process for process in psutil.Process().children(recursive=True) if _is_alive(process)]
+    commands = [_command(process) for process in left]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    psutil.wait_procs(left, timeout=_TEARDOWN_S)
+    # Those that ended may have left children in turn.
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return commands
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return f"process {process.pid}"
 
 
 def _folder(node: str) -> str:
@@ -114,4 +202,5 @@ def _folder(node: str) -> str:
 
 
 if __name__ == "__main__":
+    _adopt_orphans()
     sys.exit(main(sys.argv[1:]))

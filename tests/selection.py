@@ -1,0 +1,48 @@
+"""The tests that `make test` runs: all but those marked `release`, and a draw from those marked `drawn`.
+
+`@pytest.mark.drawn(3)` stands on a parametrised test whose cases take long. Three of its cases run each day. The seed
+in `tests/examples.py` determines which. `make test-all` runs every case.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+LEFT_OUT = "left_out"
+"""Entry in the output of a pytest-xdist process: node ids of the tests that a run leaves out."""
+
+
+def function_of(node_id: str) -> str:
+    """Return the node id of a test without the parameters of its case."""
+    return node_id.partition("[")[0]
+
+
+def daily(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests of a daily run and those that it leaves out, both in the given order."""
+    candidates = [item for item in items if item.get_closest_marker("release") is None]
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in candidates:
+        if item.get_closest_marker("drawn") is not None:
+            cases[function_of(item.nodeid)].append(item)
+    not_drawn: set[pytest.Item] = set()
+    for function, of_function in cases.items():
+        marker = of_function[0].get_closest_marker("drawn")
+        assert marker is not None
+        drawn = random.Random(f"{seed} {function}").sample(of_function, min(marker.args[0], len(of_function)))
+        not_drawn.update(set(of_function) - set(drawn))
+    chosen = [item for item in candidates if item not in not_drawn]
+    return chosen, [item for item in items if item not in set(chosen)]
+
+
+def table_of(left_out: Iterable[str]) -> list[str]:
+    """Return a line for each test function that was left out, with its number of cases.
+
+    Args:
+        left_out: node ids.
+    """
+    counts: defaultdict[str, int] = defaultdict(int)
+    for node_id in left_out:
+        counts[function_of(node_id)] += 1
+    return [f"{count:>6} x  {function}" for function, count in sorted(counts.items())]
