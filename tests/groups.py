@@ -38,7 +38,7 @@ def place_of(node_id: str) -> int:
     return _LONGEST.index(group) if group in _LONGEST else len(_LONGEST)
 
 
-class GroupScheduling(LoadScopeScheduling):
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist has no types
     """Distribution that hands out one group at a time to each process, in the order of the tests."""
 
     def _split_scope(self, nodeid: str) -> str:

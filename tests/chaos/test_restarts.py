@@ -53,6 +53,7 @@ def test_every_worker_is_restarted_under_load(stage: Stage) -> None:
     assert not any(line["event"] == "worker lost" for line in lines)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told to end"])
 def test_the_scheduler_comes_back_under_load(stage: Stage, number: signal.Signals) -> None:
     """After the scheduler dies or is replaced, every stream continues with the token after the last delivered one."""

@@ -76,6 +76,7 @@ def test_every_kind_of_process_ends_in_order_under_load(tmp_path: Path) -> None:
         check(oracle, streamed, tally)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("outlast", [False, True], ids=["streams that end in time", "streams that outlast it"])
 def test_a_service_that_shuts_down_finishes_short_streams(tmp_path: Path, outlast: bool) -> None:
     """Streams shorter than the grace period end in full; longer ones get an error that says that the service is gone.

@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.harness import SERVICE_VARIABLE, Service, serve
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def demo() -> Iterator[Service]:
     """`quire serve` with the embedded model and default settings; or a service with this model that runs already."""
     if given := os.environ.get(SERVICE_VARIABLE):

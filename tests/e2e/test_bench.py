@@ -31,6 +31,7 @@ def _bench(served: Served, file: Path, *flags: str, http: bool = False) -> dict[
     return report
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("load", LOADS)
 def test_counts_are_those_of_the_server(demo: Served, tmp_path: Path, load: str) -> None:
     """Requests, prompt tokens and output tokens of the report are the increases of the server's own counters."""

@@ -71,6 +71,7 @@ def replayed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield name, served
 
 
+@pytest.mark.drawn(1)
 def test_a_dialogue_replays(replayed: tuple[str, Served]) -> None:
     """Each request of an agent and its sub-agent is answered in the vendor's form.
 

@@ -20,11 +20,7 @@ from quire import AsyncClient
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
 from tests.e2e.planted import ADMISSION, CAUSES, FLAGS, MAX_LENGTH, Planted, Scene
-
-SEED = int(os.environ.get("QUIRE_SEED") or random.SystemRandom().getrandbits(32))
-"""What the release test draws from."""
-_BRIEF = ("a tenant's limit", "neighbours with long prompts", "a cold prefix")
-"""Causes of slowness that the default suite produces; the release test produces all ten."""
+from tests.examples import SEED
 
 
 def _explain(served: Served, *arguments: str) -> str:
@@ -95,29 +91,24 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.mark.parametrize("name", _BRIEF)
-def test_a_planted_cause_is_named_first(served: Served, name: str) -> None:
-    """A cause is planted into the running service; `quire explain` names it first."""
-    line, wrong = _plant(served, name, CAUSES[name], random.Random(name))
+@pytest.fixture(scope="module")
+def swapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A service with swap space."""
+    with _service(tmp_path_factory.mktemp("explain"), "--swap-space=64MiB") as running:
+        yield running
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("name", random.Random(SEED).sample(sorted(CAUSES), len(CAUSES)))
+def test_a_planted_cause_is_named_first(name: str, request: pytest.FixtureRequest) -> None:
+    """A cause is planted into the running service; `quire explain` names it first.
+
+    The order of the causes and their parameters are drawn from the seed of the run.
+    """
+    planted = CAUSES[name]
+    served = request.getfixturevalue("swapping" if planted.swaps else "served")
+
+    line, wrong = _plant(served, name, planted, random.Random(f"{SEED} {name}"))
 
     print(line)
-    assert not wrong, wrong
-
-
-@pytest.mark.release
-@pytest.mark.timeout(1800)
-def test_ten_planted_causes_are_named_first(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten causes in an order and with parameters drawn from a seed; `quire explain` names each of them first."""
-    rng = random.Random(SEED)
-    order = list(CAUSES)
-    rng.shuffle(order)
-    failures = []
-    with capsys.disabled(), _service(tmp_path, "--swap-space=64MiB") as swapping:
-        print(f"\nplanted causes of QUIRE_SEED={SEED}")
-        for name in order:
-            planted = CAUSES[name]
-            line, wrong = _plant(swapping if planted.swaps else served, name, planted, rng)
-            print(f"  {line}", flush=True)
-            failures += [wrong] if wrong else []
-
-    assert not failures, f"QUIRE_SEED={SEED}\n" + "\n".join(failures)
+    assert not wrong, f"QUIRE_SEED={SEED}\n{wrong}"

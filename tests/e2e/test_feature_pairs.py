@@ -59,13 +59,11 @@ def covering() -> Iterator[Case]:
         yield best
 
 
-CASES = [
-    pytest.param(case, id="-".join(case.values()), marks=[] if index < 2 else pytest.mark.release)
-    for index, case in enumerate(covering())
-]
+CASES = [pytest.param(case, id="-".join(case.values())) for case in covering()]
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_the_plain_model(case: Case, tmp_path: Path) -> None:
     """Greedy tokens under memory pressure are the oracle's, and texts with a grammar match it."""

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.harness import serve
+from tests.e2e.harness import Served, serve
 from tests.schemas import Schema, make_schemas
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ async def answer(stub: "GenerationServiceAsyncStub", asked: v1.GenerateOnceReque
     return choice
 
 
-def test_every_answer_validates() -> None:
+def test_every_answer_validates(demo: Served) -> None:
     """Whatever the schema, greedy or at temperature 1, the answer ends by itself and `jsonschema` accepts it."""
     schemas = make_schemas(NUM_SCHEMAS)
 
@@ -61,8 +61,7 @@ def test_every_answer_validates() -> None:
                 *(ask(schema, temperature, index) for index, schema in enumerate(schemas) for temperature in (0.0, 1.0))
             )
 
-    with serve("demo", "--max-num-seqs=64") as served:
-        answers = asyncio.run(main(served.grpc))
+    answers = asyncio.run(main(demo.grpc))
 
     assert len(answers) == 2 * NUM_SCHEMAS
     for schema, temperature, choice in answers:
@@ -136,7 +135,7 @@ def hostile(number: int) -> list[tuple[str, v1.Grammar]]:
     ]
 
 
-def test_hostile_grammars_are_refused_and_other_streams_continue() -> None:
+def test_hostile_grammars_are_refused_and_other_streams_continue(demo: Served) -> None:
     """A hostile grammar is refused by the name of its field, and no process dies.
 
     Streams beside it, with new grammars or without one, get a whole answer, and none is refused.
@@ -173,7 +172,6 @@ def test_hostile_grammars_are_refused_and_other_streams_continue() -> None:
             attacks = [attack(field, grammar) for number in range(2) for field, grammar in hostile(number)]
             await asyncio.gather(*attacks, *(stream(number) for number in range(8)))
 
-    with serve("demo", "--max-num-seqs=16") as served:
-        before = {child.pid for child in served.children()}
-        asyncio.run(main(served.grpc))
-        assert {child.pid for child in served.children()} == before
+    before = {child.pid for child in demo.children()}
+    asyncio.run(main(demo.grpc))
+    assert {child.pid for child in demo.children()} == before

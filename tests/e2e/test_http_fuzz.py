@@ -466,7 +466,7 @@ def check_unharmed(target: Target) -> None:
     assert "Traceback" not in target.served.log.read_text()
 
 
-@settings(max_examples=examples(80), suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=examples(20), suppress_health_check=list(HealthCheck), deadline=None)
 @given(call=calls())
 @example(call=Call("POST /v1/messages HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 0\r\n", b""))
 def test_no_call_does_harm(target: Target, call: Call) -> None:

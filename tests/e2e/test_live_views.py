@@ -31,13 +31,14 @@ def _begin(operator: admin_pb2_grpc.AdminServiceStub) -> "Iterator[admin.WatchSt
     return view
 
 
-def test_a_view_shows_the_steps_of_a_service(tmp_path: Path) -> None:
+def test_a_view_shows_the_steps_of_a_service(demo: Served) -> None:
     """The rows of each step are those that its worker answered; requests have their ids, steps their times."""
+    demo.wait_until_empty()
     began = time.time()
     found: list[admin.WatchStepsResponse] = []
-    with serve("demo", environ={"XDG_STATE_HOME": str(tmp_path)}) as served, _operator(served) as operator:
+    with _operator(demo) as operator:
         view = _begin(operator)
-        with ThreadPoolExecutor(3) as pool, Client(served.grpc) as client:
+        with ThreadPoolExecutor(3) as pool, Client(demo.grpc) as client:
             prompts = [f"Once upon a time there were {count} foxes" for count in range(3)]
             answers = list(pool.map(lambda prompt: list(client.generate(prompt, max_tokens=20)), prompts))
         # The load is that of the moment of sending, and may be newer than the steps: read on until each token is seen.
@@ -54,7 +55,7 @@ def test_a_view_shows_the_steps_of_a_service(tmp_path: Path) -> None:
     (workers,) = [part.load.workers for part in found[-1:]]
     assert workers[0].total_blocks > 0
     steps = {(step.worker_id, step.step): step for part in found for step in part.steps}
-    folder = tmp_path / "quire" / "record"
+    folder = demo.log.parent / "quire" / "record"
     sampled = {}
     for entry in (entry for segment in read(folder) for entry in segment):
         if isinstance(entry.what, ev.StepDone):

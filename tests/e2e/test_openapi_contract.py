@@ -9,7 +9,7 @@ from tests.e2e.harness import serve
 from tests.examples import FACTOR
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-EXAMPLES = 10 * FACTOR
+EXAMPLES = 2 * FACTOR
 """Per operation, besides those that every boundary of the description gives."""
 
 

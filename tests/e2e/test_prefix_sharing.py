@@ -10,6 +10,7 @@ from tests.e2e.load import draw_prompts, generate_all
 from tests.e2e.oracle import Oracle, Tally
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("prefix_cache", ["radix", "hash", "off"])
 def test_shared_prefixes_give_the_same_tokens(prefix_cache: str, tmp_path: Path) -> None:
     """Requests with a common prefix deliver the oracle's tokens, and with the cache on compute it once.

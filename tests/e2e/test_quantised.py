@@ -42,13 +42,8 @@ def memory(checkpoint: Path) -> str:
     return f"--kv-cache-memory={kv_memory(checkpoint, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)}"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "gptq-int4-order",
-        *(pytest.param(layout, marks=pytest.mark.release) for layout in ("fp8-block", "awq", "ct-int8-channel")),
-    ],
-)
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("layout", ["gptq-int4-order", "fp8-block", "awq", "ct-int8-channel"])
 def test_dequantised_weights_give_the_tokens_of_the_plain_model(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,9 +65,8 @@ def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(tmp_path: Path)
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
-@pytest.mark.parametrize(
-    "layout", ["awq", *(pytest.param(name, marks=pytest.mark.release) for name in ("ct-int8-channel", "gptq-int4"))]
-)
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("layout", ["awq", "ct-int8-channel", "gptq-int4"])
 def test_weights_as_stored_give_the_tokens_of_the_model_with_rounded_activations(layout: str, tmp_path: Path) -> None:
     """The CPU kernels compute with the codes of the checkpoint and with activations in eight bits."""
     pair = make_pair(layout, tmp_path)
@@ -83,20 +77,16 @@ def test_weights_as_stored_give_the_tokens_of_the_model_with_rounded_activations
     assert tally.near_ties * 50 < tally.tokens
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [
         ("LlamaForCausalLM", "int8"),
         ("LlamaForCausalLM", "fp8"),
-        *(
-            pytest.param(architecture, kind, marks=pytest.mark.release)
-            for architecture, kind in (
-                ("Qwen3ForCausalLM", "int8"),
-                ("MistralForCausalLM", "fp8"),
-                ("Gemma2ForCausalLM", "int8"),
-                ("GPT2LMHeadModel", "fp8"),
-            )
-        ),
+        ("Qwen3ForCausalLM", "int8"),
+        ("MistralForCausalLM", "fp8"),
+        ("Gemma2ForCausalLM", "int8"),
+        ("GPT2LMHeadModel", "fp8"),
     ],
 )
 def test_kv_in_eight_bits_gives_the_tokens_of_a_reference_that_rounds_kv(

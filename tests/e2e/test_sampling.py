@@ -30,6 +30,7 @@ def request(**options: object) -> v1.GenerateOnceRequest:
     return v1.GenerateOnceRequest(request=inner)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("prefix_cache", ["hash", "radix"])
 def test_choices_differ_are_reproducible_and_share_their_prompt(tmp_path: Path, prefix_cache: str) -> None:
     """Choices differ under one seed, are the same in a second run, and compute their prompt once.

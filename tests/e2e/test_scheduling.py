@@ -1,6 +1,7 @@
 """Policies, capacity and batching modes, and several workers, through the whole stack."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,13 +18,14 @@ LENGTHS = (3, 40, 9, 70, 120, 5, 33, 64)
 OUTPUTS = (30, 20, 40, 10, 25, 35, 16, 24)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "flags",
     [
         ("--policy=priority", "--batching=continuous"),
         ("--policy=sjf", "--capacity=guaranteed_no_evict"),
-        pytest.param(("--policy=edf", "--batching=dynamic", "--max-tokens-per-batch=200"), marks=pytest.mark.release),
-        pytest.param(("--policy=fair", "--scheduler-delay-factor=0.5"), marks=pytest.mark.release),
+        ("--policy=edf", "--batching=dynamic", "--max-tokens-per-batch=200"),
+        ("--policy=fair", "--scheduler-delay-factor=0.5"),
         ("--policy=lpm", "--batching=static", "--max-batch-size=3", "--max-wait-ms=20"),
     ],
     ids=" ".join,
@@ -92,16 +94,22 @@ async def _order_of_ends(served: Served, request_class: str = "") -> list[str]:
     return ends
 
 
-@pytest.mark.parametrize("move", [False, True])
-def test_two_workers_one_drained_under_load(move: bool, tmp_path: Path) -> None:
-    """A worker drained under load becomes idle, nothing is lost, and it can be resumed."""
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
-    oracle = Oracle(checkpoint)
-    answers = [Answer(prompt, 120) for prompt in draw_prompts(LENGTHS * 2, oracle.vocab_size, seed=6)]
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Oracle]]:
+    """Return a service with two workers, and the reference for its tokens."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("model"))
     with serve(checkpoint, "--dtype=float32", "--workers=2") as served:
-        asyncio.run(_drain_under_load(served.grpc, answers, move=move))
-        assert served.metric("quire_kv_blocks", state="held") == 0
-        assert served.metric("quire_workers") == 2
+        yield served, Oracle(checkpoint)
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_two_workers_one_drained_under_load(move: bool, two_workers: tuple[Served, Oracle]) -> None:
+    """A worker drained under load becomes idle, nothing is lost, and it can be resumed."""
+    served, oracle = two_workers
+    answers = [Answer(prompt, 120) for prompt in draw_prompts(LENGTHS * 2, oracle.vocab_size, seed=6)]
+    asyncio.run(_drain_under_load(served.grpc, answers, move=move))
+    assert served.metric("quire_kv_blocks", state="held") == 0
+    assert served.metric("quire_workers") == 2
     tally = Tally()
     for answer in answers:
         assert len(answer.tokens) == 120

@@ -65,6 +65,7 @@ async def _run_with_a_kill(served: Served, answers: list[Answer], pid: int) -> N
         await asyncio.gather(*streams)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("architecture", "size", "reason"),
     [
@@ -86,11 +87,12 @@ def test_a_model_that_cannot_be_divided_is_refused(architecture: str, size: str,
     assert f"quire worker: {reason}" in done.stderr.splitlines()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("struck", "exit_code", "line"),
     [
         ("follower", 1, "quire worker: rank 1 ended (exit code 143), so the worker ends"),
-        pytest.param("rank 0", 0, None, marks=pytest.mark.release),
+        ("rank 0", 0, None),
     ],
 )
 def test_a_signal_to_one_rank_ends_all_while_they_load(
@@ -123,7 +125,8 @@ def test_a_signal_to_one_rank_ends_all_while_they_load(
     assert list(left.glob("quire-ranks-*")) == []
 
 
-@pytest.mark.parametrize(("rank", "exit_code"), [(0, 0), pytest.param(1, 143, marks=pytest.mark.release)])
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(("rank", "exit_code"), [(0, 0), (1, 143)])
 def test_a_signal_ends_a_rank_that_waits_for_the_others(rank: int, exit_code: int, tmp_path: Path) -> None:
     """SIGTERM ends a rank whose peer never starts, although it waits in native code for up to 15 minutes."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")

@@ -1,44 +1,57 @@
 """Traces across processes, as a real OTLP receiver sees them."""
 
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from quire import Client, SchedulingOptions
 from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
-from tests.e2e.otlp_receiver import ReceivedSpan, otlp_receiver
+from tests.e2e.harness import Served, serve
+from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 
 GENERATE = "quire.v1.GenerationService/Generate"
 REQUEST_SPANS = {"quire.queue", "quire.attempt", "quire.prefill", "quire.decode", "quire.worker.row"}
 PROMPT = "the quick brown fox"
 
 
-def test_one_trace_across_three_processes_and_links_both_ways(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a small checkpoint."""
+    return make_checkpoint("LlamaForCausalLM", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def traced(checkpoint: Path) -> Iterator[tuple[Served, OtlpReceiver]]:
+    """Return a service that traces sampled requests with all their steps, and the receiver of its spans."""
+    with otlp_receiver() as receiver:
+        environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        with serve(checkpoint, "--num-threads=1", "--trace-steps=1", environ=environ) as served:
+            yield served, receiver
+
+
+def test_one_trace_across_three_processes_and_links_both_ways(traced: tuple[Served, OtlpReceiver]) -> None:
     """The client's span is the root of spans from three processes, which are linked with the traces of the steps.
 
     The links go both ways. No span contains a part of the prompt.
     """
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    served, receiver = traced
     tracer = TracerProvider().get_tracer("client")
-    with otlp_receiver() as receiver:
-        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
-        with serve(checkpoint, "--num-threads=1", "--trace-steps=1", environ=environ) as served:
-            with Client(served.grpc) as client, tracer.start_as_current_span("client") as root:
-                client.generate(PROMPT, max_tokens=8, temperature=0, ignore_eos=True).result()
-            context = root.get_span_context()
-            trace_id = context.trace_id.to_bytes(16, "big")
+    with Client(served.grpc) as client, tracer.start_as_current_span("client") as root:
+        client.generate(PROMPT, max_tokens=8, temperature=0, ignore_eos=True).result()
+    context = root.get_span_context()
+    trace_id = context.trace_id.to_bytes(16, "big")
 
-            def complete(spans: list[ReceivedSpan]) -> bool:
-                mine = {span.name for span in spans if span.span.trace_id == trace_id}
-                steps = [span for span in spans if span.name in ("quire.step", "quire.worker.step")]
-                return mine >= REQUEST_SPANS and len(steps) >= 16 and any("Generate" in name for name in mine)
+    def complete(spans: list[ReceivedSpan]) -> bool:
+        mine = {span.name: span for span in spans if span.span.trace_id == trace_id}
+        return mine.keys() >= REQUEST_SPANS and GENERATE in mine and len(_steps_of(mine["quire.attempt"], spans)) == 16
 
-            spans = receiver.wait_for(complete)
+    spans = receiver.wait_for(complete)
     request = [span for span in spans if span.span.trace_id == trace_id]
     assert len({span.pid for span in request}) == 3
     _assert_one_tree(request, context.span_id.to_bytes(8, "big"))
@@ -46,8 +59,9 @@ def test_one_trace_across_three_processes_and_links_both_ways(tmp_path: Path) ->
     by_id = {span.span.span_id: span for span in spans}
     (attempt,) = (span for span in request if span.name == "quire.attempt")
     (row,) = (span for span in request if span.name == "quire.worker.row")
-    steps = [span for span in spans if span.name == "quire.step"]
-    worker_steps = [span for span in spans if span.name == "quire.worker.step"]
+    mine = _steps_of(attempt, spans)
+    steps = [span for span in mine if span.name == "quire.step"]
+    worker_steps = [span for span in mine if span.name == "quire.worker.step"]
     assert len(steps) == len(worker_steps) == 8, "eight tokens are eight steps"
     assert attempt.linked == {step.span.span_id for step in steps}
     assert all(attempt.span.span_id in step.linked for step in steps)
@@ -57,28 +71,25 @@ def test_one_trace_across_three_processes_and_links_both_ways(tmp_path: Path) ->
     assert PROMPT not in str(spans)
 
 
-def test_untraced_requests_make_no_spans_elsewhere(tmp_path: Path) -> None:
+def test_untraced_requests_make_no_spans_elsewhere(traced: tuple[Served, OtlpReceiver]) -> None:
     """A request whose client's trace is not sampled makes no span in any process."""
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    served, receiver = traced
     unsampled = trace.NonRecordingSpan(trace.SpanContext(trace_id=7, span_id=9, is_remote=False))
     sampled = trace.NonRecordingSpan(
         trace.SpanContext(trace_id=8, span_id=9, is_remote=False, trace_flags=trace.TraceFlags(1))
     )
-    with otlp_receiver() as receiver:
-        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
-        with serve(checkpoint, "--num-threads=1", environ=environ) as served, Client(served.grpc) as client:
-            for parent in (unsampled, sampled):
-                with trace.use_span(parent):
-                    client.generate("a", max_tokens=2, ignore_eos=True).result()
-            spans = receiver.wait_for(lambda spans: any("Generate" in span.name for span in spans))
-    traces = {int.from_bytes(span.span.trace_id, "big") for span in spans}
+    with Client(served.grpc) as client:
+        for parent in (unsampled, sampled):
+            with trace.use_span(parent):
+                client.generate("a", max_tokens=2, ignore_eos=True).result()
+    spans = receiver.wait_for(lambda spans: any(_trace_id(span) == 8 and span.name == GENERATE for span in spans))
+    traces = {_trace_id(span) for span in spans}
     assert 7 not in traces
     assert 8 in traces
 
 
-def test_a_request_that_missed_its_target_is_traced_although_it_was_not_sampled(tmp_path: Path) -> None:
+def test_a_request_that_missed_its_target_is_traced_although_it_was_not_sampled(checkpoint: Path) -> None:
     """Its spans come from the front end and the scheduler, in one tree and in order; a request in time has none."""
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     with otlp_receiver() as receiver:
         environ = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
@@ -114,39 +125,33 @@ def test_a_request_that_missed_its_target_is_traced_although_it_was_not_sampled(
     assert all(each.end_time_unix_nano <= call.span.end_time_unix_nano for each in phases[:3])
 
 
-def test_an_exemplar_leads_to_the_step_and_its_neighbours(tmp_path: Path) -> None:
+def test_an_exemplar_leads_to_the_step_and_its_neighbours(traced: tuple[Served, OtlpReceiver]) -> None:
     """From a bucket of a latency to the request's trace, from there to a step, and from the step to its neighbours.
 
     Every hop uses only what the hop before gave: ids in the exemplar, and links of spans.
     """
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+    served, receiver = traced
     parents = [
         trace.NonRecordingSpan(
             trace.SpanContext(trace_id=each, span_id=9, is_remote=False, trace_flags=trace.TraceFlags(1))
         )
         for each in (21, 22)
     ]
-    with otlp_receiver() as receiver:
-        environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
-        with serve(checkpoint, "--num-threads=1", environ=environ) as served, Client(served.grpc) as client:
-            with ThreadPoolExecutor(2) as together:
+    with Client(served.grpc) as client, ThreadPoolExecutor(2) as together:
 
-                def generate(parent: trace.Span) -> None:
-                    with trace.use_span(parent):
-                        client.generate(PROMPT, max_tokens=40, temperature=0, ignore_eos=True).result()
+        def generate(parent: trace.Span) -> None:
+            with trace.use_span(parent):
+                client.generate(PROMPT, max_tokens=40, temperature=0, ignore_eos=True).result()
 
-                list(together.map(generate, parents))
-            page = served.metrics(accept="application/openmetrics-text;version=1.0.0")
-            spans = receiver.wait_for(
-                lambda spans: (
-                    sum(span.name == "quire.attempt" for span in spans) == 2
-                    and {21, 22} <= {_trace_id(span) for span in spans if "Generate" in span.name}
-                )
-            )
+        list(together.map(generate, parents))
+    page = served.metrics(accept="application/openmetrics-text;version=1.0.0")
+    ended = {("quire.attempt", 21), ("quire.attempt", 22), (GENERATE, 21), (GENERATE, 22)}
+    spans = receiver.wait_for(lambda spans: ended <= {(span.name, _trace_id(span)) for span in spans})
     # The bucket leads to the trace of a request, and to the span of its call.
     families = {each.name: each for each in text_string_to_metric_families(page)}  # type: ignore[no-untyped-call]
     buckets = families["gen_ai_server_time_to_first_token_seconds"].samples
-    exemplar = next(each.exemplar for each in buckets if each.exemplar is not None)
+    exemplars = [each.exemplar for each in buckets if each.exemplar is not None]
+    exemplar = next(each for each in exemplars if int(each.labels["trace_id"], 16) in (21, 22))
     by_id = {span.span.span_id: span for span in spans}
     call = by_id[bytes.fromhex(exemplar.labels["span_id"])]
     assert call.name == GENERATE
@@ -162,9 +167,8 @@ def test_an_exemplar_leads_to_the_step_and_its_neighbours(tmp_path: Path) -> Non
     assert {int.from_bytes(each, "big") for each in neighbours} == {21, 22}
 
 
-def test_a_collector_that_is_down_costs_only_spans(tmp_path: Path) -> None:
+def test_a_collector_that_is_down_costs_only_spans(checkpoint: Path) -> None:
     """Requests are served and the service ends in time although no collector listens; the lost spans are counted."""
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         environ = {
@@ -186,12 +190,11 @@ def test_a_collector_that_is_down_costs_only_spans(tmp_path: Path) -> None:
                 client.generate(PROMPT, max_tokens=4, ignore_eos=True).result()
 
 
-def test_a_collector_that_hangs_costs_only_spans(tmp_path: Path) -> None:
+def test_a_collector_that_hangs_costs_only_spans(checkpoint: Path) -> None:
     """Requests are served although a collector takes connections and never answers; the lost spans are counted.
 
     The service ends, with success and in the harness' time, while an export would wait for an hour.
     """
-    checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(64)  # the kernel accepts; nothing reads
@@ -210,6 +213,13 @@ def test_a_collector_that_hangs_costs_only_spans(tmp_path: Path) -> None:
             ):
                 answer = client.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True).result()
                 assert len(answer.token_ids) == 4
+
+
+def _steps_of(attempt: ReceivedSpan, spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
+    """Return the spans of the steps in which an attempt ran, those of the scheduler and of the worker."""
+    steps = [span for span in spans if span.name == "quire.step" and attempt.span.span_id in span.linked]
+    ids = {step.span.span_id for step in steps}
+    return [*steps, *(s for s in spans if s.name == "quire.worker.step" and s.span.parent_span_id in ids)]
 
 
 def _trace_id(span: ReceivedSpan) -> int:
