@@ -1,21 +1,26 @@
 """Parses and checks request bodies; errors name the field as the client wrote it."""
 
 import difflib
-import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jiter
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
 from services.http.schema import NOT_SUPPORTED, Body
+from services.requests.validation import MAX_TOKEN_IDS
 from shared.errors import FieldViolation, InvalidRequestError
 
 MAX_VIOLATIONS = 8
 """Maximum number of violations in one answer."""
+_MAX_ERRORS = 64
+"""Maximum number of errors that are described. Lists and objects of the schema stop at their first errors, too."""
+_MAX_VALUES = MAX_TOKEN_IDS + (1 << 18)
+"""Maximum number of values in a body: a prompt of the longest context, and what else a request has."""
+_MAX_QUOTES = 1 << 18
+"""Maximum number of quotes around the strings of a body. Each string has two."""
 
 # Messages by pydantic's type of error. Its own messages name Python types and validators.
 _TYPES = {
@@ -33,6 +38,7 @@ _TYPES = {
 """Messages for a value of the wrong type."""
 _SIZES = {
     "too_long": "must have at most {max_length} items, not {actual_length}",
+    "too_many_fields": "must have at most {max_length} fields, not {actual_length}",
     "too_short": "must have at least {min_length} items, not {actual_length}",
 }
 """Messages for a list of the wrong length."""
@@ -55,10 +61,8 @@ _VALUES = {
 
 _DUPLICATE = re.compile(r'key "(.*)" at (line \d+ column \d+)$', re.DOTALL)
 """Matches the message of the parser about a duplicate key."""
-_LARGE_NUMBER = re.compile(rb"[0-9][eE]\+?[0-9]{3}|[0-9]{309}")
-"""Matches a number that may be too large for a float."""
 _SHOWN_KEY = 64
-"""Characters of a duplicate key that an error repeats."""
+"""Characters of an unknown or duplicate key that an error repeats."""
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -69,63 +73,44 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
     Raises:
         InvalidRequestError: the body is invalid; the violations name the fields.
     """
-    try:
-        body = kind.model_validate_json(raw)
-    except ValidationError as error:
-        raise InvalidRequestError(
-            *_violations(kind, raw, error.errors(include_url=False, include_input=False))
-        ) from None
-    _refuse_duplicates(raw)
-    return body
+    return checked(kind, _document(raw))
 
 
-def checked(kind: type[BodyT], content: dict[str, Any]) -> BodyT:
-    """Return a body of one API that was made from a body of another.
+def checked(kind: type[BodyT], document: object) -> BodyT:
+    """Return the body for a JSON value.
 
     Raises:
         InvalidRequestError: a field is invalid.
     """
-    return parse(kind, json.dumps(content).encode())
-
-
-def _refuse_duplicates(raw: bytes) -> None:
-    """Refuse a valid body in which an object has a key twice; pydantic keeps the last one silently.
-
-    Numbers that are not finite are refused as well; pydantic accepts them in fields of any JSON.
-    """
+    if not isinstance(document, dict):
+        raise InvalidRequestError(FieldViolation("body", "must be a JSON object"))
     try:
-        document = jiter.from_json(raw, catch_duplicate_keys=True, allow_inf_nan=False)
+        return kind.model_validate(document)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
+        raise InvalidRequestError(*_violations(kind, document, found)) from None
+
+
+def _document(raw: bytes) -> object:
+    """Return the JSON value of a body. Refuse repeated keys, of which pydantic keeps the last one.
+
+    Commas and quotes are counted first, because small values take far longer to parse than a text of the same size.
+    """
+    if raw.count(b",") >= _MAX_VALUES or raw.count(b'"') - raw.count(b'\\"') > _MAX_QUOTES:
+        what = f"more than {_MAX_VALUES} values or {_MAX_QUOTES // 2} strings; split the request"
+        raise InvalidRequestError(FieldViolation("body", what))
+    try:
+        document: object = jiter.from_json(raw, catch_duplicate_keys=True, allow_inf_nan=False)
     except ValueError as error:
         found = _DUPLICATE.search(str(error))
         if found is None:
             raise InvalidRequestError(FieldViolation("body", _json_description(raw, str(error)))) from None
         what = f"given twice (second at {found[2]}); give it once"
         raise InvalidRequestError(FieldViolation(found[1][:_SHOWN_KEY], what)) from None
-    if _LARGE_NUMBER.search(raw) and _has_infinity(document):
-        raise InvalidRequestError(FieldViolation("body", "contains a number that is too large; give finite numbers"))
+    return document
 
 
-def _has_infinity(value: object) -> bool:
-    """Return whether a JSON value contains a number that is too large for a float."""
-    pending = [value]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, dict):
-            pending += each.values()
-        elif isinstance(each, list):
-            pending += each
-        elif isinstance(each, float) and math.isinf(each):
-            return True
-    return False
-
-
-def _violations(kind: type[Body], raw: bytes, errors: Sequence[ErrorDetails]) -> list[FieldViolation]:
-    try:
-        document = from_json(raw)
-    except ValueError as error:
-        return [FieldViolation("body", _json_description(raw, str(error)))]
-    if not isinstance(document, dict):
-        return [FieldViolation("body", "must be a JSON object")]
+def _violations(kind: type[Body], document: object, errors: Sequence[ErrorDetails]) -> list[FieldViolation]:
     found: dict[str, list[ErrorDetails]] = {}
     for each in errors:
         found.setdefault(_path(each, document), []).append(each)
@@ -171,22 +156,24 @@ def _path(error: ErrorDetails, document: Any) -> str:
                 path += f"[{step}]"
                 here = here[step] if step < len(here) else None
         elif isinstance(here, dict) and (step in here or position == missing):
-            path += f".{step}" if path else step
+            name = step[:_SHOWN_KEY]
+            path += f".{name}" if path else name
             here = here.get(step)
     return path or "body"
 
 
 def _description(kind: type[Body], error: ErrorDetails) -> str:
-    name, top_level = str(error["loc"][-1]), len(error["loc"]) == 1
     if error["type"] != "extra_forbidden":
         context = {key: _plain(value) for key, value in error.get("ctx", {}).items()}
         if context.get("min_length") == 1:
             return "must not be empty"
         template = _TYPES.get(error["type"]) or _SIZES.get(error["type"]) or _VALUES.get(error["type"])
         return template.format_map(context) if template else "invalid value"
+    name, top_level = str(error["loc"][-1]), len(error["loc"]) == 1
     if top_level and name in NOT_SUPPORTED:
         return f"not supported; {NOT_SUPPORTED[name]}"
-    close = difflib.get_close_matches(name, kind.model_fields, n=1) if top_level else []
+    could_be_misspelt = top_level and len(name) <= _SHOWN_KEY
+    close = difflib.get_close_matches(name, kind.model_fields, n=1) if could_be_misspelt else []
     return f"unknown field; did you mean {close[0]!r}?" if close else "unknown field; remove it"
 
 

@@ -8,22 +8,59 @@ nothing here.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.calls.embeddings import MAX_INPUTS
-from services.requests.validation import MAX_TOKEN_IDS
+from services.requests.validation import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOKEN_IDS,
+    MAX_TOKEN_SET,
+)
 from services.text.chat import MAX_MESSAGES
 
 _MAX_PROMPTS = 256
 _MAX_TOOLS = 512
+_MAX_PARTS = 4096
+_MAX_CALLS = 512
+_MAX_CHOICES = 4096
+_MAX_FIELDS = 256
+"""Maximum number of fields of an object; no object of the schema has as many."""
+_MAX_METADATA = 16
 _MAX_UINT32 = 0xFFFFFFFF
 
 _WHITESPACE = "allow whitespace between the tokens of JSON; by default JSON is compact"
 
 Uint32 = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
+
+
 JsonObject = dict[str, JsonValue]
+Ignored = Any
+"""Type of a field without effect. Any JSON value is valid, and none is examined."""
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Return a validator that refuses a list or an object with more items before it examines any of them."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > count:
+            sizes = {"max_length": count, "actual_length": len(value)}
+            raise PydanticCustomError("too_long", "too many items", sizes)
+        return value
+
+    return BeforeValidator(check)
+
+
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+"""A long list ends at its first wrong item, so that a request costs little when it is refused."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(_MAX_METADATA)
+]
+"""OpenAI's limits for pairs that a client attaches to a request."""
 
 
 class Body(BaseModel):
@@ -41,7 +78,12 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        if len(data) > _MAX_FIELDS:
+            sizes = {"max_length": _MAX_FIELDS, "actual_length": len(data)}
+            raise PydanticCustomError("too_many_fields", "too many fields", sizes)
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class FunctionDefinition(Body):
@@ -97,15 +139,15 @@ class Message(Body):
     role: str = Field(
         min_length=1, max_length=64, description="system, developer (same as system), user, assistant or tool"
     )
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True), at_most(_MAX_PARTS)] | None = None
     name: str | None = None
-    tool_calls: list[MadeCall] | None = None
+    tool_calls: Annotated[list[MadeCall], Field(fail_fast=True), at_most(_MAX_CALLS)] | None = None
     tool_call_id: str | None = None
-    reasoning: JsonValue = Field(default=None, description="accepted without effect: templates do not show it")
-    reasoning_content: JsonValue = Field(default=None, description="accepted without effect: templates do not show it")
-    refusal: JsonValue = Field(default=None, description="accepted without effect")
-    provider_specific_fields: JsonValue = Field(default=None, description="litellm's; accepted without effect")
-    annotations: JsonValue = Field(default=None, description="accepted without effect")
+    reasoning: Ignored = Field(default=None, description="accepted without effect: templates do not show it")
+    reasoning_content: Ignored = Field(default=None, description="accepted without effect: templates do not show it")
+    refusal: Ignored = Field(default=None, description="accepted without effect")
+    provider_specific_fields: Ignored = Field(default=None, description="litellm's; accepted without effect")
+    annotations: Ignored = Field(default=None, description="accepted without effect")
 
     @property
     def text(self) -> str:
@@ -130,7 +172,7 @@ class AllowedTools(Body):
     """Which of the tools may be called."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=_MAX_TOOLS)
+    tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1, max_length=_MAX_TOOLS)
 
 
 class AllowedToolsChoice(Body):
@@ -162,7 +204,7 @@ class StructuredOutputs(Body):
 
     json_: JsonObject | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True), at_most(_MAX_CHOICES)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     whitespace: bool = Field(default=False, description=_WHITESPACE)
@@ -201,7 +243,7 @@ class QueuedBody(Body):
     request_class: str | None = None
     ttft_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     total_time_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
-    user: JsonValue = Field(default=None, description="accepted without effect")
+    user: Ignored = Field(default=None, description="accepted without effect")
 
 
 class SamplingBody(QueuedBody):
@@ -219,13 +261,15 @@ class SamplingBody(QueuedBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
-    allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1)
-    banned_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], at_most(MAX_BIASES)] | None = (
+        None
+    )
+    allowed_token_ids: Annotated[TokenIds, at_most(MAX_TOKEN_SET)] | None = Field(default=None, min_length=1)
+    banned_token_ids: Annotated[TokenIds, at_most(MAX_TOKEN_SET)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True), at_most(MAX_BAD_WORDS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Uint32 | None = None
@@ -239,17 +283,17 @@ class SamplingBody(QueuedBody):
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True), at_most(_MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
     expected_output_tokens: Uint32 | None = None
-    store: JsonValue = Field(default=None, description="accepted without effect")
-    metadata: JsonValue = Field(default=None, description="accepted without effect")
-    service_tier: JsonValue = Field(default=None, description="accepted without effect")
-    safety_identifier: JsonValue = Field(default=None, description="accepted without effect")
-    prompt_cache_key: JsonValue = Field(
+    store: Ignored = Field(default=None, description="accepted without effect")
+    metadata: Metadata | None = Field(default=None, description="accepted without effect")
+    service_tier: Ignored = Field(default=None, description="accepted without effect")
+    safety_identifier: Ignored = Field(default=None, description="accepted without effect")
+    prompt_cache_key: Ignored = Field(
         default=None, description="accepted without effect: cached prefixes are found by content"
     )
-    spaces_between_special_tokens: JsonValue = Field(default=None, description="accepted without effect")
+    spaces_between_special_tokens: Ignored = Field(default=None, description="accepted without effect")
 
 
 class CompletionBody(SamplingBody):
@@ -257,9 +301,9 @@ class CompletionBody(SamplingBody):
 
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
-        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=_MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MAX_PROMPTS)]
     ) = Field(description="text, token ids, or up to 256 of either")
     echo: bool = False
     logprobs: Uint32 | None = None
@@ -276,11 +320,11 @@ class CompletionBody(SamplingBody):
 class ChatBody(SamplingBody):
     """A conversation to continue."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Uint32 | None = None
     logprobs: bool = False
     top_logprobs: Uint32 | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(default=None, max_length=_MAX_TOOLS)
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[NamedTool | AllowedToolsChoice, Field(discriminator="type")]
@@ -298,9 +342,11 @@ class EmbeddingBody(QueuedBody):
 
     input: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+        | Annotated[
+            list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)
+        ]
     ) = Field(description="text, token ids, or up to 2048 of either")
     encoding_format: Literal["float", "base64"] = Field(
         default="float", description="base64: encoded little-endian float32 values, as in OpenAI's API"
@@ -319,11 +365,13 @@ class TokenizeBody(Body):
 
     model: str = Field(default="", max_length=256)
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
+        default=None, min_length=1, max_length=MAX_MESSAGES
+    )
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: list[Tool] | None = Field(default=None, max_length=_MAX_TOOLS)
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(default=None, max_length=_MAX_TOOLS)
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -331,7 +379,7 @@ class DetokenizeBody(Body):
     """Token ids to turn into text."""
 
     model: str = Field(default="", max_length=256)
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 NOT_SUPPORTED = {

@@ -1,11 +1,12 @@
 """Bodies of Anthropic's Messages API."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from services.http.open_body import OpenBody
-from services.http.schema import JsonObject, Uint32
+from services.http.schema import JsonObject, Metadata, Uint32, at_most
+from services.requests.validation import MAX_STOP_STRINGS
 from services.text.chat import MAX_MESSAGES
 
 _MAX_TOOLS = 512
@@ -20,14 +21,14 @@ class Block(OpenBody):
     name: str = ""
     input: JsonObject = Field(default_factory=dict)
     tool_use_id: str = ""
-    content: "str | list[Block] | None" = None
+    content: "str | Annotated[list[Block], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None" = None
 
 
 class Turn(OpenBody):
     """One turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Field(fail_fast=True), at_most(MAX_MESSAGES)]
 
 
 class MessagesTool(OpenBody):
@@ -72,9 +73,9 @@ class CountTokensBody(OpenBody):
     """A conversation, in Anthropic's Messages API."""
 
     model: str = ""
-    messages: list[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: str | list[Block] | None = None
-    tools: list[MessagesTool] | None = Field(default=None, max_length=_MAX_TOOLS)
+    messages: Annotated[list[Turn], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | Annotated[list[Block], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True)] | None = Field(default=None, max_length=_MAX_TOOLS)
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -85,9 +86,9 @@ class MessagesBody(CountTokensBody):
     """A conversation to continue, in Anthropic's Messages API."""
 
     max_tokens: Uint32
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS)] | None = None
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0, le=0x7FFFFFFF)] | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None

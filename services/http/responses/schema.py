@@ -5,10 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from services.http.open_body import OpenBody
-from services.http.schema import JsonObject, Uint32
+from services.http.schema import JsonObject, Metadata, Uint32, at_most
 from services.text.chat import MAX_MESSAGES
 
 MAX_TOOLS = 512
+_MAX_INCLUDED = 64
 
 
 class InputPart(OpenBody):
@@ -24,14 +25,14 @@ class InputItem(OpenBody):
     type: str = "message"
     id: str = ""
     role: str = ""
-    content: str | list[InputPart] | None = None
+    content: str | Annotated[list[InputPart], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None = None
     call_id: str = ""
     namespace: str = ""
     name: str = ""
     arguments: str = ""
     input: str = Field(default="", description="the input of a custom tool")
     action: JsonObject | None = Field(default=None, description="the command of a local shell")
-    output: str | list[InputPart] | None = None
+    output: str | Annotated[list[InputPart], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None = None
 
 
 class ResponseTool(OpenBody):
@@ -43,7 +44,9 @@ class ResponseTool(OpenBody):
     parameters: JsonObject | None = None
     strict: bool | None = None
     format: JsonObject | None = Field(default=None, description="the form of a custom tool's input")
-    tools: "list[ResponseTool] | None" = Field(default=None, max_length=MAX_TOOLS, description="of a namespace")
+    tools: "Annotated[list[ResponseTool], Field(fail_fast=True)] | None" = Field(
+        default=None, max_length=MAX_TOOLS, description="of a namespace"
+    )
 
 
 class NamedResponseTool(OpenBody):
@@ -59,7 +62,7 @@ class AllowedResponseTools(OpenBody):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedResponseTool] = Field(min_length=1, max_length=MAX_TOOLS)
+    tools: Annotated[list[NamedResponseTool], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class TextFormat(OpenBody):
@@ -86,7 +89,7 @@ class ResponsesBody(OpenBody):
     """A conversation to continue, in OpenAI's Responses API."""
 
     model: str = ""
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
@@ -95,7 +98,7 @@ class ResponsesBody(OpenBody):
     max_output_tokens: Annotated[int, Field(ge=1, le=0xFFFFFFFF)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[ResponseTool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[NamedResponseTool | AllowedResponseTools, Field(discriminator="type")]
@@ -104,11 +107,11 @@ class ResponsesBody(OpenBody):
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[str] | None = Field(
+    include: Annotated[list[str], Field(fail_fast=True), at_most(_MAX_INCLUDED)] | None = Field(
         default=None, description="message.output_text.logprobs: log-probabilities; others have no effect"
     )
     top_logprobs: Uint32 | None = None
-    metadata: JsonObject | None = None
+    metadata: Metadata | None = None
     user: str | None = None
 
     @property

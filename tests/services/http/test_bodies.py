@@ -1,7 +1,9 @@
 """Bodies of HTTP requests: fields are checked, and called what their senders called them."""
 
 import json
+import sys
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -288,10 +290,13 @@ TURN = b'[{"role": "user", "content": "a"}]'
         (b'{"a": "\xff"}', "body: invalid JSON at line 1 column 8"),
         (b"[1]", "body: must be a JSON object"),
         (b"null", "body: must be a JSON object"),
-        (b'{"messages": NaN}', "messages: must be a list"),
+        (b'{"messages": NaN}', "body: invalid JSON at line 1 column "),
         (b'{"messages": %s, "seed": 1, "seed": 2}' % TURN, "seed: given twice (second at line 1 column "),
         (b'{"messages": %s, "metadata": {"a": NaN}}' % TURN, "body: invalid JSON at line 1 column "),
-        (b'{"messages": %s, "metadata": {"a": [-1e999]}}' % TURN, "body: contains a number that is too large"),
+        (
+            b'{"messages": %s, "chat_template_kwargs": {"a": [-1e999]}}' % TURN,
+            "chat_template_kwargs.a[0]: must be a finite number",
+        ),
         (b'{"messages": [{"role": "a", "content": "", "role": "b"}]}', "role: given twice"),
     ],
 )
@@ -349,3 +354,41 @@ def test_an_answer_can_be_sent_back_as_clients_keep_it() -> None:
     body = parse(ChatBody, json.dumps({"messages": messages}).encode())
 
     assert body.messages[1].text == "Hi."
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"stop": [1] * 5000}, "stop: must have at most 16 items, not 5000"),
+        ({"metadata": {str(key): "x" for key in range(5000)}}, "metadata: must have at most 16 items, not 5000"),
+        ({"metadata": {"key": "x" * 513}}, "metadata.key: must have at most 512 characters"),
+        ({"logit_bias": {str(key): 1 for key in range(5000)}}, "logit_bias: must have at most 4096 items, not 5000"),
+        ({"allowed_token_ids": ["1"] * 5000}, "allowed_token_ids[0]: must be an integer"),
+        ({f"key{number}": 1 for number in range(5000)}, "body: must have at most 256 fields, not 5001"),
+        ({"messages": [{"role": "user", "content": "x", "a": 1, "b": 1}] * 1000}, "messages[0].a: unknown field"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}] * 5000}]}, "messages[0].content: must have at"),
+        ({"x" * 1_000_000: 1}, f"{'x' * 64}: unknown field; remove it"),
+        ({"user": ["x"] * 200_000}, "body: more than "),
+        ({"user": [1] * 1_500_000}, "body: more than "),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_refusal_examines_only_the_start_of_a_body(body: dict[str, Any], message: str) -> None:
+    """A body with thousands of mistakes is refused with a short message, after a number of calls with a fixed bound."""
+    raw = json.dumps({"messages": MESSAGES} | body).encode()
+    calls = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        with pytest.raises(InvalidRequestError) as refused:
+            parse(ChatBody, raw)
+    finally:
+        sys.setprofile(None)
+
+    assert refused.value.message.startswith(message)
+    assert len(refused.value.message) < 2000
+    assert calls < 20_000
