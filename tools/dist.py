@@ -1,15 +1,20 @@
-"""Build the wheels: `quire-client`, which other services install, and `quire-server`.
+"""Build the wheels of the client, which other services install, and of the server.
 
     python -m tools.dist                 both wheels, into dist/
     python -m tools.dist --out FOLDER    into another folder
     python -m tools.dist --installed     with the installed setuptools
 
 Each wheel is built from a tree of its own under build/dist. The client's holds the package `quire` and nothing else.
-The server's holds `quire_server`, with all other packages in its folder `_packages` (see `quire_server.entry`).
+The server's holds `quire_server`, with all other packages in its folder `_packages` (see `quire_server.entry`), the
+client's among them. So the server requires no distribution of ours, the two wheels have no file in common, and a
+package `quire` of somebody else does not disturb the server.
 Simulation, benchmarks of parts, ahead-of-time compilation and tuning are for developers and left out.
+
+pyproject.toml states the names of both wheels, in `project.name` and `tool.quire.client`.
 """
 
 import argparse
+import ast
 import json
 import shutil
 import subprocess
@@ -22,8 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "build" / "dist"
 CLIENT_NEEDS = ("googleapis-common-protos", "grpcio", "grpcio-status", "opentelemetry-api", "protobuf")
-PRIVATE = ("kernels", "protos", "scheduler_svc", "services", "shared", "worker_svc")
-"""Packages with common names; in the wheel they lie in `quire_server/_packages`."""
+PRIVATE = ("kernels", "protos", "quire", "scheduler_svc", "services", "shared", "worker_svc")
+"""Packages that the server's wheel has in `quire_server/_packages`: common names, and the client."""
 LEFT_OUT = (
     "kernels/aot.py",
     "kernels/bench.py",
@@ -44,7 +49,7 @@ LEFT_OUT = (
 
 def stage_client(root: Path, stage: Path) -> Path:
     """Lay out the client's tree; return its folder."""
-    project = _project(root)
+    project = read_project(root)
     needs = [need for need in project["dependencies"] if _name(need) in CLIENT_NEEDS]
     needs += [] if any(_name(need) == "opentelemetry-api" for need in needs) else ["opentelemetry-api>=1.30"]
     folder = _fresh(stage / "client")
@@ -53,23 +58,22 @@ def stage_client(root: Path, stage: Path) -> Path:
     shutil.copy(root / "quire" / "README.md", folder / "README.md")
     description = "Client for Quire, an LLM inference server: blocking and asyncio, typed"
     del project["scripts"]
-    project |= {"name": "quire-client", "description": description, "dependencies": needs}
+    project |= {"name": client_name(root), "description": description, "dependencies": needs}
     _write_project(folder, "quire", project, {})
     return folder
 
 
 def stage_server(root: Path, stage: Path) -> Path:
     """Lay out the server's tree; return its folder."""
-    project = _project(root)
+    project = read_project(root)
     folder = _fresh(stage / "server")
     _copy(root, folder, ["quire_server"])
     _copy(root, folder / "quire_server" / "_packages", PRIVATE)
     for name in ("LICENSE", "README.md", "setup.py"):
         if (root / name).exists():
             shutil.copy(root / name, folder)
-    needs = [f"quire-client=={project['version']}", *project["dependencies"]]
     extras = {name: needs for name, needs in project["optional-dependencies"].items() if name != "dev"}
-    _write_project(folder, "quire_server", {**project, "dependencies": needs}, extras)
+    _write_project(folder, "quire_server", project, extras)
     return folder
 
 
@@ -89,9 +93,22 @@ def build(folder: Path, out: Path, *, isolated: bool = True) -> None:
     subprocess.run([*command, "--wheel-dir", str(out), str(folder)], check=True)
 
 
-def _project(root: Path) -> dict[str, Any]:
-    project: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
-    return project
+def read_project(root: Path) -> dict[str, Any]:
+    """Return the table `project` of a source tree, with the version that its package `quire` states."""
+    project: dict[str, Any] = _settings(root)["project"]
+    assignment = ast.parse((root / "quire" / "_version.py").read_text("utf-8")).body[-1]
+    assert isinstance(assignment, ast.Assign), "quire/_version.py ends with the version"
+    return {**project, "version": ast.literal_eval(assignment.value)}
+
+
+def client_name(root: Path) -> str:
+    """Return the name of the client's distribution."""
+    name: str = _settings(root)["tool"]["quire"]["client"]
+    return name
+
+
+def _settings(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text("utf-8"))
 
 
 def _name(requirement: str) -> str:
@@ -140,6 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--installed", action="store_true", help="build with the installed setuptools, not with one that pip fetches"
     )
     options = parser.parse_args(arguments)
+    # The commands of the README install dist/NAME-*.whl, so no wheel of another version may stay there.
+    for name in (client_name(ROOT), read_project(ROOT)["name"]):
+        for old in options.out.glob(f"{name.replace('-', '_')}-*.whl"):
+            old.unlink()
     for stage in (stage_client, stage_server):
         build(stage(ROOT, STAGE), options.out, isolated=not options.installed)
     for wheel in sorted(options.out.glob("*.whl")):

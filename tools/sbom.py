@@ -10,7 +10,6 @@ import argparse
 import json
 import re
 import sys
-import tomllib
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from cyclonedx.model.component import Component, ComponentType
 from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 
+from tools.dist import read_project
 from tools.lock import DEPLOY, IMAGES, ROOT, TORCH_WHEELS, lock_of, lock_text, locked, name_of, report
 
 SBOM = DEPLOY / "sbom"
@@ -62,7 +62,7 @@ def needs(found: Mapping[str, Any]) -> set[str]:
 
 def bill(image: str, found: Sequence[Mapping[str, Any]]) -> str:
     """Return the bill of materials of an image as JSON, the same text for the same lock file."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    project = read_project(ROOT)
     licences = LicenseFactory()
     ours = Component(
         type=ComponentType.CONTAINER, name=f"quire-{image}", version=project["version"], bom_ref=f"quire-{image}",

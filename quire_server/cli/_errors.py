@@ -6,6 +6,8 @@ from shared.config import ConfigError
 
 _START_SERVER = "start a server with quire serve, or give its gRPC address with --target"
 _NOT_GRPC = "does not speak gRPC; give the service's gRPC address with --target, not the HTTP one"
+_INSTALL_WORKER = 'pip install "$(ls dist/quire_server-*.whl)[worker]"'
+"""Installs what workers need with the wheel of `make dist`. Distributions of ours are on no package index."""
 _GRPC_FAILURES = (
     ("Failed parsing HTTP/2", _NOT_GRPC),
     ("missing selected ALPN", _NOT_GRPC),
@@ -39,7 +41,7 @@ def explain(error: Exception, target: str = "") -> str | None:
             hint = f" (try again in {error.retry_after_s:g} s)" if error.retry_after_s is not None else ""
             return f"{error.code}: {one_line(error.message)}{hint}"
         case ModuleNotFoundError() if (error.name or "").split(".")[0] in {"torch", "transformers", "safetensors"}:
-            return f"{error.name} is not installed; workers need it: pip install 'quire[worker]'"
+            return f"{error.name} is not installed; workers need it: {_INSTALL_WORKER} (make dist builds the wheel)"
         case OSError() if error.filename is not None:
             return f"{error.filename}: {error.strerror}"
     return None

@@ -2,8 +2,8 @@
 
 It connects to the scheduler at --worker-address, which may start later. Run one worker per GPU. With
 --tensor-parallel-size N, N ranks share the model and serve as one worker. This process starts the others, unless
-torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) say that it is one of them. It requires the extra
-`worker`: pip install 'quire[worker]'.
+torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) say that it is one of them. It requires the wheel's
+extra `worker`: pip install "$(ls dist/quire_server-*.whl)[worker]".
 """
 
 import gc
@@ -21,7 +21,7 @@ from shared.config_sources import from_options
 EXAMPLES = """
   quire worker --keys keys/worker --worker-address tcp://scheduler:5702 --worker-id gpu-0 --model /models/my-model
   quire worker --tensor-parallel-size 4 --model /models/large
-  torchrun --nproc-per-node 4 -m quire_server.cli.main worker --tensor-parallel-size 4 --model /models/large
+  torchrun --nproc-per-node 4 -m quire_server.entry worker --tensor-parallel-size 4 --model /models/large
 """
 
 

@@ -127,7 +127,8 @@ def test_a_worker_without_torch_says_what_to_install() -> None:
     ended = subprocess.run([QUIRE[0], "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
 
     assert ended.stderr.decode().splitlines() == [
-        "quire worker: torch is not installed; workers need it: pip install 'quire[worker]'"
+        "quire worker: torch is not installed; workers need it: "
+        'pip install "$(ls dist/quire_server-*.whl)[worker]" (make dist builds the wheel)'
     ]
     assert ended.returncode == 1
 

@@ -5,40 +5,49 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from email.message import Message
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
-from tools.dist import ROOT, build, stage_client, stage_server
+from tools.dist import ROOT, build, client_name, read_project, stage_client, stage_server
 
 _SHADOWS = ("services", "kernels", "shared", "protos")
+_OURS = ("quire", "__editable__", "_quire")
+"""How the names of what an editable install leaves in an environment begin."""
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def _environment(**variables: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
 
 
 class Environment:
-    """A virtual environment with wheels, the dependencies of this one, and an application's own packages."""
+    """A virtual environment with wheels, the third-party packages of this one, and an application's own packages."""
 
-    def __init__(self, folder: Path, wheels: list[Path]) -> None:
+    def __init__(self, folder: Path, wheels: list[str]) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
         self.python = folder / "bin" / "python"
-        install = [sys.executable, "-m", "pip", f"--python={self.python}", "install", "--quiet", "--no-index"]
-        subprocess.run([*install, "--no-deps", "--disable-pip-version-check", *map(str, wheels)], check=True)
         self.site = next((folder / "lib").glob("python*/site-packages"))
-        # Only the dependencies: a .pth file of that folder, such as that of an editable install, is not followed.
-        (self.site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        third_party = folder / "third-party"
+        third_party.mkdir()
+        for found in Path(sysconfig.get_path("purelib")).iterdir():
+            if not found.name.lower().startswith(_OURS) and found.suffix != ".pth":
+                (third_party / found.name).symlink_to(found)
+        (self.site / "third-party.pth").write_text(f"{third_party}\n")
+        # pip resolves every requirement here, and has no index: what is not supplied is an error.
+        install = [sys.executable, "-m", "pip", f"--python={self.python}", "install", "--quiet", "--no-index"]
+        subprocess.run([*install, "--disable-pip-version-check", *wheels], check=True)
         for name in _SHADOWS:
             (self.site / name).mkdir()
             (self.site / name / "__init__.py").write_text("OWNER = 'the application'\n")
 
-    def run(self, *arguments: str) -> str:
-        """Run the interpreter outside the source tree; return what it prints."""
+    def run(self, *arguments: str, **variables: str) -> str:
+        """Run the interpreter outside the source tree, with variables of the environment; return what it prints."""
         done = subprocess.run(
             [str(self.python), *arguments],
             cwd=self.site.parent,
-            env=_environment(),
+            env=_environment(**variables),
             capture_output=True,
             text=True,
             timeout=120,
@@ -56,30 +65,70 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     (server / "setup.py").unlink()
     for each in (client, server):
         build(each, folder, isolated=False)
-    return next(folder.glob("quire_client-*.whl")), next(folder.glob("quire_server-*.whl"))
+    names = (client_name(ROOT), read_project(ROOT)["name"])
+    client_wheel, server_wheel = (next(folder.glob(f"{name.replace('-', '_')}-*.whl")) for name in names)
+    return client_wheel, server_wheel
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, wheels: tuple[Path, Path]) -> Environment:
-    """Both wheels, installed beside an application."""
-    return Environment(tmp_path_factory.mktemp("both"), list(wheels))
+    """Both wheels and the extra for workers, installed beside an application."""
+    return Environment(tmp_path_factory.mktemp("both"), [str(wheels[0]), f"{wheels[1]}[worker]"])
+
+
+def _metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def _files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheels_require_nothing_of_ours(wheels: tuple[Path, Path]) -> None:
+    """Nobody else can claim a distribution that the wheels would install: both require third-party packages only."""
+    required = [need for wheel in wheels for need in _metadata(wheel).get_all("Requires-Dist", [])]
+
+    assert len(required) > 20
+    assert [need for need in required if "quire" in need] == []
+
+
+def test_the_wheels_share_no_file(wheels: tuple[Path, Path]) -> None:
+    """Neither wheel overwrites or removes what the other has installed; both state one version."""
+    client, server = map(_files, wheels)
+
+    assert client & server == set()
+    assert {_metadata(wheel)["Version"] for wheel in wheels} == {read_project(ROOT)["version"]}
+
+
+def test_a_package_quire_of_somebody_else_does_not_disturb_the_server(installed: Environment, tmp_path: Path) -> None:
+    """The server imports its own copy of the client, even before a package of the same name in front of it."""
+    (tmp_path / "quire").mkdir()
+    (tmp_path / "quire" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    code = "import sys; sys.argv = ['quire', '--version']; from quire_server.entry import main; main();"
+    code += "import quire; print(quire.__file__)"
+    version, path = installed.run("-c", code, PYTHONPATH=str(tmp_path)).splitlines()
+
+    assert version == f"quire {read_project(ROOT)['version']}"
+    assert path.startswith(str(installed.site / "quire_server" / "_packages"))
+    assert installed.run("-c", "import quire; print(quire.__file__)").startswith(str(installed.site / "quire"))
 
 
 def test_the_client_is_one_small_package(wheels: tuple[Path, Path]) -> None:
     """The client's wheel brings one import name, under 2 MB, and no dependency of the server."""
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        names = {name.split("/")[0] for name in wheel.namelist()}
-        metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode()
+    names = {name.split("/")[0] for name in _files(wheels[0])}
 
     assert {name for name in names if not name.endswith(".dist-info")} == {"quire"}
     assert wheels[0].stat().st_size < 2_000_000
-    needs = sorted(line.split()[1].split(">")[0] for line in metadata.splitlines() if line.startswith("Requires-Dist"))
+    needs = sorted(need.split(">")[0] for need in _metadata(wheels[0]).get_all("Requires-Dist", []))
     assert needs == ["googleapis-common-protos", "grpcio", "grpcio-status", "opentelemetry-api", "protobuf"]
 
 
 def test_the_client_imports_nothing_else(tmp_path: Path, wheels: tuple[Path, Path]) -> None:
     """With the client alone, `quire` works, names what it has, and imports no numpy and no package of the server."""
-    client = Environment(tmp_path, [wheels[0]])
+    client = Environment(tmp_path, [str(wheels[0])])
     code = "import sys, quire; from quire import AsyncClient, Client; Client('127.0.0.1:1').close();"
     code += "print(*sorted({name.split('.')[0] for name in sys.modules})); print(*dir(quire))"
     modules, public = (set(line.split()) for line in client.run("-c", code).splitlines())
@@ -90,7 +139,7 @@ def test_the_client_imports_nothing_else(tmp_path: Path, wheels: tuple[Path, Pat
 
 def test_an_installed_client_is_typed(tmp_path: Path, wheels: tuple[Path, Path]) -> None:
     """The client's types are found by mypy without settings."""
-    client = Environment(tmp_path / "venv", [wheels[0]])
+    client = Environment(tmp_path / "venv", [str(wheels[0])])
     program = tmp_path / "program.py"
     program.write_text("from quire import Client\nreveal_type(Client('a:1').generate('x'))\nClient(1)\n")
     mypy = [sys.executable, "-m", "mypy", "--strict", f"--python-executable={client.python}", str(program)]
@@ -134,10 +183,9 @@ def test_the_installed_server_serves(installed: Environment) -> None:
 
 def test_developers_tools_are_left_out(wheels: tuple[Path, Path]) -> None:
     """Neither simulator nor benchmarks of parts are in the server's wheel; the one of a running service is."""
-    with zipfile.ZipFile(wheels[1]) as wheel:
-        names = wheel.namelist()
+    names = _files(wheels[1])
 
     developers = ("/sim/", "_svc/bench/", "services/bench/", "bench_kernels", "bench_scheduler", "bench/offline")
     assert not [name for name in names for part in developers if part in name]
-    assert {"quire_server/cli/bench_serve.py", "quire_server/bench/run.py"} <= set(names)
+    assert {"quire_server/cli/bench_serve.py", "quire_server/bench/run.py"} <= names
     assert {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")} == {"quire_server"}
