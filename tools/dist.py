@@ -41,10 +41,12 @@ LEFT_OUT = (
     "quire_server/cli/bench_scheduler.py",
     "quire_server/cli/sim.py",
     "scheduler_svc/bench",
-    "scheduler_svc/sim",
+    "scheduler_svc/sim/*",
     "services/bench",
 )
 """What only developers use; see `quire_server.cli.main` for the commands that need it."""
+NEEDED = tuple(f"scheduler_svc/sim/{name}.py" for name in ("__init__", "model_worker", "oracle", "violation"))
+"""Parts of what is left out that `quire replay` needs: it checks the plans of a record that other code has made."""
 
 
 def stage_client(root: Path, stage: Path) -> Path:
@@ -122,7 +124,7 @@ def _fresh(folder: Path) -> Path:
 
 
 def _copy(root: Path, target: Path, names: Sequence[str]) -> None:
-    left_out = {path for pattern in LEFT_OUT for path in root.glob(pattern)}
+    left_out = {path for pattern in LEFT_OUT for path in root.glob(pattern)} - {root / name for name in NEEDED}
 
     def ignored(folder: str, entries: list[str]) -> set[str]:
         built = {name for name in entries if name == "__pycache__" or name.endswith((".so", ".pyc"))}

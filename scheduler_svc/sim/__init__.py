@@ -16,4 +16,7 @@ Read the modules in this order:
 * `answers`, `sites`, `cluster` – workers, their links and epochs, and the checks on them.
 * `promises` – the guarantees of the core about requests, plans and limits, one class each.
 * `simulation` – the loop and the two phases; `report` – the result as text; `campaign` – many seeds in parallel.
+
+The server's wheel leaves this package out, except `violation`, `oracle` and `model_worker`: `quire replay` checks with
+them the plans of a record that other code has made (see `tools/dist.py`).
 """

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.dist import ROOT, build, client_name, read_project, stage_client, stage_server
+from tests.house.test_imports import imports
+from tools.dist import NEEDED, PRIVATE, ROOT, build, client_name, read_project, stage_client, stage_server
 
 _SHADOWS = ("services", "kernels", "shared", "protos")
 _OURS = ("quire", "__editable__", "_quire")
@@ -184,8 +185,44 @@ def test_the_installed_server_serves(installed: Environment) -> None:
 def test_developers_tools_are_left_out(wheels: tuple[Path, Path]) -> None:
     """Neither simulator nor benchmarks of parts are in the server's wheel; the one of a running service is."""
     names = _files(wheels[1])
+    needed = {f"quire_server/_packages/{name}" for name in NEEDED}
 
     developers = ("/sim/", "_svc/bench/", "services/bench/", "bench_kernels", "bench_scheduler", "bench/offline")
-    assert not [name for name in names for part in developers if part in name]
-    assert {"quire_server/cli/bench_serve.py", "quire_server/bench/run.py"} <= names
+    assert not [name for name in names - needed for part in developers if part in name]
+    assert {"quire_server/cli/bench_serve.py", "quire_server/bench/run.py"} | needed <= names
     assert {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")} == {"quire_server"}
+
+
+def _modules(wheel: Path) -> dict[str, str]:
+    """Return the text of every module of the server's wheel, by the name under which the server imports it."""
+    with zipfile.ZipFile(wheel) as archive:
+        paths = [name for name in archive.namelist() if name.endswith(".py")]
+        texts = {name.removeprefix("quire_server/_packages/"): archive.read(name).decode() for name in paths}
+    return {path[:-3].replace("/", ".").removesuffix(".__init__"): text for path, text in texts.items()}
+
+
+def test_the_server_imports_only_modules_that_it_has(wheels: tuple[Path, Path]) -> None:
+    """No module imports one that the wheel leaves out, not even inside a function that few commands call."""
+    sources = _modules(wheels[1])
+    tree = {path.relative_to(ROOT) for name in (*PRIVATE, "quire_server") for path in (ROOT / name).rglob("*.py")}
+    every = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in tree}
+    missing = {
+        f"{name} imports {each}" for name, text in sources.items() for each in imports(text, every - set(sources))
+    }
+
+    assert every - set(sources), "something is left out"
+    assert sorted(missing) == []
+
+
+def test_every_module_of_the_server_can_be_imported(installed: Environment, wheels: tuple[Path, Path]) -> None:
+    """Each module finds all that it needs in the installed wheels and their requirements."""
+    names = [name for name in _modules(wheels[1]) if not name.endswith("__main__")]
+    code = (
+        "import importlib, sys, quire_server.entry; quire_server.entry.add_packages()\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except Exception as error: print(name, repr(error))\n"
+    )
+
+    assert len(names) > 400
+    assert installed.run("-c", code, *sorted(names)) == ""
