@@ -1,11 +1,18 @@
 """Flags of other servers that Quire spells differently or does not need, and what to use instead.
 
-vLLM's names are the ones that most users type; where the meaning is the same, Quire has the same name.
+vLLM's names are the ones that most users type; where the meaning is the same, Quire has the same name. Names with
+underscores (TensorRT-LLM) are looked up with dashes.
 """
 
 _CHUNKED = "prompts are always computed in chunks; --max-num-batched-tokens limits their size"
-REMEDIES = {
-    "--enable-prefix-caching": "prefixes are shared by default; choose the kind with --prefix-cache",
+_JOINS = "prompts join the running batch at every step; --itl-target-ms limits how long they make it"
+_LORA = "LoRA adapters are not supported; merge the adapter into the checkpoint of --model"
+_NO_STAGES = "layers are not divided among GPUs; use --tensor-parallel-size"
+_PAGED = "the KV cache is always paged, and its blocks are shared with copy on write; remove the flag"
+_PREFIXES = "prefixes are shared by default; choose the kind with --prefix-cache"
+_STATIC = "use --batching static with --max-batch-size"
+_VLLM = {
+    "--enable-prefix-caching": _PREFIXES,
     "--no-enable-prefix-caching": "use --prefix-cache off",
     "--enable-chunked-prefill": _CHUNKED,
     "--no-enable-chunked-prefill": _CHUNKED,
@@ -13,8 +20,8 @@ REMEDIES = {
     "--scheduling-policy": "use --policy",
     "--enforce-eager": "use --no-cuda-graphs",
     "-tp": "use --tensor-parallel-size",
-    "--pipeline-parallel-size": "layers are not divided among GPUs; use --tensor-parallel-size",
-    "-pp": "layers are not divided among GPUs; use --tensor-parallel-size",
+    "--pipeline-parallel-size": _NO_STAGES,
+    "-pp": _NO_STAGES,
     "--data-parallel-size": "use --workers",
     "-dp": "use --workers",
     "--api-server-count": "use --frontends",
@@ -41,5 +48,96 @@ REMEDIES = {
     "--num-speculative-tokens": "use --speculative-tokens",
     "--seed": "give the seed in the request",
     "-q": "use --quantization",
+    "--use-v2-block-manager": _PAGED,
+    "--num-lookahead-slots": "use --speculative-tokens",
+    "--speculative-model": "use --speculation draft with --draft-model",
+    "--ngram-prompt-lookup-max": "use --speculation ngram",
+    "--num-scheduler-steps": "the next step is planned while one runs; see --max-plans-in-flight",
+    "--async-scheduling": "the next step is planned while one runs; see --max-plans-in-flight",
+    "--enable-lora": _LORA,
+    "--lora-modules": _LORA,
+    "--max-loras": _LORA,
+    "--max-lora-rank": _LORA,
+    "--kv-events-config": "use --kv-events",
+    "--distributed-executor-backend": "a worker starts its ranks itself; use --tensor-parallel-size",
+    "--download-dir": "set the variable HF_HOME",
 }
+_TGI = {
+    "--model-id": "use --model",
+    "--num-shard": "use --tensor-parallel-size",
+    "--sharded": "use --tensor-parallel-size",
+    "--quantize": "use --quantization",
+    "--max-input-length": "use --max-model-len, which limits prompt and output together",
+    "--max-input-tokens": "use --max-model-len, which limits prompt and output together",
+    # TGI limits one sequence with this flag, SGLang the whole cache.
+    "--max-total-tokens": "use --max-model-len for one sequence, --max-tokens-in-paged-kv-cache for all of a worker",
+    "--max-batch-prefill-tokens": "use --max-num-batched-tokens",
+    "--max-batch-total-tokens": "use --max-tokens-in-paged-kv-cache",
+    "--waiting-served-ratio": _JOINS,
+    "--max-waiting-tokens": _JOINS,
+    "--cuda-memory-fraction": "use --gpu-memory-utilization",
+    "--speculate": "use --speculation ngram with --speculative-tokens",
+    "--validation-workers": "use --frontends",
+    "--hostname": "use --host",
+    "--cors-allow-origin": "use --allowed-origins",
+    "--otlp-endpoint": "set the variable OTEL_EXPORTER_OTLP_ENDPOINT",
+}
+_TENSORRT_LLM = {
+    "--batch-scheduler-policy": "use --capacity",
+    "--scheduler-policy": "use --capacity",
+    "--capacity-scheduler-policy": "use --capacity",
+    "--executor-static-batch-size": _STATIC,
+    "--static-emulated-batch-size": _STATIC,
+    "--batching-type": "use --batching",
+    "--batching-strategy": "use --batching",
+    "--enable-chunked-context": _CHUNKED,
+    "--enable-kv-cache-reuse": _PREFIXES,
+    "--enable-block-reuse": _PREFIXES,
+    "--use-paged-context-fmha": _PAGED,
+    "--paged-kv-cache": _PAGED,
+    "--kv-cache-free-gpu-memory-fraction": "use --gpu-memory-utilization",
+    "--kv-cache-free-gpu-mem-fraction": "use --gpu-memory-utilization",
+    "--max-num-tokens": "use --max-num-batched-tokens",
+    "--max-seq-len": "use --max-model-len",
+    "--max-input-len": "use --max-model-len, which limits prompt and output together",
+    "--max-output-len": "use --max-model-len, which limits prompt and output together",
+    "--max-beam-width": "beam search is not supported; a request may ask for several choices (n)",
+    "--tp-size": "use --tensor-parallel-size",
+    "--pp-size": _NO_STAGES,
+    "--engine-dir": "use --model with the checkpoint; no engine is built",
+}
+_SGLANG = {
+    "--model-path": "use --model",
+    "--tp": "use --tensor-parallel-size",
+    "--dp": "use --workers",
+    "--schedule-policy": "use --policy",
+    "--schedule-conservativeness": "use --capacity",
+    "--mem-fraction-static": "use --gpu-memory-utilization",
+    "--chunked-prefill-size": _CHUNKED,
+    "--max-prefill-tokens": "use --max-num-batched-tokens",
+    "--enable-mixed-chunk": _CHUNKED,
+    "--max-running-requests": "use --max-num-seqs",
+    "--context-length": "use --max-model-len",
+    "--page-size": "use --block-size",
+    "--disable-radix-cache": "use --prefix-cache off",
+    "--disable-overlap-schedule": "use --max-plans-in-flight 1",
+    "--disable-cuda-graph": "use --no-cuda-graphs",
+    "--speculative-algorithm": "use --speculation",
+    "--speculative-draft-model-path": "use --speculation draft with --draft-model",
+    "--speculative-num-draft-tokens": "use --speculative-tokens",
+    "--random-seed": "give the seed in the request",
+}
+_TRITON_AND_TORCHSERVE = {
+    "--model-repository": "use --model with the folder of one checkpoint",
+    "--model-store": "use --model with the folder of one checkpoint",
+    "--max-queue-delay-microseconds": "use --max-wait-ms with --batching dynamic",
+    "--max-batch-delay": "use --max-wait-ms with --batching dynamic",
+    "--preferred-batch-size": "use --max-batch-size with --batching dynamic",
+    "--batch-size": "use --max-batch-size with --batching static or dynamic",
+    "--max-queue-size": "use --max-queued-requests",
+    "--job-queue-size": "use --max-queued-requests",
+    "--metrics-port": "use --health-port; the HTTP port has /metrics, too",
+    "--ts-config": "use --config",
+}
+REMEDIES = {**_SGLANG, **_TRITON_AND_TORCHSERVE, **_TENSORRT_LLM, **_TGI, **_VLLM}
 """By flag: what to do instead."""

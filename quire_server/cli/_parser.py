@@ -32,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
         if unknown:
             word = unknown[0].split("=")[0]
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            hint = self.remedies.get(word) or (suggest(word, flags) if word.startswith("-") else "")
+            hint = self.remedies.get(word.replace("_", "-")) or (suggest(word, flags) if word.startswith("-") else "")
             self.error(f"{unknown[0]}: unknown argument" + (f"; {hint}" if hint else ""))
         return options
 

@@ -284,6 +284,38 @@ def test_ctrl_c_is_130(server: ScriptedServer) -> None:
     assert server.cancelled.wait(30)
 
 
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--use-v2-block-manager", "always paged"),
+        ("--num-scheduler-steps=8", "--max-plans-in-flight"),
+        ("--enable-lora", "LoRA adapters are not supported"),
+        ("--max-batch-prefill-tokens=4096", "--max-num-batched-tokens"),
+        ("--waiting-served-ratio=1.2", "--itl-target-ms"),
+        ("--batch-scheduler-policy=max_utilization", "--capacity"),
+        ("--batch_scheduler_policy", "--capacity"),
+        ("--executor-static-batch-size", "--batching static"),
+        ("--max_queue_delay_microseconds", "--max-wait-ms"),
+        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        ("--max_num_seqs=8", "--max-num-seqs"),
+    ],
+)
+def test_a_flag_of_another_server_is_answered_with_ours(
+    flag: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line names what to use instead of a flag of vLLM, TGI, TensorRT-LLM, Triton or SGLang."""
+    parser = OneLineParser("quire serve", description="", examples="")
+    serve.configure(parser)
+
+    with pytest.raises(SystemExit):
+        parser.parse([flag])
+
+    said = capsys.readouterr().err
+    assert said.startswith(f"quire serve: {flag}: unknown argument; ")
+    assert ours in said
+    assert said.count("\n") == 1
+
+
 def test_other_servers_flags_are_none_of_ours_and_the_remedies_name_ours() -> None:
     """Each flag in the list is unknown to `quire serve`, and each flag that a remedy names exists."""
     parser = OneLineParser("quire serve", description="", examples="")
