@@ -81,7 +81,7 @@ class ProcessWatch:
 
 def _host_id() -> str:
     """Return the boot id of this machine and the PID namespace."""
-    return f"{_BOOT_ID.read_text().strip()}/{os.readlink(_NAMESPACE)}"
+    return f"{_BOOT_ID.read_text('utf-8').strip()}/{os.readlink(_NAMESPACE)}"
 
 
 def _fields(stat: bytes) -> list[bytes]:

@@ -44,6 +44,6 @@ class Pulse:
             return
         self._served = True
         try:
-            self._path.write_text("served")
+            self._path.write_text("served", "utf-8")
         except OSError:
             self._path = None

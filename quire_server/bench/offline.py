@@ -103,7 +103,7 @@ def read_requests(path: Path) -> list[OfflineRequest]:
         ConfigError: the file does not exist, or a line is not a valid request; the message names the line.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"--requests: {path}: {error.strerror}") from None
     requests = [

@@ -290,7 +290,7 @@ class ProgressLine:
 def write_report(options: Namespace, as_json: Mapping[str, Any], as_html: Callable[[], str]) -> None:
     """Write the files that the flags ask for."""
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json, indent=1) + "\n")
+        options.json.write_text(json.dumps(as_json, indent=1) + "\n", "utf-8")
     if options.html is not None:
         options.html.write_text(as_html(), "utf-8")
 

@@ -62,5 +62,5 @@ def run(options: Namespace) -> int:
             "ceilings": asdict(ceilings),
             "kernels": rows,
         }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     return 0

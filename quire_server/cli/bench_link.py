@@ -81,7 +81,7 @@ def run(options: Namespace) -> int:
             raise CommandError(str(error)) from None
     _print_table(results)
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(results), indent=1) + "\n")
+        options.json.write_text(json.dumps(as_json(results), indent=1) + "\n", "utf-8")
     return 0
 
 

@@ -61,7 +61,7 @@ def run(options: Namespace) -> int:
     if options.json is None:
         print(report.to_json())
     else:
-        options.json.write_text(report.to_json() + "\n")
+        options.json.write_text(report.to_json() + "\n", "utf-8")
         print(report.summary(), file=sys.stderr)
     return 0
 

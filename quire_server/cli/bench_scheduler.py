@@ -53,5 +53,5 @@ def run(options: Namespace) -> int:
             f"{result.admit_us_p99:>8.1f}{result.longest_plan_us:>9.1f}  {min(totals):.1f} .. {max(totals):.1f}"
         )
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(results), indent=1) + "\n")
+        options.json.write_text(json.dumps(as_json(results), indent=1) + "\n", "utf-8")
     return 0

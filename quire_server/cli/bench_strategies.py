@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
     if options.repeats < 1:
         raise CommandError(f"--repeats: {options.repeats} is too small; give at least 1")
     if options.source is not None:
-        document = json.loads(options.source.read_text())
+        document = json.loads(options.source.read_text("utf-8"))
     else:
         before = other_work.now()
         results = asyncio.run(_measure(options.workload, options.repeats))
@@ -57,9 +57,9 @@ def run(options: Namespace) -> int:
         document = report.document(results, by_others)
     print(report.table(document["results"]))
     if options.json is not None:
-        options.json.write_text(report.to_json(document))
+        options.json.write_text(report.to_json(document), "utf-8")
     if options.html is not None:
-        options.html.write_text(report.html(document))
+        options.html.write_text(report.html(document), "utf-8")
     return 0
 
 

@@ -110,7 +110,7 @@ def run(options: Namespace) -> int:
         "lengths": [dataclasses.asdict(row) for row in rows],
     }
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        options.json.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     print(_page(sizes, serving, memory, rows, options))
     return 0
 
@@ -125,7 +125,7 @@ def _model(options: Namespace) -> "ModelSizes":
     if not path.is_file():
         path = resolve_model(options.model, weights=False) / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text("utf-8"))
     except ValueError:
         raise CommandError(f"--model: {path} is not JSON; give a config.json") from None
     if not isinstance(config, dict):

@@ -105,7 +105,9 @@ class Chat:
                     print(f"{turn['role']}: {turn['content']}")
             case "/save":
                 messages = [*self._preamble(), *self._turns]
-                Path(argument).expanduser().write_text(json.dumps(messages, ensure_ascii=False, indent=2) + "\n")
+                Path(argument).expanduser().write_text(
+                    json.dumps(messages, ensure_ascii=False, indent=2) + "\n", "utf-8"
+                )
             case "/retry":
                 self._retry()
             case _ if command.startswith("/"):

@@ -6,6 +6,7 @@ remedy; a traceback means a bug in Quire.
 
 import importlib
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -71,6 +72,10 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        # Show what the locale's encoding lacks as an escape, instead of failing with a traceback.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # At lower levels gRPC itself logs failed handshakes.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     command = _find(arguments)
@@ -139,7 +144,7 @@ def _overview(group: str) -> str:
         [
             "Quire serves large language models to other services over gRPC.",
             "",
-            f"usage: quire {group or 'COMMAND'} …",
+            f"usage: quire {group or 'COMMAND'} ...",
             "",
             *lines,
             "",

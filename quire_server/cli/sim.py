@@ -55,7 +55,7 @@ def _one(seed: int, steps: int, log: Path | None) -> int:
     if log is None:
         result = Simulation(draw(seed), Coverage()).run(steps)
     else:
-        with log.open("w") as file:
+        with log.open("w", encoding="utf-8") as file:
             result = Simulation(draw(seed), Coverage(), lambda now, what: print(line(now, what), file=file)).run(steps)
     print(render(result, steps))
     return 0 if result.failure is None else 1

@@ -223,7 +223,7 @@ def _mtime(path: Path) -> int:
 
 def _read(path: Path) -> _Known:
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"principals: {path} cannot be read ({error})") from None
     known = _Known()

@@ -32,7 +32,7 @@ class Child:
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._name = " ".join([module, *(each for each in arguments if not each.startswith("-"))])
         self._log = folder / f"{module}.log"
-        with self._log.open("w") as log:
+        with self._log.open("w", encoding="utf-8") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -88,12 +88,12 @@ class Child:
             with suppress(OSError):  # it has just ended
                 total += cpu_seconds(pid)
                 for task in Path(f"/proc/{pid}/task").iterdir():
-                    pids += map(int, (task / "children").read_text().split())
+                    pids += map(int, (task / "children").read_text("utf-8").split())
         return total
 
     def resident_bytes(self) -> int:
         """Return the resident memory, bytes."""
-        return int(Path(f"/proc/{self._child.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        return int(Path(f"/proc/{self._child.pid}/statm").read_text("utf-8").split()[1]) * _PAGE_BYTES
 
     def _listen(self) -> None:
         assert self._child.stdout is not None
@@ -103,5 +103,5 @@ class Child:
         self._lines.put(None)
 
     def _log_tail(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()[-_ERROR_LINES:]
+        lines = self._log.read_text("utf-8", errors="replace").splitlines()[-_ERROR_LINES:]
         return "".join(f"\n  {line}" for line in lines)

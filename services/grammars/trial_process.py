@@ -112,7 +112,9 @@ def _fork(lanes: list[socket.socket], number: int, busy: mmap.mmap, tokenizer: G
                 other.close()
         # Discard stderr: the library reports its own crashes there.
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)
-        memory = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + _MEMORY_BYTES
+        memory = (
+            int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * os.sysconf("SC_PAGE_SIZE") + _MEMORY_BYTES
+        )
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
         _serve(lanes[number], number, busy, tokenizer)

@@ -284,6 +284,15 @@ def test_ctrl_c_is_130(server: ScriptedServer) -> None:
     assert server.cancelled.wait(30)
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["serve", "--help"], ["config"]])
+def test_a_terminal_without_unicode_gets_escapes(arguments: list[str]) -> None:
+    """A locale that has ASCII only is no reason for a traceback."""
+    ended = quire(*arguments, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", QUIRE_SERVED_MODEL_NAME="Größe")
+
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.isascii()
+
+
 @pytest.mark.parametrize(
     ("flag", "ours"),
     [

@@ -119,9 +119,9 @@ def _long_model(folder: Path) -> Path:
     """Make a checkpoint without weights: the embedded model's sizes, with more positions."""
     demo = resolve_model(DEMO_MODEL, weights=False)
     shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((demo / "config.json").read_text())
+    config = json.loads((demo / "config.json").read_text("utf-8"))
     config["max_position_embeddings"] = 2 * LONG_PROMPT
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return folder
 
 

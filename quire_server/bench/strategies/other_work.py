@@ -29,7 +29,7 @@ class Moment:
 def now(stat: Path = Path("/proc/stat")) -> Moment | None:
     """Return the present times; None where the system does not count them so."""
     try:
-        line = stat.read_text().splitlines()[0].split()
+        line = stat.read_text("utf-8").splitlines()[0].split()
         counts = [int(each) for each in line[1 : 1 + _FIELDS]]
     except (OSError, ValueError, IndexError):
         return None
