@@ -7,6 +7,7 @@ In a source tree there is no such folder, and the packages are found as they are
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,6 +24,9 @@ def add_packages() -> None:
 
 def main() -> int:
     """Run the command line; return its exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until the command runs, Ctrl-C ends the process at once: an import has nothing to clean up and no message.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     add_packages()
     from quire_server.cli.main import main as run
 

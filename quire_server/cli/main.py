@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.configure(parser)
     options = parser.parse(arguments[len(command.name.split()) :])
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by quire_server.entry
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return module.run(options)
     except KeyboardInterrupt:
         return 130

@@ -284,6 +284,24 @@ def test_ctrl_c_is_130(server: ScriptedServer) -> None:
     assert server.cancelled.wait(30)
 
 
+@pytest.mark.parametrize("during", ["quire_server.cli.main", "quire_server.cli.generate", "quire.client", "grpc"])
+def test_ctrl_c_during_the_imports_of_a_command_prints_nothing(during: str) -> None:
+    """The process ends by the signal or with 130, without a traceback, whichever module it was importing."""
+    code = (
+        "import os, signal, sys, quire_server.entry\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {during!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.argv = ['quire', 'generate', 'x', '--target', '127.0.0.1:1']\n"
+        "sys.exit(quire_server.entry.main())\n"
+    )
+    ended = subprocess.run([QUIRE[0], "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
+
+    assert ended.stderr.decode() == ""
+    assert ended.returncode in (-signal.SIGINT, 130)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["serve", "--help"], ["config"]])
 def test_a_terminal_without_unicode_gets_escapes(arguments: list[str]) -> None:
     """A locale that has ASCII only is no reason for a traceback."""
