@@ -109,7 +109,7 @@ async def drive(target: str, load: Load, duration_s: float, seed: int) -> None:
 
 def record(settings: Sequence[str], load: Load, duration_s: float, folder: Path) -> Path:
     """Serve the requests under settings; return the folder of the record. One that exists is used."""
-    place = folder / "quire" / "record"
+    place = folder / "quire" / "record" / "any"
     if not place.exists():
         flags = ["--" + setting.replace("_", "-") for setting in settings]
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """Construction of the parts of the service from the configuration."""
 
-import os
 from pathlib import Path
 
 from quire import __version__
@@ -8,7 +7,8 @@ from scheduler_svc.admission_file import AdmissionSettings
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.recorder.recorder import Recorder
-from shared.config import ConfigError, SchedulerConfig
+from scheduler_svc.recorder.segments import RecordInUseError
+from shared.config import ConfigError, SchedulerConfig, state_folder
 from shared.curve import DOMAINS, CurveKeys
 from shared.logging import get_logger
 from shared.sockets import Protect
@@ -17,6 +17,8 @@ NO_BUDGET = 1 << 24
 """Token budget without a limit: larger than any worker's own limit, which then applies."""
 ALL_ROWS = 1 << 16
 """Limit of running requests that no worker exceeds; its own limit then applies."""
+_MAX_FOLDERS = 16
+"""Folders for the records of schedulers without a port of their own, of which each takes a free one."""
 
 
 def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> CoreConfig:
@@ -87,22 +89,27 @@ def open_recorder(config: SchedulerConfig, core: CoreConfig, incarnation: int) -
     """Start the flight recorder; return None if it is off, or if its folder cannot be used, which is logged."""
     if config.record_dir in ("", "off"):
         return None
-    folder = Path(config.record_dir)
+    folders = [Path(config.record_dir)]
     if config.record_dir == "auto":
-        folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire" / "record"
-    try:
-        return Recorder(
-            folder,
-            max_bytes=config.record_bytes,
-            config=core,
-            incarnation=incarnation,
-            release=__version__,
-            with_tokens=config.record_tokens,
-        )
-    except (OSError, RuntimeError) as error:
-        then = "use another --record-dir, or 'off'"
-        get_logger().warning("flight recorder: not recording", folder=str(folder), reason=str(error), then=then)
-        return None
+        anywhere = state_folder() / "record" / "any"
+        folders = [anywhere, *(anywhere.with_name(f"any-{number}") for number in range(2, _MAX_FOLDERS + 1))]
+    for folder in folders:
+        try:
+            return Recorder(
+                folder,
+                max_bytes=config.record_bytes,
+                config=core,
+                incarnation=incarnation,
+                release=__version__,
+                with_tokens=config.record_tokens,
+            )
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RecordInUseError) and folder != folders[-1]:
+                continue
+            then = "use another --record-dir, or 'off'"
+            get_logger().warning("flight recorder: not recording", folder=str(folder), reason=str(error), then=then)
+            return None
+    return None
 
 
 def protector(keys: CurveKeys | None, role: str) -> Protect:

@@ -7,7 +7,9 @@ where the meaning is the same.
 
 import argparse
 import dataclasses
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from shared.frames import MAX_STEP_TOKENS
@@ -161,8 +163,8 @@ class SchedulerConfig(_Checked):
     )
     record_dir: str = _option(
         "auto",
-        "folder of the flight recorder, which records every decision, without text and token ids; 'auto': quire/record "
-        "in $XDG_STATE_HOME (~/.local/state), 'off': no record",
+        "folder of the flight recorder, which records every decision, without text and token ids; 'auto': "
+        "quire/record/PORT in $XDG_STATE_HOME (~/.local/state), with the gRPC port of quire serve, 'off': no record",
     )
     record_bytes: int = _option(
         256 << 20, "maximum size of the flight record; the oldest part is deleted first", unit="bytes", least=8 << 20
@@ -385,6 +387,11 @@ def to_flags(config: object) -> list[str]:
         else:
             flags.append(f"--{flag}={value}")
     return flags
+
+
+def state_folder() -> Path:
+    """Return the folder for files of Quire that outlive its processes and belong to this user."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
 
 
 def parse_bytes(text: str) -> int:

@@ -70,7 +70,7 @@ def add_server_flags(parser: OneLineParser) -> None:
         "--record",
         type=_folder,
         metavar="FOLDER",
-        help="folder of the flight record of a Quire server on this machine, such as ~/.local/state/quire/record",
+        help="folder of the flight record of a Quire server on this machine, such as ~/.local/state/quire/record/50051",
     )
 
 

@@ -15,7 +15,6 @@ back earlier lines, also those of earlier sessions.
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from quire.types import GenerateOptions, Message
 from quire_server.cli._connection import add_target, credentials, token
 from quire_server.cli._errors import explain
 from quire_server.cli._parser import Namespace, OneLineParser
+from shared.config import state_folder
 
 EXAMPLES = """
   quire chat
@@ -175,7 +175,7 @@ def _line_history(terminal: bool) -> Iterator[None]:
         return
     import readline
 
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "quire"
+    state = state_folder()
     with contextlib.suppress(OSError):
         readline.read_history_file(state / "chat-history")
     try:

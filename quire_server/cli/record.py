@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from scheduler_svc.recorder.reader import Segment
 
 EXAMPLES = """
-  quire record ls ~/.local/state/quire/record
-  quire record show ~/.local/state/quire/record --last 50
-  quire record export ~/.local/state/quire/record --json > record.jsonl
-  quire record export ~/.local/state/quire/record --perfetto timeline.pftrace --last 500000
+  quire record ls ~/.local/state/quire/record/50051
+  quire record show ~/.local/state/quire/record/50051 --last 50
+  quire record export ~/.local/state/quire/record/50051 --json > record.jsonl
+  quire record export ~/.local/state/quire/record/50051 --perfetto timeline.pftrace --last 500000
 """
 
 
@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
     except (UnreadableRecordError, FileNotFoundError) as error:
         raise CommandError(str(error)) from None
     if not segments:
-        raise CommandError(f"{options.place}: no record here; give the scheduler's --record-dir")
+        raise CommandError(_no_record(options.place))
     if options.action == "ls":
         for segment in segments:
             num_entries = sum(1 for _ in segment)
@@ -72,6 +72,15 @@ def run(options: Namespace) -> int:
     for line in lines if last is None else deque(lines, maxlen=last):
         print(line)
     return 0
+
+
+def _no_record(place: Path) -> str:
+    """Return what is wrong with a folder without segments; it may contain the folders of several services."""
+    from scheduler_svc.recorder.segments import paths
+
+    records = sorted(each for each in place.glob("*/") if paths(each))
+    remedy = f"give one of {', '.join(map(str, records))}" if records else "give the scheduler's --record-dir"
+    return f"{place}: no record here; {remedy}"
 
 
 def _export_timeline(segments: "list[Segment]", options: Namespace) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scheduler_svc.whatif.answer import Case
 
 EXAMPLES = """
-  quire replay ~/.local/state/quire/record
+  quire replay ~/.local/state/quire/record/50051
   quire replay incident.record --to 120000
   quire replay incident.record --what-if
   quire replay incident.record --set max_num_seqs=128 --set policy=sjf --workers 4

@@ -70,18 +70,24 @@ class Ports:
     http: int
 
 
-def plan_children(config: ServeConfig, *, socket_dir: Path, ports: Ports, cores: int) -> list[ChildSpec]:
+def plan_children(
+    config: ServeConfig, *, socket_dir: Path, record_dir: Path, ports: Ports, cores: int
+) -> list[ChildSpec]:
     """Return the processes of one service, in the order of their start.
 
     Args:
         config: the service.
         socket_dir: private folder for the ZeroMQ sockets; an address that is not the default is kept.
+        record_dir: folder of the records of this user's services, which have one each by their gRPC port. A service
+            on any free port has another port at each start, so its scheduler chooses a folder.
         ports: the reserved ports.
         cores: CPU cores to divide among the ranks of the workers that set no number of threads.
     """
     frontend_address = _address(config.scheduler, "frontend_address", socket_dir / "frontends")
     worker_address = _address(config.scheduler, "worker_address", socket_dir / "workers")
     scheduler = replace(config.scheduler, frontend_address=frontend_address, worker_address=worker_address)
+    if scheduler.record_dir == "auto" and config.frontend.grpc_port:
+        scheduler = replace(scheduler, record_dir=str(record_dir / str(config.frontend.grpc_port)))
     ranks = config.worker.tensor_parallel_size
     workers = [
         replace(

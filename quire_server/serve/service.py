@@ -11,6 +11,7 @@ from quire_server.serve.ports import reserve_ports
 from quire_server.serve.readiness import until_ready
 from quire_server.serve.runtime_dir import runtime_dir
 from quire_server.serve.supervisor import Addresses, ServeError, Supervisor
+from shared.config import state_folder
 from shared.model_path import resolve_model
 
 _GRACE_S = 5.0
@@ -57,7 +58,13 @@ class Service:
         except BaseException:
             self._held.close()
             raise
-        specs = plan_children(config, socket_dir=socket_dir, ports=self._ports, cores=len(os.sched_getaffinity(0)))
+        specs = plan_children(
+            config,
+            socket_dir=socket_dir,
+            record_dir=state_folder() / "record",
+            ports=self._ports,
+            cores=len(os.sched_getaffinity(0)),
+        )
         grace_s = dict.fromkeys(Role, _GRACE_S)
         grace_s[Role.FRONTEND] = config.frontend.grace_period_s + _GRACE_MARGIN_S
         self._supervisor = Supervisor(

@@ -114,7 +114,7 @@ def test_a_sweep_measures_growing_loads(demo: Served, tmp_path: Path) -> None:
 
 def test_the_record_gives_the_figures_of_the_run_alone(demo: Served, tmp_path: Path) -> None:
     """Steps, occupancy, prefix hits and idle time of the device; requests before the run do not count."""
-    record = demo.log.parent / "quire" / "record"
+    record = demo.log.parent / "quire" / "record" / "any"
     _bench(demo, tmp_path / "before.json", "--concurrency=2", "--requests=6")
     before = demo.metric("quire_steps_total")
     flags = ("--concurrency=2", "--requests=8", "--input=16", "--seed=7", f"--record={record}")

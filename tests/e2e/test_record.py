@@ -21,7 +21,7 @@ def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
     A simulation with other settings serves the same requests and generates as many tokens.
     """
     began = time.time()
-    folder = tmp_path / "quire" / "record"
+    folder = tmp_path / "quire" / "record" / "any"
     prompts = [f"Once upon a time there were {count} foxes" for count in range(6)]
     with serve("demo", environ={"XDG_STATE_HOME": str(tmp_path)}) as served:
         for prompt in prompts:

@@ -54,7 +54,7 @@ def test_tokens_are_the_models_and_drafts_are_counted(tmp_path: Path) -> None:
     assert 0 < accepted <= drafted
     assert accepted == alias
     assert "drafts accepted" in explained.stdout
-    folder = tmp_path / "quire" / "record"
+    folder = tmp_path / "quire" / "record" / "any"
     steps = [entry.what for entry in entries(read(folder)) if isinstance(entry.what, ev.StepDone)]
     assert sum(int(step.counts.sum()) - len(step.rows) for step in steps if step.counts is not None) > 0
     assert replay(read(folder)).difference is None

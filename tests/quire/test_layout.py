@@ -24,7 +24,9 @@ def config_of(*arguments: str) -> ServeConfig:
 
 def children_of(*arguments: str) -> list[ChildSpec]:
     """Return the child processes for command line arguments."""
-    return plan_children(config_of(*arguments), socket_dir=Path("/run/q"), ports=Ports(5001, 8001), cores=5)
+    return plan_children(
+        config_of(*arguments), socket_dir=Path("/run/q"), record_dir=Path("/rec"), ports=Ports(5001, 8001), cores=5
+    )
 
 
 def flags_of(child: ChildSpec) -> dict[str, str]:
@@ -50,6 +52,16 @@ def test_all_links_use_private_sockets() -> None:
 
     assert scheduler["--worker-address"] == worker["--worker-address"] == "ipc:///run/q/workers"
     assert scheduler["--frontend-address"] == frontend["--frontend-address"] == "ipc:///run/q/frontends"
+
+
+def test_two_services_of_one_user_record_into_folders_of_their_own() -> None:
+    """The folder has the port that clients know; with any free port, and with a folder that was set, it is kept."""
+    folders = [
+        flags_of(children_of(*arguments)[0])["--record-dir"]
+        for arguments in ([], ["--grpc-port=50052"], ["--grpc-port=0"], ["--record-dir=/mine"], ["--record-dir=off"])
+    ]
+
+    assert folders == ["/rec/50051", "/rec/50052", "auto", "/mine", "off"]
 
 
 def test_an_address_that_was_set_is_kept() -> None:

@@ -15,6 +15,8 @@ import pytest
 import zmq
 
 from protos.quire.record.v1 import record_pb2
+from quire_server.cli.main import main
+from scheduler_svc.assembly import open_recorder
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect
 from scheduler_svc.core.interface.events import Event, FrontendJoined, RequestArrived, RequestCancelled, TimePassed
@@ -101,6 +103,30 @@ def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     with pytest.raises(RecordInUseError):
         _recorder(folder)
     recorder.close()
+
+
+def test_schedulers_without_a_port_record_into_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each takes the first folder that no other one uses; the folder of all records names them."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    opened = [open_recorder(SchedulerConfig(), CoreConfig(), number) for number in (1, 2)]
+    recorders = [each for each in opened if each is not None]
+    place = tmp_path / "quire" / "record"
+
+    assert [each.folder for each in recorders] == [place / "any", place / "any-2"]
+    _until(lambda: all(paths(each.folder) for each in recorders))
+    for each in recorders:
+        each.close()
+    again = open_recorder(SchedulerConfig(), CoreConfig(), 3)
+    assert again is not None
+    assert again.folder == place / "any"
+    again.close()
+
+    assert main(["record", "ls", str(place)]) == 1
+    assert capsys.readouterr().err == (
+        f"quire record: {place}: no record here; give one of {place}/any, {place}/any-2\n"
+    )
 
 
 def test_a_full_disk_stops_the_recording_and_not_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
