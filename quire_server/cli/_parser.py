@@ -1,10 +1,13 @@
-"""argparse for Quire's commands: one-line errors with a remedy, no abbreviations, examples in --help."""
+"""argparse for Quire's commands: one-line errors with a remedy, no abbreviations, examples in --help.
+
+A command that takes the settings of a process lists the common ones by topic in `--help`, all of them in `--help-all`.
+"""
 
 import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 Namespace = argparse.Namespace
 
@@ -15,6 +18,8 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, prog: str, *, description: str, examples: str) -> None:
         self.remedies: Mapping[str, str] = {}
         """By a flag that does not exist but that users of other servers type: what to do instead."""
+        self._settings: frozenset[str] = frozenset()
+        self._topics: Mapping[str, Sequence[str]] = {}
         super().__init__(
             prog,
             description=description.strip(),
@@ -25,6 +30,40 @@ class OneLineParser(argparse.ArgumentParser):
             # Commands may replace a flag of the shared configuration to accept more values.
             conflict_handler="resolve",
         )
+
+    def group_settings(self, settings: Iterable[str], topics: Mapping[str, Sequence[str]]) -> None:
+        """List settings by topic in `--help`; those of no topic appear only in `--help-all`.
+
+        Args:
+            settings: names of all settings of the command; its other flags are always listed.
+            topics: names of settings and of flags that belong to them, by the title of their topic.
+        """
+        self._settings, self._topics = frozenset(settings), topics
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all settings and exit")
+
+    def format_help(self, *, shows_all: bool = False) -> str:
+        """Return the text of `--help`, or that of `--help-all`."""
+        if not self._topics:
+            return super().format_help()
+        grouped = {name for names in self._topics.values() for name in names}
+        own = [action for action in self._actions if action.dest not in self._settings | grouped]
+        rare = [action for action in self._actions if action.dest in self._settings - grouped]
+        any_setting = argparse.Action([], "settings", nargs="*", metavar="--SETTING VALUE")
+        formatter = self._get_formatter()
+        formatter.add_usage(None, [*own, any_setting], [])
+        formatter.add_text(self.description)
+        sections = {"options": own}
+        for title, names in self._topics.items():
+            sections[title] = [action for name in names for action in self._actions if action.dest == name]
+        sections["rare settings"] = rare if shows_all else []
+        for title, actions in sections.items():
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        if not shows_all:
+            formatter.add_text(f"{len(rare)} rare settings are not listed: see {self.prog} --help-all")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def parse(self, arguments: Sequence[str]) -> Namespace:
         """Parse the arguments; suggest the closest flag for an unknown one."""
@@ -41,6 +80,15 @@ class OneLineParser(argparse.ArgumentParser):
         one_line = " ".join(message.split())
         print(f"{self.prog}: {one_line}; see {self.prog} --help", file=sys.stderr)
         sys.exit(2)
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with all settings."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, OneLineParser)
+        print(parser.format_help(shows_all=True), end="")
+        parser.exit()
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

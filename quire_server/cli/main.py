@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Show what the locale's encoding lacks as an escape, instead of failing with a traceback.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     # At lower levels gRPC itself logs failed handshakes.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     command = _find(arguments)
@@ -129,11 +131,14 @@ def _without_command(arguments: Sequence[str]) -> int:
     groups = {command.name.split()[0] for command in _commands() if " " in command.name}
     group = words[0] if words and words[0] in groups else ""
     asks_for_help = bool({"-h", "--help"} & set(arguments))
-    if not words or (group and (asks_for_help or len(words) == 1)):
+    if not words or words == [group]:
         # Requested help goes to stdout; help for an empty command line goes to stderr as an error.
         print(_overview(group), file=sys.stdout if asks_for_help else sys.stderr)
         return 0 if asks_for_help else 2
     unknown = " ".join(words[:2] if group else words[:1])
+    if unknown in {command.name for command in COMMANDS}:
+        print(f"quire: {unknown!r} is for developers and not installed; run it in the source tree", file=sys.stderr)
+        return 2
     remedy = suggest(unknown, [command.name for command in _commands()]) or "see quire --help"
     print(f"quire: unknown command {unknown!r}; {remedy}", file=sys.stderr)
     return 2
@@ -151,7 +156,7 @@ def _overview(group: str) -> str:
             "",
             *lines,
             "",
-            "  quire COMMAND --help explains a command; quire --version prints the version.",
+            "  quire help COMMAND explains a command; quire --version prints the version.",
         ]
     )
 

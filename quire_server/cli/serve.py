@@ -51,7 +51,7 @@ def configure(parser: OneLineParser) -> None:
 
 def add_serve_flags(parser: OneLineParser) -> None:
     """Add the flags that describe a service on this machine."""
-    add_config_flags(parser, ServiceConfig, FrontendConfig, SchedulerConfig, WorkerConfig)
+    add_config_flags(parser, ServiceConfig, SchedulerConfig, WorkerConfig, FrontendConfig)
 
 
 def serve_config(options: Namespace) -> ServeConfig:

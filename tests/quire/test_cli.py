@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire_server.cli import serve
+from quire_server.cli._config import TOPICS
 from quire_server.cli._other_servers import REMEDIES
 from quire_server.cli._parser import OneLineParser
 from quire_server.cli.main import COMMANDS
@@ -152,6 +153,47 @@ def test_the_overview_lists_every_command() -> None:
     assert "generate" not in group.stdout.decode()
     assert (everything.returncode, group.returncode, nothing.returncode) == (0, 0, 2)
     assert nothing.stdout == b""
+
+
+def test_help_has_the_common_settings_by_topic_and_help_all_every_one() -> None:
+    """No setting is hidden from `--help-all`; `--help` says how many it leaves out. Every name of a topic is a flag."""
+    parser = OneLineParser("quire serve", description="", examples="")
+    serve.configure(parser)
+    short, everything = parser.format_help(), parser.format_help(shows_all=True)
+    flags = {flag: action.dest for flag, action in parser._option_string_actions.items() if flag != "-h"}
+    grouped = {name for names in TOPICS.values() for name in names}
+
+    assert [flag for flag in flags if f"  {flag}" not in everything and f", {flag}" not in everything] == []
+    assert [title for title in TOPICS if f"\n{title}:\n" not in short] == []
+    assert grouped <= set(flags.values())
+    assert "--worker-silence-s" not in short
+    rare = {dest for dest in flags.values() if f"--{dest.replace('_', '-')} " not in short} - grouped
+    assert f"{len(rare)} rare settings are not listed: see quire serve --help-all" in short
+
+
+@pytest.mark.parametrize(
+    ("arguments", "same"),
+    [(["help"], ["--help"]), (["help", "bench"], ["bench", "--help"]), (["help", "top"], ["top", "--help"])],
+)
+def test_help_is_a_command_as_well(arguments: list[str], same: list[str]) -> None:
+    """`quire help COMMAND` prints what `quire COMMAND --help` prints, and succeeds."""
+    asked, flag = quire(*arguments), quire(*same)
+
+    assert (asked.returncode, asked.stdout) == (0, flag.stdout)
+
+
+def test_a_command_that_the_wheel_leaves_out_is_not_unknown() -> None:
+    """One line says where the command exists."""
+    code = (
+        "import importlib.util as u, sys; found = u.find_spec\n"
+        "u.find_spec = lambda name: None if name.endswith('bench_kernels') else found(name)\n"
+        "from quire_server.cli.main import main; sys.exit(main(['bench', 'kernels', '--help']))"
+    )
+    ended = subprocess.run([QUIRE[0], "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
+
+    said = ended.stderr.decode()
+    assert said == "quire: 'bench kernels' is for developers and not installed; run it in the source tree\n"
+    assert ended.returncode == 2
 
 
 def test_help_does_not_wait_for_grpc() -> None:
