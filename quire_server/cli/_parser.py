@@ -41,6 +41,10 @@ class OneLineParser(argparse.ArgumentParser):
         self._settings, self._topics = frozenset(settings), topics
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all settings and exit")
 
+    def actions(self) -> Sequence[argparse.Action]:
+        """Return the flags and arguments of the command."""
+        return self._actions
+
     def format_help(self, *, shows_all: bool = False) -> str:
         """Return the text of `--help`, or that of `--help-all`."""
         if not self._topics:

@@ -66,6 +66,7 @@ COMMANDS = (
     Command("bench frontend", "quire_server.cli.bench_frontend", "measure the front end alone"),
     Command("record", "quire_server.cli.record", "list, show and export the scheduler's flight record"),
     Command("replay", "quire_server.cli.replay", "run the scheduler over a flight record and compare its plans"),
+    Command("completion", "quire_server.cli.completion", "print a script that completes commands and flags in bash"),
     Command("sim", "quire_server.cli.sim", "simulate the scheduler with faults and check its invariants"),
 )
 
@@ -107,14 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _commands() -> list[Command]:
+def installed_commands() -> list[Command]:
     """Return the commands that are installed; the wheel leaves out those for developers (see tools/dist.py)."""
     return [command for command in COMMANDS if importlib.util.find_spec(command.module) is not None]
 
 
 def _find(arguments: Sequence[str]) -> Command | None:
     words = tuple(arguments[:2])
-    for command in _commands():
+    for command in installed_commands():
         name = tuple(command.name.split())
         if words[: len(name)] == name:
             return command
@@ -128,7 +129,7 @@ def _without_command(arguments: Sequence[str]) -> int:
 
         print(f"quire {__version__}")
         return 0
-    groups = {command.name.split()[0] for command in _commands() if " " in command.name}
+    groups = {command.name.split()[0] for command in installed_commands() if " " in command.name}
     group = words[0] if words and words[0] in groups else ""
     asks_for_help = bool({"-h", "--help"} & set(arguments))
     if not words or words == [group]:
@@ -139,13 +140,13 @@ def _without_command(arguments: Sequence[str]) -> int:
     if unknown in {command.name for command in COMMANDS}:
         print(f"quire: {unknown!r} is for developers and not installed; run it in the source tree", file=sys.stderr)
         return 2
-    remedy = suggest(unknown, [command.name for command in _commands()]) or "see quire --help"
+    remedy = suggest(unknown, [command.name for command in installed_commands()]) or "see quire --help"
     print(f"quire: unknown command {unknown!r}; {remedy}", file=sys.stderr)
     return 2
 
 
 def _overview(group: str) -> str:
-    commands = [command for command in _commands() if not group or command.name.split()[0] == group]
+    commands = [command for command in installed_commands() if not group or command.name.split()[0] == group]
     width = max(len(command.name) for command in commands)
     lines = [f"  {command.name:<{width}}  {command.summary}" for command in commands]
     return "\n".join(
