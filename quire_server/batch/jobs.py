@@ -92,7 +92,8 @@ def _job(line: bytes, number: int, where: str) -> Job:
         return Job(request["custom_id"], url, _without_streaming(body), simple=False)
     job_id = str(request.pop("id", number))
     if ("prompt" in request) == ("messages" in request):
-        raise BatchError(f"{where}: requires exactly one of prompt and messages")
+        hint = "; this looks like a file of quire bench offline" if "prompt_token_ids" in request else ""
+        raise BatchError(f"{where}: requires exactly one of prompt and messages{hint}")
     return Job(job_id, URLS[0] if "messages" in request else URLS[1], _without_streaming(request), simple=True)
 
 

@@ -18,6 +18,8 @@ from shared.config import ConfigError
 from shared.json_text import describe_json_error
 
 _KEYS = frozenset({"prompt_token_ids", "max_tokens", "ignore_eos", "arrive_s", "prime"})
+_IN_BATCHES = frozenset({"prompt", "messages", "body"})
+"""Fields of requests in a file of `quire batch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,10 @@ def _parse(line: str, where: str) -> OfflineRequest:
     except ValueError as error:
         raise ConfigError(f"{where}: {describe_json_error(error)}") from None
     if not isinstance(values, dict) or not {"prompt_token_ids", "max_tokens"} <= set(values):
-        raise ConfigError(f"{where}: must be an object with prompt_token_ids and max_tokens")
+        hint = (
+            "; this looks like a file of quire batch" if isinstance(values, dict) and _IN_BATCHES & set(values) else ""
+        )
+        raise ConfigError(f"{where}: must be an object with prompt_token_ids and max_tokens{hint}")
     if unknown := set(values) - _KEYS:
         raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}; use {', '.join(sorted(_KEYS))}")
     try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quire_server.serve.layout import ServeConfig
 
 EXAMPLES = """
-  quire bench offline --model demo --requests requests.jsonl --max-concurrency 32 --json result.json
+  quire bench offline --model demo --requests tokens.jsonl --max-concurrency 32 --json result.json
 """
 
 

@@ -20,6 +20,15 @@ def test_modules_that_a_page_names_exist(doc: Path) -> None:
     assert [name for name in _MODULE.findall(doc.read_text("utf-8")) if not _path(name).exists()] == []
 
 
+def test_one_name_of_a_file_stands_for_one_format() -> None:
+    """In examples, requests.jsonl is a file of `quire batch`; other commands read other formats."""
+    pages = [*DOCS, *sorted((ROOT / "quire_server" / "cli").glob("*.py"))]
+    lines = [line for page in pages for line in page.read_text("utf-8").splitlines() if "requests.jsonl" in line]
+
+    assert lines
+    assert [line for line in lines if "quire batch" not in line] == []
+
+
 def test_the_glossary_has_one_line_per_term() -> None:
     """No term is explained twice."""
     sections = (ROOT / "docs" / "glossary.md").read_text("utf-8").split("\n## ")[1:-1]

@@ -8,6 +8,8 @@ import pytest
 
 from quire_server.batch.jobs import BatchError, Job, make_answer, read_ids, read_jobs
 from quire_server.batch.journal import Journal
+from quire_server.bench.offline import read_requests
+from shared.config import ConfigError
 
 OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [], "stream": True}}
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
@@ -65,6 +67,17 @@ def test_files_that_are_no_batches_are_refused(tmp_path: Path, line: str, compla
 
     with pytest.raises(BatchError, match=complaint):
         read_ids(path)
+
+
+def test_a_file_of_the_other_command_is_recognised(tmp_path: Path) -> None:
+    """`quire batch` reads text and `quire bench offline` token ids; each names the command that a file belongs to."""
+    text = write(tmp_path / "requests.jsonl", {"id": "a", "prompt": "x", "max_tokens": 3})
+    tokens = write(tmp_path / "tokens.jsonl", {"prompt_token_ids": [10], "max_tokens": 3})
+
+    with pytest.raises(ConfigError, match="this looks like a file of quire batch"):
+        read_requests(text)
+    with pytest.raises(BatchError, match="this looks like a file of quire bench offline"):
+        read_ids(tokens)
 
 
 def test_a_piece_of_a_line_is_cut_off(tmp_path: Path) -> None:
