@@ -1,9 +1,14 @@
 """The documentation names modules that exist."""
 
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from quire_server.cli._parser import OneLineParser
+from quire_server.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,6 +23,48 @@ def _path(name: str) -> Path:
 def test_modules_that_a_page_names_exist(doc: Path) -> None:
     """A page that names a module goes stale visibly when the module moves; `core/` stands for `scheduler_svc/core/`."""
     assert [name for name in _MODULE.findall(doc.read_text("utf-8")) if not _path(name).exists()] == []
+
+
+def _command_lines(text: str) -> Iterator[str]:
+    """Yield the command lines of `quire` in the code blocks of a page, without comments and what other programs get."""
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"[|;&>]+", line.partition("  #")[0]):
+                words = [word for word in part.split() if not re.match(r"[A-Z_]+=", word)]
+                if words and words[0].rpartition("/")[2] == "quire":
+                    yield " ".join(words[1:])
+
+
+def _wrong(line: str) -> str:
+    """Return what is wrong with a command line; empty if nothing is."""
+    words = line.split()
+    command = next((each for each in COMMANDS if each.name.split() == words[: len(each.name.split())]), None)
+    if command is None:
+        return "" if words[0] == "help" else f"no command: {line}"
+    parser = OneLineParser(command.name, description="", examples="")
+    importlib.import_module(command.module).configure(parser)
+    flags = {flag for action in parser.actions() for flag in action.option_strings}
+    unknown = [word for word in words if word.startswith("--") and word.split("=")[0] not in flags]
+    return f"no flag: {unknown[0]} in {line}" if unknown else ""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*DOCS, *sorted((ROOT / "deploy").rglob("README.md")), ROOT / "SECURITY.md"],
+    ids=lambda page: str(page.name),
+)
+def test_command_lines_of_a_page_exist(page: Path) -> None:
+    """Every command and flag of `quire` in a code block is one that the command line knows."""
+    assert [wrong for line in _command_lines(page.read_text("utf-8")) if (wrong := _wrong(line))] == []
+
+
+def test_wrong_command_lines_are_found() -> None:
+    """A command and a flag that do not exist are found, whatever stands around them; comments are not read."""
+    block = (
+        "```sh\nX=1 .venv/bin/quire topp --once  # quire nothing\nquire top --twice | quire help\nquire top --once\n```"
+    )
+
+    assert [bool(_wrong(line)) for line in _command_lines(block)] == [True, True, False, False]
 
 
 def test_one_name_of_a_file_stands_for_one_format() -> None:
