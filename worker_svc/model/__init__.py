@@ -1,9 +1,11 @@
 """Decoders that compute logits over the paged KV cache.
 
-* `config`: reads config.json
+* `decoder_config`: the fields of config.json that own code reads
+* `config`: properties of any model, from its config.json
 * `base`: the interface between a model and the rest of the worker
 * `registry`: chooses between the two implementations below
 * `families`: the model families of `llama`
+* `config_reader`: reads config.json of these families without `transformers`
 * `llama`: native implementation of the Llama/Qwen family
 * `llama_layer`: the weights of one of its layers
 * `llama_packed`: the family on a CPU, with weights packed for the native kernels

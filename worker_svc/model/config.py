@@ -2,19 +2,22 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
 
 from shared.config import ConfigError
+from worker_svc.model.decoder_config import DecoderConfig, ModelConfig, text_config
 from worker_svc.model.scheme import read_quantisation
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """Read the configuration in `folder`.
+def read_config(folder: Path) -> "PretrainedConfig":
+    """Read the configuration in `folder` with `transformers`, whose import takes a second.
 
     Raises:
         ConfigError: there is no config.json, this version of transformers does not support it, or it has a field that
@@ -22,6 +25,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+    from transformers import AutoConfig
+
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # unknown model types, bad JSON and failed validation have no common type
@@ -42,7 +47,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def architecture(config: PretrainedConfig) -> str:
+def architecture(config: ModelConfig) -> str:
     """Return the class name in config.json.
 
     Raises:
@@ -54,20 +59,15 @@ def architecture(config: PretrainedConfig) -> str:
     return str(names[0])
 
 
-def text_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the part of the configuration that describes the decoder; all of it for a text-only model."""
-    return config.get_text_config(decoder=True)
-
-
-def decoder_config(config: PretrainedConfig) -> PretrainedConfig:
+def decoder_config(config: "PretrainedConfig") -> "PretrainedConfig":
     """Return `text_config`; the decoder of a model for several media ties its embeddings as the whole model says."""
-    text = text_config(config)
+    text: PretrainedConfig = config.get_text_config(decoder=True)
     if text is not config:
         text.tie_word_embeddings = config.tie_word_embeddings
     return text
 
 
-def position_limit(config: PretrainedConfig) -> int:
+def position_limit(config: ModelConfig) -> int:
     """Return the length of the longest sequence.
 
     Raises:
@@ -79,7 +79,7 @@ def position_limit(config: PretrainedConfig) -> int:
     return limit
 
 
-def fix_long_rope(config: PretrainedConfig, num_positions: int) -> int:
+def fix_long_rope(config: ModelConfig, num_positions: int) -> int:
     """Use one set of factors of a longrope scaling for all lengths, by a change of `config`.
 
     `transformers` uses the long factors for all rows of a batch if its longest row exceeds the original length. The
@@ -93,7 +93,9 @@ def fix_long_rope(config: PretrainedConfig, num_positions: int) -> int:
     Returns:
         The original length in tokens if the long factors are used; 0 if not, or if there is no longrope scaling.
     """
-    text = text_config(config)
+    if isinstance(config, DecoderConfig):
+        return 0  # `llama` has no longrope
+    text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return 0
@@ -104,7 +106,7 @@ def fix_long_rope(config: PretrainedConfig, num_positions: int) -> int:
     return original
 
 
-def break_even_context(config: PretrainedConfig) -> int:
+def break_even_context(config: ModelConfig) -> int:
     """Return the context length at which a token's attention needs as many operations as its matrix products.
 
     The scheduler uses this estimate only to make steps equally long. It assumes gated MLPs, and that the cost of layers
@@ -122,7 +124,7 @@ def break_even_context(config: PretrainedConfig) -> int:
     return max(1, int(2 * weights / (4 * _heads_size(text) * share)))
 
 
-def weights_per_layer(config: PretrainedConfig) -> int:
+def weights_per_layer(config: ModelConfig) -> int:
     """Return the number of weights in one layer's matrix products of a token, with a gated MLP.
 
     Of a mixture, only the experts of one token count. 0: config.json lacks the sizes.
@@ -139,13 +141,13 @@ def weights_per_layer(config: PretrainedConfig) -> int:
     return 2 * hidden * (_heads_size(text) + kv_size) + 3 * hidden * inner
 
 
-def _heads_size(text: PretrainedConfig) -> int:
+def _heads_size(text: ModelConfig) -> int:
     """Return the number of elements of all query heads of a token."""
     hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
     return heads * (_size(text, "head_dim") or hidden // heads)
 
 
-def _full_attention_share(text: PretrainedConfig) -> float:
+def _full_attention_share(text: ModelConfig) -> float:
     kinds = getattr(text, "layer_types", None)
     if kinds:
         return float(sum(kind == "full_attention" for kind in kinds) / len(kinds))
@@ -153,13 +155,13 @@ def _full_attention_share(text: PretrainedConfig) -> float:
     return 0.0 if 0 < window < _size(text, "max_position_embeddings") else 1.0
 
 
-def _size(text: PretrainedConfig, name: str) -> int:
+def _size(text: ModelConfig, name: str) -> int:
     """Return an integer of the configuration; 0 if it is missing or differs per layer."""
     value = getattr(text, name, None)
     return value if isinstance(value, int) else 0
 
 
-def choose_dtype(config: PretrainedConfig, wanted: str, device: torch.device) -> torch.dtype:
+def choose_dtype(config: ModelConfig, wanted: str, device: torch.device) -> torch.dtype:
     """Return the dtype of weights, activations and KV: the setting, else that of config.json, else float32."""
     if wanted != "auto":
         return DTYPES[wanted]
@@ -172,7 +174,7 @@ def choose_dtype(config: PretrainedConfig, wanted: str, device: torch.device) ->
     return dtype
 
 
-def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
     """Return the tokens that end a sequence, from config.json and generation_config.json, ascending.
 
     Token IDs outside the model's vocabulary, such as -1, are ignored.

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from transformers import PretrainedConfig
-
 from worker_svc.model.config import decoder_config
+from worker_svc.model.decoder_config import DecoderConfig, ModelConfig
 from worker_svc.model.rope import can_tabulate
 
 
@@ -127,45 +126,49 @@ FAMILIES = {
 ARCHITECTURES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
 
 
-def own_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the decoder for `llama`: all of config.json, or its text part."""
-    return config if config.model_type in FAMILIES else decoder_config(config)
+def own_config(architecture: str, whole: ModelConfig) -> DecoderConfig | None:
+    """Return the configuration of the decoder, all of config.json or its text part, if `llama` implements it.
 
-
-def supports(architecture: str, whole: PretrainedConfig) -> bool:
-    """Return whether `llama` implements the model, or its text part, as configured; if not, `hf` may support it."""
-    config = own_config(whole)
-    family = FAMILIES.get(config.model_type)
-    return (
-        family is not None
-        and architecture in (family.architectures if config is whole else family.text_of)
+    None: it does not, as configured. `hf` may support the model.
+    """
+    if isinstance(whole, DecoderConfig):
+        config = whole
+    else:
+        decoder = whole if whole.model_type in FAMILIES else decoder_config(whole)
+        if decoder.model_type not in FAMILIES:
+            return None
+        config = DecoderConfig.of(decoder)
+    family = FAMILIES[config.model_type]
+    implemented = (
+        architecture in (family.architectures if whole.model_type in FAMILIES else family.text_of)
         and config.hidden_act == "silu"
-        and getattr(config, "is_causal", True)
+        and config.is_causal
         and config.num_key_value_heads > 0
         and config.num_attention_heads % config.num_key_value_heads == 0
         and can_tabulate(config, head_dim(config))
         and _has_usable_windows(family, config)
         and (family.experts is None or 0 < config.num_experts_per_tok <= config.num_experts)
     )
+    return config if implemented else None
 
 
-def head_dim(config: PretrainedConfig) -> int:
+def head_dim(config: DecoderConfig) -> int:
     """Return the number of elements of a head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
-def has_bias(given: bool | str, config: PretrainedConfig) -> bool:
+def has_bias(given: bool | str, config: DecoderConfig) -> bool:
     """Return the value of `Family.qkv_bias` and its like for a configuration."""
     return bool(getattr(config, given)) if isinstance(given, str) else given
 
 
-def windows(config: PretrainedConfig) -> list[int | None]:
+def windows(config: DecoderConfig) -> list[int | None]:
     """Return for each layer the number of tokens that it attends over; None: all."""
     family = FAMILIES[config.model_type]
     return [config.sliding_window if slides else None for slides in _sliding_layers(family, config)]
 
 
-def mixture_layers(config: PretrainedConfig) -> list[bool]:
+def mixture_layers(config: DecoderConfig) -> list[bool]:
     """Return for each layer whether it has a mixture of experts instead of an MLP."""
     experts = FAMILIES[config.model_type].experts
     layers = range(int(config.num_hidden_layers))
@@ -177,7 +180,7 @@ def mixture_layers(config: PretrainedConfig) -> list[bool]:
     ]
 
 
-def mlps(layer: str, config: PretrainedConfig, *, mixed: bool) -> Iterator[tuple[str, Experts, int]]:
+def mlps(layer: str, config: DecoderConfig, *, mixed: bool) -> Iterator[tuple[str, Experts, int]]:
     """Yield the name of each MLP or expert of a layer, the names of its projections, and its inner size."""
     experts = FAMILIES[config.model_type].experts
     if experts is None or not mixed:
@@ -189,16 +192,19 @@ def mlps(layer: str, config: PretrainedConfig, *, mixed: bool) -> Iterator[tuple
         yield f"{layer}.{experts.block}.shared_expert", Experts(), config.shared_expert_intermediate_size
 
 
-def _sliding_layers(family: Family, config: PretrainedConfig) -> list[bool]:
+def _sliding_layers(family: Family, config: DecoderConfig) -> list[bool]:
     """Return for each layer whether it attends over `sliding_window` tokens only."""
     if family.window is Window.BY_LAYER_TYPE:
-        return [kind == "sliding_attention" for kind in config.layer_types]
+        return [kind == "sliding_attention" for kind in config.layer_types or []]
     every = family.window is Window.EVERY_LAYER and config.sliding_window is not None
     return [every] * int(config.num_hidden_layers)
 
 
-def _has_usable_windows(family: Family, config: PretrainedConfig) -> bool:
+def _has_usable_windows(family: Family, config: DecoderConfig) -> bool:
     """Return whether all layer types are known, and a window size is given if a layer needs one."""
-    if family.window is Window.BY_LAYER_TYPE and not set(config.layer_types) <= {"full_attention", "sliding_attention"}:
+    if family.window is Window.BY_LAYER_TYPE and not set(config.layer_types or []) <= {
+        "full_attention",
+        "sliding_attention",
+    }:
         return False
     return not any(_sliding_layers(family, config)) or (config.sliding_window or 0) > 0

@@ -22,7 +22,8 @@ from shared.config import ConfigError
 from shared.logging import get_logger
 from worker_svc.model import families, hf_packed, hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
-from worker_svc.model.config import decoder_config, text_config
+from worker_svc.model.config import decoder_config
+from worker_svc.model.decoder_config import text_config
 from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
 from worker_svc.model.quantised import log_form
 from worker_svc.model.scheme import read_quantisation
@@ -173,7 +174,7 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
     Raises:
         ConfigError: the class does not support a paged KV cache.
     """
-    text = text_config(config)
+    text = config.get_text_config(decoder=True)
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)  # some configurations have several classes
     name = getattr(known, "__name__", None)
     if name is None:

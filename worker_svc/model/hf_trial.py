@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from worker_svc.model.base import AttentionInputs, Model
-from worker_svc.model.config import text_config
+from worker_svc.model.decoder_config import text_config
 from worker_svc.model.hf_attention import PAGED
 
 TOLERANCE = 1e-3

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import embedding, linear
-from transformers import PretrainedConfig
 
 from kernels.decoder import DecoderPart, PackedDecoder
 from kernels.linear import empty_weights
@@ -29,6 +28,7 @@ from kernels.qkv import rotate_and_cache
 from shared.config import ConfigError
 from worker_svc.model import llama_packed
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model.decoder_config import DecoderConfig
 from worker_svc.model.families import FAMILIES, Experts, Family, has_bias, head_dim, mixture_layers, mlps, windows
 from worker_svc.model.llama_layer import Layer, Linear, Mixture, Mlp
 from worker_svc.model.quantised import StoredWeights, log_form
@@ -48,7 +48,7 @@ class LlamaModel:
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: DecoderConfig,
         *,
         dtype: torch.dtype,
         device: torch.device,

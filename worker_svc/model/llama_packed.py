@@ -5,7 +5,6 @@ computes with torch.
 """
 
 import torch
-from transformers import PretrainedConfig
 
 from kernels import linear as packed_linear
 from kernels.decoder import (
@@ -21,27 +20,27 @@ from kernels.linear import PackedLinear
 from kernels.native.library import Native
 from kernels.native.serving import native
 from shared.config import ConfigError
+from worker_svc.model.decoder_config import DecoderConfig
+from worker_svc.model.families import head_dim
 from worker_svc.model.llama_layer import Layer, Linear, Mixture, Mlp
 from worker_svc.model.quantised import StoredWeights
 from worker_svc.ranks.shard import WHOLE, Shard
 
 
-def shape_of(config: PretrainedConfig, shard: Shard = WHOLE) -> DecoderShape:
+def shape_of(config: DecoderConfig, shard: Shard = WHOLE) -> DecoderShape:
     """Return the sizes of the model, or of the part of one rank, for the kernels."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_dim(config)
     return DecoderShape(
         hidden_size=config.hidden_size,
         num_heads=shard.span(config.num_attention_heads).length,
         num_kv_heads=shard.kv_heads(config.num_key_value_heads).length,
-        head_dim=head_dim,
+        head_dim=size,
         eps=config.rms_norm_eps,
-        scale=head_dim**-0.5,
+        scale=size**-0.5,
     )
 
 
-def choose_kernels(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, quantization: str
-) -> Native | None:
+def choose_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device, quantization: str) -> Native | None:
     """Return the native CPU kernels if they support this model; None: torch computes it.
 
     Raises:

@@ -11,6 +11,8 @@ from shared.logging import get_logger
 from shared.model_path import resolve_model, served_name
 from worker_svc.model import config as model_config
 from worker_svc.model.base import Model
+from worker_svc.model.config_reader import read_own
+from worker_svc.model.decoder_config import text_config
 from worker_svc.model.fingerprint import fingerprint
 from worker_svc.model.registry import build_model, check_supported
 from worker_svc.ranks.group import Group
@@ -55,14 +57,14 @@ def load_model(
     """
     random_weights = config.load_format == "random"
     folder = resolve_model(config.model, weights=not random_weights)
-    hf_config = model_config.read_config(folder)
-    architecture = model_config.architecture(hf_config)
-    check_supported(architecture, hf_config)
-    limit = model_config.position_limit(hf_config)
+    content = read_own(folder) or model_config.read_config(folder)
+    architecture = model_config.architecture(content)
+    check_supported(architecture, content)
+    limit = model_config.position_limit(content)
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} exceeds the model's {limit} positions; lower it")
     max_model_len = config.max_model_len or limit
-    original_length = model_config.fix_long_rope(hf_config, max_model_len)
+    original_length = model_config.fix_long_rope(content, max_model_len)
     if original_length:
         get_logger().info(
             "positions: max_model_len exceeds the model's original length, so the long factors of longrope apply to all"
@@ -70,7 +72,7 @@ def load_model(
             max_model_len=max_model_len,
             original_length=original_length,
         )
-    dtype = model_config.choose_dtype(hf_config, config.dtype, device)
+    dtype = model_config.choose_dtype(content, config.dtype, device)
     kv_dtype = {"fp8": torch.uint8, "int8": torch.int8}.get(config.kv_cache_dtype, dtype)
     description = ModelDescription(
         name=config.served_model_name or served_name(config.model),
@@ -84,17 +86,17 @@ def load_model(
             long_rope=original_length > 0,
         ),
         max_model_len=max_model_len,
-        vocab_size=model_config.text_config(hf_config).vocab_size,
+        vocab_size=text_config(content).vocab_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        eos_token_ids=model_config.eos_token_ids(folder, hf_config),
-        break_even_context=model_config.break_even_context(hf_config),
-        weights_per_layer=model_config.weights_per_layer(hf_config),
+        eos_token_ids=model_config.eos_token_ids(folder, content),
+        break_even_context=model_config.break_even_context(content),
+        weights_per_layer=model_config.weights_per_layer(content),
         folder=folder,
     )
     model = build_model(
         architecture,
-        hf_config,
+        content,
         folder,
         random_weights=random_weights,
         dtype=description.dtype,

@@ -6,31 +6,32 @@
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from shared.config import ConfigError
 from worker_svc.model import families, llama, llama_packed
 from worker_svc.model.base import Model
+from worker_svc.model.decoder_config import DecoderConfig, ModelConfig
 from worker_svc.ranks.group import Group
 
 _RANDOM_SEED = 0
 
 
-def check_supported(architecture: str, config: PretrainedConfig) -> None:
+def check_supported(architecture: str, config: ModelConfig) -> None:
     """Check that an implementation supports the architecture, as far as config.json shows.
 
     Raises:
         ConfigError: neither implementation does; the message has the reason and alternatives.
     """
-    if not families.supports(architecture, config):
+    if families.own_config(architecture, config) is None:
         from worker_svc.model import hf
 
+        assert not isinstance(config, DecoderConfig), "config_reader reads what llama implements"
         hf.check_class(architecture, config)
 
 
 def build_model(
     architecture: str,
-    config: PretrainedConfig,
+    config: ModelConfig,
     folder: Path,
     *,
     random_weights: bool,
@@ -61,9 +62,11 @@ def build_model(
             "quantization: fp8 weights are not made at load: on a CPU int8 takes as much memory, is faster and more"
             " exact, and on a GPU there are no products over them; use int8 on a CPU, or none"
         )
-    if not families.supports(architecture, config):
+    decoder = families.own_config(architecture, config)
+    if decoder is None:
         from worker_svc.model import hf
 
+        assert not isinstance(config, DecoderConfig), "config_reader reads what llama implements"
         if group is not None and group.size > 1:
             raise ConfigError(f"tensor_parallel_size: {group.size} is not supported for {architecture}; use 1")
         return hf.load(
@@ -75,7 +78,6 @@ def build_model(
             device=device,
             quantization=quantization,
         )
-    decoder = families.own_config(config)
     if group is not None:
         for mixed in set(families.mixture_layers(decoder)):
             for size in {size for _, _, size in families.mlps("", decoder, mixed=mixed)}:

@@ -1,19 +1,31 @@
 """Rotary tables of the Llama family: cosines and sines of every position.
 
-Supports the types of scaling that `transformers` computes from the configuration alone.
+Supports the types of scaling that depend on the configuration alone. They give the values of `transformers`:
+
+* `linear`: all frequencies are divided by `factor`.
+* `dynamic`: as `default`; it differs only beyond the model's positions, which are not served.
+* `yarn` (Peng et al., 2023, https://arxiv.org/abs/2309.00071): slow frequencies are divided by `factor`, fast ones are
+  not, and those between `beta_fast` and `beta_slow` rotations within the original length are mixed. Queries and keys
+  are also scaled, for a lower temperature of the attention.
+* `llama3`: frequencies whose wavelength exceeds the original length / `low_freq_factor` are divided by `factor`, those
+  with one below the original length / `high_freq_factor` are not, and those in between are mixed.
 """
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from worker_svc.model.decoder_config import DecoderConfig
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-"""Supported types. `dynamic` differs from `default` only beyond the model's positions, which are not served."""
+"""Supported types."""
 
 
-def can_tabulate(config: PretrainedConfig, head_dim: int) -> bool:
+def can_tabulate(config: DecoderConfig, head_dim: int) -> bool:
     """Return whether `rope_tables` supports the rotation of the model's class."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = config.rope_parameters or {}
     rope_type = parameters.get("rope_type")
     if rope_type not in ROPE_TYPES or head_dim % 2 != 0:
         return False
@@ -23,15 +35,69 @@ def can_tabulate(config: PretrainedConfig, head_dim: int) -> bool:
 
 
 def rope_tables(
-    config: PretrainedConfig, head_dim: int, num_positions: int, device: torch.device
+    config: DecoderConfig, head_dim: int, num_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, each `[num_positions, head_dim / 2] float32` on `device`."""
-    parameters = config.rope_parameters
-    rope_type = parameters["rope_type"]
-    if rope_type == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        inverse_frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    else:
-        inverse_frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
-    angles = torch.outer(torch.arange(num_positions).float(), inverse_frequencies.float())
+    frequencies, scaling = _frequencies(config, head_dim)
+    angles = torch.outer(torch.arange(num_positions).float(), frequencies)
     return (angles.cos() * scaling).to(device), (angles.sin() * scaling).to(device)
+
+
+def _frequencies(config: DecoderConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Return the angle of each pair of elements per position, `[head_dim / 2] float32`, and the scaling of both."""
+    parameters = config.rope_parameters
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    periods = parameters["rope_theta"] ** exponents
+    frequencies = 1.0 / periods
+    match parameters["rope_type"]:
+        case "linear":
+            return frequencies / parameters["factor"], 1.0
+        case "yarn":
+            return _yarn(periods, head_dim, config)
+        case "llama3":
+            return _llama3(frequencies, parameters), 1.0
+    return frequencies, 1.0
+
+
+def _llama3(frequencies: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    slow, fast = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    original_length, factor = parameters["original_max_position_embeddings"], parameters["factor"]
+    wavelengths = 2 * math.pi / frequencies
+    share = (original_length / wavelengths - slow) / (fast - slow)
+    mixed = (1 - share) * frequencies / factor + share * frequencies
+    scaled = torch.where(wavelengths > original_length / slow, frequencies / factor, mixed)
+    return torch.where(wavelengths < original_length / fast, frequencies, scaled)
+
+
+def _yarn(periods: torch.Tensor, head_dim: int, config: DecoderConfig) -> tuple[torch.Tensor, float]:
+    parameters = config.rope_parameters
+    original_length = parameters["original_max_position_embeddings"]
+    factor = parameters["factor"]
+    if factor is None:
+        factor = config.max_position_embeddings / original_length
+
+    def place(rotations: float) -> float:
+        """Return the pair of elements, as a fraction, that rotates so often within the original length."""
+        theta = math.log(parameters["rope_theta"])
+        return head_dim * math.log(original_length / (rotations * 2 * math.pi)) / (2 * theta)
+
+    first, last = place(parameters.get("beta_fast") or 32), place(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # a step instead of a division by zero
+    # The order of the operations is that of `transformers`, whose roundings are part of the models.
+    kept = 1 - ((torch.arange(head_dim // 2).float() - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, _yarn_scaling(factor, parameters)
+
+
+def _yarn_scaling(factor: float, parameters: Mapping[str, Any]) -> float:
+    given: float | None = parameters.get("attention_factor")
+    if given is not None:
+        return given
+    numerator, denominator = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if not (numerator and denominator):
+        numerator, denominator = 1.0, 0.0
+    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+    return (growth * numerator + 1.0) / (growth * denominator + 1.0)
