@@ -3,9 +3,11 @@
 `linear` and `decoder` are for CPUs only. The modules from `bench` on are tools, not operations.
 
 One module is one operation (attention, the largest, is a package). Its public function dispatches on the device of its
-arguments: CUDA tensors go to the Triton kernel, all others to the CPU path. The function named ``*_reference`` defines
-the operation in plain torch, in the precision of its inputs (including float64); tests compare kernel and CPU path with
-it. A reference that the self-test of `native` also needs has its own module (``…_reference``).
+arguments: CUDA tensors go to the Triton kernel, all others to the CPU path. The kernels are in `gpu`, and those of
+sampling and attention in packages of their own; an operation imports them when it first launches one. The function
+named ``*_reference`` defines the operation in plain torch, in the precision of its inputs (including float64); tests
+compare kernel and CPU path with it. A reference that the self-test of `native` also needs has its own module
+(``…_reference``).
 
     kv_cache          write the new tokens' keys and values into their slots of the paged cache
     paged_attention   attention of a flat batch of rows over the paged KV cache: decode and chunked prefill
@@ -23,13 +25,14 @@ it. A reference that the self-test of `native` also needs has its own module (``
     kv_quantised      a KV cache in int8 or fp8, with scales
     linear            matrix products over weights packed for a CPU, also int8 and int4
     decoder           all layers of a Llama-type decoder on a CPU, in one call
+    gpu               the Triton kernels of most operations
     native            the optional C++ library of CPU kernels
     bench             measures the kernels against the limits of the device
     compiling         callback before a launch compiles its kernel
     tune              tunes the tiles of the attention kernels on a GPU and writes their table
     aot               compiles all specialisations that the worker uses, without a GPU
 
-The package imports torch and triton, and nothing else of the project; without triton the CPU paths still work.
+The package imports torch and triton, and nothing else of the project. The CPU paths neither need nor import triton.
 
 A package on PyPI with the same import name exists, and ``transformers`` probes for it. This file must therefore define
 no ``__version__`` and import nothing, so that the probe (which imports it) does not take this package for the other.

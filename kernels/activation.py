@@ -6,13 +6,11 @@ with the gate in the first half. The result is ``[num_tokens, intermediate]``.
 Rounding is the same as in `transformers`: silu in float32, rounded to the dtype; then the product, rounded again.
 """
 
-# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
-
 from __future__ import annotations
 
 import torch
 
-from kernels._triton import kernel, runs_on_triton, tl
+from kernels._dispatch import runs_on_triton
 
 _TILE = 1024  # elements per program
 
@@ -24,7 +22,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, width = gate_up.shape
     out = torch.empty(num_tokens, width // 2, dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, -(-(width // 2) // _TILE))
-    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width // 2, TILE=_TILE)
+    from kernels.gpu.activation import silu_mul_kernel
+
+    silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width // 2, TILE=_TILE)
     return out
 
 
@@ -32,19 +32,3 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     """Plain torch form of `silu_mul`; also the CPU path."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
-
-
-@kernel
-def _silu_mul_kernel(
-    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, token_stride: tl.tensor, intermediate: tl.tensor, TILE: tl.constexpr
-) -> None:
-    """Compute one tile of one token per program."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = column < intermediate
-    gate = tl.load(gate_up_ptr + token * token_stride + column, mask=inside, other=0.0)
-    up = tl.load(gate_up_ptr + token * token_stride + intermediate + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    product = silu.to(tl.float32) * up.to(tl.float32)
-    tl.store(out_ptr + token * intermediate + column, product.to(gate.dtype), mask=inside)

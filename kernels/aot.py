@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kernels._triton import HAVE_TRITON, Launch, record_launches, triton
+from kernels._dispatch import HAVE_TRITON, Launch, record_launches
 from kernels.activation import silu_mul
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
@@ -309,6 +309,7 @@ def _source_of(launch: Launch) -> tuple[Any, dict[str, Any]]:
 
 
 def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], architecture: int) -> Compiled:
+    import triton
     from triton.backends.compiler import GPUTarget
 
     binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -349,6 +350,8 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
     if options.json:
+        import triton
+
         lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
         command = " ".join(["python -m kernels.aot", *["--all"] * options.all, "--json FILE"])
         head = json.dumps({"command": command, "triton": triton.__version__})

@@ -8,15 +8,13 @@ kernel instead of one copy per block and layer.
 Rules: targets are distinct, and no block of a pool is both source and target in one call.
 """
 
-# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
 
-from kernels._triton import INTERPRETED, kernel_with, tl
+from kernels._dispatch import INTERPRETED
 
 _TILE = 1024  # words of eight bytes that a program copies at once
 _MOST_PROGRAMS = 8192  # further copies are looped over
@@ -54,7 +52,9 @@ def copy_blocks(source: BlockPool, target: BlockPool, blocks: torch.Tensor, *, b
     if num_copies:
         num_tensors = len(source.tensors)
         num_programs = min(num_copies * num_tensors, _PROGRAMS_BESIDE if beside else _MOST_PROGRAMS)
-        _copy_blocks_kernel[(num_programs,)](
+        from kernels.gpu.block_copy import copy_blocks_kernel
+
+        copy_blocks_kernel[(num_programs,)](
             source.addresses, target.addresses, source.words, blocks, num_copies, num_tensors, TILE=_TILE, num_warps=8
         )
 
@@ -64,27 +64,3 @@ def copy_blocks_reference(source: BlockPool, target: BlockPool, blocks: torch.Te
     for old, new in zip(source.tensors, target.tensors, strict=True):
         chosen = old.index_select(0, blocks[0].to(old.device))
         new.index_copy_(0, blocks[1].to(new.device), chosen.to(new.device))
-
-
-@kernel_with(varying=("num_copies", "num_tensors"))
-def _copy_blocks_kernel(
-    source_addresses_ptr: tl.tensor,
-    target_addresses_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    blocks_ptr: tl.tensor,
-    num_copies: tl.tensor,
-    num_tensors: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    """Copy one block of one tensor per iteration; a program loops over blocks with the stride of the grid."""
-    for job in range(tl.program_id(0), num_copies * num_tensors, tl.num_programs(0)):
-        tensor, copy = job // num_copies, job % num_copies
-        words = tl.load(words_ptr + tensor)
-        source_ptr = tl.load(source_addresses_ptr + tensor).to(tl.pointer_type(tl.int64))
-        target_ptr = tl.load(target_addresses_ptr + tensor).to(tl.pointer_type(tl.int64))
-        source_ptr += tl.load(blocks_ptr + copy) * words
-        target_ptr += tl.load(blocks_ptr + num_copies + copy) * words
-        for first in range(0, words, TILE):
-            word = first + tl.arange(0, TILE)
-            value = tl.load(source_ptr + word, mask=word < words, other=0)
-            tl.store(target_ptr + word, value, mask=word < words)

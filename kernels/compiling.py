@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kernels._triton import HAVE_TRITON, triton
+from kernels._dispatch import HAVE_TRITON
 
 
 @contextmanager
@@ -22,6 +22,8 @@ def before_compiling(notify: Callable[[str], None]) -> Iterator[None]:
     if not HAVE_TRITON:
         yield
         return
+    import triton
+
     earlier = triton.knobs.runtime.jit_cache_hook
 
     def hook(*arguments: Any, **details: Any) -> bool | None:

@@ -11,8 +11,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kernels._triton import triton
-
 _COPY = "LDGSTS"  # a copy from global to shared memory, without registers
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
 _LABEL = re.compile(r"\s*(\.L_x_\w+):")
@@ -21,7 +19,7 @@ _BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\w+)\)")
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
     """Return registers and bytes of local memory per thread, as read from a cubin by the tool of triton."""
-    listing = _run(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
+    listing = _run("cuobjdump", "--dump-resource-usage", cubin)
     usage = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", listing)
     if usage is None:
         raise RuntimeError(f"cuobjdump: no resource usage in its output: {listing!r}")
@@ -56,7 +54,7 @@ def copies_ahead(ttgir: str) -> int | None:
 
 def disassemble(cubin: bytes) -> str:
     """Return the listing of a cubin, as printed by the tool of triton."""
-    return _run(triton.knobs.nvidia.nvdisasm.path, "-c", cubin)
+    return _run("nvdisasm", "-c", cubin)
 
 
 def num_instructions(listing: str) -> int:
@@ -90,7 +88,10 @@ def _instructions(listing: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _run(tool: str, option: str, cubin: bytes) -> str:
+    import triton
+
+    program = getattr(triton.knobs.nvidia, tool).path
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        return subprocess.run([tool, option, str(path)], check=True, capture_output=True, text=True).stdout
+        return subprocess.run([program, option, str(path)], check=True, capture_output=True, text=True).stdout

@@ -16,15 +16,13 @@ With ``residual`` the sum ``x + residual`` is rounded to ``x.dtype`` first; then
 computed.
 """
 
-# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
-
 from __future__ import annotations
 
 from typing import overload
 
 import torch
 
-from kernels._triton import kernel_with, next_power_of_2, runs_on_triton, tl
+from kernels._dispatch import next_power_of_2, runs_on_triton
 
 _ELEMENTS = 2048  # per program: short vectors (QK-norm) share one
 
@@ -101,7 +99,9 @@ def _rms_norm_triton(
     summed = None if residual is None else torch.empty_like(out)
     tile = next_power_of_2(dim)
     rows = max(1, _ELEMENTS // tile)
-    _rms_norm_kernel[(-(-outer * inner // rows),)](
+    from kernels.gpu.norm import rms_norm_kernel
+
+    rms_norm_kernel[(-(-outer * inner // rows),)](
         vectors,
         added,
         weight,
@@ -121,45 +121,3 @@ def _rms_norm_triton(
         num_warps=4 if tile <= 4096 else 8,
     )
     return out if summed is None else (out, summed)
-
-
-@kernel_with(varying=("num_vectors",))
-def _rms_norm_kernel(
-    x_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    summed_ptr: tl.tensor,
-    outer_stride: tl.tensor,
-    inner_stride: tl.tensor,
-    num_vectors: tl.tensor,
-    inner: tl.tensor,
-    eps: tl.tensor,
-    weight_offset: tl.tensor,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    OFFSET_WEIGHT: tl.constexpr,
-) -> None:
-    """Compute ROWS vectors per program. Vector v is x[v // inner, v % inner]; outputs and residual are contiguous."""
-    vector = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    dim = tl.arange(0, TILE)[None, :]
-    inside = (vector < num_vectors) & (dim < DIM)
-    x = tl.load(
-        x_ptr + (vector // inner) * outer_stride + (vector % inner) * inner_stride + dim,
-        mask=inside,
-        other=0.0,
-    )
-    place = vector * DIM + dim
-    if HAS_RESIDUAL:
-        added = tl.load(residual_ptr + place, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-        tl.store(summed_ptr + place, x, mask=inside)
-    wide = x.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 1, keep_dims=True) / DIM + eps)
-    weight = tl.load(weight_ptr + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-    if not OFFSET_WEIGHT:
-        normed = normed.to(x.dtype).to(tl.float32)
-    normed = normed * (weight_offset + weight)
-    tl.store(out_ptr + place, normed.to(x.dtype), mask=inside)

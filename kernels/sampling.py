@@ -34,13 +34,12 @@ from dataclasses import replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from kernels._triton import runs_on_triton
+from kernels._dispatch import runs_on_triton
 from kernels.native.library import Native
 from kernels.native.sampling import argmax_native, sample_native
 from kernels.native.serving import native
 from kernels.philox import gumbel_from_words, random_words_at
 from kernels.sampling_reference import SamplingTensors, process_logits_reference, sample_reference
-from kernels.sampling_triton import draw_triton, greedy_triton, sample_triton
 
 __all__ = [
     "SamplingTensors",
@@ -75,6 +74,8 @@ def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
     if not params.any_random:
         return greedy(logits)
     if runs_on_triton(logits):
+        from kernels.sampling_triton import sample_triton
+
         if params.typical_p is None:
             return sample_triton(logits, params)
         return _sample_typical(logits, params)
@@ -83,6 +84,8 @@ def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
 
 def _sample_typical(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """Compute `sample_checked` on a GPU with typical-p, some rows at a time: the sorts take 70 bytes per logit."""
+    from kernels.sampling_triton import draw_triton
+
     drawn = []
     for rows in range(0, len(logits), _SORTED_ROWS):
         part = slice(rows, rows + _SORTED_ROWS)
@@ -94,6 +97,8 @@ def _sample_typical(logits: torch.Tensor, params: SamplingTensors) -> torch.Tens
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely token of each row, ``[num_rows]`` int64; -1 for the rows of `nonfinite_rows`."""
     if runs_on_triton(logits):
+        from kernels.sampling_triton import greedy_triton
+
         return greedy_triton(logits)
     kernels = native_for(logits)
     if kernels is not None:
@@ -104,7 +109,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
     """Return ``[num_rows]`` bool: whether a row has a NaN or +inf, or only -inf, so that it cannot be sampled."""
     if runs_on_triton(logits):
-        return greedy_triton(logits) < 0
+        return greedy(logits) < 0
     kernels = native_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels) < 0
@@ -115,7 +120,7 @@ def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """Return the index of each row's largest logit; any index for a row without one."""
     if runs_on_triton(logits):
-        return greedy_triton(logits).clamp_(min=0)
+        return greedy(logits).clamp_(min=0)
     kernels = native_for(logits)
     return logits.argmax(dim=-1) if kernels is None else argmax_native(logits, kernels).clamp_(min=0)
 

@@ -13,12 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from kernels._triton import runs_on_triton
+from kernels._dispatch import runs_on_triton
 from kernels.native.sampling import sample_native
 from kernels.philox import gumbel_from_words, random_words
 from kernels.sampling import greedy, native_for, nonfinite_rows
 from kernels.sampling_reference import SamplingTensors, process_logits_reference
-from kernels.sampling_triton import draw_best_triton
 
 _NOT_FINITE = -1
 """Code instead of a token: the part has a NaN or +inf, so that the row cannot be sampled."""
@@ -42,6 +41,8 @@ def best_in_part(logits: torch.Tensor, params: SamplingTensors, first: int) -> t
         tokens = greedy(logits)
         sums = logits.gather(1, tokens.clamp(min=0).unsqueeze(1)).squeeze(1).to(torch.float32)
     elif runs_on_triton(logits):
+        from kernels.sampling_triton import draw_best_triton
+
         sums, tokens = draw_best_triton(logits, params, first)
     else:
         sums, tokens = _draw_cpu(logits.to(torch.float32), params, first)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from kernels._triton import architecture
+from kernels._dispatch import architecture
 from kernels.bench import median_seconds
 from kernels.kv_quantised import to_quantised
 from kernels.paged_attention import paged_attention, schedule_decode

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 
 import torch
@@ -168,7 +169,8 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
         link.send_compiling(expected_ms)
 
     try:
-        with announce_compiling(send_compiling):
+        # Without a GPU nothing is compiled, and triton, which would tell of it, is not imported.
+        with announce_compiling(send_compiling) if device.type == "cuda" else nullcontext():
             loop.run()
             followers.stop()
     finally:

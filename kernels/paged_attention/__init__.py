@@ -33,11 +33,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import runs_on_triton
+from kernels._dispatch import runs_on_triton
 from kernels.native.attention import is_supported, paged_attention_native
 from kernels.native.serving import native
 from kernels.paged_attention.cpu import paged_attention_cpu
-from kernels.paged_attention.launch import paged_attention_triton
 from kernels.paged_attention.schedule import DecodeSchedule, schedule_decode
 from kernels.paged_attention_reference import paged_attention_reference
 
@@ -71,6 +70,8 @@ def paged_attention(
     ``schedule`` is the result of `schedule_decode` for this batch and window; None: it is computed here.
     """
     if runs_on_triton(query):
+        from kernels.paged_attention.launch import paged_attention_triton
+
         return paged_attention_triton(
             query,
             k_cache,

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from kernels._triton import architecture, next_power_of_2, num_multiprocessors
+from kernels._dispatch import architecture, next_power_of_2, num_multiprocessors
 from kernels.fp8 import native_fp8
 from kernels.kv_quantised import QUANTISED
 from kernels.paged_attention.decode import decode_kernel

@@ -10,7 +10,7 @@ second. The scale of a key multiplies its scores, and the scale of a value its w
 from __future__ import annotations
 
 from kernels._triton import jit, tl
-from kernels.fp8 import floats_from_fp8_pairs, floats_from_int8_pairs
+from kernels.gpu.fp8 import floats_from_fp8_pairs, floats_from_int8_pairs
 
 
 @jit

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from kernels._triton import next_power_of_2
+from kernels._dispatch import next_power_of_2
 
 TABLE = Path(__file__).with_name("tuning.json")
 _LARGE_SHARED_MEMORY = (90, 100, 103)

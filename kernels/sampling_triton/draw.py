@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from kernels._triton import kernel, kernel_with, tl
-from kernels.philox import gumbel_tile, philox_words_tile
+from kernels.gpu.philox import gumbel_tile, philox_words_tile
 from kernels.sampling_triton.candidates import FIELDS, LAST, THRESHOLD
 from kernels.sampling_triton.scores import NO_TOKEN, best_score, logits_tile, score_of, scores_of, sort_key
 

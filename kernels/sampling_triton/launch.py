@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import next_power_of_2
+from kernels._dispatch import next_power_of_2
 from kernels.sampling_reference import SamplingTensors
 from kernels.sampling_triton.candidates import NUM_FIELDS, NUM_PIVOTS, gather_kernel, pivots_kernel
 from kernels.sampling_triton.draw import draw_rows_kernel, draw_tiles_kernel

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import aot, machine_code
-from kernels._triton import record_launches
+from kernels._dispatch import record_launches
 from kernels.activation import silu_mul
 from kernels.paged_attention.tuning import Key, tuning_for
 from kernels.sampling_triton.launch import TILE, TILES_PER_PROGRAM

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
-from kernels._triton import record_launches
+from kernels._dispatch import record_launches
 from kernels.activation import silu_mul
 from kernels.compiling import before_compiling
 

@@ -54,9 +54,9 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
-from kernels import _triton, activation, kv_cache, norm, paged_attention, philox, rotary, sampling
+from kernels import _dispatch, activation, kv_cache, norm, paged_attention, philox, rotary, sampling
 import worker_svc.main
-assert not _triton.HAVE_TRITON
+assert not _dispatch.HAVE_TRITON
 x = torch.ones(2, 4, 64)
 cache = torch.zeros(2, 3, 4, 16, 64)
 kv_cache.write_kv(x, x, cache[0], cache[1], torch.tensor([0, 16]))

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels._triton import kernel, tl
-from kernels.fp8 import dequantize, float_from_fp8, fp8_from_float, quantize
+from kernels.fp8 import dequantize, quantize
+from kernels.gpu.fp8 import float_from_fp8, fp8_from_float
 from kernels.kv_cache import write_kv, write_kv_reference
 from kernels.kv_quantised import QUANTISED, cached_size, from_quantised
 from tests.examples import examples

@@ -14,14 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels._triton import kernel, tl
-from kernels.philox import (
-    gumbel_from_words,
-    gumbel_tile,
-    philox_words_tile,
-    random_words,
-    uniform_from_words,
-    uniform_tile,
-)
+from kernels.gpu.philox import gumbel_tile, philox_words_tile, uniform_tile
+from kernels.philox import gumbel_from_words, random_words, uniform_from_words
 from kernels.sampling import (
     SamplingTensors,
     greedy,

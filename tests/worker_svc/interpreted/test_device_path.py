@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kernels import _triton
+from kernels import _dispatch
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.config import WorkerConfig
@@ -51,9 +51,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...
     Operations of the interpreter itself on tensors are not recorded.
     """
     found: dict[str, set[tuple[object, ...]]] = {}
-    launch_of = _triton.Kernel.__getitem__
+    launch_of = _dispatch.Kernel.__getitem__
 
-    def unwatched(kernel: _triton.Kernel, grid: Any) -> Callable[..., None]:
+    def unwatched(kernel: _dispatch.Kernel, grid: Any) -> Callable[..., None]:
         launch = launch_of(kernel, grid)
 
         def run(*args: Any, **options: Any) -> None:
@@ -63,7 +63,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...
 
         return run
 
-    monkeypatch.setattr(_triton.Kernel, "__getitem__", unwatched)
+    monkeypatch.setattr(_dispatch.Kernel, "__getitem__", unwatched)
     # The host may wait here, for the rows that ask for it; tokens are then read from pinned memory.
     wait = host_tokens.HostTokens.wait
 
@@ -75,7 +75,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...
     return found
 
 
-def specialisation(kernel: _triton.Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:
+def specialisation(kernel: _dispatch.Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:
     """Return Triton's key of a launch.
 
     It contains the types, the values of compile-time parameters, whether an integer is 1 or divisible by 16, and

@@ -1,0 +1,68 @@
+"""Triton kernels of `kernels.kv_cache`."""
+
+# ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
+
+from __future__ import annotations
+
+from kernels._triton import jit, kernel_with, tl
+from kernels.gpu.kv_quantised import quantise_tile
+
+
+@kernel_with(varying=("slot_mapping_ptr",))
+def write_kv_kernel(
+    key_ptr: tl.tensor,
+    value_ptr: tl.tensor,
+    k_cache_ptr: tl.tensor,
+    v_cache_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    key_token_stride: tl.tensor,
+    key_head_stride: tl.tensor,
+    value_token_stride: tl.tensor,
+    value_head_stride: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Write all heads of one token per program."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    head = tl.arange(0, HEADS)[:, None]
+    dim = tl.arange(0, TILE)[None, :]
+    inside = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
+    key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside, other=0.0)
+    store_heads(k_cache_ptr, key, slot, head, dim, head < NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, NATIVE_FP8)
+    value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=inside, other=0.0)
+    store_heads(
+        v_cache_ptr, value, slot, head, dim, head < NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, NATIVE_FP8
+    )
+
+
+@jit
+def store_heads(
+    cache_ptr: tl.tensor,
+    x: tl.tensor,
+    slot: tl.tensor,
+    head: tl.tensor,
+    dim: tl.tensor,
+    wanted: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+) -> None:
+    """Store heads of one token ``[heads, dims]``, padded with zeros, in a cache of any type, where ``wanted``."""
+    CACHE_TYPE: tl.constexpr = cache_ptr.dtype.element_ty  # noqa: N806
+    SCALED: tl.constexpr = tl.int8 == CACHE_TYPE or tl.uint8 == CACHE_TYPE  # noqa: N806
+    EXTRA: tl.constexpr = 4 if SCALED else 0  # noqa: N806
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    first = (block * NUM_KV_HEADS + head) * (BLOCK_SIZE * (HEAD_DIM + EXTRA))
+    codes, scales = quantise_tile(x, CACHE_TYPE, NATIVE_FP8)
+    tl.store(cache_ptr + first + offset * HEAD_DIM + dim, codes, mask=wanted & (dim < HEAD_DIM))
+    if SCALED:
+        scales_ptr = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+        tl.store(scales_ptr + (first + BLOCK_SIZE * HEAD_DIM) // 4 + offset, scales, mask=wanted)
