@@ -6,10 +6,8 @@ Ctrl-C stops at once. Settings are also read from the environment (--max-num-seq
 TOML file (--config), where the name is max_num_seqs. `quire config` prints the effective settings.
 """
 
-import asyncio
 import os
-import signal
-from typing import TYPE_CHECKING
+import sys
 
 from quire_server.cli._config import add_config_flags
 from quire_server.cli._other_servers import REMEDIES
@@ -17,10 +15,6 @@ from quire_server.cli._parser import Namespace, OneLineParser
 from quire_server.serve.layout import ServeConfig
 from shared.config import ConfigError, FrontendConfig, SchedulerConfig, ServiceConfig, WorkerConfig
 from shared.config_sources import API_KEY_VARIABLE, ConfigSources
-from shared.logging import configure_logging
-
-if TYPE_CHECKING:
-    from quire_server.serve.service import Service
 
 EXAMPLES = """
   quire serve                                                  the embedded model
@@ -74,9 +68,6 @@ def serve_config(options: Namespace) -> ServeConfig:
 
 def run(options: Namespace) -> int:
     """Serve until a signal ends it."""
-    # Imported late, here and below, so that `quire serve --help` does not import grpc.
-    from quire_server.serve.service import fetch_model
-
     if options.served is not None:
         if options.model is not None:
             raise ConfigError(f"model: given twice, as {options.served!r} and with --model; give one")
@@ -86,55 +77,9 @@ def run(options: Namespace) -> int:
         given = os.environ.get(API_KEY_VARIABLE)
         os.environ[API_KEY_VARIABLE] = ",".join([*options.api_key, *([given] if given else [])])
     config = serve_config(options)
-    configure_logging("quire-supervisor")
-    fetch_model(config)
-    return asyncio.run(_serve(config, show_sample=options.show_sample))
+    if options.show_sample:  # without a sample, the log lines of all processes show the progress
+        print(f"starting quire: loading model {config.worker.model}", file=sys.stderr, flush=True)
+    # Imported late, so that `quire serve --help` and the line above do not wait for it.
+    from quire_server.serve.foreground import serve
 
-
-class _Signals:
-    """Handler of SIGINT, SIGTERM and SIGHUP: the first one stops the service in order, a second Ctrl-C at once."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.killed = False
-        self._service: Service | None = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, self._handle, number)
-
-    def attach(self, service: "Service") -> None:
-        """Set the service that a second Ctrl-C kills."""
-        self._service = service
-
-    def _handle(self, number: signal.Signals) -> None:
-        if self.first.is_set() and number == signal.SIGINT and self._service is not None:
-            self.killed = True
-            self._service.kill()
-        self.first.set()
-
-
-async def _serve(config: ServeConfig, *, show_sample: bool) -> int:
-    from quire_server.serve.service import Service
-
-    signals = _Signals()
-    # Log lines would interrupt the sample's text.
-    service = Service(config, log_level="warning" if show_sample else "debug")
-    signals.attach(service)
-    async with service:
-        serving = asyncio.create_task(_serve_until_signal(service, show_sample=show_sample))
-        signalled = asyncio.create_task(signals.first.wait())
-        await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        signalled.cancel()
-        if serving.done():
-            await serving  # raises why it could not start
-        serving.cancel()
-    return 130 if signals.killed else 0
-
-
-async def _serve_until_signal(service: "Service", *, show_sample: bool) -> None:
-    addresses = await service.start()
-    print(f"ready grpc={addresses.grpc} http={addresses.http}", flush=True)
-    if show_sample:
-        from quire_server.serve.sample import show_sample as show
-
-        await show(addresses, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
-    await asyncio.Event().wait()
+    return serve(config, show_sample=options.show_sample)

@@ -35,8 +35,8 @@ def run(options: Namespace) -> int:
     config = from_options(WorkerConfig, options)
     lifeline.attach()
     clean_up = start_followers(config)
-    # The import of torch and transformers creates a million objects and hardly any garbage. Searching for it would take
-    # a tenth of the time of the import.
+    # The import of torch creates a million objects and hardly any garbage. Searching for it would take a tenth of the
+    # time of the import.
     gc.disable()
     from worker_svc.main import run as run_process
 

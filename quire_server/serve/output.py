@@ -3,12 +3,13 @@
 import contextlib
 import json
 import logging
-from typing import TextIO
+from functools import cache
+from typing import TYPE_CHECKING, TextIO
 
-import structlog
+if TYPE_CHECKING:
+    from structlog.dev import ConsoleRenderer
 
 _LEVELS = {name.lower(): number for name, number in logging.getLevelNamesMapping().items()}
-_CONSOLE = structlog.dev.ConsoleRenderer()
 
 
 class LogForwarder:
@@ -28,11 +29,22 @@ class LogForwarder:
         event = _parse(line)
         if event and _LEVELS.get(str(event.get("level")), logging.CRITICAL) < self._level:
             return
-        text = str(_CONSOLE(None, "", event)) if event and self._out.isatty() else line
+        text = _readable(event) if event and self._out.isatty() else line
         # The terminal may have been closed; the service continues.
         with contextlib.suppress(OSError):
             self._out.write(text + "\n")
             self._out.flush()
+
+
+def _readable(event: dict[str, object]) -> str:
+    return str(_console()(None, "", event))
+
+
+@cache
+def _console() -> "ConsoleRenderer":
+    from structlog.dev import ConsoleRenderer  # slow to import, and only terminals need it
+
+    return ConsoleRenderer()
 
 
 def _parse(line: str) -> dict[str, object] | None:

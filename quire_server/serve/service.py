@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from quire_server.serve.layout import Role, ServeConfig, plan_children
 from quire_server.serve.ports import reserve_ports
-from quire_server.serve.readiness import until_ready
 from quire_server.serve.runtime_dir import runtime_dir
 from quire_server.serve.supervisor import Addresses, ServeError, Supervisor
 from shared.config import state_folder
@@ -77,7 +76,20 @@ class Service:
         Raises:
             ServeError: a process cannot start; the message names it and the reason.
         """
+        await self.launch()
+        return await self.ready()
+
+    async def launch(self) -> None:
+        """Start every process; return when they have begun to load."""
         self._supervisor.start()
+        await asyncio.sleep(0)  # the turn of the event loop in which the supervisor's tasks start them
+
+    async def ready(self) -> Addresses:
+        """Wait until the service is ready.
+
+        Raises:
+            ServeError: a process cannot start; the message names it and the reason.
+        """
         starting = asyncio.ensure_future(self._until_ready())
         try:
             ends: set[asyncio.Future[Any]] = {starting, self._supervisor.failed}
@@ -119,6 +131,8 @@ class Service:
 
     async def _until_ready(self) -> Addresses:
         addresses = await self._supervisor.listening()
+        from quire_server.serve.readiness import until_ready  # imports ssl and http, for which no process waits
+
         await until_ready(self._probes(addresses), workers=self._config.workers, frontends=self._config.frontends)
         self._supervisor.was_ready = True
         return addresses

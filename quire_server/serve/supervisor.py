@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire_server.serve.child import Child
 from quire_server.serve.layout import ChildSpec, Role, child_environment
@@ -24,7 +25,9 @@ from quire_server.serve.restarts import GiveUp, RestartPolicy
 from quire_server.serve.watchdog import CHECK_INTERVAL_S, Watchdog
 from shared import pulse
 from shared.cpu_time import cpu_seconds
-from shared.logging import get_logger
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 END_ORDER = (Role.FRONTEND, Role.WORKER, Role.SCHEDULER)
 
@@ -80,7 +83,6 @@ class Supervisor:
         self._environment = child_environment(os.environ, os.getpid())
         self._stopping = asyncio.Event()
         self._keepers: list[asyncio.Task[None]] = []
-        self._log = get_logger()
         self._output = LogForwarder(sys.stderr, log_level)
         self.was_ready = False
         """Set by the owner when the service is ready; from then on children are always restarted."""
@@ -150,7 +152,7 @@ class Supervisor:
             if done:
                 return ended.result()
             if watchdog.check() and not self._stopping.is_set():
-                self._log.error("process hangs", process=slot.spec.name, after_s=self._watchdog_s)
+                _log().error("process hangs", process=slot.spec.name, after_s=self._watchdog_s)
                 child.kill()
 
     async def _after_death(self, slot: _Slot, exit_code: int, lived_s: float, *, has_served: bool) -> None:
@@ -166,7 +168,7 @@ class Supervisor:
                 self.failed.set_result(f"{slot.spec.name} ended ({how}): {why}")
             await self._stopping.wait()
             return
-        self._log.warning(
+        _log().warning(
             "process died",
             process=slot.spec.name,
             how=how,
@@ -196,6 +198,13 @@ class Supervisor:
         # A command's final error line is logged once, as the reason of its death.
         if not line.startswith(own_error):
             self._output.forward(line)
+
+
+def _log() -> "FilteringBoundLogger":
+    """Return the logger; the import of its library takes longer than the start of all processes."""
+    from shared.logging import get_logger
+
+    return get_logger()
 
 
 def how_it_ended(exit_code: int) -> str:

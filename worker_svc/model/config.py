@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shared.config import ConfigError
+from shared.logging import adopt_libraries
 from worker_svc.model.decoder_config import DecoderConfig, ModelConfig, text_config
 from worker_svc.model.scheme import read_quantisation
 
@@ -27,6 +28,7 @@ def read_config(folder: Path) -> "PretrainedConfig":
         raise ConfigError(f"model: {folder} holds no config.json; give the folder of a Hugging Face checkpoint")
     from transformers import AutoConfig
 
+    adopt_libraries()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # unknown model types, bad JSON and failed validation have no common type
