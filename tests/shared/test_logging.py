@@ -131,6 +131,19 @@ def test_transformers_and_torch_are_libraries_like_others() -> None:
     ]
 
 
+def test_transformers_is_a_library_like_others_when_a_worker_imports_it_late(tmp_path: Path) -> None:
+    """A worker imports it only when it reads the config.json of a model that runs through it."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    program = (
+        "from pathlib import Path\nfrom worker_svc.model.config import read_config\n"
+        f"read_config(Path({str(tmp_path)!r}))\n"
+        "import transformers\ntransformers.utils.logging.get_logger('transformers.models').warning('a')"
+    )
+
+    assert [(line["logger"], line["event"]) for line in lines_of(program)] == [("transformers.models", "a")]
+
+
 def test_a_line_within_a_span_names_it() -> None:
     """A line can be found from its trace, and the trace from the line."""
     program = (
