@@ -142,6 +142,7 @@ def read_model(model: model_pb2.Model) -> Model:
         has_chat_template=model.has_chat_template,
         fingerprint=model.fingerprint,
         embedding_size=model.embedding_size,
+        sampling_defaults=dict(model.sampling_defaults),
     )
 
 

@@ -6,7 +6,7 @@ They mirror the public proto in Python's terms: durations are seconds, columns a
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from quire import errors
@@ -354,3 +354,5 @@ class Model:
     fingerprint: str
     embedding_size: int = 0
     """Number of elements of an embedding; 0: the model provides none."""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling options of requests that do not give them, and the limit `max_new_tokens`, by name."""

@@ -41,6 +41,7 @@ from services.http.server import HttpServer, listening_socket
 from services.link.core_link import CoreLink
 from services.metrics import FrontendMetrics
 from services.parsers import model_format
+from services.requests.defaults import read_sampling_defaults
 from services.requests.prompts import Prompts
 from services.requests.validation import MAX_TEXT
 from services.tail import TailTracing
@@ -86,7 +87,10 @@ class Frontend:
             on_state=lambda: self._health.set_ready(self.link.ready),
             protect=(lambda _socket: None) if keys is None else keys.protect_client,
         )
-        self._grammars = GrammarChecker(resolve_model(config.model, weights=False) / "tokenizer.json")
+        folder = resolve_model(config.model, weights=False)
+        self._grammars = GrammarChecker(folder / "tokenizer.json")
+        defaults = read_sampling_defaults(config.generation_config, folder)
+        get_logger().info("sampling defaults", source=defaults.source, **defaults.values)
         self._tls = server_tls(config)
         check_bind("host", config.host, protected=self._tls is not None, insecure=config.insecure)
         principals = Principals(
@@ -99,7 +103,7 @@ class Frontend:
             tail = TailTracing(telemetry.forced_tracer, telemetry.forced_ids, self.link.trace)
         written = model_format(config.parser, tokenizer.chat_template_source, tokenizer.special_tokens)
         services = Services(
-            config, self.link, tokenizer, written, self._grammars, self._metrics, telemetry.tracer, tail
+            config, self.link, tokenizer, written, defaults, self._grammars, self._metrics, telemetry.tracer, tail
         )
         prompts = Prompts(tokenizer, telemetry.tracer)
         self._live = LiveRequests(self._metrics)

@@ -282,6 +282,11 @@ class FrontendConfig(_Checked):
         least=0,
         most=1 << 30,
     )
+    generation_config: str = _option(
+        "auto",
+        "sampling defaults of requests: 'auto' (the model's generation_config.json), 'none', or the path of such a file"
+        " or of its folder",
+    )
     max_concurrent_requests: int = _option(
         8192, "maximum number of concurrent calls; more are rejected with RESOURCE_EXHAUSTED", least=1
     )

@@ -350,7 +350,8 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 @_typing.final
 class SamplingOptions(_message.Message):
     """Options of sampling, applied in the order of `transformers`: bias and token sets, penalties, bad words, minimum
-    length, temperature, top_k, top_p, min_p, typical_p.
+    length, temperature, top_k, top_p, min_p, typical_p. An absent field takes the model's value (`Model.sampling_defaults`);
+    if the model has none, it takes the default in the field's comment.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -507,8 +508,9 @@ class StopOptions(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Limit of generated tokens, at least 1; with the prompt at most the model's context. Default: the server's
-    default_max_tokens, or the room left in the context if that is less or not set.
+    """Limit of generated tokens, at least 1; with the prompt at most the model's context. A value above
+    the model's max_new_tokens is reduced to it. Default: the server's default_max_tokens or the model's max_new_tokens,
+    whichever is less, or the room left in the context if that is less or neither is set.
     """
     ignore_eos: _builtins.bool
     """Continue after the model's end-of-sequence token."""

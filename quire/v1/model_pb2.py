@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/model.proto\x12\x08quire.v1\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"2\n\x10GetModelResponse\x12\x1e\n\x05model\x18\x01 \x01(\x0b\x32\x0f.quire.v1.Model\"\xc4\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x16\n\x0e\x65mbedding_size\x18\t \x01(\r2\x9a\x01\n\x0cModelService\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponse\x12\x41\n\x08GetModel\x12\x19.quire.v1.GetModelRequest\x1a\x1a.quire.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/model.proto\x12\x08quire.v1\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"2\n\x10GetModelResponse\x12\x1e\n\x05model\x18\x01 \x01(\x0b\x32\x0f.quire.v1.Model\"\xbf\x02\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x16\n\x0e\x65mbedding_size\x18\t \x01(\r\x12@\n\x11sampling_defaults\x18\n \x03(\x0b\x32%.quire.v1.Model.SamplingDefaultsEntry\x1a\x37\n\x15SamplingDefaultsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x9a\x01\n\x0cModelService\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponse\x12\x41\n\x08GetModel\x12\x19.quire.v1.GetModelRequest\x1a\x1a.quire.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.model_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_MODEL_SAMPLINGDEFAULTSENTRY']._loaded_options = None
+  _globals['_MODEL_SAMPLINGDEFAULTSENTRY']._serialized_options = b'8\001'
   _globals['_LISTMODELSREQUEST']._serialized_start=34
   _globals['_LISTMODELSREQUEST']._serialized_end=53
   _globals['_LISTMODELSRESPONSE']._serialized_start=55
@@ -40,7 +42,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELRESPONSE']._serialized_start=143
   _globals['_GETMODELRESPONSE']._serialized_end=193
   _globals['_MODEL']._serialized_start=196
-  _globals['_MODEL']._serialized_end=392
-  _globals['_MODELSERVICE']._serialized_start=395
-  _globals['_MODELSERVICE']._serialized_end=549
+  _globals['_MODEL']._serialized_end=515
+  _globals['_MODEL_SAMPLINGDEFAULTSENTRY']._serialized_start=460
+  _globals['_MODEL_SAMPLINGDEFAULTSENTRY']._serialized_end=515
+  _globals['_MODELSERVICE']._serialized_start=518
+  _globals['_MODELSERVICE']._serialized_end=672
 # @@protoc_insertion_point(module_scope)

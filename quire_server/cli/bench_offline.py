@@ -32,8 +32,9 @@ EXAMPLES = """
 def configure(parser: OneLineParser) -> None:
     """Add the benchmark's flags and those of `quire serve`."""
     add_serve_flags(parser)
-    # Use free ports by default, because other services may run on this machine.
-    parser.set_defaults(grpc_port=0, http_port=0)
+    # Use free ports by default, because other services may run on this machine. A benchmark compares servers at equal
+    # options, so the model's own sampling defaults do not apply.
+    parser.set_defaults(grpc_port=0, http_port=0, generation_config="none")
     add = parser.add_argument
     add("--requests", type=Path, required=True, metavar="FILE", help="file of requests, one JSON object per line")
     add(

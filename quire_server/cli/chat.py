@@ -41,7 +41,12 @@ def configure(parser: OneLineParser) -> None:
     add = parser.add_argument
     add_target(parser)
     add("--system", metavar="TEXT", help="system message: how the model should behave")
-    add("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default: 1)")
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="sampling temperature; 0 is greedy (default: the model's, else 1)",
+    )
     add("--top-k", type=int, metavar="K", help="sample from the k most likely tokens")
     add(
         "--top-p",

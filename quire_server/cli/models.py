@@ -11,6 +11,9 @@ EXAMPLES = """
   quire models --json --target 10.0.0.5:50051
 """
 
+_CONVERTED = ("eos_token_ids", "sampling_defaults")
+"""Fields of a model that JSON has in another form."""
+
 
 def configure(parser: OneLineParser) -> None:
     """Add the flags."""
@@ -24,16 +27,18 @@ def run(options: Namespace) -> int:
         stub = model_pb2_grpc.ModelServiceStub(channel)
         found = stub.ListModels(model_pb2.ListModelsRequest(), **call_options()).models
     if options.json:
-        fields = [name for name in model_pb2.Model.DESCRIPTOR.fields_by_name if name != "eos_token_ids"]
+        fields = [name for name in model_pb2.Model.DESCRIPTOR.fields_by_name if name not in _CONVERTED]
         models = [
-            {name: getattr(each, name) for name in fields} | {"eos_token_ids": list(each.eos_token_ids)}
+            {name: getattr(each, name) for name in fields}
+            | {"eos_token_ids": list(each.eos_token_ids), "sampling_defaults": dict(each.sampling_defaults)}
             for each in found
         ]
         print(json.dumps(models, indent=2))
         return 0
-    row = "{:<24} {:<24} {:<9} {:>8} {:>10}  {}".format
-    print(row("model", "architecture", "dtype", "context", "vocabulary", "chat"))
+    row = "{:<24} {:<24} {:<9} {:>8} {:>10}  {:<4}  {}".format
+    print(row("model", "architecture", "dtype", "context", "vocabulary", "chat", "sampling defaults"))
     for each in found:
         chat = "yes" if each.has_chat_template else "no"
-        print(row(each.name, each.architecture, each.dtype, each.max_model_len, each.vocab_size, chat))
+        defaults = " ".join(f"{name}={value:.10g}" for name, value in sorted(each.sampling_defaults.items())) or "-"
+        print(row(each.name, each.architecture, each.dtype, each.max_model_len, each.vocab_size, chat, defaults))
     return 0

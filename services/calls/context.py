@@ -17,6 +17,7 @@ from services.grammars.checker import GrammarChecker
 from services.link.core_link import CoreLink
 from services.metrics import FrontendMetrics
 from services.parsers import ModelFormat
+from services.requests.defaults import SamplingDefaults
 from services.tail import TailTracing
 from services.text.tokenizer import TextTokenizer
 from shared.config import FrontendConfig
@@ -37,6 +38,8 @@ class Services:
     tokenizer: TextTokenizer
     model_format: ModelFormat
     """How the served model writes reasoning and tool calls."""
+    defaults: SamplingDefaults
+    """Sampling options of requests that do not give them."""
     grammars: GrammarChecker
     metrics: FrontendMetrics
     tracer: Tracer

@@ -81,7 +81,7 @@ class Generator:
         """Run a request and send its messages: deltas and other events, then one `Finished`.
 
         Args:
-            request: the request.
+            request: the request, into which the model's sampling defaults are filled.
             caller: its caller.
             send: writes a message.
             begun: called with the request's id before the first message.
@@ -93,6 +93,7 @@ class Generator:
         """
         with request_span(self._services.tracer, caller.traceparent, caller.operation, self._services.tail) as span:
             model = self._services.served_model()
+            self._services.defaults.fill(request)
             if shorten:
                 request.stop.max_tokens = min(request.stop.max_tokens, model.max_model_len - 1)
             valid = validate(
@@ -172,7 +173,8 @@ class Generator:
         requested = valid.max_tokens
         if accepted.shorten and requested is not None:
             requested = min(requested, max(model.max_model_len - len(prompt), 1))
-        max_tokens = resolve_max_tokens(len(prompt), requested, services.config.default_max_tokens, model, form)
+        default = services.defaults.default_max_tokens(services.config.default_max_tokens)
+        max_tokens = resolve_max_tokens(len(prompt), requested, default, model, form)
         describe_request(
             span, valid, operation=operation_name(request), prompt_tokens=len(prompt), max_tokens=max_tokens
         )

@@ -35,4 +35,5 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             has_chat_template=self._services.tokenizer.has_chat_template,
             fingerprint=model.fingerprint,
             embedding_size=model.hidden_size,
+            sampling_defaults=self._services.defaults.values,
         )

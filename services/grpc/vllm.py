@@ -6,6 +6,7 @@ profiling are not, and are rejected.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -122,6 +123,7 @@ class VllmEngine:
             vocab_size=model.vocab_size,
             architectures=[model.architecture],
             eos_token_ids=model.eos_token_ids,
+            default_sampling_params_json=json.dumps(dict(self._services.defaults.values)),
         )
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:
@@ -248,11 +250,12 @@ def to_request(request: Any) -> v1.GenerateRequest:
         case "text":
             ours.text = request.text
     sampling, stop, output = ours.sampling, ours.stop, ours.output
-    sampling.temperature = theirs.temperature if theirs.HasField("temperature") else 1.0
-    sampling.top_k = theirs.top_k if theirs.top_k <= _MAX_INT32 else 0  # -1 as unsigned is "all", too
-    sampling.min_p = theirs.min_p
+    if theirs.HasField("temperature"):
+        sampling.temperature = theirs.temperature
+    if theirs.top_k:
+        sampling.top_k = theirs.top_k if theirs.top_k <= _MAX_INT32 else 0  # -1 as unsigned is "all"
     sampling.frequency_penalty, sampling.presence_penalty = theirs.frequency_penalty, theirs.presence_penalty
-    for name in ("top_p", "repetition_penalty", "n"):
+    for name in ("top_p", "min_p", "repetition_penalty", "n"):
         if getattr(theirs, name):  # 0 is "not set" in proto3
             setattr(sampling, name, getattr(theirs, name))
     if theirs.HasField("seed"):

@@ -57,7 +57,15 @@ _CHOICE = {
     "stop_reason": {"type": ["string", "integer", "null"]},
     "logprobs": _NULLABLE_OBJECT,
 }
-_MODEL = _object({"id": _STRING, "object": {"const": "model"}, "created": _INT, "owned_by": _STRING})
+_MODEL = _object(
+    {
+        "id": _STRING,
+        "object": {"const": "model"},
+        "created": _INT,
+        "owned_by": _STRING,
+        "sampling_defaults": {"type": "object", "additionalProperties": {"type": "number"}},
+    }
+)
 _HEAD = {"id": _STRING, "created": _INT, "model": _STRING, "system_fingerprint": _STRING}
 _ANSWERS: dict[str, dict[str, Any]] = {
     "Completion": _object(

@@ -89,4 +89,5 @@ class TextEndpoints:
             "root": model.name,
             "parent": None,
             "max_model_len": model.max_model_len,
+            "sampling_defaults": dict(self._services.defaults.values),
         }

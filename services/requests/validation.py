@@ -105,7 +105,8 @@ def validate(
     violations = [
         *check_request_id(request.request_id),
         *_check_input(request, model, has_chat_template),
-        *_check_sampling(request.sampling, model),
+        *check_sampling_ranges(request.sampling),
+        *_check_token_sets(request.sampling, model),
         *_check_stop(request.stop, model),
         *_check_output(request.output),
         *check_grammar(request),
@@ -270,7 +271,8 @@ def _check_input(request: v1.GenerateRequest, model: link_pb2.ServedModel, has_c
             yield FieldViolation("input", "missing; give one of `text`, `chat` and `token_ids`")
 
 
-def _check_sampling(sampling: v1.SamplingOptions, model: link_pb2.ServedModel) -> Violations:
+def check_sampling_ranges(sampling: v1.SamplingOptions) -> Violations:
+    """Check the numbers of sampling options."""
     if not 0 <= sampling.temperature <= MAX_TEMPERATURE:  # false for NaN
         yield FieldViolation("sampling.temperature", f"must lie in [0, {MAX_TEMPERATURE:g}]")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
@@ -290,7 +292,6 @@ def _check_sampling(sampling: v1.SamplingOptions, model: link_pb2.ServedModel) -
     if sampling.HasField("repetition_penalty") and not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
         bounds = f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
         yield FieldViolation("sampling.repetition_penalty", f"must lie in {bounds}")
-    yield from _check_token_sets(sampling, model)
 
 
 def _check_token_sets(sampling: v1.SamplingOptions, model: link_pb2.ServedModel) -> Violations:

@@ -40,7 +40,7 @@ def test_models_and_workers_are_listed(demo: Served) -> None:
     table = quire("models", "--target", demo.grpc).splitlines()
     (model,) = json.loads(quire("models", "--json", "--target", demo.grpc))
 
-    assert table[1].split() == ["demo", "Qwen3ForCausalLM", model["dtype"], "2048", "1024", "yes"]
+    assert table[1].split() == ["demo", "Qwen3ForCausalLM", model["dtype"], "2048", "1024", "yes", "-"]
     assert model["eos_token_ids"] == [2]
     _, worker = quire("workers", "--target", demo.grpc).splitlines()
     assert worker.startswith("worker-0 ")

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,13 @@ class ResponsesAnswer:
     """One response: a list of output items, each of which begins, grows and ends."""
 
     def __init__(
-        self, body: ResponsesBody, response_id: str, model: str, output: ChatOutput, logprobs: Logprobs | None = None
+        self,
+        body: ResponsesBody,
+        response_id: str,
+        model: str,
+        output: ChatOutput,
+        logprobs: Logprobs | None = None,
+        defaults: Mapping[str, float] | None = None,
     ) -> None:
         """Start a response.
 
@@ -55,6 +61,7 @@ class ResponsesAnswer:
             model: name of the model.
             output: takes the generator's messages.
             logprobs: form of log-probabilities; None: none.
+            defaults: sampling defaults of the model.
         """
         self._body = body
         self._id = response_id
@@ -62,6 +69,7 @@ class ResponsesAnswer:
         self.output = output
         self._tools = {tool.function: tool for tool in callable_tools(body.tools)}
         self._logprobs = logprobs
+        self._defaults = defaults or {}
         self._scored: list[Json] = []
         """Log-probabilities of tokens whose text has not been shown."""
         self._reasoning = _SUMMARY if body.reasoning is not None and body.reasoning.summary else _REASONING
@@ -123,12 +131,12 @@ class ResponsesAnswer:
                 "summary": body.reasoning.summary if body.reasoning is not None else None,
             },
             "store": body.store,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": self._defaults.get("temperature", 1.0) if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": _tool_choice(body),
             "tools": [_tool(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": self._defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": usage,
             "user": body.user,

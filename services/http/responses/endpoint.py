@@ -41,7 +41,7 @@ class ResponsesEndpoints:
             detokenizer = partial(tokenizer.detokenizer, skip_special_tokens=True)
             logprobs = Logprobs(body.top_logprobs or 0, False, tokenizer.token_bytes, detokenizer)
         output = ChatOutput(self._services.tokenizer.token_bytes)
-        answer = ResponsesAnswer(body, f"resp_{request_id}", model, output, logprobs)
+        answer = ResponsesAnswer(body, f"resp_{request_id}", model, output, logprobs, self._services.defaults.values)
         principal = CURRENT.get().name
 
         def keep() -> None:
