@@ -26,6 +26,7 @@ from services.calls.context import LiveRequests, Services
 from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
 from services.calls.load_reports import LoadReports, to_report
+from services.calls.scoring import Scorer
 from services.calls.texts import Texts
 from services.grammars.checker import GrammarChecker
 from services.grpc.admin import SERVICE as ADMIN_SERVICE
@@ -45,6 +46,7 @@ from services.requests.defaults import read_sampling_defaults
 from services.requests.prompts import Prompts
 from services.requests.validation import MAX_TEXT
 from services.tail import TailTracing
+from services.text.judge import Judge
 from services.text.tokenizer import TextTokenizer, load_tokenizer
 from shared.config import ConfigError, FrontendConfig
 from shared.config_sources import API_KEY_VARIABLE
@@ -89,6 +91,7 @@ class Frontend:
         )
         folder = resolve_model(config.model, weights=False)
         self._grammars = GrammarChecker(folder / "tokenizer.json")
+        judge = Judge.of(tokenizer) if config.score_method == "yes-no" else None
         defaults = read_sampling_defaults(config.generation_config, folder)
         get_logger().info("sampling defaults", source=defaults.source, **defaults.values)
         self._tls = server_tls(config)
@@ -118,6 +121,7 @@ class Frontend:
             services,
             self._generator,
             self._embedder,
+            Scorer(services, self._generator, self._embedder, judge),
             self._texts,
             calls,
             principals,

@@ -324,6 +324,12 @@ class FrontendConfig(_Checked):
             "plain",
         ),
     )
+    score_method: str = _option(
+        "embedding",
+        "how /rerank and /score compare texts; embedding: by the cosine of their embeddings; yes-no: by the probability"
+        " that the model answers yes, for models trained as Qwen3-Reranker",
+        choices=("embedding", "yes-no"),
+    )
     response_store_bytes: int = _option(
         64 << 20,
         "memory for responses that requests may continue with previous_response_id; 0: none are stored",

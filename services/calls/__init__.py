@@ -4,7 +4,8 @@
 * `parts` – what a parser has found, as public messages.
 * `wakeup`, `delivery` – a request's streams to its reader, at the reader's speed.
 * `resuming` – streams restored from the core's log.
-* `generation`, `embeddings`, `texts` – the calls: generate, embed, tokenise and detokenise.
+* `generation`, `embeddings`, `scoring`, `texts` – the calls: generate, embed, compare texts, tokenise and detokenise.
+* `together` – the parts of one call concurrently.
 * `load_reports` – the load of the service, in responses, for load balancers.
 * `collect` – joins the messages of one answer into a single response.
 """

@@ -6,6 +6,7 @@ queue. They end together: when one fails or the caller disconnects, all end.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -45,6 +46,19 @@ MAX_IN_PROGRESS = 128
 _NOT_SUPPORTED = "embeddings: the served model returns no hidden states; serve a model that does"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """The vectors of a call."""
+
+    vectors: npt.NDArray[np.float32]
+    """[num_inputs, embedding_size] float32."""
+    request_id: str
+    model: str
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    preemptions: int
+
+
 class Embedder:
     """Computes the embeddings of one front-end process."""
 
@@ -59,6 +73,17 @@ class Embedder:
         Raises:
             QuireError: an input is invalid or failed.
         """
+        embedded = await self.vectors(request, caller)
+        response = v1.EmbedResponse(model=embedded.model, request_id=embedded.request_id)
+        response.usage.prompt_tokens = embedded.prompt_tokens
+        response.usage.cached_prompt_tokens = embedded.cached_prompt_tokens
+        response.usage.preemptions = embedded.preemptions
+        for vector in embedded.vectors:
+            response.embeddings.add().values.extend(vector.tolist())
+        return response
+
+    async def vectors(self, request: v1.EmbedRequest, caller: Caller) -> "Embedded":
+        """Return one vector for each input, in order; see `run`."""
         services = self._services
         with request_span(services.tracer, caller.traceparent, caller.operation, services.tail) as span:
             model = services.served_model()
@@ -82,16 +107,17 @@ class Embedder:
                 spec = _spec(request, request_id, model, to_traceparent(span))
                 services.metrics.prompt_submitted(model.name, spec.tenant, num_tokens)
                 ends = await self._compute(self._requests(request, spec, prompts, caller), span)
-            response = v1.EmbedResponse(model=model.name, request_id=request_id)
-            response.usage.prompt_tokens = num_tokens
-            response.usage.cached_prompt_tokens = sum(end.cached_prompt_tokens for end in ends)
-            response.usage.preemptions = sum(end.preemptions for end in ends)
-            for end in ends:
-                vector = np.frombuffer(end.embedding, "<f4")
-                if not request.omit_normalization:
-                    vector = _normalized(vector)
-                response.embeddings.add().values.extend(vector.tolist())
-            return response
+            vectors = [np.frombuffer(end.embedding, "<f4") for end in ends]
+            if not request.omit_normalization:
+                vectors = [_normalized(vector) for vector in vectors]
+            return Embedded(
+                vectors=np.stack(vectors),
+                request_id=request_id,
+                model=model.name,
+                prompt_tokens=num_tokens,
+                cached_prompt_tokens=sum(end.cached_prompt_tokens for end in ends),
+                preemptions=sum(end.preemptions for end in ends),
+            )
 
     async def _encode(self, request: v1.EmbedRequest, model: link_pb2.ServedModel) -> list[Sequence[int]]:
         """Return the token ids of each input.

@@ -16,6 +16,7 @@ from services.calls.context import Services
 from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
 from services.calls.load_reports import LoadReports
+from services.calls.scoring import Scorer
 from services.calls.texts import Texts
 from services.http.chat_run import ChatRunner
 from services.http.console.endpoints import ConsoleEndpoints
@@ -30,6 +31,7 @@ from services.http.messages.endpoint import MessagesEndpoints
 from services.http.openapi import PAGE, describe
 from services.http.probes import Families, probe_routes
 from services.http.responses.endpoint import ResponsesEndpoints
+from services.http.scoring.endpoint import ScoringEndpoints
 from services.http.texts import TextEndpoints
 
 _CLIENT_PATHS = frozenset(
@@ -51,6 +53,7 @@ def make_api(
     services: Services,
     generator: Generator,
     embedder: Embedder,
+    scorer: Scorer,
     texts: Texts,
     calls: CallsInProgress,
     principals: Principals,
@@ -67,6 +70,7 @@ def make_api(
     runner = ChatRunner(services, generator)
     responses, messages = ResponsesEndpoints(services, runner, texts), MessagesEndpoints(services, runner, texts)
     embedding = EmbeddingEndpoint(services, embedder)
+    scoring = ScoringEndpoints(services, scorer)
     text = TextEndpoints(services, texts)
     served: list[tuple[str, str, Handler]] = [
         ("GET", "/v1/models", text.list_models),
@@ -74,6 +78,9 @@ def make_api(
         ("POST", "/v1/completions", generation.complete),
         ("POST", "/v1/chat/completions", generation.chat),
         ("POST", "/v1/embeddings", embedding.embed),
+        ("POST", "/pooling", embedding.pool),
+        *(("POST", path, scoring.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        *(("POST", path, scoring.score) for path in ("/score", "/v1/score")),
         ("POST", "/tokenize", text.tokenize),
         ("POST", "/detokenize", text.detokenize),
     ]

@@ -1,8 +1,10 @@
-"""`/v1/embeddings`: `Embed` in OpenAI's form."""
+"""`/v1/embeddings` and `/pooling`: `Embed` in the forms of OpenAI and vLLM."""
 
 import base64
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from quire.v1 import generation_pb2 as v1
 from services.calls.context import Services
@@ -13,10 +15,15 @@ from services.http.errors import with_http_names
 from services.http.identity import choose_model, choose_request_id
 from services.http.prompts import prompts_of
 from services.http.sampling import FieldNames, field_names, fill_scheduling
-from services.http.schema import EmbeddingBody
+from services.http.schema import EmbeddingBody, PoolingBody
 from shared.errors import FieldViolation, InvalidRequestError, QuireError
 
-_POOLING = {"last": v1.POOLING_LAST, "mean": v1.POOLING_MEAN}
+POOLING = {"last": v1.POOLING_LAST, "mean": v1.POOLING_MEAN}
+
+
+Vector = str | list[float]
+AnswerOf = Callable[[Sequence[Vector], str], dict[str, Any]]
+"""Returns the parts of an answer that differ between the paths, from the vectors and the request's id."""
 
 
 class EmbeddingEndpoint:
@@ -28,12 +35,18 @@ class EmbeddingEndpoint:
 
     async def embed(self, exchange: Exchange) -> None:
         """Serve `/v1/embeddings`."""
-        body = parse(EmbeddingBody, await exchange.body())
+        await self._serve(exchange, parse(EmbeddingBody, await exchange.body()), _embeddings)
+
+    async def pool(self, exchange: Exchange) -> None:
+        """Serve `/pooling`."""
+        await self._serve(exchange, parse(PoolingBody, await exchange.body()), _pooled)
+
+    async def _serve(self, exchange: Exchange, body: EmbeddingBody, answer_of: AnswerOf) -> None:
         request_id = choose_request_id(exchange, body)
         model = choose_model(self._services, body.model)
         self._check_dimensions(body.dimensions)
         request = v1.EmbedRequest(
-            request_id=request_id, pooling=_POOLING[body.pooling], omit_normalization=not body.normalize
+            request_id=request_id, pooling=POOLING[body.pooling], omit_normalization=not body.normalize
         )
         for prompt in prompts_of(body.input):
             each = request.inputs.add()
@@ -46,11 +59,17 @@ class EmbeddingEndpoint:
         fill_scheduling(request.scheduling, body)
         is_one = isinstance(body.input, str) or isinstance(body.input[0], int)
         await exchange.run_until_disconnect(
-            self._answer(exchange, body, request, model, _names(len(request.inputs), is_one))
+            self._answer(exchange, body, request, model, _names(len(request.inputs), is_one), answer_of)
         )
 
     async def _answer(
-        self, exchange: Exchange, body: EmbeddingBody, request: v1.EmbedRequest, model: str, names: FieldNames
+        self,
+        exchange: Exchange,
+        body: EmbeddingBody,
+        request: v1.EmbedRequest,
+        model: str,
+        names: FieldNames,
+        answer_of: AnswerOf,
     ) -> None:
         try:
             response = await self._embedder.run(request, exchange.caller())
@@ -61,10 +80,7 @@ class EmbeddingEndpoint:
         await exchange.answer(
             {
                 "object": "list",
-                "data": [
-                    {"object": "embedding", "index": index, "embedding": encode(embedding.values)}
-                    for index, embedding in enumerate(response.embeddings)
-                ],
+                **answer_of([encode(embedding.values) for embedding in response.embeddings], exchange.request_id),
                 "model": model,
                 "usage": {
                     "prompt_tokens": usage.prompt_tokens,
@@ -80,6 +96,16 @@ class EmbeddingEndpoint:
             raise InvalidRequestError(
                 FieldViolation("dimensions", f"must be {size}, the embedding size of the served model; remove it")
             )
+
+
+def _embeddings(vectors: Sequence[Vector], _request_id: str) -> dict[str, Any]:
+    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
+    return {"data": data}
+
+
+def _pooled(vectors: Sequence[Vector], request_id: str) -> dict[str, Any]:
+    data = [{"object": "pooling", "index": index, "data": vector} for index, vector in enumerate(vectors)]
+    return {"id": f"pool-{request_id}", "created": int(time.time()), "data": data}
 
 
 def _names(count: int, is_one: bool) -> FieldNames:

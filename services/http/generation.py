@@ -1,7 +1,6 @@
 """`/v1/completions` and `/v1/chat/completions`: runs requests with the generator and writes its answers."""
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +8,7 @@ from quire.v1 import generation_pb2 as v1
 from services.calls.context import Caller, Services
 from services.calls.delivery import Send
 from services.calls.generation import Generator
+from services.calls.together import run_together
 from services.calls.tracing import part_of, request_span
 from services.http.answers import Answer
 from services.http.bodies import parse
@@ -120,7 +120,7 @@ class GenerationEndpoints:
         else:
             with request_span(self._services.tracer, caller.traceparent, caller.operation):
                 part = replace(caller, operation=part_of(caller.operation, span_names.PROMPT))
-                await self._generate_all(
+                await run_together(
                     [
                         generate(part, each, partial(write, number), partial(answer.begin_prompt, number))
                         for number, each in enumerate(prepared)
@@ -145,18 +145,3 @@ class GenerationEndpoints:
             await self._generator.run(prepared.request, caller, send, prompt_encoded=prompt_encoded, shorten=shorten)
         except QuireError as error:
             raise with_http_names(error, prepared.names) from None
-
-    async def _generate_all(self, calls: Sequence[Coroutine[None, None, None]]) -> None:
-        """Run several prompts concurrently; the first error cancels all."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for call in calls:
-                    tasks.create_task(call)
-        except* QuireError as group:
-            error = group.exceptions[0]
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            failure = error
-        else:
-            return
-        raise failure

@@ -8,7 +8,16 @@ from pydantic.json_schema import models_json_schema
 from quire import __version__
 from services.http.messages.schema import CountTokensBody, MessagesBody
 from services.http.responses.schema import ResponsesBody
-from services.http.schema import Body, ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from services.http.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    PoolingBody,
+    TokenizeBody,
+)
+from services.http.scoring.schema import RerankBody, ScoreBody
 
 _REF = "#/components/schemas/{model}"
 
@@ -36,6 +45,9 @@ _USAGE = _object(
         "total_tokens": _INT,
         "prompt_tokens_details": _object({"cached_tokens": _INT}),
     }
+)
+_PROMPT_USAGE = _object(
+    {"prompt_tokens": _INT, "total_tokens": _INT, "prompt_tokens_details": _object({"cached_tokens": _INT})},
 )
 _FINISH_REASON = {"enum": ["stop", "length", "tool_calls"]}
 _TOOL_CALL = _object(
@@ -97,13 +109,52 @@ _ANSWERS: dict[str, dict[str, Any]] = {
                 )
             ),
             "model": _STRING,
-            "usage": _object(
-                {
-                    "prompt_tokens": _INT,
-                    "total_tokens": _INT,
-                    "prompt_tokens_details": _object({"cached_tokens": _INT}),
-                }
+            "usage": _PROMPT_USAGE,
+        }
+    ),
+    "Pooled": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "list"},
+            "created": _INT,
+            "data": _list(
+                _object(
+                    {
+                        "object": {"const": "pooling"},
+                        "index": _INT,
+                        "data": {"anyOf": [_list({"type": "number"}), _STRING]},
+                    }
+                )
             ),
+            "model": _STRING,
+            "usage": _PROMPT_USAGE,
+        }
+    ),
+    "Ranking": _object(
+        {
+            "id": _STRING,
+            "model": _STRING,
+            "results": _list(
+                _object(
+                    {
+                        "index": _INT,
+                        "relevance_score": {"type": "number"},
+                        "document": _object({"text": _STRING}),
+                    },
+                    optional=("document",),
+                )
+            ),
+            "usage": _PROMPT_USAGE,
+        }
+    ),
+    "Scores": _object(
+        {
+            "id": _STRING,
+            "object": {"const": "list"},
+            "created": _INT,
+            "model": _STRING,
+            "data": _list(_object({"index": _INT, "object": {"const": "score"}, "score": {"type": "number"}})),
+            "usage": _USAGE,
         }
     ),
     "Response": _object(
@@ -175,6 +226,12 @@ _POSTS: list[tuple[str, str, type[Body], str, bool]] = [
     ("/v1/messages", "Continue a conversation, in Anthropic's Messages API", MessagesBody, "AssistantMessage", True),
     ("/v1/messages/count_tokens", "Count the tokens of a conversation", CountTokensBody, "TokenCount", False),
     ("/v1/embeddings", "Turn texts into vectors", EmbeddingBody, "Embeddings", False),
+    ("/pooling", "Turn texts into vectors, in vLLM's form", PoolingBody, "Pooled", False),
+    *(
+        (path, "Sort documents by relevance", RerankBody, "Ranking", False)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *((path, "Compare texts", ScoreBody, "Scores", False) for path in ("/v1/score", "/score")),
     ("/tokenize", "Text or a conversation into token ids", TokenizeBody, "Tokens", False),
     ("/detokenize", "Token ids into text", DetokenizeBody, "Text", False),
 ]

@@ -360,6 +360,12 @@ class EmbeddingBody(QueuedBody):
     normalize: bool = Field(default=True, description="scale vectors to length 1")
 
 
+class PoolingBody(EmbeddingBody):
+    """One or several texts to embed, in vLLM's form for models that pool."""
+
+    task: Literal["embed"] | None = Field(default=None, description="the only one: one vector per text")
+
+
 class TokenizeBody(Body):
     """Text or a conversation to tokenize."""
 

@@ -3,6 +3,7 @@
 * `chat` – checks a conversation; `chat_template` – renders it as prompt text with the model's template.
 * `detokenizer` – token ids to text, incrementally.
 * `tokenizer` – the model's tokenizer: text and conversations to token ids, and back.
+* `judge` – the question whether a document meets a query, for rerankers.
 * `tokenizer_archive` – the tokenizer's files for clients that tokenise themselves.
 * `stop_strings` – finds stop strings in text that arrives in pieces.
 """

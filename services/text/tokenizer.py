@@ -87,6 +87,18 @@ class TextTokenizer:
             return self._encode(text, add_special_tokens)
         return await self._in_thread(len(text.encode()), self._encode_long, text, add_special_tokens)
 
+    def single_token(self, text: str) -> int | None:
+        """Return the token of a short text; None if it has several."""
+        ids = self._encode(text, False)
+        return ids[0] if len(ids) == 1 else None
+
+    async def beginning(self, text: str, count: int) -> str:
+        """Return the text of the first tokens, at most `count`, without a character that they cut."""
+        ids = await self.encode(text, add_special_tokens=False)
+        if len(ids) <= count:
+            return text
+        return (await self.decode(ids[:count], skip_special_tokens=False)).rstrip("\ufffd")
+
     async def encode_chat(self, conversation: TemplateInput) -> list[int]:
         """Return the token ids of a conversation; the template adds special tokens.
 

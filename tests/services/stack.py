@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
@@ -210,18 +211,21 @@ async def running_stack(
     core: Callable[[str], TestCore] | None = TestCore,
     telemetry: Telemetry | None = None,
     chat_template: bool = True,
+    tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
     """Everything started, with these settings of the front end; ready unless there is no core."""
-    model = write_model(folder / "model", byte_level(), **({} if chat_template else {"chat_template": None}))
+    model = write_model(
+        folder / "model", tokenizer or byte_level(), **({} if chat_template else {"chat_template": None})
+    )
     address = f"ipc://{folder}/core"
     config = FrontendConfig(
         frontend_address=address, model=str(model), grpc_port=0, http_port=0,
         **{"grace_period_s": 0.0, "default_max_tokens": 64} | settings,
     )  # fmt: skip
     started = core(address) if core is not None else None
-    tokenizer = load_tokenizer(model, max_bytes=config.max_tokenizing_bytes)
-    frontend = Frontend(config, tokenizer, telemetry or Telemetry("test"))
+    loaded = load_tokenizer(model, max_bytes=config.max_tokenizing_bytes)
+    frontend = Frontend(config, loaded, telemetry or Telemetry("test"))
     grpc_port, http_port = await frontend.start()
     target = f"127.0.0.1:{grpc_port}"
     channel = aio.insecure_channel(target)

@@ -1,0 +1,61 @@
+"""The question whether a document meets a query, in the form for which rerankers such as Qwen3-Reranker are trained."""
+
+from dataclasses import dataclass
+
+from quire.v1 import generation_pb2 as v1
+from services.text.tokenizer import TextTokenizer
+from shared.config import ConfigError
+
+# The words of the models' training; other words give worse scores.
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
+    ' Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_VARIABLES = '{"enable_thinking": false}'
+"""The answer begins at once, without reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Asks a model, which answers with one of two tokens."""
+
+    yes: int
+    """The token of a positive answer."""
+    no: int
+    """The token of a negative answer."""
+    has_roles: bool
+    """Whether the chat template itself writes the question, around messages of the roles query and document."""
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer) -> "Judge":
+        """Return the judge of a model.
+
+        Raises:
+            ConfigError: the model has no chat template, or does not write an answer as one token.
+        """
+        if not tokenizer.has_chat_template:
+            raise ConfigError("score_method: yes-no needs a model with a chat template; use --score-method embedding")
+        answers = [tokenizer.single_token(word) for word in ("yes", "no")]
+        yes, no = answers
+        if yes is None or no is None:
+            word = "yes" if yes is None else "no"
+            raise ConfigError(
+                f"score_method: yes-no needs a model with a token for {word!r}; use --score-method embedding"
+            )
+        source = tokenizer.chat_template_source
+        has_roles = all(f'"{role}"' in source or f"'{role}'" in source for role in ("query", "document"))
+        return cls(yes, no, has_roles)
+
+    def question(self, query: str, document: str, instruction: str) -> v1.ChatInput:
+        """Return the conversation whose next token is the answer; without an instruction, the models' usual one."""
+        chat = v1.ChatInput(template_variables_json=_VARIABLES)
+        if self.has_roles:
+            turns = [("system", instruction)] if instruction else []
+            turns += [("query", query), ("document", document)]
+        else:
+            text = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+            turns = [("system", _SYSTEM), ("user", text)]
+        for role, content in turns:
+            chat.messages.add(role=role, content=content)
+        return chat
