@@ -508,7 +508,8 @@ class StopOptions(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Limit of generated tokens, at least 1; with the prompt at most the model's context. A value above
+    """Limit of generated tokens, at least 1; or 0, with `echo` or `prompt_logprobs`: the answer is only the prompt, and
+    the token that is computed behind it is not sent. With the prompt at most the model's context. A value above
     the model's max_new_tokens is reduced to it. Default: the server's default_max_tokens or the model's max_new_tokens,
     whichever is less, or the room left in the context if that is less or neither is set.
     """

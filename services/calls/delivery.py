@@ -34,6 +34,30 @@ Send = Callable[[v1.GenerateResponse], Awaitable[object]]
 """Writes a message; returns when the message has left, so that the writer waits for a slow reader."""
 
 
+def without_output(send: Send) -> Send:
+    """Return a `Send` that leaves out what was generated: the end of the prompt is the end of the answer."""
+
+    async def send_rest(message: v1.GenerateResponse) -> None:
+        match message.WhichOneof("event"):
+            case "delta":
+                return
+            case "choice_finished":
+                _end_at_prompt(message.choice_finished)
+                message.choice_finished.completion_tokens = 0
+            case "finished":
+                _end_at_prompt(message.finished)
+                message.finished.usage.completion_tokens = 0
+        await send(message)
+
+    return send_rest
+
+
+def _end_at_prompt(end: v1.ChoiceFinished | v1.Finished) -> None:
+    end.reason = v1.FINISH_REASON_LENGTH
+    end.ClearField("stop_string")
+    end.ClearField("stop_token_id")
+
+
 class Delivery:
     """Delivers the output of streams."""
 

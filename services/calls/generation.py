@@ -17,7 +17,7 @@ from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.access.principals import CURRENT
 from services.calls.context import Caller, LiveRequests, Services, record_outcome
-from services.calls.delivery import Choices, Delivery, Send, failure_of
+from services.calls.delivery import Choices, Delivery, Send, failure_of, without_output
 from services.calls.resuming import (
     fetch_resume_replies,
     read_resume_info,
@@ -31,7 +31,14 @@ from services.calls.wakeup import Wakeup
 from services.requests.prompts import Prompts
 from services.requests.scheduling import block_keys, due_times, schedule
 from services.requests.tools import make_grammar, new_parser
-from services.requests.validation import MAX_CHOICES, ValidRequest, check_log_size, resolve_max_tokens, validate
+from services.requests.validation import (
+    MAX_CHOICES,
+    ValidRequest,
+    check_log_size,
+    resolve_max_tokens,
+    scores_prompt,
+    validate,
+)
 from services.streams.logprobs import token_logprobs
 from services.streams.stream import Stream, StreamRequest
 from shared.columns import to_column
@@ -115,6 +122,8 @@ class Generator:
             ):
                 if begun is not None:
                     await begun(valid.request_id)
+                if valid.only_prompt:
+                    send = without_output(send)
                 await self._run(_Accepted(request, valid, model, caller, span, shorten), send, prompt_encoded)
 
     async def _run(
@@ -256,6 +265,8 @@ class Generator:
                     text[choice] if choice < len(text) else None,
                     parts[choice] if choice < len(parts) else None,
                 )
+            if scores_prompt(info):
+                send = without_output(send)
             with self._live.track(caller.principal, request.request_id, again=True):
                 await begun(request.request_id)
 

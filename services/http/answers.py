@@ -65,7 +65,6 @@ class Answer:
         logprobs: form of log-probabilities; None: none.
         prompt_logprobs: whether log-probabilities of the prompt are requested separately.
         echo: the prompt is part of the text.
-        only_prompt: the prompt is the whole text; generated tokens are not shown.
         return_token_ids: return token ids beside texts.
         options: options of a stream.
     """
@@ -78,7 +77,6 @@ class Answer:
     logprobs: Logprobs | None = None
     prompt_logprobs: bool = False
     echo: bool = False
-    only_prompt: bool = False
     return_token_ids: bool = False
     options: StreamOptions = field(default_factory=StreamOptions)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -97,8 +95,7 @@ class Answer:
         """Yield the chunks for a message of one prompt's stream."""
         match response.WhichOneof("event"):
             case "delta":
-                if not self.only_prompt:
-                    yield from self._delta(prompt, response.delta)
+                yield from self._delta(prompt, response.delta)
             case "prompt":
                 yield from self._prompt(prompt, response.prompt)
             case "choice_finished":
@@ -106,8 +103,9 @@ class Answer:
             case "finished":
                 finished = response.finished
                 usage = finished.usage
-                completed = 0 if self.only_prompt else usage.completion_tokens
-                self._usage[prompt] = PromptUsage(usage.prompt_tokens, completed, usage.cached_prompt_tokens)
+                self._usage[prompt] = PromptUsage(
+                    usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens
+                )
                 yield from self._end(prompt, 0, finished)
 
     def begin_prompt(self, prompt: int, token_ids: Sequence[int]) -> None:
@@ -220,12 +218,12 @@ class Answer:
             return
         state.ended = True
         content = {} if not self.chat or state.role_sent else {"role": "assistant", "content": ""}
-        reason = "length" if self.only_prompt or end.reason == v1.FINISH_REASON_LENGTH else "stop"
+        reason = "length" if end.reason == v1.FINISH_REASON_LENGTH else "stop"
         choice: Json = {
             "index": state.index,
             "logprobs": None,
             "finish_reason": "tool_calls" if state.called and reason == "stop" else reason,
-            "stop_reason": None if self.only_prompt else _stop_reason(end),
+            "stop_reason": _stop_reason(end),
         }
         choice |= {"delta": content} if self.chat else {"text": ""}
         yield self._chunk(choice)

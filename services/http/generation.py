@@ -43,14 +43,7 @@ class GenerationEndpoints:
         prompts = prompts_of(body.prompt)
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{number}" for number in range(len(prompts))]
         prepared = [prepare_completion(body, prompt, each) for prompt, each in zip(prompts, ids, strict=True)]
-        answer = self._answer(
-            body,
-            f"cmpl-{request_id}",
-            prepared,
-            top_logprobs=body.logprobs,
-            echo=body.echo,
-            only_prompt=body.only_prompt,
-        )
+        answer = self._answer(body, f"cmpl-{request_id}", prepared, top_logprobs=body.logprobs, echo=body.echo)
         await exchange.run_until_disconnect(self._run(exchange, body, answer, prepared, shorten=uses_default))
 
     async def chat(self, exchange: Exchange) -> None:
@@ -70,7 +63,6 @@ class GenerationEndpoints:
         *,
         top_logprobs: int | None,
         echo: bool = False,
-        only_prompt: bool = False,
         chat: bool = False,
     ) -> Answer:
         if body.stream_options is not None and not body.stream:
@@ -90,7 +82,6 @@ class GenerationEndpoints:
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs is not None,
             echo=echo,
-            only_prompt=only_prompt,
             return_token_ids=body.return_token_ids,
             options=body.stream_options or StreamOptions(),
         )

@@ -44,8 +44,7 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
     else:
         request.token_ids.ids.extend(prompt)
     if body.max_tokens is not None:
-        # A request for the prompt's log-probabilities alone sets max_tokens to 0; one token is generated and not shown.
-        request.stop.max_tokens = 1 if body.only_prompt else body.max_tokens
+        request.stop.max_tokens = body.max_tokens
     if body.logprobs is not None:
         request.output.logprobs = body.logprobs
     if body.echo or body.return_token_ids:

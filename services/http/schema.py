@@ -311,11 +311,6 @@ class CompletionBody(SamplingBody):
         default=None, description="must equal n: choices are not ranked"
     )
 
-    @property
-    def only_prompt(self) -> bool:
-        """Whether only the prompt is returned, which evaluations use for its log-probabilities."""
-        return self.echo and self.max_tokens == 0
-
 
 class ChatBody(SamplingBody):
     """A conversation to continue."""

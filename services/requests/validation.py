@@ -84,6 +84,8 @@ class ValidRequest:
     stop_token_ids: tuple[int, ...]
     """Stop tokens, including the model's end-of-sequence tokens unless the request ignores them."""
     max_tokens: int | None
+    only_prompt: bool
+    """Whether the generated token is not sent."""
     num_choices: int
     resumable: bool
     echo: bool
@@ -107,7 +109,7 @@ def validate(
         *_check_input(request, model, has_chat_template),
         *check_sampling_ranges(request.sampling),
         *_check_token_sets(request.sampling, model),
-        *_check_stop(request.stop, model),
+        *_check_stop(request, model),
         *_check_output(request.output),
         *check_grammar(request),
         *_check_resumable(request),
@@ -138,7 +140,9 @@ def validate(
         output=output_rules(request, shown_tokens(request, tools, model_format)),
         tools=tools,
         stop_token_ids=stop_token_ids,
-        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
+        # The core generates at least one token.
+        max_tokens=max(stop.max_tokens, 1) if stop.HasField("max_tokens") else None,
+        only_prompt=scores_prompt(request),
         num_choices=sampling.n if sampling.HasField("n") else 1,
         resumable=request.resumable,
         echo=output.echo,
@@ -311,9 +315,17 @@ def _check_token_sets(sampling: v1.SamplingOptions, model: link_pb2.ServedModel)
             yield FieldViolation(f"sampling.bad_words[{index}]", f"must have 1 to {MAX_BAD_WORD} bytes")
 
 
-def _check_stop(stop: v1.StopOptions, model: link_pb2.ServedModel) -> Violations:
-    if stop.HasField("max_tokens") and not 1 <= stop.max_tokens < model.max_model_len:
-        yield FieldViolation("stop.max_tokens", f"must lie in [1, {model.max_model_len - 1}]")
+def scores_prompt(request: v1.GenerateRequest) -> bool:
+    """Return whether the request wants only its prompt back, with `max_tokens` 0."""
+    wants_prompt = request.output.echo or request.output.HasField("prompt_logprobs")
+    return wants_prompt and request.stop.HasField("max_tokens") and not request.stop.max_tokens
+
+
+def _check_stop(request: v1.GenerateRequest, model: link_pb2.ServedModel) -> Violations:
+    stop = request.stop
+    if stop.HasField("max_tokens") and not (1 <= stop.max_tokens < model.max_model_len or scores_prompt(request)):
+        what = f"must lie in [1, {model.max_model_len - 1}]; 0 needs echo or prompt_logprobs, to score the prompt"
+        yield FieldViolation("stop.max_tokens", what)
     if stop.min_tokens > (stop.max_tokens if stop.HasField("max_tokens") else model.max_model_len):
         yield FieldViolation("stop.min_tokens", "must be <= max_tokens and <= the model's context length")
     if len(stop.stop_strings) > MAX_STOP_STRINGS:

@@ -87,10 +87,28 @@ def test_embeddings_have_the_cosine_of_the_model(demo: Service) -> None:
 
     def vector(text: str) -> torch.Tensor:
         with torch.inference_mode():
-            return model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0, -1].double()
+            states: torch.Tensor = model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state
+        return states[0, -1].double()
 
     expected = [float(torch.cosine_similarity(vector(QUERY), vector(each), dim=0)) for each in DOCUMENTS]
     scored = post(demo, "/score", text_1=QUERY, text_2=DOCUMENTS)
     assert [each["score"] for each in scored["data"]] == pytest.approx(expected, abs=2e-3)
     ranked = post(demo, "/rerank", query=QUERY, documents=DOCUMENTS, top_n=1)["results"]
     assert ranked[0]["relevance_score"] == max(each["score"] for each in scored["data"])
+
+
+def test_a_prompt_without_output_has_the_log_probabilities_of_the_model(demo: Service) -> None:
+    """`max_tokens` 0 with `echo` gives the log-probability of each prompt token behind those before it."""
+    folder = Path(__file__).parents[2] / "shared" / "demo_model"
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("Once upon a time there was a dog").ids
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+    expected = [float(logprobs[position, token]) for position, token in enumerate(ids[1:])]
+
+    answer = post(demo, "/v1/completions", prompt=[ids, ids[:3]], max_tokens=0, echo=True, logprobs=1)
+    for choice, length in zip(answer["choices"], (len(ids), 3), strict=True):
+        scored = choice["logprobs"]["token_logprobs"]
+        assert (scored[0], len(scored)) == (None, length)
+        assert scored[1:] == pytest.approx(expected[: length - 1], abs=5e-3)
+    assert (answer["usage"]["completion_tokens"], answer["usage"]["prompt_tokens"]) == (0, len(ids) + 3)
