@@ -35,19 +35,25 @@ class Pair:
     plain: Path
 
 
-def make_pair(layout: str, folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> Pair:
+def make_pair(
+    layout: str, folder: Path, architecture: str = "LlamaForCausalLM", *, only: str = ".layers.", **changes: Any
+) -> Pair:
     """Writes both checkpoints of a layout of `LAYOUTS` into `folder`."""
-    return convert_checkpoint(make_checkpoint(architecture, folder / "base", **(SIZES | changes)), folder, layout)
+    base = make_checkpoint(architecture, folder / "base", **(SIZES | changes))
+    return convert_checkpoint(base, folder, layout, only=only)
 
 
-def convert_checkpoint(base: Path, folder: Path, layout: str) -> Pair:
-    """Writes both checkpoints of a layout into `folder`, from an unquantised one."""
+def convert_checkpoint(base: Path, folder: Path, layout: str, *, only: str = ".layers.") -> Pair:
+    """Writes both checkpoints of a layout into `folder`, from an unquantised one.
+
+    Matrices whose names contain `only` are quantised.
+    """
     convert, config = LAYOUTS[layout]
     tensors: Tensors = {}
     plain: Tensors = {}
     for name, weight in load_file(base / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if weight.dim() == 2 and ".layers." in name:
+        if weight.dim() == 2 and only in name:
             stored, weights = convert(weight)
             tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in stored.items()}
             plain[name] = weights

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
 from tests.cpu_kernels import cpu_kernels
 from tests.quantised_checkpoints import LAYOUTS, make_gguf, make_pair, rounds_activations
 from tests.worker_svc.test_packed import load, logits_of
-from worker_svc.model.quantised import StoredWeights
+from worker_svc.model.quantised import QuantisedWeight, StoredWeights
 from worker_svc.model.weights import read_tensors
 
 TOKENS = [list(range(5, 45)), [7], list(range(60, 63))]
@@ -102,7 +103,7 @@ def test_the_kernels_hold_codes_and_scales_exactly_or_dequantised_weights(layout
     stored, row = StoredWeights(), 0
     for _, tensor in sorted(read_tensors(pair.quantised, only=names), key=lambda item: names.index(item[0])):
         assert not isinstance(tensor, torch.Tensor)
-        stored.put(matrix[row : row + tensor.shape[0]], tensor)
+        stored.put("weight", matrix[row : row + tensor.shape[0]], tensor)
         row += tensor.shape[0]
 
     packed = stored.pack(matrix, None)
@@ -110,6 +111,74 @@ def test_the_kernels_hold_codes_and_scales_exactly_or_dequantised_weights(layout
     assert (packed is not None) == (layout in AS_STORED)
     held = matrix if packed is None else _weights_of(packed)
     torch.testing.assert_close(held, expected, rtol=3e-7, atol=1e-9)
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Context in which torch fills new tensors with NaN, so that a result shows memory that nothing was written to."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("level", ["auto", "off"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_matrix_of_a_checkpoint_may_be_quantised(layout: str, level: str, tied: bool, tmp_path: Path) -> None:
+    """Embedding, LM head and layers: logits are those of the dequantised model, and no weight is left unwritten.
+
+    Products over weights as stored round their activations to eight bits, which moves logits by a few hundredths.
+    """
+    pair = make_pair(layout, tmp_path, only="", tie_word_embeddings=tied)
+    with cpu_kernels("off"):
+        expected = logits_of(load(pair.plain, dtype="float32"), TOKENS, torch.float32)
+    with cpu_kernels(level), filled_memory():
+        found = logits_of(load(pair.quantised, dtype="float32"), TOKENS, torch.float32)
+
+    assert distance(found, expected) < (0.1 if level == "auto" and layout in AS_STORED else 1e-5)
+
+
+@pytest.mark.parametrize("only", ["embed_tokens", "lm_head", "mlp.gate", "experts", "shared_expert_gate"])
+def test_any_matrix_of_a_mixture_may_be_quantised(only: str, tmp_path: Path) -> None:
+    """Routers and gates included: a matrix that is quantised alone leaves no other one unwritten."""
+    pair = make_pair("fp8-tensor", tmp_path, "Qwen2MoeForCausalLM", only=only)
+    with cpu_kernels("off"):
+        expected = logits_of(load(pair.plain, dtype="float32"), TOKENS, torch.float32)
+    with filled_memory():
+        found = logits_of(load(pair.quantised, dtype="float32"), TOKENS, torch.float32)
+
+    assert distance(found, expected) < 1e-5
+
+
+def test_a_quantised_weight_that_nothing_packs_is_refused() -> None:
+    """A model does not compute with a matrix whose weights still wait: the error names a tensor."""
+    stored, matrix = StoredWeights(), torch.zeros(2, 4)
+    weight = QuantisedWeight(torch.ones(2, 4, dtype=torch.int8), torch.ones(2, 1), None, (1, 4))
+    stored.put("model.other.weight", matrix, weight)
+
+    with pytest.raises(ConfigError, match=r"^model: model\.other\.weight is quantised .*; use a checkpoint"):
+        stored.check_empty()
+    stored.fill(matrix)
+    stored.check_empty()
+    assert bool((matrix == 1).all())
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_codes_without_scales_are_refused(architecture: str, tmp_path: Path) -> None:
+    """Integers that config.json does not describe as quantised weights are not served as if they were weights."""
+    pair = make_pair("ct-int8-channel", tmp_path, architecture)
+    file = pair.quantised / "model.safetensors"
+    edit_config(pair.quantised, lambda values: values.pop("quantization_config"))
+    with pytest.raises(ConfigError, match=r"^model: .*_proj\.weight.*; use a checkpoint that matches config\.json"):
+        load(pair.quantised)
+
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("weight_scale")}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"^model: .*_proj\.weight has the type (int8|I8), .*; use a checkpoint"):
+        load(pair.quantised)
 
 
 def _weights_of(packed: PackedLinear) -> torch.Tensor:

@@ -27,7 +27,7 @@ from worker_svc.model.decoder_config import text_config
 from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
 from worker_svc.model.quantised import log_form
 from worker_svc.model.scheme import read_quantisation
-from worker_svc.model.weights import read_tensors
+from worker_svc.model.weights import check_unquantised, read_tensors
 
 _TEXT_OF = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 """Classes for several media; the class of `transformers` for their text part serves it."""
@@ -197,7 +197,10 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     loader: Any = AutoModelForCausalLM
     source: dict[str, Any] = {"pretrained_model_name_or_path": folder, "config": config}
-    if read_quantisation(folder) is not None or text_config(config) is not config:
+    quantised = read_quantisation(folder) is not None
+    if not quantised:
+        check_unquantised(folder)
+    if quantised or text_config(config) is not config:
         config = decoder_config(config)
         loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic class needs a folder
         source = {

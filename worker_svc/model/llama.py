@@ -198,6 +198,7 @@ class LlamaModel:
         weights, cuts = dict(self._named_weights(tensor_names(folder))), self._cuts()
         copy_weights(folder, weights, optional=tied, stored=stored if keeps else None, cuts=cuts)
         self._pack(stored)
+        stored.check_empty()
         log_form(num_packed=stored.num_packed, num_dequantised=stored.num_dequantised, dtype=self._dtype)
 
     def randomise(self, seed: int) -> None:

@@ -103,6 +103,8 @@ def pack(
             shared_gate=None if mixture.shared_gate is None else convert(mixture.shared_gate, "none"),
         )
 
+    if embedding is not None:
+        stored.fill(embedding)  # rows of an embedding are copied, so it is not packed
     packed = []
     layers.reverse()
     while layers:

@@ -132,16 +132,17 @@ class StoredWeights:
     """
 
     def __init__(self) -> None:
-        self._weights: dict[int, QuantisedWeight] = {}
+        self._weights: dict[int, tuple[str, QuantisedWeight]] = {}
+        """Names and weights by the address of their first row."""
         self._addresses: list[int] = []
         self.num_packed = 0
         """Weights that were packed as they are stored."""
         self.num_dequantised = 0
         """Weights that match no layout of the kernels."""
 
-    def put(self, rows: torch.Tensor, weight: QuantisedWeight) -> None:
-        """Keep a weight instead of filling `rows`, whole rows of a matrix."""
-        self._weights[rows.data_ptr()] = weight
+    def put(self, name: str, rows: torch.Tensor, weight: QuantisedWeight) -> None:
+        """Keep a weight of the checkpoint instead of filling `rows`, whole rows of a matrix."""
+        self._weights[rows.data_ptr()] = name, weight
         self._addresses.clear()
 
     def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear | None:
@@ -156,10 +157,30 @@ class StoredWeights:
         if result is not None:
             self.num_packed += len(parts)
             return result
+        self._dequantise(parts, matrix)
+        return None
+
+    def fill(self, matrix: torch.Tensor) -> None:
+        """Dequantise the weights of a matrix `[outputs, inputs]` into it, such as those of an embedding."""
+        self._dequantise(self._pop_all(matrix), matrix)
+
+    def check_empty(self) -> None:
+        """Check that each weight was packed or dequantised; call this when the model is complete.
+
+        Raises:
+            ConfigError: the matrix of a weight was not filled.
+        """
+        if self._weights:
+            names = sorted(name for name, _ in self._weights.values())
+            raise ConfigError(
+                f"model: {names[0]} is quantised in the checkpoint, which is not supported for this tensor"
+                f" ({len(names)} in total); use a checkpoint that keeps its type"
+            )
+
+    def _dequantise(self, parts: Mapping[int, QuantisedWeight], matrix: torch.Tensor) -> None:
         self.num_dequantised += len(parts)
         for row, part in parts.items():
             matrix[row : row + part.shape[0]].copy_(part.dequantised())
-        return None
 
     def _pop_all(self, matrix: torch.Tensor) -> dict[int, QuantisedWeight]:
         """Remove and return the weights of a matrix, by their first row, ascending."""
@@ -168,7 +189,7 @@ class StoredWeights:
         row_bytes = matrix.stride(0) * matrix.element_size()
         first, end = matrix.data_ptr(), matrix.data_ptr() + matrix.shape[0] * row_bytes
         found = self._addresses[bisect_left(self._addresses, first) : bisect_left(self._addresses, end)]
-        return {(address - first) // row_bytes: self._weights.pop(address) for address in found}
+        return {(address - first) // row_bytes: self._weights.pop(address)[1] for address in found}
 
 
 def log_form(*, num_packed: int, num_dequantised: int, dtype: torch.dtype) -> None:

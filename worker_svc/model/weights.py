@@ -34,6 +34,7 @@ from worker_svc.ranks.shard import Cut
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 _OTHER_MEDIA = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
 """First parts of the names of tensors that do not belong to the text part."""
 
@@ -99,11 +100,13 @@ def copy_weights(
                 " that matches config.json"
             )
         if isinstance(tensor, torch.Tensor):
+            if not tensor.is_floating_point():
+                raise _not_described(name, f"has the type {str(tensor.dtype).removeprefix('torch.')}")
             destination.copy_(cut.of(tensor) if cut else tensor)
         else:
             part = tensor.narrow(cut.dim, cut.span.begin, cut.span.length) if cut else tensor
             if stored is not None and part is not None:
-                stored.put(destination, part)
+                stored.put(name, destination, part)
             else:
                 whole = tensor.dequantised()
                 destination.copy_(cut.of(whole) if cut else whole)
@@ -115,6 +118,31 @@ def copy_weights(
         )
     if num_dequantised:
         log_form(num_packed=0, num_dequantised=num_dequantised, dtype=next(iter(destinations.values())).dtype)
+
+
+def check_unquantised(folder: Path) -> None:
+    """Check that a checkpoint in safetensors has no weights in integers; its config.json describes none.
+
+    Raises:
+        ConfigError: there are no weights, a file is damaged, or a weight is quantised.
+    """
+    for file in weight_files(folder):
+        if file.suffix == gguf.SUFFIX:
+            continue
+        with _opened(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                part = _split(name)[1]
+                if part in (*MAIN_PARTS, *SCALES):
+                    raise _not_described(name, "stores a quantised weight")
+                if part == "weight" and opened.get_slice(name).get_dtype() in _INTEGERS:
+                    raise _not_described(name, f"has the type {opened.get_slice(name).get_dtype()}")
+
+
+def _not_described(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"model: {name} {what}, but config.json does not describe it as quantised; use a checkpoint that matches"
+        " config.json"
+    )
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
