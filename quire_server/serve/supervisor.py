@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire_server.serve.child import Child
+from quire_server.serve.last_words import LastWords
 from quire_server.serve.layout import ChildSpec, Role, child_environment
 from quire_server.serve.output import LogForwarder
 from quire_server.serve.restarts import GiveUp, RestartPolicy
@@ -57,8 +58,8 @@ class _Slot:
     deaths: int = 0
     has_listened: bool = False
     """Whether the current child is a front end that listens."""
-    last_line: str = ""
-    """Last line of the current child on stderr."""
+    last_words: LastWords = field(default_factory=lambda: LastWords(""))
+    """What the current child has written to stderr."""
     listening: "asyncio.Future[Addresses]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -124,7 +125,7 @@ class Supervisor:
 
     async def _keep(self, slot: _Slot) -> None:
         while not self._stopping.is_set():
-            slot.last_line, slot.has_listened = "", False
+            slot.last_words, slot.has_listened = LastWords(f"quire {slot.spec.role.value}: "), False
             started = time.monotonic()
             pulse_file = self._pulse_dir / f"{slot.spec.name}.pulse"
             watchdog = Watchdog(pulse_file, self._watchdog_s)
@@ -137,7 +138,7 @@ class Supervisor:
                 )
                 exit_code = await self._watch(slot, slot.child, watchdog)
             except OSError as error:  # the system has no processes, memory or files left
-                slot.last_line = str(error)
+                slot.last_words.add(str(error))
                 exit_code = _NOT_STARTED
             if self._stopping.is_set():
                 return
@@ -164,7 +165,7 @@ class Supervisor:
         how = how_it_ended(exit_code)
         if isinstance(decision, GiveUp):
             if not self.failed.done():
-                why = slot.last_line or "no error message"
+                why = slot.last_words.reason or "no error message"
                 self.failed.set_result(f"{slot.spec.name} ended ({how}): {why}")
             await self._stopping.wait()
             return
@@ -172,7 +173,7 @@ class Supervisor:
             "process died",
             process=slot.spec.name,
             how=how,
-            last_line=slot.last_line,
+            reason=slot.last_words.reason,
             restart_in_s=decision.delay_s,
         )
         try:
@@ -193,10 +194,8 @@ class Supervisor:
     def _on_stderr(self, slot: _Slot, line: str) -> None:
         if not line.strip():
             return
-        own_error = f"quire {slot.spec.role.value}: "
-        slot.last_line = line.removeprefix(own_error)
         # A command's final error line is logged once, as the reason of its death.
-        if not line.startswith(own_error):
+        if not slot.last_words.add(line):
             self._output.forward(line)
 
 

@@ -185,6 +185,32 @@ def test_a_process_that_cannot_even_be_started_is_a_failure_too(tmp_path: Path) 
     run(scenario)
 
 
+def test_the_exception_that_ended_a_process_is_its_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The reason is the exception, even if a library writes more lines after it; an exception of a log line is not."""
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: sys.stderr.write('nanobind: leaked 3 types!\\nSee https://nanobind/leaks\\n'))\n"
+        "try: {}['a']\n"
+        "except KeyError as error: raise AttributeError('no such field') from error\n"
+    )
+    handled = (
+        "import sys, traceback\n"
+        "try: {}['a']\n"
+        "except KeyError: traceback.print_exc()\n"
+        'sys.stderr.write(\'{"event": "continued"}\\nlast words\'); sys.exit(1)'
+    )
+
+    async def scenario() -> None:
+        for source, reason in ((code, "AttributeError: no such field"), (handled, "last words")):
+            supervisor = Supervisor([spec("worker-0", Role.WORKER, source)], pulse_dir=tmp_path, grace_s=GRACE_S)
+            supervisor.start()
+            assert await supervisor.failed == f"worker-0 ended (exit code 1): {reason}"
+            await supervisor.stop()
+
+    run(scenario)
+    assert "leaked 3 types" in capfd.readouterr().err
+
+
 def test_the_output_of_children_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Lines of the children appear on stderr, also a last one without a line end; stdout stays empty."""
     code = "import sys; print('out'); sys.stderr.write('{\"event\": \"x\"}\\nlast words'); sys.exit(1)"

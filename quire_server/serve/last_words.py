@@ -1,0 +1,42 @@
+"""Finds in the stderr of a child process why the process ended.
+
+A command that fails prints one line with its name, which is the reason. The interpreter prints the exception of a
+failure that no code has caught at the end of a traceback. More lines may follow, from libraries that report leaks while
+the interpreter shuts down. A log line shows that the process continued after a traceback.
+"""
+
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class LastWords:
+    """Reads the stderr of one child, line by line.
+
+    Args:
+        command: what the error line of the child's command begins with, such as "quire worker: ".
+    """
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        self._error = ""
+        self._exception = ""
+        self._last_line = ""
+        self._in_traceback = False
+
+    @property
+    def reason(self) -> str:
+        """The command's error, else the exception that ended the process, else the last line; empty without output."""
+        return self._error or self._exception or self._last_line
+
+    def add(self, line: str) -> bool:
+        """Read a line that is not blank; return whether it is the command's error."""
+        self._last_line = line
+        if line.startswith(self._command):
+            self._error = line.removeprefix(self._command)
+            return True
+        if line.startswith(_TRACEBACK):
+            self._in_traceback = True
+        elif line.startswith("{"):
+            self._in_traceback, self._exception = False, ""
+        elif self._in_traceback and not line[0].isspace():
+            self._in_traceback, self._exception = False, line
+        return False
