@@ -65,7 +65,8 @@ def decoder_config(config: "PretrainedConfig") -> "PretrainedConfig":
     """Return `text_config`; the decoder of a model for several media ties its embeddings as the whole model says."""
     text: PretrainedConfig = config.get_text_config(decoder=True)
     if text is not config:
-        text.tie_word_embeddings = config.tie_word_embeddings
+        # Classes of models without a decoder, and some others, lack the field.
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
     return text
 
 

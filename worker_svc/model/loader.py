@@ -12,7 +12,7 @@ from shared.model_path import resolve_model, served_name
 from worker_svc.model import config as model_config
 from worker_svc.model.base import Model
 from worker_svc.model.config_reader import read_own
-from worker_svc.model.decoder_config import text_config
+from worker_svc.model.decoder_config import ModelConfig, text_config
 from worker_svc.model.fingerprint import fingerprint
 from worker_svc.model.registry import build_model, check_supported
 from worker_svc.ranks.group import Group
@@ -55,6 +55,33 @@ def load_model(
         ConfigError: the folder is invalid, the architecture is not supported, the weights do not match config.json, or
             `max_model_len` exceeds the model's positions.
     """
+    content, description = describe_model(config, device)
+    model = build_model(
+        description.architecture,
+        content,
+        description.folder,
+        random_weights=config.load_format == "random",
+        dtype=description.dtype,
+        device=device,
+        num_positions=description.max_model_len,
+        quantization=config.quantization,
+        group=group,
+    )
+    odd = [shape.head_dim for shape in model.kv_shapes if shape.head_dim % 4]
+    if odd and description.kv_dtype in QUANTISED:
+        raise ConfigError(
+            f"kv_cache_dtype: {config.kv_cache_dtype} needs heads whose size is a multiple of 4, not {odd[0]}; use auto"
+        )
+    return model, description
+
+
+def describe_model(config: WorkerConfig, device: torch.device) -> tuple[ModelConfig, ModelDescription]:
+    """Read config.json of the model that `config` names, adjusted to the settings; reads no weights.
+
+    Raises:
+        ConfigError: the folder is invalid, the architecture is not supported as far as config.json shows, or
+            `max_model_len` exceeds the model's positions.
+    """
     random_weights = config.load_format == "random"
     folder = resolve_model(config.model, weights=not random_weights)
     content = read_own(folder) or model_config.read_config(folder)
@@ -74,7 +101,7 @@ def load_model(
         )
     dtype = model_config.choose_dtype(content, config.dtype, device)
     kv_dtype = {"fp8": torch.uint8, "int8": torch.int8}.get(config.kv_cache_dtype, dtype)
-    description = ModelDescription(
+    return content, ModelDescription(
         name=config.served_model_name or served_name(config.model),
         architecture=architecture,
         fingerprint=fingerprint(
@@ -94,20 +121,3 @@ def load_model(
         weights_per_layer=model_config.weights_per_layer(content),
         folder=folder,
     )
-    model = build_model(
-        architecture,
-        content,
-        folder,
-        random_weights=random_weights,
-        dtype=description.dtype,
-        device=device,
-        num_positions=description.max_model_len,
-        quantization=config.quantization,
-        group=group,
-    )
-    odd = [shape.head_dim for shape in model.kv_shapes if shape.head_dim % 4]
-    if odd and kv_dtype in QUANTISED:
-        raise ConfigError(
-            f"kv_cache_dtype: {config.kv_cache_dtype} needs heads whose size is a multiple of 4, not {odd[0]}; use auto"
-        )
-    return model, description
