@@ -30,7 +30,7 @@ _DRAWN = sorted({*_ONCE_FAILED, *random.Random(0).sample(_TYPES, 40)})
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     yield
     transformers_logging.set_verbosity(level)
 

@@ -11,7 +11,7 @@ import transformers
 
 from kernels.paged_attention import paged_attention
 from shared.config import ConfigError
-from tests.worker_svc.driver import CPU
+from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.model import hf, hf_attention
 
 SIZES: dict[str, Any] = {
@@ -42,7 +42,7 @@ def load(architecture: str, *, num_layers: int, seed: int) -> None:
     """Loads a model of bfloat16 weights, drawn by the seed; raises ConfigError if it is refused."""
     config_class, sizes = FAMILIES[architecture]
     config = config_class(**sizes, num_hidden_layers=num_layers)
-    hf.load(architecture, config, Path("none"), seed=seed, dtype=torch.bfloat16, device=CPU)
+    hf.load(architecture, config, Path("none"), seed=seed, dtype=torch.bfloat16, device=CPU, num_positions=1024)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -56,6 +56,52 @@ def test_a_correct_model_passes_whatever_its_weights_are(architecture: str) -> N
             refused.append(str(error))
 
     assert not refused
+
+
+def longrope(**mscales: float) -> transformers.PretrainedConfig:
+    """A PhiMoE with a longrope scaling beyond 40 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 40, **mscales}
+    factors = {"short_factor": [1.5] * 8, "long_factor": [3.0] * 8}
+    return transformers.PhimoeConfig(
+        **SIZES | {"num_hidden_layers": 2, "num_local_experts": 4}, rope_parameters=rope | factors
+    )
+
+
+@pytest.mark.parametrize(("long_mscale", "is_served"), [(1.1, True), (1.3, False)])
+def test_a_class_whose_rows_depend_on_longer_rows_is_refused(long_mscale: float, is_served: bool) -> None:
+    """PhiMoE scales all rows of a batch by the length of the longest one; the trial has a row at the last positions."""
+    config = longrope(short_mscale=1.1, long_mscale=long_mscale)
+
+    def load_it() -> None:
+        folder = Path("none")
+        hf.load("PhimoeForCausalLM", config, folder, seed=0, dtype=torch.float32, device=CPU, num_positions=512)
+
+    if is_served:
+        load_it()
+    else:
+        with pytest.raises(ConfigError, match="differ from its own logits"):
+            load_it()
+
+
+def test_a_request_does_not_depend_on_the_length_of_its_neighbours(tmp_path: Path) -> None:
+    """PhiMoE with two scales is served with the long one for every row."""
+    config = longrope(short_mscale=1.1, long_mscale=1.3)
+    config.architectures = ["PhimoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    driver = Driver(make_engine(tmp_path, max_num_seqs=2, dtype="float32", load_format="random"))
+
+    def tokens() -> list[int]:
+        row = driver.admit(list(range(30, 50)))
+        driver.chunk(row, 20)
+        for _ in range(10):
+            driver.step()
+        return driver.leave(row)[20:30]
+
+    alone = tokens()
+    longer = driver.admit(list(range(5, 105)))
+    driver.chunk(longer, 100)
+
+    assert tokens() == alone
 
 
 FAULTS: dict[str, Callable[..., Arguments]] = {

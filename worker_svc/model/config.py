@@ -85,9 +85,10 @@ def position_limit(config: ModelConfig) -> int:
 def fix_long_rope(config: ModelConfig, num_positions: int) -> int:
     """Use one set of factors of a longrope scaling for all lengths, by a change of `config`.
 
-    `transformers` uses the long factors for all rows of a batch if its longest row exceeds the original length. The
-    tokens of a request would then depend on other requests, and cached keys on the length of their row. Therefore the
-    long factors are used for every row if the longest allowed row exceeds the original length, as in vLLM.
+    The factors are `long_factor`, and `long_mscale` of PhiMoE. `transformers` uses the long factors for all rows of
+    a batch if its longest row exceeds the original length. The tokens of a request would then depend on other requests,
+    and cached keys on the length of their row. Therefore the long factors are used for every row if the longest allowed
+    row exceeds the original length, as in vLLM.
 
     Args:
         config: all of config.json.
@@ -105,7 +106,9 @@ def fix_long_rope(config: ModelConfig, num_positions: int) -> int:
     original: int = rope.get("original_max_position_embeddings", text.max_position_embeddings)
     if num_positions <= original:
         return 0
-    text.rope_parameters = rope | {"short_factor": rope["long_factor"]}
+    text.rope_parameters = rope | {
+        f"short_{name.removeprefix('long_')}": value for name, value in rope.items() if name.startswith("long_")
+    }
     return original
 
 

@@ -123,6 +123,7 @@ def load(
     seed: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    num_positions: int,
     quantization: str = "none",
 ) -> TransformersModel:
     """Load the decoder that config.json names, with its weights on `device`.
@@ -134,6 +135,7 @@ def load(
         seed: draw random weights with this seed instead of reading them; None: read them.
         dtype: type of weights and activations.
         device: the device of the model.
+        num_positions: length of the longest sequence in tokens.
         quantization: quantization of the weights: "none", "int8" or "int4".
 
     Raises:
@@ -156,7 +158,7 @@ def load(
     try:
         with torch.inference_mode():
             model = TransformersModel(decoder, _probe(architecture, decoder, device))
-            distance = hf_trial.distance(decoder, model, device)
+            distance = hf_trial.distance(decoder, model, device, num_positions)
     except ConfigError:
         raise
     except Exception as error:  # a class that fails now would fail for a request
@@ -165,7 +167,28 @@ def load(
         raise _refusal(architecture, f"its logits with a paged KV cache differ from its own logits by {distance:.1%}")
     if kernels is not None:
         hf_packed.pack(decoder, quantization, kernels)
+        _try_packed(architecture, decoder, model, quantization, num_positions)
     return model
+
+
+def _try_packed(
+    architecture: str, decoder: PreTrainedModel, model: TransformersModel, quantization: str, num_positions: int
+) -> None:
+    """Compute the rows of the trial with packed weights.
+
+    Raises:
+        ConfigError: the forward pass fails, for example because a class reads the weight of a layer itself.
+    """
+    try:
+        with torch.inference_mode():
+            finite = hf_trial.has_finite_logits(decoder, model, torch.device("cpu"), num_positions)
+    except Exception as error:  # a class that fails now would fail for a request
+        why = f"its forward pass fails: {_first_line(error)}"
+    else:
+        if finite:
+            return
+        why = "its logits are not finite"
+    raise ConfigError(f"quantization: {quantization} is not supported for {architecture}: {why}; use none")
 
 
 def check_class(architecture: str, config: PretrainedConfig) -> None:

@@ -1,9 +1,12 @@
 """Trial at load: compares a decoder's logits with a paged KV cache to those of its own attention.
 
-Two short rows are computed in chunks with a small paged KV cache, and as a whole with the attention of the decoder's
-class. Both sides compute in float32, for every dtype of the weights. In 16 bits, rounding alone can change the logits
-of a deep model, or the experts of a mixture-of-experts model, more than an error does. In float32 rounding changes
-logits by about a millionth. The weights are not copied: each operation converts its inputs and drops them afterwards.
+Two short rows are computed together in chunks with a small paged KV cache, and each alone with the attention of the
+decoder's class. The first row has the first positions, the second one the last positions that will be served. So a
+class whose tokens depend on the length of other rows is found.
+
+Both sides compute in float32, for every dtype of the weights. In 16 bits, rounding alone can change the logits of a
+deep model, or the experts of a mixture-of-experts model, more than an error does. In float32 rounding changes logits by
+about a millionth. The weights are not copied: each operation converts its inputs and drops them afterwards.
 """
 
 from collections.abc import Sequence
@@ -29,34 +32,49 @@ _CHUNKS = (((0, 7), (0, 1)), ((7, _TOKENS), (1, _TOKENS)))
 """First and last position (exclusive) of each row in each step."""
 
 
-def distance(decoder: PreTrainedModel, model: Model, device: torch.device) -> float:
+def distance(decoder: PreTrainedModel, model: Model, device: torch.device, num_positions: int) -> float:
     """Return the largest difference of two logits, relative to the largest logit.
 
     Args:
         decoder: the decoder of `transformers`; its attention is `PAGED` before and after the call.
         model: the same decoder with a paged KV cache.
         device: the device of the weights.
+        num_positions: length of the longest sequence in tokens.
     """
-    vocab_size = text_config(decoder.config).vocab_size
-    tokens = torch.arange(1, 2 * _TOKENS + 1, device=device).remainder(vocab_size).view(2, _TOKENS)
+    tokens, positions = _rows(decoder, device, num_positions)
     with InFloat32():  # type: ignore[no-untyped-call]
-        paged = _paged_logits(model, tokens, device)
+        paged = _paged_logits(model, tokens, positions, device)
         decoder.set_attn_implementation("eager")
-        own = decoder(input_ids=tokens, use_cache=False).logits[:, -1]
+        first = decoder(input_ids=tokens[:1], use_cache=False)
+        last = decoder(input_ids=tokens[1:], position_ids=positions[1:], use_cache=False)
+        own = torch.cat((first.logits[:, -1], last.logits[:, -1]))
     decoder.set_attn_implementation(PAGED)
     return float((paged - own).abs().max()) / max(float(own.abs().max()), 1e-6)
 
 
-def _paged_logits(model: Model, tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the logits of the last token of each row, `[2, vocab_size] float32`."""
+def has_finite_logits(decoder: PreTrainedModel, model: Model, device: torch.device, num_positions: int) -> bool:
+    """Return whether the logits of the two rows are finite; the arguments are those of `distance`."""
+    return bool(_paged_logits(model, *_rows(decoder, device, num_positions), device).isfinite().all())
+
+
+def _rows(decoder: PreTrainedModel, device: torch.device, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and positions of the two rows, each `[2, _TOKENS]`."""
+    vocab_size = text_config(decoder.config).vocab_size
+    tokens = torch.arange(1, 2 * _TOKENS + 1, device=device).remainder(vocab_size).view(2, _TOKENS)
+    positions = torch.arange(_TOKENS, device=device)
+    return tokens, torch.stack((positions, positions + max(0, num_positions - _TOKENS)))
+
+
+def _paged_logits(model: Model, tokens: torch.Tensor, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the logits of the last token of each row, `[2, vocab_size]`."""
     blocks_per_row = _TOKENS // _BLOCK_SIZE
     caches = [
         (torch.zeros(size, device=device), torch.zeros(size, device=device))
         for size in ((2 * blocks_per_row, s.num_kv_heads, _BLOCK_SIZE, s.head_dim) for s in model.kv_shapes)
     ]
     tables = torch.arange(2 * blocks_per_row, dtype=torch.int32, device=device).view(blocks_per_row, 2).T.contiguous()
-    positions = torch.arange(_TOKENS, device=device)
-    slots = tables[:, positions // _BLOCK_SIZE].long() * _BLOCK_SIZE + positions % _BLOCK_SIZE
+    places = torch.arange(_TOKENS, device=device)
+    slots = tables[:, places // _BLOCK_SIZE].long() * _BLOCK_SIZE + places % _BLOCK_SIZE
     logits = torch.empty(0)
     for spans in _CHUNKS:
         lengths = [end - start for start, end in spans]
@@ -70,7 +88,7 @@ def _paged_logits(model: Model, tokens: torch.Tensor, device: torch.device) -> t
         )
         logits = model.forward(
             torch.cat([tokens[row, span] for row, span in taken]),
-            torch.cat([positions[span] for _, span in taken]),
+            torch.cat([positions[row, span] for row, span in taken]),
             attention,
             caches,
             torch.tensor([lengths[0] - 1, sum(lengths) - 1], device=device),

@@ -76,6 +76,7 @@ def build_model(
             seed=_RANDOM_SEED if random_weights else None,
             dtype=dtype,
             device=device,
+            num_positions=num_positions,
             quantization=quantization,
         )
     if group is not None:
