@@ -6,19 +6,29 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from kernels.native.library import native_levels
+from kernels.linear import PackedLinear, quantise
+from kernels.native.library import Native, native_levels
 from kernels.native.serving import native
 from shared.config import ConfigError, WorkerConfig
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.memory.kv_pool import allocate
+from worker_svc.model import hf_packed
 from worker_svc.model.base import AttentionInputs, Model
 from worker_svc.model.families import ARCHITECTURES
 from worker_svc.model.loader import load_model
 
 LEVELS = [kernels.level_name for kernels in native_levels()]
+_TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
 LENGTHS = (1, 37, 3, 90, 2)
 """Tokens of each row of the batch that is compared; the first are decode rows."""
 BLOCK_SIZE = 16
@@ -165,6 +175,52 @@ def test_decoders_of_transformers_are_quantised_too(
         found = logits_of(load(folder, dtype="float32", quantization=quantization), tokens, torch.float32)
 
     assert 0 < float((found - exact).norm() / exact.norm()) < most
+
+
+_MIXTURES = {
+    "HunYuanMoEV1ForCausalLM": transformers.HunYuanMoEV1Config(
+        **_TINY, num_experts=4, moe_topk=2, num_key_value_heads=2, head_dim=16, intermediate_size=64
+    ),
+    "JetMoeForCausalLM": transformers.JetMoeConfig(
+        **_TINY, num_local_experts=4, num_experts_per_tok=2, num_key_value_heads=2, kv_channels=16
+    ),
+}
+
+
+def mixture(architecture: str, folder: Path) -> Path:
+    """A folder with config.json of a mixture that names its routers as no other class does."""
+    config = _MIXTURES[architecture]
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", _MIXTURES)
+def test_routers_of_transformers_are_not_quantised(
+    architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Layers below a module that is named as a router keep their type: no product has as many outputs as experts."""
+    outputs: list[int] = []
+
+    def record(weight: torch.Tensor, bias: torch.Tensor | None, *, kernels: Native) -> PackedLinear:
+        outputs.append(len(weight))
+        return quantise(weight, bias, kernels=kernels)
+
+    monkeypatch.setattr(hf_packed, "quantise", record)
+    load(mixture(architecture, tmp_path), dtype="float32", quantization="int8", load_format="random")
+
+    assert outputs
+    assert 4 not in outputs
+
+
+def test_a_class_that_cannot_compute_with_packed_weights_is_refused_at_load(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The decoder computes a step after its layers were replaced; HunYuan reads the weight of its router."""
+    monkeypatch.setattr(hf_packed, "_ROUTERS", set[str]())
+
+    with pytest.raises(ConfigError, match=r"^quantization: int8 is not supported for HunYuan.* fails: .*; use none$"):
+        load(mixture("HunYuanMoEV1ForCausalLM", tmp_path), quantization="int8", load_format="random")
 
 
 def test_fp8_weights_are_not_made_at_load(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Quantised weights in decoders of `transformers` on a CPU: their linear layers run on packed products of `kernels`.
 
-The modules that compute linear layers are replaced after the trial of `hf`, which checks the decoder itself. The LM
-head has int8 weights for both kinds, as in `llama_packed`, and keeps its type if it is also the embedding. Routers of
-mixtures keep their type, and so do experts that a class holds in one tensor.
+The modules that compute linear layers are replaced after the trial of `hf`, which checks the decoder itself. `hf` then
+computes the trial's rows again. The LM head has int8 weights for both kinds, as in `llama_packed`, and keeps its type
+if it is also the embedding. Routers of mixtures and gates of shared experts keep their type, and so do experts that a
+class holds in one tensor.
 """
 
 from typing import Any
@@ -18,8 +19,8 @@ from kernels.native.structures import FORMATS
 from shared.config import ConfigError
 from shared.logging import get_logger
 
-_ROUTERS = ("gate", "router")
-"""Last parts of the names of layers that choose experts."""
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Parts of the names of layers that choose or weigh experts, such as "mlp.gate" and "mlp.router.layer"."""
 
 
 class PackedModule(torch.nn.Module):
@@ -63,13 +64,14 @@ def pack(decoder: PreTrainedModel, quantization: str, kernels: Native) -> None:
     embedding = decoder.get_input_embeddings()
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     num_packed = 0
-    for parent in list(decoder.modules()):
+    for path, parent in list(decoder.named_modules()):
         for name, module in list(parent.named_children()):
-            if name in _ROUTERS or (module is head and tied):
+            if not _ROUTERS.isdisjoint((*path.split("."), name)) or (module is head and tied):
                 continue
-            if isinstance(module, torch.nn.Linear):
+            # A subclass may compute something else than a product.
+            if type(module) is torch.nn.Linear:
                 weight = module.weight
-            elif isinstance(module, Conv1D):  # GPT-2's linear layer, which holds the transposed weight
+            elif type(module) is Conv1D:  # GPT-2's linear layer, which holds the transposed weight
                 weight = module.weight.t().contiguous()
             else:
                 continue
