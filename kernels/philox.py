@@ -10,18 +10,18 @@ depends only on the request's seed and the position. This module is the specific
                choice:   which of the n choices of the request, from 0
     words    = philox4x32(counter, key): ten rounds, the paper's multipliers and Weyl constants (as Random123)
     word     = words[vocab_index % 4]
-    u        = ((word >> 9) + 0.5) · 2⁻²³            in float32
-    gumbel   = the float32 nearest to -ln(-ln(u))
+    u        = min((word + 0.5) · 2⁻³², 1 - 2⁻²⁴)    in float32, each operation rounded to nearest
+    gumbel   = the float32 nearest to -ln(-ln(1 - u))
 
-The words are bit-equal in torch and in Triton, and so is ``u``. ``word >> 9`` has 23 bits; with the added half it
-fits float32's 24-bit significand exactly, without rounding: 2⁻²⁴ <= u <= 1 - 2⁻²⁴. One more bit would be rounded, up to
-u = 1, whose gumbel is infinite. In a vocabulary of 128 k this would affect a token in 1 of 130 draws, and that token
-would win with any logit. There are only 2²³ values of ``u``. For all of them but one (0.3679, with gumbel 2e-8 ± 1e-15)
-logarithms in double precision, with an error of one unit in the last place, round to the same float32. The noise is
-thus the same on every CPU. Triton computes in float32, with an error of a few 1e-6.
+The words are bit-equal in torch and in Triton, and so is ``u``. Small values of ``u`` make large noise, and they are
+the ones that a float32 holds with most digits: all 32 bits of a word below 2²⁴ count, 24 bits of a larger one. Rounding
+would make the largest words 1, whose noise is -inf; hence the minimum. It affects the smallest noise only, of a token
+in 2²⁵. ``u`` has about 8e7 values. For all but 5 of them, logarithms in double precision, with an error of one unit
+in the last place, round to the same float32. The noise is thus the same on every CPU. Triton computes in float32, with
+an error of a few 1e-6.
 
-Gumbel values lie in [-2.82, 16.64]. A token more than 19.45 nats below the best one is therefore never drawn; its
-probability is below 4e-9.
+Gumbel values lie in [-2.82, 22.88]. A token more than 25.7 nats below the best one is therefore never drawn; its
+probability is below 7e-12.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
+_LARGEST = 1 - 2.0**-24
 
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -85,10 +86,10 @@ def _words_of_group(seed: torch.Tensor, position: torch.Tensor, choice: torch.Te
 
 
 def uniform_from_words(words: torch.Tensor) -> torch.Tensor:
-    """Return ``u = ((word >> 9) + 0.5) · 2⁻²³`` in float32, exact; strictly between 0 and 1."""
-    return ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    """Return ``u = min((word + 0.5) · 2⁻³², 1 - 2⁻²⁴)`` in float32; strictly between 0 and 1."""
+    return ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=_LARGEST)
 
 
 def gumbel_from_words(words: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise in float32, finite for every word."""
-    return uniform_from_words(words).double().log_().neg_().log_().neg_().float()
+    return uniform_from_words(words).double().neg_().log1p_().neg_().log_().neg_().float()

@@ -25,10 +25,18 @@ def philox_words_tile(
 @jit
 def uniform_tile(words: tl.tensor) -> tl.tensor:
     """Device function of `uniform_from_words`."""
-    return ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
+    uniform = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    return tl.minimum(uniform, 0.999999940395355224609375)  # 1 - 2 ** -24
 
 
 @jit
 def gumbel_tile(words: tl.tensor) -> tl.tensor:
-    """Device function of `gumbel_from_words`, with an error of a few 1e-6."""
-    return -tl.log(-tl.log(uniform_tile(words)))
+    """Device function of `gumbel_from_words`, with an error of a few 1e-6.
+
+    A float32 has no digits for the logarithm of a number near 1, so a series computes it.
+    """
+    uniform = uniform_tile(words)
+    ratio = uniform / (2.0 - uniform)
+    square = ratio * ratio
+    series = 2.0 * ratio * (1.0 + square * (1.0 / 3.0 + square * (0.2 + square * (1.0 / 7.0))))
+    return -tl.log(tl.where(uniform < 0.25, series, -tl.log(1.0 - uniform)))

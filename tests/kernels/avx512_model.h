@@ -198,6 +198,9 @@ inline __m512 model_abs(__m512 x) { return QUIRE_LANES(std::fabs(x.lane[i])); }
 inline __m512 model_round(__m512 x) { return QUIRE_LANES(std::nearbyint(x.lane[i])); }
 inline __m512 model_scalef(__m512 x, __m512 n) { return QUIRE_LANES(avx512_model::scalef(x.lane[i], n.lane[i])); }
 inline __m512 model_to_float(__m512i x) { return QUIRE_LANES(static_cast<float>(x.lane[i])); }
+inline __m512 model_unsigned_to_float(__m512i x) {
+  return QUIRE_LANES(static_cast<float>(static_cast<std::uint32_t>(x.lane[i])));
+}
 inline __m512i model_rounded(__m512 x) {
   return avx512_model::ints([=](int i) { return avx512_model::rounded(x.lane[i]); });
 }
@@ -308,6 +311,7 @@ inline void static_assert_nearest() {
 #define _mm512_extractf32x8_ps(x, half) model_half(x, half)
 #define _mm512_castsi512_ps(x) avx512_model::cast<__m512>(x)
 #define _mm512_cvtepi32_ps(x) model_to_float(x)
+#define _mm512_cvtepu32_ps(x) model_unsigned_to_float(x)
 #define _mm512_cvtps_epi32(x) model_rounded(x)
 #define _mm512_cvtepi32_epi8(x) avx512_model::low_bytes(x)
 // VPMOVSXBD: sixteen signed bytes to 32 bits.

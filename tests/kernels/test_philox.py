@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -63,28 +65,51 @@ def test_words_at_chosen_indices_are_the_same_words() -> None:
     assert torch.equal(philox.random_words_at(seed, position, choice, index), everything.gather(1, index))
 
 
-def test_uniform_is_exact_and_never_0_or_1() -> None:
-    """The uniform number is exactly ((word >> 9) + 1/2) / 2**23 over its whole range, and its gumbel is finite."""
-    words = torch.tensor([0, 511, 512, 0x80000000, MASK - 512, MASK])
-    exact = [((int(word) >> 9) + 0.5) / 2**23 for word in words]
+def test_uniform_is_rounded_once_and_never_0_or_1() -> None:
+    """The uniform number is (word + 1/2) / 2**32 in float32, exact for small words, and its gumbel is finite."""
+    words = torch.tensor([0, 1, 511, (1 << 23) - 1, (1 << 24) + 3, 0x80000000, MASK - 512, MASK])
+    exact = [(int(word) + 0.5) / 2**32 for word in words]
     uniform = philox.uniform_from_words(words)
 
     assert uniform.dtype == torch.float32
-    assert uniform.tolist() == exact
+    assert uniform[:4].tolist() == exact[:4]
+    torch.testing.assert_close(uniform.double(), torch.tensor(exact).double(), rtol=2.0**-23, atol=0)
     assert 0 < uniform.min() < uniform.max() < 1
     gumbel = philox.gumbel_from_words(words)
-    torch.testing.assert_close(gumbel.double(), -torch.log(-torch.log(torch.tensor(exact).double())))
+    torch.testing.assert_close(gumbel.double(), -torch.log(-torch.log1p(-uniform.double())))
     assert gumbel.isfinite().all()
 
 
-def test_gumbel_is_the_nearest_float32() -> None:
-    """The gumbel is the float32 nearest to the exact value, for every uniform number but the one nearest to 1/e.
+@pytest.mark.parametrize("nats", [17.0, 19.0, 21.0])
+def test_every_bit_of_a_word_makes_noise(nats: float) -> None:
+    """Noise exceeds g for a share 1 - exp(-exp(-g)) of all words, so that improbable tokens are drawn."""
+    low, high = 0, 1 << 32  # the noise of `low` exceeds `nats`, that of `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        exceeds = bool(philox.gumbel_from_words(torch.tensor([middle])) > nats)
+        low, high = (middle, high) if exceeds else (low, middle)
+
+    assert high / 2**32 == pytest.approx(-math.expm1(-math.exp(-nats)), rel=1e-6, abs=2.0**-32)
+
+
+_DOUBTFUL = [57943856, 1162825344, 2708806656, 2710261760, 2714937088]
+
+
+@pytest.mark.parametrize("exponent", [23, 25, 30, pytest.param(None, marks=pytest.mark.release)])
+def test_gumbel_is_the_nearest_float32(exponent: int | None) -> None:
+    """The gumbel is the float32 nearest to the exact value, for every uniform number but those of five words.
 
     Logarithms in double precision decide it: the values at twice their error on either side round to the same float32.
+    The words below 2**24 have a number each; above, an exponent has 2**23 numbers. None: all of them.
     """
-    u = (torch.arange(1 << 23, dtype=torch.float64) + 0.5) * 2.0**-23
-    exact = -torch.log(-torch.log(u))
-    error = 2 * 2.3e-16 * (1 + exact.abs())
-    doubtful = (exact - error).float() != (exact + error).float()
+    doubtful: list[int] = []
+    for power in (exponent,) if exponent is not None else range(23, 32):
+        begin, end, step = (0, 1 << 24, 1) if power == 23 else (1 << power, 2 << power, 1 << (power - 23))
+        for first in range(begin, end, step << 21):
+            words = torch.arange(first, first + (step << 21), step)
+            exact = -torch.log(-torch.log1p(-philox.uniform_from_words(words).double()))
+            error = 2 * 2.3e-16 * (1 + exact.abs())
+            doubtful += words[(exact - error).float() != (exact + error).float()].tolist()
 
-    assert doubtful.nonzero().flatten().tolist() == [3085996]
+    expected = _DOUBTFUL if exponent is None else [word for word in _DOUBTFUL if word >> exponent == 1]
+    assert doubtful == expected

@@ -20,6 +20,7 @@ from transformers.generation.logits_process import (
 
 from kernels.native.library import Native, native_levels
 from kernels.native.sampling import sample_native
+from kernels.philox import gumbel_from_words, random_words
 from kernels.sampling import (
     SamplingTensors,
     _survivors,
@@ -219,6 +220,20 @@ def test_draws_follow_the_softmax(filters: dict[str, Any]) -> None:
     # Wilson-Hilferty: the upper 1e-4 quantile of chi-squared (the noise is fixed, so this never flickers).
     limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
     assert statistic < limit
+
+
+@pytest.mark.parametrize("kernels", [None, *native_levels()], ids=lambda each: each.level_name if each else "torch")
+def test_a_token_of_a_probability_of_1e8_is_drawn_by_its_noise(kernels: Native | None) -> None:
+    """Noise reaches 22.87, so that a token 18 nats below the best one wins if its noise says so."""
+    seed, token, noise = torch.tensor([20524]), 1552, 18.1464691
+    own = random_words(seed, torch.zeros(1).int(), torch.zeros(1).int(), 4096)
+    first = float(gumbel_from_words(own[:, :1]))
+    for ahead, winner in ((1e-3, token), (-1e-3, 0)):
+        logits = torch.full((1, 4096), -60.0)
+        logits[0, 0], logits[0, token] = 0.0, first - noise + ahead
+        params = sampling(1, seed=seed)
+        found = sample_reference(logits, params) if kernels is None else sample_native(logits, params, kernels)
+        assert found.tolist() == [winner]
 
 
 @pytest.mark.parametrize("what", ["position", "choice", "seed"])

@@ -176,12 +176,13 @@ inline void in_order(W w0, W w1, W w2, W w3, V* words) {
   words[0] = half(w0.a, w1.a, w2.a, w3.a);
   words[1] = half(w0.b, w1.b, w2.b, w3.b);
 }
-// Returns 1 - u of 16 words exactly: (m + 0.5) / 2^23, where m is the complement of the 23 highest bits.
-inline V rest_of_one(V words) {
+// Converts 16 unsigned words.
+inline V words_as_float(V words) {
   const auto one = [](__m256 x) {
-    const __m256i m = _mm256_srli_epi32(_mm256_xor_si256(_mm256_castps_si256(x), _mm256_set1_epi32(-1)), 9);
-    const __m256i above_one = _mm256_or_si256(m, _mm256_set1_epi32(0x3f800000));
-    return _mm256_sub_ps(_mm256_castsi256_ps(above_one), _mm256_set1_ps(0x0.ffffffp0f));
+    const __m256i word = _mm256_castps_si256(x);
+    const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(word, 16));
+    const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(word, _mm256_set1_epi32(0xffff)));
+    return _mm256_fmadd_ps(high, _mm256_set1_ps(0x1p16f), low);
   };
   return {one(words.a), one(words.b)};
 }

@@ -99,11 +99,7 @@ inline void in_order(W w0, W w1, W w2, W w3, V* words) {
   words[0] = _mm512_castsi512_ps(_mm512_unpacklo_epi64(first, second));
   words[1] = _mm512_castsi512_ps(_mm512_unpackhi_epi64(first, second));
 }
-inline V rest_of_one(V words) {
-  const W m = _mm512_srli_epi32(_mm512_xor_si512(_mm512_castps_si512(words), _mm512_set1_epi32(-1)), 9);
-  const W above_one = _mm512_or_si512(m, _mm512_set1_epi32(0x3f800000));
-  return _mm512_sub_ps(_mm512_castsi512_ps(above_one), _mm512_set1_ps(0x0.ffffffp0f));
-}
+inline V words_as_float(V words) { return _mm512_cvtepu32_ps(_mm512_castps_si512(words)); }
 
 inline void prefetch_near(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 inline void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }

@@ -140,11 +140,11 @@ inline void in_order(W w0, W w1, W w2, W w3, V* words) {
     std::memcpy(&words[i / 16].lane[i % 16], &word, sizeof word);
   }
 }
-inline V rest_of_one(V words) {
+inline V words_as_float(V words) {
   return each([&](int i) {
     uint32_t word;
     std::memcpy(&word, &words.lane[i], sizeof word);
-    return (static_cast<float>(~word >> 9) + 0.5f) * 0x1p-23f;
+    return static_cast<float>(word);
   });
 }
 

@@ -97,6 +97,26 @@ def test_noise_is_bit_equal_to_torch() -> None:
     torch.testing.assert_close(gumbel, gumbel_from_words(expected), rtol=1e-6, atol=2e-6)
 
 
+@kernel
+def _word_kernel(words_ptr: tl.tensor, uniform_ptr: tl.tensor, gumbel_ptr: tl.tensor, COUNT: tl.constexpr) -> None:
+    """One program: the noise of COUNT words."""
+    place = tl.arange(0, COUNT)
+    words = tl.load(words_ptr + place).to(tl.uint32)
+    tl.store(uniform_ptr + place, uniform_tile(words))
+    tl.store(gumbel_ptr + place, gumbel_tile(words))
+
+
+def test_noise_of_every_size_of_word_is_that_of_torch() -> None:
+    """The smallest words, whose noise is largest, and those at each power of two: equal uniforms, near gumbels."""
+    powers = [min(max((1 << power) + step, 0), (1 << 32) - 1) for power in range(33) for step in range(-3, 4)]
+    words = torch.tensor((powers + [0] * 256)[:256])
+    uniform, gumbel = torch.zeros(2, 256)
+    _word_kernel[(1,)](words, uniform, gumbel, COUNT=256)
+
+    assert torch.equal(uniform, uniform_from_words(words))
+    torch.testing.assert_close(gumbel, gumbel_from_words(words), rtol=1e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("vocab_size", [5, 1024, 2500])
 def test_draws_are_the_references(vocab_size: int) -> None:
     """Greedy, plain and truncating rows of one batch get the reference's tokens."""
