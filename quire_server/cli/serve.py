@@ -30,7 +30,7 @@ def configure(parser: OneLineParser) -> None:
     parser.remedies = REMEDIES
     parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     add_serve_flags(parser)
-    parser.add_argument("--port", dest="http_port", type=int, metavar="INT", help="the same as --http-port INT")
+    parser.add_argument("--port", type=int, metavar="INT", help="the same as --http-port INT")
     parser.add_argument(
         "--api-key",
         action="append",
@@ -72,6 +72,13 @@ def run(options: Namespace) -> int:
         if options.model is not None:
             raise ConfigError(f"model: given twice, as {options.served!r} and with --model; give one")
         options.model = options.served
+    if options.port is not None:
+        if options.http_port is not None:
+            raise ConfigError(
+                f"http_port: given twice, as --port {options.port} and --http-port {options.http_port}; give one"
+                " (--grpc-port is the other port)"
+            )
+        options.http_port = options.port
     if options.api_key:
         # The front ends inherit the variable; a flag of theirs would be visible to every user of the machine.
         given = os.environ.get(API_KEY_VARIABLE)

@@ -59,6 +59,12 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
             1,
             "quire serve: http_port (--http-port): 99999 is too large; give at most 65535",
         ),
+        (
+            ["serve", "--port", "8000", "--http-port", "8001"],
+            1,
+            "quire serve: http_port: given twice, as --port 8000 and --http-port 8001; give one (--grpc-port is the"
+            " other port)",
+        ),
         (["serve", "--workers", "0"], 1, "quire serve: workers (--workers): 0 is too small; give at least 1"),
         (
             ["serve", "--kv-cache-memory", "5 pounds"],
