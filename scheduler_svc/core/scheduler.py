@@ -349,10 +349,11 @@ class Scheduler:
         self._fleet_changed(now)
         if not event.move:
             return
-        # A request that fits on no other worker finishes here.
-        longest = max((other.max_model_len for other in self._fleet if not other.draining), default=0)
+        # A request that no other worker can carry as far as this one finishes here.
         for row in worker.rows.occupied():
-            if worker.rows.limit[row] <= longest:
+            request = worker.rows.requests[row]
+            assert request is not None
+            if worker.rows.limit[row] <= self._requests.backlog.kinds.longest(request):
                 self._requests.displace(worker.vacate(row), "moved", f"moved away from {worker.worker_id}", now)
 
     def _resume_requested(self, event: ev.ResumeRequested, now: float) -> None:
@@ -429,13 +430,23 @@ class Scheduler:
         for request, token in settled.stopped:
             self._requests.end(request, EndReason.STOP, now, stop_token_id=token)
         for request in settled.at_limit:
-            self._requests.end(request, EndReason.LENGTH, now)
+            self._at_limit(worker, request, now)
         for row in settled.ending:
             # Another request of the step may have ended for this one, or its row failed.
             if worker.rows.state[row] != FREE:
                 self._requests.last_step_planned(worker.vacate(row))
         for request, values in settled.embedded:
             self._requests.end(request, EndReason.EMBEDDED, now, embedding=values)
+
+    def _at_limit(self, worker: Worker, request: Request, now: float) -> None:
+        """End a request at its own limit; at the end of the worker's context it waits for a longer worker."""
+        if request.limit <= worker.max_model_len:
+            self._requests.end(request, EndReason.LENGTH, now)
+            return
+        running = self._requests.row_of(request)
+        if running is not None:
+            worker.vacate(running)
+        self._requests.displace(request, "moved", f"filled the context of {worker.worker_id}", now)
 
     def _rows_failed(self, worker: Worker, settled: Settled, now: float) -> None:
         """End or requeue the requests whose rows failed, and requeue those that share invalid KV with them."""

@@ -66,7 +66,7 @@ class Stream:
         self.row_failed = False
         """Whether a row of it was reported as failed."""
         self.context = math.inf
-        """The shortest context of the workers on which it ran."""
+        """Context of the worker on which it ran last."""
         self.epoch: Epoch | None = None
         """The worker that has it, in a row or in its last step."""
         self.row: tuple[int, int] | None = None
@@ -93,7 +93,7 @@ class Stream:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of its longest possible sequence, on the workers on which it ran."""
+        """Number of tokens of its longest possible sequence, on the worker on which it ran last."""
         longest = len(self.demand.prompt) + self.demand.max_tokens
         return longest if longest < self.context else int(self.context)
 

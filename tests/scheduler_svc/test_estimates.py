@@ -148,6 +148,7 @@ def _rows(running: int, limit: int = 17) -> RowTable:
     for _ in range(running):
         rows.occupy(
             make_request(prompt=5, limit=limit),
+            limit=limit,
             frontend_index=0,
             blocks=np.arange(2),
             num_computed=0,
@@ -194,6 +195,7 @@ def test_the_worst_case_follows_requests_that_come_and_go() -> None:
     capacity, rows = Capacity("guaranteed_no_evict", 20), _rows(3, limit=17)
     row = rows.occupy(
         make_request(prompt=5, limit=30),
+        limit=30,
         frontend_index=0,
         blocks=np.arange(2),
         num_computed=0,

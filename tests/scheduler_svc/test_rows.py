@@ -23,7 +23,9 @@ def test_a_rows_tokens_are_all_there_when_its_request_leaves(max_rows: int, step
 
     def occupy() -> None:
         request = make_request(prompt=PROMPT, limit=1 << 20)
-        row = rows.occupy(request, frontend_index=0, blocks=np.arange(2), num_computed=0, num_shared=0, rank=0.0)
+        row = rows.occupy(
+            request, limit=request.limit, frontend_index=0, blocks=np.arange(2), num_computed=0, num_shared=0, rank=0.0
+        )
         generated[row] = []
 
     def vacate(row: int) -> None:

@@ -202,7 +202,9 @@ def test_rows_keep_every_token_however_many_a_step_adds() -> None:
     wanted: dict[int, list[int]] = {}
     for _ in range(3):
         request = make_request(prompt=2, limit=1 << 20)
-        row = rows.occupy(request, frontend_index=0, blocks=np.arange(1), num_computed=0, num_shared=0, rank=0.0)
+        row = rows.occupy(
+            request, limit=request.limit, frontend_index=0, blocks=np.arange(1), num_computed=0, num_shared=0, rank=0.0
+        )
         wanted[row] = []
     for _ in range(1500):
         taking_part = sorted(chance.sample(range(3), chance.randint(1, 3)))
@@ -288,7 +290,15 @@ def _played(num_rows: int, machine: _Machine, acceptance: list[float], steps: in
     for _ in range(num_rows):
         request = make_request(prompt=2, limit=1 << 20)
         rows.start_decoding(
-            rows.occupy(request, frontend_index=0, blocks=np.arange(1), num_computed=0, num_shared=0, rank=0.0)
+            rows.occupy(
+                request,
+                limit=request.limit,
+                frontend_index=0,
+                blocks=np.arange(1),
+                num_computed=0,
+                num_shared=0,
+                rank=0.0,
+            )
         )
     decoding, base_s, plain_s, spent_s = rows.decoding, 0.02, 0.0, 0.0
     for _ in range(steps):

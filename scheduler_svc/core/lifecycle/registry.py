@@ -80,6 +80,11 @@ class RequestRegistry:
         """Return the live request of a stream, or None."""
         return self._requests.get(RequestKey(frontend, stream))
 
+    def row_of(self, request: Request) -> int | None:
+        """Return the row of a running request, or None."""
+        running = self._states.row_of(request.key)
+        return None if running is None else running[1]
+
     def find(self, request_id: str) -> list[Request]:
         """Return the live requests with this id.
 

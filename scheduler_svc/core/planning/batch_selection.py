@@ -351,7 +351,7 @@ class Admission:
 
         Drained workers do not count: they may never take requests again.
         """
-        kinds = [kind for kind in self._backlog.kinds if kind.embeds or not request.spec.pooling]
+        kinds = [kind for kind in self._backlog.kinds.all if kind.embeds or not request.spec.pooling]
         if not kinds:
             return "the served model makes no embeddings; use one that does"
         longest = max(kind.max_model_len for kind in kinds)

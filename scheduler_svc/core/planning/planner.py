@@ -347,9 +347,9 @@ class Planner:
             self._swap_ins.append(self._worker.swap.back(room.swapped.host_blocks, blocks))
             num_computed = room.swapped.num_tokens
             self._worker.release_swapped(request, last_step=self._worker.last_step + 1)
-        request.limit = min(request.limit, self._worker.max_model_len)
         row = self._rows.occupy(
             request,
+            limit=self._worker.limit_of(request),
             frontend_index=self._frontends[request.key.frontend],
             blocks=blocks,
             num_computed=num_computed,

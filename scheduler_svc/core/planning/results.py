@@ -44,6 +44,7 @@ class Settled:
     stopped: list[tuple[Request, int]] = field(default_factory=list)
     """Requests whose newest token is one of their stop tokens, with that token."""
     at_limit: list[Request] = field(default_factory=list)
+    """Requests that have all tokens that they may have on this worker."""
     ending: Sequence[int] = ()
     """Rows that reach their limit with the steps in flight, because drafts were accepted: no further step is due."""
     failed: list[FailedRequest] = field(default_factory=list)
@@ -271,7 +272,8 @@ def _settle_drafts(
 
 def _settle_late(worker: Worker, request: Request, token: int, settled: Settled, now: float) -> bool:
     """Apply a token of a request that has left its row; return whether a further token of the step may follow."""
-    if request.state is RequestState.FINISHED:
+    # A step that was planned before drafts filled the worker's context samples beyond it.
+    if request.state is RequestState.FINISHED or len(request.tokens) >= worker.max_model_len:
         worker.counters.discarded_tokens += 1
         return False
     index = request.num_generated
@@ -283,7 +285,9 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled,
     if worker.facts.holds(token in request.stop_token_ids):
         settled.stopped.append((request, token))
         return False
-    if len(request.tokens) >= request.limit:
+    if len(request.tokens) >= request.limit or (
+        request.state is RequestState.ENDING and len(request.tokens) >= worker.max_model_len
+    ):
         settled.at_limit.append(request)
         return False
     return True

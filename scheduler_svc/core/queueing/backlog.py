@@ -27,7 +27,8 @@ from scheduler_svc.core.queueing.holding import Holding
 from scheduler_svc.core.queueing.policies import KeyedQueue, Policy, WaitingQueue
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.worker import Kind, Match, Worker
+from scheduler_svc.core.workers.kinds import Kinds, Scope
+from scheduler_svc.core.workers.worker import Match, Worker
 from shared.prefix_keys import BlockKey
 
 MAX_PREFIX_WAITS = 256
@@ -51,10 +52,10 @@ class Backlog:
         self._competing: dict[Request, WaitingQueue | None] = {}
         """Competing requests with the queue of each; None while an admission considers the request."""
         self._common = policy.make_queue()
-        self._restricted: dict[tuple[Kind, ...], WaitingQueue] = {}
-        """Queues by the kinds of workers that can serve their requests."""
+        self._restricted: dict[Scope, WaitingQueue] = {}
+        """Queues by the workers that serve their requests; none is empty."""
         self._suspects = KeyedQueue(policy.rank)
-        self._kinds: tuple[Kind, ...] = ()
+        self.kinds = Kinds()
         """Kinds of the workers that take requests."""
         self._over_quota: Holding[str] = Holding(policy.rank)
         """Requests by tenant."""
@@ -139,11 +140,6 @@ class Backlog:
         """The workers for whose next plan requests wait."""
         return self._assigned.keys()
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of the workers that take requests."""
-        return self._kinds
-
     def has_for(self, worker: Worker) -> bool:
         """Return whether a plan for the worker may admit a request."""
         if len(self._competing) or len(self._for_prefix) or self._assigned.count(worker):
@@ -155,12 +151,12 @@ class Backlog:
         return False
 
     def can_serve(self, worker: Worker, request: Request) -> bool:
-        """Return whether workers of this kind can serve the request."""
-        return worker.kind.serves(request)
+        """Return whether workers of this kind serve the request."""
+        return self.kinds.serves(worker.kind, request)
 
     def is_served(self, request: Request) -> bool:
-        """Return whether a worker that takes requests can serve the request."""
-        return any(kind.serves(request) for kind in self._kinds)
+        """Return whether a worker that takes requests serves the request."""
+        return self.kinds.serve(request)
 
     def num_assigned(self, worker: Worker) -> int:
         """Count the requests that wait for the worker's next plan."""
@@ -173,7 +169,7 @@ class Backlog:
         self._num_requests += 1
         if self._tenants.may_run(request, now):
             self._enter(request)
-            if not self._kinds:
+            if not self.kinds.all:
                 request.waits_for(WaitReason.NO_WORKER, now)
         else:
             self._hold_for_tenant(request, now)
@@ -188,6 +184,7 @@ class Backlog:
             queue = self._competing.pop(request)
             if queue is not None:
                 queue.discard(request)
+                self._drop_empty()
         else:
             next(holding for holding in self._holdings() if request in holding).discard(request)
         self._left(request)
@@ -284,7 +281,7 @@ class Backlog:
         """
         for key in list(islice(self._for_prefix.keys(), _MAX_KEYS)):
             request = self._for_prefix.first(key) if key[0] is not worker else None
-            if request is not None and worker.kind.serves(request) and accepts(request, key[0]):
+            if request is not None and self.can_serve(worker, request) and accepts(request, key[0]):
                 self._for_prefix.take(key)
                 self._competing[request] = None
                 return request
@@ -343,15 +340,15 @@ class Backlog:
         self._compiling = {key: worker for key, worker in self._compiling.items() if worker in present}
         for key in list(self._for_grammar.keys()):
             self._compete_again(self._for_grammar.release(key), now)
-        kinds = tuple(sorted({worker.kind for worker in present}))
-        if kinds != self._kinds:
-            self._kinds = kinds
-            self._common, self._restricted = self.policy.make_queue(), {}
+        kinds = {worker.kind for worker in present}
+        if kinds == self.kinds.all:
+            return
+        if not kinds or not self.kinds.all:
             reason = WaitReason.TURN if kinds else WaitReason.NO_WORKER
-            for request, queue in list(self._competing.items()):
+            for request in self._competing:
                 request.waits_for(reason, now)
-                if queue is not self._suspects:
-                    self._place(request)
+        self.kinds = Kinds(kinds)
+        self._sort_again()
 
     def grammar_reported(self, key: bytes, now: float) -> None:
         """Make the requests compete that wait for this grammar: a worker has compiled it, or cannot."""
@@ -410,22 +407,44 @@ class Backlog:
         queue: WaitingQueue
         if request.faults.suspect:
             queue = self._suspects
+        elif (scope := self.kinds.scope(request)) is None:
+            queue = self._common
         else:
-            able = tuple(kind for kind in self._kinds if kind.serves(request)) if len(self._kinds) > 1 else ()
-            if not able or len(able) == len(self._kinds):
-                queue = self._common
-            else:
-                if able not in self._restricted:
-                    self._restricted[able] = self.policy.make_queue()
-                queue = self._restricted[able]
+            if scope not in self._restricted:
+                self._restricted[scope] = self.policy.make_queue()
+            queue = self._restricted[scope]
         queue.push(request)
         self._competing[request] = queue
+
+    def _sort_again(self) -> None:
+        """Move requests whose workers have changed to their new queues; the others stay where they are."""
+        left: dict[WaitingQueue, None] = {}
+        moved = []
+        for request, queue in self._competing.items():
+            if queue is None or queue is self._suspects:
+                continue
+            scope = self.kinds.scope(request)
+            if (self._common if scope is None else self._restricted.get(scope)) is not queue:
+                moved.append(request)
+                left[queue] = None
+        if not moved:
+            return
+        leaving = frozenset(moved)
+        for queue in left:
+            queue.remove(leaving)
+        self._drop_empty()
+        for request in moved:
+            self._place(request)
+
+    def _drop_empty(self) -> None:
+        if self._restricted:
+            self._restricted = {scope: queue for scope, queue in self._restricted.items() if len(queue)}
 
     def _take_competing(self, worker: Worker, cached: Callable[[Request], int]) -> Request | None:
         if not self._restricted:
             return self._common.take(cached)
-        kind = worker.kind
-        queues = [self._common, *(queue for kinds, queue in self._restricted.items() if kind in kinds)]
+        mine = (queue for scope, queue in self._restricted.items() if self.kinds.contains(scope, worker.kind))
+        queues = [self._common, *mine]
         first = [(queue, request) for queue in queues if (request := queue.take(cached)) is not None]
         if not first:
             return None
@@ -433,6 +452,7 @@ class Backlog:
         for queue, request in first:
             if request is not chosen:
                 queue.push(request)
+        self._drop_empty()
         return chosen
 
     def _prefix_advanced(self, worker: Worker, key: BlockKey, now: float) -> None:

@@ -57,7 +57,7 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
     cached, partial = match.blocks, match.partial
     block_size = worker.rows.block_size
     num_new = -(-len(request.tokens) // block_size) - len(cached)
-    worst_blocks = -(-(min(request.limit, worker.max_model_len) - 1) // block_size)
+    worst_blocks = -(-(worker.limit_of(request) - 1) // block_size)
     # Cached blocks without holders count as available until they are shared or copied from.
     num_available = worker.pool.num_available - worker.pool.count_idle(cached)
     num_copied = 0 if partial is None else worker.pool.count_idle(np.array([partial.block], np.intp))
@@ -221,8 +221,7 @@ class Placement:
         return bool(
             self._free_rows[worker]
             and worker.gate.may_open(worker.rows.num_running)
-            and len(request.tokens) < worker.max_model_len
-            and (worker.model.hidden_size or not request.spec.pooling)
+            and self._backlog.can_serve(worker, request)
             and worker.grammars.is_ready(request.grammar_key)
         )
 

@@ -27,6 +27,7 @@ import bisect
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from scheduler_svc.core.interface.config import RequestClass
@@ -71,6 +72,10 @@ class WaitingQueue(ABC):
     @abstractmethod
     def discard(self, request: Request) -> None:
         """Remove a request that has finished."""
+
+    @abstractmethod
+    def remove(self, requests: AbstractSet[Request]) -> None:
+        """Remove those of `requests` that are in the queue, because they wait in another one from now on."""
 
     @abstractmethod
     def first_ones(self, most: int) -> list[Request]:
@@ -170,6 +175,13 @@ class KeyedQueue(WaitingQueue):
             self._heap = [entry for entry in self._heap if entry[2].state is not RequestState.FINISHED]
             heapq.heapify(self._heap)
             self._num_gone = 0
+
+    def remove(self, requests: AbstractSet[Request]) -> None:
+        self._heap = [
+            entry for entry in self._heap if entry[2] not in requests and entry[2].state is not RequestState.FINISHED
+        ]
+        heapq.heapify(self._heap)
+        self._num_gone = 0
 
     def first_ones(self, most: int) -> list[Request]:
         # The next entry is always a child of an entry that came before.
@@ -280,9 +292,18 @@ class FairQueue(WaitingQueue):
         self._queues[self._policy.group_of(request.account)].discard(request)
         # `take` drops an empty group on its turn. Without a worker, `take` is never called, so drop them here.
         if len(self._queues) > 64 + 2 * self._num_requests:
-            self._queues = {group: queue for group, queue in self._queues.items() if len(queue)}
-            self._order = [(self._policy.ledger.service(group), group) for group in self._queues]
-            heapq.heapify(self._order)
+            self._drop_empty()
+
+    def remove(self, requests: AbstractSet[Request]) -> None:
+        for queue in self._queues.values():
+            queue.remove(requests)
+        self._num_requests = sum(map(len, self._queues.values()))
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        self._queues = {group: queue for group, queue in self._queues.items() if len(queue)}
+        self._order = [(self._policy.ledger.service(group), group) for group in self._queues]
+        heapq.heapify(self._order)
 
     def first_ones(self, most: int) -> list[Request]:
         least_served = heapq.nsmallest(
@@ -353,6 +374,10 @@ class LongestPrefixQueue(WaitingQueue):
             self._window.remove(request)
         else:
             self._rest.discard(request)
+
+    def remove(self, requests: AbstractSet[Request]) -> None:
+        self._window = [request for request in self._window if request not in requests]
+        self._rest.remove(requests)
 
     def first_ones(self, most: int) -> list[Request]:
         return [*self._window[:most], *self._rest.first_ones(most - len(self._window))]

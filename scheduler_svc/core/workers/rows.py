@@ -144,13 +144,24 @@ class RowTable:
         self,
         request: Request,
         *,
+        limit: int,
         frontend_index: int,
         blocks: IndexArray,
         num_computed: int,
         num_shared: int,
         rank: float,
     ) -> int:
-        """Put a request into a free row, in prefill; return the row."""
+        """Put a request into a free row, in prefill; return the row.
+
+        Args:
+            request: the request, which is in no other row.
+            limit: maximum number of tokens here, prompt included; the worker's context may be shorter than the request.
+            frontend_index: number of the request's front end.
+            blocks: its block table, with room for all tokens that it has.
+            num_computed: leading tokens whose KV is in the blocks.
+            num_shared: leading blocks that other requests have written.
+            rank: its urgency, smaller is more urgent.
+        """
         row = self._free.pop()
         self.num_running += 1
         num_tokens, num_blocks = len(request.tokens), len(blocks)
@@ -162,8 +173,8 @@ class RowTable:
         self.generation[row] += 1
         self.length[row] = self.committed[row] = num_tokens
         self.computed[row] = num_computed
-        self.limit[row] = request.limit
-        self.worst_blocks += self._worst_blocks(request.limit)
+        self.limit[row] = limit
+        self.worst_blocks += self._worst_blocks(limit)
         self.num_table_blocks += num_blocks
         self.set_allowed(row, request.allowed)
         self.capacity[row] = num_blocks * self.block_size

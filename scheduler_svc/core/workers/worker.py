@@ -23,6 +23,7 @@ from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
 from scheduler_svc.core.workers.grammars import Grammars
+from scheduler_svc.core.workers.kinds import Kind
 from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
 from scheduler_svc.core.workers.rows import DECODE, PREFILL, RowTable
 from scheduler_svc.core.workers.speculation import Speculation
@@ -137,23 +138,6 @@ class WorkerCounters:
     """Those of `preemptions` whose KV was copied to the host."""
 
 
-class Kind(NamedTuple):
-    """Kind of a worker: the properties that decide which requests it can serve."""
-
-    max_model_len: int
-    embeds: bool
-    model: str
-    """Fingerprint of the model."""
-
-    def serves(self, request: Request) -> bool:
-        """Return whether a worker of this kind can serve the request."""
-        return (
-            len(request.tokens) < self.max_model_len
-            and (self.embeds or not request.spec.pooling)
-            and request.spec.model in ("", self.model)
-        )
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     """A worker with a valid epoch."""
@@ -205,6 +189,10 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.kind = Kind(self.max_model_len, bool(self.model.hidden_size), self.model.fingerprint)
+
+    def limit_of(self, request: Request) -> int:
+        """Return the most tokens that the request can have here, prompt included."""
+        return min(request.limit, self.max_model_len)
 
     def vacate(self, row: int) -> Request:
         """Take a request out of its row and return it; account for its blocks and for answers in flight."""

@@ -38,7 +38,7 @@ class Book:
         self.waiting.pop(stream, None)
         stream.epoch, stream.row = epoch, row
         stream.placements += 1
-        stream.context = min(stream.context, epoch.context)
+        stream.context = epoch.context
 
     def left(self, stream: Stream, outcome: str) -> Epoch | None:
         """Record that a traced stream left its worker; return this worker if the stream waits again."""

@@ -57,5 +57,6 @@ class DrainsMoveWhatHasRoom(Promise):
             self.seen(Limit.STAYED if stays else Limit.MOVED)
 
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
-        if outcome == "moved" and stream not in self._stay:
+        filled_context = stream.num_known >= epoch.context
+        if outcome == "moved" and stream not in self._stay and not filled_context:
             raise ViolationError("drain.moved", f"it was not in a row of {epoch.worker_id}", stream.name)

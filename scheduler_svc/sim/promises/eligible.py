@@ -82,7 +82,8 @@ class Eligibility(Promise):
             return Obstacle.CREDIT
         if epoch.draining:
             return Obstacle.DRAINING
-        if stream.num_known >= epoch.context:
+        whole = len(demand.prompt) + demand.max_tokens
+        if stream.num_known >= epoch.context or epoch.context < min(whole, self.cluster.longest()):
             return Obstacle.CONTEXT
         if demand.grammar and grammar_key(demand.grammar) not in epoch.compiled:
             return Obstacle.GRAMMAR

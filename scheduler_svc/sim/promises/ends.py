@@ -51,7 +51,7 @@ class EndsAreJustified(Promise):
 
     @staticmethod
     def _length(stream: Stream) -> str | None:
-        if len(stream.tokens) >= stream.demand.max_tokens or stream.num_known >= stream.context:
+        if len(stream.tokens) >= stream.demand.max_tokens:
             return None
         return f"{len(stream.tokens)} of {stream.demand.max_tokens} tokens"
 
@@ -66,7 +66,9 @@ class EndsAreJustified(Promise):
         return None
 
     def _has_no_grammar(self, stream: Stream) -> bool:
-        """Return whether every worker open for requests of its length failed to compile the stream's grammar."""
+        """Return whether every worker that is long enough for the stream failed to compile its grammar."""
         key = grammar_key(stream.demand.grammar)
-        able = [key not in epoch.cannot for epoch in self.cluster.usable if stream.num_known < epoch.context]
+        whole = len(stream.demand.prompt) + stream.demand.max_tokens
+        least = max(stream.num_known + 1, min(whole, self.cluster.longest()))
+        able = [key not in epoch.cannot for epoch in self.cluster.usable if epoch.context >= least]
         return bool(able) and not any(able)

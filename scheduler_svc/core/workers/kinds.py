@@ -1,0 +1,113 @@
+"""Kinds of workers: which of them can serve a request.
+
+A request goes to a worker that can carry its whole length, while one exists. Without such a worker, it goes to the
+workers with the longest context, if they can carry at least one more token. It then leaves the worker when it has
+filled the context, and continues on a longer worker as soon as there is one. So no answer is cut short because its
+worker was smaller than another one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from scheduler_svc.core.requests.request import Request
+
+LONGEST = 0
+"""Stands for the longest context there is, in the scope of requests that no worker can carry whole."""
+
+
+class Demand(NamedTuple):
+    """The requirements of a request, apart from its length."""
+
+    embeds: bool
+    model: str
+    """Fingerprint of the model; "": any."""
+
+
+class Kind(NamedTuple):
+    """Kind of a worker: the properties that decide which requests it can serve."""
+
+    max_model_len: int
+    embeds: bool
+    model: str
+    """Fingerprint of the model."""
+
+    def meets(self, demand: Demand) -> bool:
+        """Return whether a worker of this kind meets a demand."""
+        return (self.embeds or not demand.embeds) and demand.model in ("", self.model)
+
+    def holds(self, request: Request) -> bool:
+        """Return whether a worker of this kind can compute at least one more token of the request."""
+        return len(request.tokens) < self.max_model_len and self.meets(_demand(request))
+
+
+class Scope(NamedTuple):
+    """The workers that serve a request, where some workers do not: those that meet the demand, with this context."""
+
+    demand: Demand
+    min_model_len: int
+
+
+class Kinds:
+    """The kinds of the workers that take requests."""
+
+    def __init__(self, kinds: Iterable[Kind] = ()) -> None:
+        self.all = frozenset(kinds)
+        self._lengths: dict[Demand, list[int]] = {}
+        """By demand that a kind meets: the context lengths of the kinds that meet it, ascending."""
+        self._shortest = min((kind.max_model_len for kind in self.all), default=0)
+        for model in {"", *(kind.model for kind in self.all)}:
+            for embeds in (False, True):
+                demand = Demand(embeds, model)
+                lengths = sorted({kind.max_model_len for kind in self.all if kind.meets(demand)})
+                if lengths:
+                    self._lengths[demand] = lengths
+        self._met_by_all = {demand for demand in self._lengths if all(kind.meets(demand) for kind in self.all)}
+
+    def serve(self, request: Request) -> bool:
+        """Return whether a worker of one of these kinds serves the request."""
+        return self._min_model_len(request, _demand(request)) is not None
+
+    def serves(self, kind: Kind, request: Request) -> bool:
+        """Return whether workers of this kind serve the request."""
+        demand = _demand(request)
+        length = self._min_model_len(request, demand)
+        return length is not None and self.contains(Scope(demand, length), kind)
+
+    def scope(self, request: Request) -> Scope | None:
+        """Return the workers that serve the request; None if all of them do, or none."""
+        demand = _demand(request)
+        if request.limit <= self._shortest and demand in self._met_by_all:
+            return None
+        length = self._min_model_len(request, demand)
+        if length is None or (len(self.all) == 1 and demand in self._met_by_all):
+            return None
+        return Scope(demand, length)
+
+    def contains(self, scope: Scope, kind: Kind) -> bool:
+        """Return whether workers of this kind belong to a scope."""
+        length = scope.min_model_len
+        if length == LONGEST:
+            length = self._lengths[scope.demand][-1]
+        return kind.max_model_len >= length and kind.meets(scope.demand)
+
+    def longest(self, request: Request) -> int:
+        """Return the longest context of the workers that meet the request's demand; 0 without one."""
+        return self._lengths.get(_demand(request), (0,))[-1]
+
+    def _min_model_len(self, request: Request, demand: Demand) -> int | None:
+        """Return the shortest context of a worker that serves the request; None if no worker does."""
+        lengths = self._lengths.get(demand)
+        if lengths is None:
+            return None
+        if request.limit > lengths[-1]:
+            return LONGEST if lengths[-1] > len(request.tokens) else None
+        return lengths[bisect_left(lengths, request.limit)]
+
+
+_PLAIN = Demand(embeds=False, model="")
+
+
+def _demand(request: Request) -> Demand:
+    spec = request.spec
+    return Demand(embeds=bool(spec.pooling), model=spec.model) if spec.pooling or spec.model else _PLAIN
