@@ -78,7 +78,7 @@ def measure(rows: int, steps: int, *, churn: bool) -> tuple[float, float, float,
     encoder = Encoder(Tagger(), with_tokens=False)
     encoder.begin(0.0)
     with tempfile.TemporaryDirectory() as folder:
-        writer = SegmentWriter(Path(folder) / "segment")
+        writer = SegmentWriter.create(Path(folder) / "segment")
 
         def write() -> int:
             assert on.tape is not None

@@ -13,7 +13,6 @@ time to time the journal tries a new segment, which starts with all live entries
 """
 
 import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,8 +27,9 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.frontend_link import to_stream_end, to_submission
 from scheduler_svc.journal.book import Book
 from scheduler_svc.journal.recovery import recover, to_event
-from scheduler_svc.journal.segments import HEADER_BYTES, Folder, append, frame
+from scheduler_svc.journal.segments import HEADER, open_folder
 from scheduler_svc.journal.syncer import Syncer
+from scheduler_svc.segments import SegmentFile, frame
 from shared.columns import to_column
 from shared.logging import get_logger
 
@@ -93,7 +93,7 @@ class Journal:
         self._keep_ms = int(keep_s * 1000)
         self._fsync = fsync
         self._clock_ms = clock_ms
-        self._folder = Folder(path)
+        self._folder = open_folder(path)
         try:
             found = recover(self._folder)
             found.report()
@@ -111,7 +111,8 @@ class Journal:
             self._doomed: deque[tuple[int, int]] = deque()
             """(position, segment): segments to delete when the disk has all data up to the position."""
             self._retry_at = 0.0
-            self._descriptor: int | None = None
+            self._file: SegmentFile | None = None
+            """The newest segment; None after a failed write."""
             self._syncer: Syncer | None = None
             if fsync != "none":
                 self._syncer = Syncer(self._folder.sync, interval_s=fsync_interval_s if fsync == "interval" else 0.0)
@@ -123,7 +124,7 @@ class Journal:
     @property
     def durable(self) -> int:
         """Position up to which commits are durable, so that their messages may be sent to front ends."""
-        if self._syncer is None or self._fsync != "step" or self._descriptor is None:
+        if self._syncer is None or self._fsync != "step" or self._file is None:
             return self.written
         return self._syncer.synced
 
@@ -144,7 +145,7 @@ class Journal:
     @property
     def covers(self) -> bool:
         """Whether commits are written; False after a failed write."""
-        return self._descriptor is not None
+        return self._file is not None
 
     def of_other_models(self, fingerprint: str) -> tuple[bytes, ...]:
         """Return the identities of requests that are not live and belong to another model."""
@@ -229,14 +230,14 @@ class Journal:
         now_ms = self._clock_ms()
         if self._syncer is not None:
             self._syncer.acknowledge()
-            if self._syncer.failure is not None and self._descriptor is not None:
+            if self._syncer.failure is not None and self._file is not None:
                 self._fail(self._syncer.failure)
         batch = self._take(now_ms)
         if batch is not None:
             self._book.apply(batch, self._newest)
             self.stats.commits += 1
             self._write(frame(batch.SerializeToString()))
-        if self._descriptor is None:
+        if self._file is None:
             self._try_again()
         else:
             self._tidy(now_ms)
@@ -246,8 +247,8 @@ class Journal:
         self.commit()
         if self._syncer is not None:
             self._syncer.close()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        if self._file is not None:
+            self._file.close()
         self._folder.close()
 
     def _take(self, now_ms: int) -> journal_pb2.Batch | None:
@@ -269,17 +270,17 @@ class Journal:
         return next(reversed(self._segments), 0)
 
     def _write(self, data: bytes) -> None:
-        if self._descriptor is None:
+        if self._file is None:
             return
         try:
-            append(self._descriptor, data)
+            self._file.append(data)
         except OSError as error:
             self._fail(error)
             return
         self.written += len(data)
         self._segments[self._newest].size += len(data)
         if self._syncer is not None:
-            self._syncer.want(self._descriptor, self.written)
+            self._syncer.want(self._file.descriptor, self.written)
 
     def _begin(self, *, fresh: bool) -> None:
         """Start a new segment; with `fresh` it starts with all live entries, and older segments may be deleted.
@@ -287,25 +288,25 @@ class Journal:
         Raises:
             OSError: the segment cannot be written.
         """
-        number, before = self._newest + 1, list(self._segments)
-        descriptor = self._folder.begin(number)
+        before = list(self._segments)
+        number, file = self._folder.begin()
         batch, data = journal_pb2.Batch(fresh=True, unix_ms=self._clock_ms()), b""
         if fresh:
             batch.entries.extend(entry.record() for entry in self._book)
             data = frame(batch.SerializeToString())
             try:
-                append(descriptor, data)
+                file.append(data)
             except OSError:
-                os.close(descriptor)
+                file.close()
                 self._folder.delete(number)
                 raise
-        if self._descriptor is not None and self._syncer is None:
-            os.close(self._descriptor)
-        self._descriptor = descriptor
-        self._segments[number] = _Segment(HEADER_BYTES + len(data), self._clock_ms())
-        self.written += HEADER_BYTES + len(data)
+        if self._file is not None and self._syncer is None:
+            self._file.close()
+        self._file = file
+        self._segments[number] = _Segment(file.size, self._clock_ms())
+        self.written += file.size
         if self._syncer is not None:
-            self._syncer.want(descriptor, self.written)
+            self._syncer.want(file.descriptor, self.written)
         if fresh:
             self._book.apply(batch, number)
             self._doomed = deque((self.written, each) for each in before)
@@ -314,9 +315,9 @@ class Journal:
         """Handle a failed write, after which the current segment may end with an incomplete frame."""
         self.stats.failures += 1
         log.error("journal: cannot be written; requests are served without it", error=str(error))
-        if self._syncer is None and self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
+        if self._syncer is None and self._file is not None:
+            self._file.close()
+        self._file = None
         self._retry_at = time.monotonic() + _RETRY_S
 
     def _try_again(self) -> None:
@@ -335,7 +336,7 @@ class Journal:
 
     def _tidy(self, now_ms: int) -> None:
         newest = self._segments[self._newest]
-        is_old = now_ms - newest.born_ms > self._keep_ms and newest.size > HEADER_BYTES
+        is_old = now_ms - newest.born_ms > self._keep_ms and newest.size > len(HEADER)
         if is_old or newest.size >= self._max_bytes // _SEGMENTS:
             try:
                 self._begin(fresh=False)

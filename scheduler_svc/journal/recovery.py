@@ -9,7 +9,8 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Log
 from scheduler_svc.frontend_link import UnusableSubmissionError, arrival, from_stream_end
 from scheduler_svc.journal.book import Book, Entry
-from scheduler_svc.journal.segments import Folder, Segment
+from scheduler_svc.journal.segments import Segment, read_folder
+from scheduler_svc.segments import SegmentFolder
 from shared.columns import MalformedColumnError
 from shared.logging import get_logger
 
@@ -45,9 +46,9 @@ class Found:
             )
 
 
-def recover(folder: Folder) -> Found:
+def recover(folder: SegmentFolder) -> Found:
     """Read all segments of a folder."""
-    return replay([folder.read(number) for number in folder.numbers()])
+    return replay(read_folder(folder))
 
 
 def replay(segments: list[Segment]) -> Found:

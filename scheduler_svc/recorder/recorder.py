@@ -107,7 +107,7 @@ class Recorder:
             clock: the core's clock.
 
         Raises:
-            RecordInUseError: another process records into the folder.
+            FolderInUseError: another process records into the folder.
             OSError: the folder cannot be used.
         """
         self.tape = Tape()

@@ -1,12 +1,9 @@
-"""Segments: files of checksummed frames, and the ring of them in a folder.
+"""Segments of the flight record, and the ring of them in a folder.
 
 The payloads of one segment are one compressed stream, so a damaged frame ends what can be read of its segment. The
 frames after it could not be understood anyway: their values are differences to earlier ones.
 """
 
-import errno
-import fcntl
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +12,12 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from protos.quire.record.v1 import record_pb2 as pb
-from scheduler_svc.journal.segments import append, frame, frames
+from scheduler_svc.segments import SegmentFile, SegmentFolder, files, frame, frames
 
 FORMAT_VERSION = 3
 SUFFIX = ".record"
 _HEADER = b"QUIREF\x00\x01"
 """File header; its last byte is the version of the frame format."""
-_LOCK = "lock"
 _LEVEL = 1
 _MAX_BATCH = 1 << 28
 """Largest batch that a reader decompresses, bytes."""
@@ -29,32 +25,30 @@ _MAX_SEGMENT_BYTES = 8 << 20
 """Reading 8 MiB takes about 20 s of a core: a comparison of the last minutes reads at least the newest segment."""
 
 
-class RecordInUseError(OSError):
-    """Another process records into the folder."""
-
-
 class UnreadableRecordError(ValueError):
     """A file is not a record, or of a newer version."""
 
 
 class SegmentWriter:
-    """Writer of one file.
+    """Writer of one file."""
 
-    Raises:
-        OSError: the file exists or cannot be written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.size = 0
+    def __init__(self, file: SegmentFile) -> None:
+        self._file = file
         self._stream = zlib.compressobj(_LEVEL)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o600)
-        try:
-            self._append(_HEADER)
-        except OSError:
-            self.close()
-            path.unlink(missing_ok=True)
-            raise
+
+    @classmethod
+    def create(cls, path: Path) -> "SegmentWriter":
+        """Create a file outside a ring.
+
+        Raises:
+            OSError: the file exists or cannot be written.
+        """
+        return cls(SegmentFile(path, _HEADER))
+
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return self._file.size
 
     def write(self, batch: pb.Batch) -> None:
         """Append a batch.
@@ -63,15 +57,11 @@ class SegmentWriter:
             OSError: it was not written as a whole; the segment must not be continued.
         """
         payload = self._stream.compress(batch.SerializeToString()) + self._stream.flush(zlib.Z_SYNC_FLUSH)
-        self._append(frame(payload))
+        self._file.append(frame(payload))
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
-
-    def _append(self, data: bytes) -> None:
-        append(self._descriptor, data)
-        self.size += len(data)
+        self._file.close()
 
 
 @dataclass(slots=True)
@@ -112,22 +102,15 @@ class Ring:
     """Folder of segments, bounded in bytes; locked by one process.
 
     Raises:
-        RecordInUseError: another process has the lock.
+        FolderInUseError: another process has the lock.
         OSError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder = folder
         self._max_bytes = max_bytes
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = SegmentFolder(folder, suffix=SUFFIX, header=_HEADER)
         folder.chmod(0o700)
-        self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise RecordInUseError(errno.EWOULDBLOCK, "another scheduler records into this folder") from None
-        self._sizes = {path: path.stat().st_size for path in paths(folder)}
+        self._sizes = {path: path.stat().st_size for path in self._folder.files()}
         self._current: Path | None = None
 
     @property
@@ -148,9 +131,9 @@ class Ring:
             # Also a segment whose last write failed needs its room.
             self._sizes[self._current] = self._current.stat().st_size
         self.make_room(2 * self.segment_bytes)
-        newest = max((int(path.name.removesuffix(SUFFIX)) for path in paths(self._folder)), default=0)
-        self._current = self._folder / f"{newest + 1:012d}{SUFFIX}"
-        return SegmentWriter(self._current)
+        number, file = self._folder.begin()
+        self._current = self._folder.file(number)
+        return SegmentWriter(file)
 
     def make_room(self, num_bytes: int) -> None:
         """Delete the oldest segments until so many bytes have room beside the closed ones."""
@@ -161,12 +144,9 @@ class Ring:
 
     def close(self) -> None:
         """Release the lock."""
-        os.close(self._lock)
+        self._folder.close()
 
 
 def paths(place: Path) -> list[Path]:
     """Return the segments of a folder, oldest first; or the given file."""
-    if not place.is_dir():
-        return [place]
-    found = (path for path in place.glob(f"*{SUFFIX}") if path.name.removesuffix(SUFFIX).isdecimal())
-    return sorted(found, key=lambda path: int(path.name.removesuffix(SUFFIX)))
+    return files(place, SUFFIX) if place.is_dir() else [place]

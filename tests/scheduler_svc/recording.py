@@ -72,7 +72,7 @@ class Recording:
         opening.config, opening.incarnation = json.dumps(dataclasses.asdict(self._config)), self._incarnation
         batch.opening.CopyFrom(opening)
         batch.snapshot, batch.snapshot_complete = snapshot, bool(snapshot)
-        self._writer = SegmentWriter(self._folder / f"{self._number:012d}.record")
+        self._writer = SegmentWriter.create(self._folder / f"{self._number:012d}.record")
         self._writer.write(batch)
 
     def _write(self) -> None:

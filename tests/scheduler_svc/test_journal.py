@@ -4,6 +4,7 @@ After a crash at any byte, its reader knows everything that clients have receive
 size is bounded. A disk that accepts no data ends no request.
 """
 
+import errno
 import os
 import random
 import resource
@@ -21,8 +22,9 @@ from scheduler_svc.core.interface.records import Log
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import replay, to_event
-from scheduler_svc.journal.segments import JournalInUseError, read_segment
+from scheduler_svc.journal.segments import read_segment
 from scheduler_svc.journal.syncer import Syncer
+from scheduler_svc.segments import FolderInUseError
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.oracle import expected_output
 from shared.columns import from_column, to_column
@@ -367,6 +369,34 @@ def test_a_disk_that_takes_nothing_ends_nothing(tmp_path: Path) -> None:
     written.journal.close()
 
 
+def test_a_disk_that_stays_full_for_several_retries_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retry for which there is no room leaves no file, so a later one succeeds."""
+    written = Written(tmp_path)
+    written.submit()
+    written.commit()
+    before = written.files()
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        for _ in range(3):
+            written.submit()
+            written.journal._retry_at = 0.0
+            written.commit()
+    assert written.journal.stats.failures == 3
+    assert written.files() == before
+
+    written.journal._retry_at = 0.0
+    written.commit()
+    assert written.journal.covers
+    assert _on_disk(written.files()) == written.moments[-1].known
+    written.journal.close()
+
+
 def test_a_segment_that_cannot_be_deleted_ends_nothing(tmp_path: Path) -> None:
     """Something in the way of deleting is counted as a failure; once it is gone, the journal is one segment again."""
     Journal(tmp_path, max_bytes=MIB, keep_s=300).close()
@@ -390,7 +420,7 @@ def test_a_segment_that_cannot_be_deleted_ends_nothing(tmp_path: Path) -> None:
 def test_one_scheduler_at_a_time_writes_a_journal(tmp_path: Path) -> None:
     """A second one is refused by name of the folder; when the first is gone, it gets in."""
     first = Journal(tmp_path, max_bytes=MIB, keep_s=1)
-    with pytest.raises(JournalInUseError, match=str(tmp_path)):
+    with pytest.raises(FolderInUseError, match=str(tmp_path)):
         Journal(tmp_path, max_bytes=MIB, keep_s=1)
     first.close()
     Journal(tmp_path, max_bytes=MIB, keep_s=1).close()

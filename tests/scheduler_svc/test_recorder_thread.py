@@ -25,8 +25,9 @@ from scheduler_svc.recorder import recorder as recorder_module
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.recorder.replay import entries, replay
-from scheduler_svc.recorder.segments import RecordInUseError, Ring, SegmentWriter, paths
+from scheduler_svc.recorder.segments import Ring, SegmentWriter, paths
 from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
+from scheduler_svc.segments import FolderInUseError, SegmentFile
 from scheduler_svc.service import SchedulerService
 from scheduler_svc.sim.coverage import Coverage
 from scheduler_svc.sim.scenario import draw
@@ -100,7 +101,7 @@ def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
 
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-    with pytest.raises(RecordInUseError):
+    with pytest.raises(FolderInUseError):
         _recorder(folder)
     recorder.close()
 
@@ -145,7 +146,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_core(tmp_path: Path, monkey
     _until(lambda: turn() and recorder.stats.entries > 0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentWriter, "_append", _full)
+        patch.setattr(SegmentFile, "append", _full)
         _until(lambda: turn() and not recorder.stats.writes)
     _until(lambda: turn() and recorder.stats.writes)
     before = recorder.stats.entries
@@ -197,17 +198,17 @@ def test_a_segment_with_a_failed_write_counts_in_the_ring(tmp_path: Path) -> Non
 def test_a_failed_header_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment whose header cannot be written is deleted, and one of another writer stays."""
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentWriter, "_append", _full)
+        patch.setattr(SegmentFile, "append", _full)
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            SegmentWriter(tmp_path / "1.record")
-    SegmentWriter(tmp_path / "2.record").close()
+            SegmentWriter.create(tmp_path / "1.record")
+    SegmentWriter.create(tmp_path / "2.record").close()
     with pytest.raises(FileExistsError):
-        SegmentWriter(tmp_path / "2.record")
+        SegmentWriter.create(tmp_path / "2.record")
 
     assert [path.name for path in paths(tmp_path)] == ["2.record"]
 
 
-def _full(_writer: SegmentWriter, _data: bytes) -> None:
+def _full(_file: SegmentFile, _data: bytes) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
