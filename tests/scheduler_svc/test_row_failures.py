@@ -477,3 +477,19 @@ def test_doubt_ends_when_a_block_leaves_the_cache() -> None:
     cache.forget(np.array([2]))
     assert np.flatnonzero(cache.doubted).tolist() == [1]
     cache.validate()
+
+
+def test_a_failure_of_another_generation_loses_the_worker() -> None:
+    """An answer that reports such a failure instead of a row's token does not match its plan; no token is lost."""
+    cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(PEER, 64, 16, 2))
+    reader = cluster.submit(1, [1] * 8, 5)
+    cluster.plan_for(PEER, most=1)
+    answer = cluster.answers[PEER].popleft()
+    failure = ev.FailedRow(row=int(answer.rows[0]), generation=99, kind=ev.FailureKind.INTERNAL, reason="why")
+    wrong = dataclasses.replace(answer, rows=answer.rows[1:], tokens=answer.tokens[1:], failures=(failure,))
+    cluster.handle(wrong)
+    assert not cluster.core.workers()
+    cluster.join(ModelWorker(b"again", 64, 16, 2))
+    cluster.run()
+    assert len(reader.tokens) == 5

@@ -67,7 +67,10 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     record = worker.in_flight[0]
     answered, generations, limits = record.rows, record.generations, record.draft_limits
     if event.failures:
-        kept = ~np.isin(answered, [failure.row for failure in event.failures])
+        # A failure of another generation is not one of this step, so the answer lacks a row then.
+        failed = {(failure.row, failure.generation) for failure in event.failures}
+        uses = zip(answered.tolist(), generations.tolist(), strict=True)
+        kept = np.array([use not in failed for use in uses], np.bool_)
         answered, generations = answered[kept], generations[kept]
         limits = limits[kept] if limits is not None else None
     if not _are_same(answered, event.rows):
