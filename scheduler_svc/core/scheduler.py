@@ -504,9 +504,8 @@ class Scheduler:
 
     def _fleet_changed(self, now: float) -> None:
         """Tell front ends about a changed service, and update the set of workers that take requests."""
-        workers = [worker for worker in self._fleet if not worker.draining]
-        self._requests.backlog.fleet_changed(workers, now)
-        self._placement.set_fleet(workers)
+        self._requests.backlog.fleet_changed(self._fleet, now)
+        self._placement.set_fleet([worker for worker in self._fleet if not worker.draining])
         # Stranded requests may have a worker now.
         self._requests.fleet_changed(now)
         service = self._fleet.service()

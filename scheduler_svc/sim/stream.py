@@ -71,6 +71,8 @@ class Stream:
         """The worker that has it, in a row or in its last step."""
         self.row: tuple[int, int] | None = None
         """Its (row, generation) on that worker."""
+        self.home: Epoch | None = None
+        """The worker that had it before its last admission."""
         self.placements = 0
         self.killed_workers = 0
         """Number of workers that it killed."""

@@ -358,7 +358,8 @@ class RequestRegistry:
         self.identified.time_passed(now)
         while self._doubtful_grammars:
             self.refuse_grammar(self._doubtful_grammars.popitem()[0], now)
-        for request, reason, message in self._timeouts.overdue(self.backlog, self._states.stranded, now):
+        unserved = (request for request in self.backlog if self.backlog.returns_to(request) is None)
+        for request, reason, message in self._timeouts.overdue(unserved, self._states.stranded, now):
             self.end(request, reason, now, message=message)
 
     def validate(self) -> None:

@@ -140,6 +140,7 @@ class RequestStates:
         if not request.attempts:
             request.num_cached_prompt_tokens = min(admission.num_computed_tokens, request.spec.num_prompt_tokens)
         request.attempts += 1
+        request.home = worker.epoch
         request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}")
 
     def last_step_planned(self, request: Request) -> None:

@@ -100,9 +100,10 @@ class Admission:
         """Whether the last request taken was assigned to this worker."""
 
     def next(self) -> tuple[Request, Room] | None:
-        """Return the next request to admit and the memory for its KV, or None."""
-        if self._worker.draining:
-            return None
+        """Return the next request to admit and the memory for its KV, or None.
+
+        A draining worker takes back requests that it ran before, see `Backlog.returns_to`.
+        """
         gate = self._worker.gate
         while self._may_look_further():
             num_waiting = self._backlog.num_startable
@@ -187,7 +188,12 @@ class Admission:
         self._is_assigned = request is not None
         if request is None:
             request = self._backlog.take(worker, self._cached_tokens)
-        if request is None and placement is not None and worker.rows.num_running < self._max_running:
+        if (
+            request is None
+            and placement is not None
+            and not worker.draining
+            and worker.rows.num_running < self._max_running
+        ):
             request = self._backlog.take_for_prefix_elsewhere(
                 worker, lambda waiting, other: placement.cost(worker, waiting) < placement.cost(other, waiting)
             )
@@ -264,7 +270,7 @@ class Admission:
         """
         worker = self._worker
         match = worker.match(request)
-        if waits_for_prefix(worker, request, match):
+        if not worker.draining and waits_for_prefix(worker, request, match):
             request.waits_for(WaitReason.PREFIX, self._now)
             self._backlog.hold_for_prefix(request, worker, match.next_key)
             self._num_looked_past += 1
@@ -285,6 +291,8 @@ class Admission:
     def _look_for_suspects(self) -> None:
         """Mark a trial as due if a suspect fits now; the next plan then holds it alone. Others may overtake it."""
         self._looked_for_suspects = True
+        if self._worker.draining:
+            return
         for _ in range(MAX_OVERTAKING_TRIES):
             suspect = self._backlog.take_suspect()
             if suspect is None:

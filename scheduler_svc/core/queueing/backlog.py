@@ -52,11 +52,13 @@ class Backlog:
         self._competing: dict[Request, WaitingQueue | None] = {}
         """Competing requests with the queue of each; None while an admission considers the request."""
         self._common = policy.make_queue()
-        self._restricted: dict[Scope, WaitingQueue] = {}
-        """Queues by the workers that serve their requests; none is empty."""
+        self._restricted: dict[Scope | Worker, WaitingQueue] = {}
+        """Queues by the workers that serve their requests, or by one draining worker; none is empty."""
         self._suspects = KeyedQueue(policy.rank)
         self.kinds = Kinds()
         """Kinds of the workers that take requests."""
+        self._draining: dict[int, Worker] = {}
+        """Draining workers by epoch."""
         self._over_quota: Holding[str] = Holding(policy.rank)
         """Requests by tenant."""
         self._for_grammar: Holding[bytes] = Holding(policy.rank)
@@ -142,6 +144,8 @@ class Backlog:
 
     def has_for(self, worker: Worker) -> bool:
         """Return whether a plan for the worker may admit a request."""
+        if worker.draining:
+            return worker in self._restricted
         if len(self._competing) or len(self._for_prefix) or self._assigned.count(worker):
             return True
         # A loop, because `any` takes several times as long when there is no key, and every plan comes here.
@@ -151,12 +155,24 @@ class Backlog:
         return False
 
     def can_serve(self, worker: Worker, request: Request) -> bool:
-        """Return whether workers of this kind serve the request."""
+        """Return whether the worker may run the request: it serves requests of this kind, or takes this one back."""
+        if worker.draining:
+            return self.returns_to(request) is worker
         return self.kinds.serves(worker.kind, request)
 
     def is_served(self, request: Request) -> bool:
-        """Return whether a worker that takes requests serves the request."""
-        return self.kinds.serve(request)
+        """Return whether a worker serves the request, or takes it back."""
+        return self.kinds.serve(request) or self.returns_to(request) is not None
+
+    def returns_to(self, request: Request) -> Worker | None:
+        """Return the draining worker that takes the request back, because it ran there and no other worker serves it.
+
+        So a request that is preempted on a draining worker is not lost.
+        """
+        worker = self._draining.get(request.home)
+        if worker is None or self.kinds.serve(request):
+            return None
+        return worker if worker.kind.holds(request) and worker.grammars.is_ready(request.grammar_key) else None
 
     def num_assigned(self, worker: Worker) -> int:
         """Count the requests that wait for the worker's next plan."""
@@ -326,13 +342,14 @@ class Backlog:
     # ---------------------------------------------------------------- workers
 
     def fleet_changed(self, workers: Iterable[Worker], now: float) -> None:
-        """Sort the requests again by the workers that can serve them.
-
-        Args:
-            workers: the workers that take requests.
-            now: the time, s.
-        """
-        present = dict.fromkeys(workers)
+        """Sort the requests again by the workers of the fleet that can serve them."""
+        present: dict[Worker, None] = {}
+        draining: dict[int, Worker] = {}
+        for worker in workers:
+            if worker.draining:
+                draining[worker.epoch] = worker
+            else:
+                present[worker] = None
         for worker in list(dict.fromkeys(chain(self._prefixes, self._assigned.keys()))):
             if worker not in present:
                 self._worker_left(worker, now)
@@ -341,13 +358,13 @@ class Backlog:
         for key in list(self._for_grammar.keys()):
             self._compete_again(self._for_grammar.release(key), now)
         kinds = {worker.kind for worker in present}
-        if kinds == self.kinds.all:
+        if kinds == self.kinds.all and draining == self._draining:
             return
-        if not kinds or not self.kinds.all:
+        if bool(kinds) != bool(self.kinds.all):
             reason = WaitReason.TURN if kinds else WaitReason.NO_WORKER
             for request in self._competing:
                 request.waits_for(reason, now)
-        self.kinds = Kinds(kinds)
+        self.kinds, self._draining = Kinds(kinds), draining
         self._sort_again()
 
     def grammar_reported(self, key: bytes, now: float) -> None:
@@ -407,14 +424,19 @@ class Backlog:
         queue: WaitingQueue
         if request.faults.suspect:
             queue = self._suspects
-        elif (scope := self.kinds.scope(request)) is None:
+        elif (place := self._takers(request)) is None:
             queue = self._common
         else:
-            if scope not in self._restricted:
-                self._restricted[scope] = self.policy.make_queue()
-            queue = self._restricted[scope]
+            if place not in self._restricted:
+                self._restricted[place] = self.policy.make_queue()
+            queue = self._restricted[place]
         queue.push(request)
         self._competing[request] = queue
+
+    def _takers(self, request: Request) -> Scope | Worker | None:
+        """Return the workers that may take the request, or the draining one that takes it back; None: all, or none."""
+        scope = self.kinds.scope(request)
+        return self.returns_to(request) if scope is None and self._draining else scope
 
     def _sort_again(self) -> None:
         """Move requests whose workers have changed to their new queues; the others stay where they are."""
@@ -423,8 +445,8 @@ class Backlog:
         for request, queue in self._competing.items():
             if queue is None or queue is self._suspects:
                 continue
-            scope = self.kinds.scope(request)
-            if (self._common if scope is None else self._restricted.get(scope)) is not queue:
+            place = self._takers(request)
+            if (self._common if place is None else self._restricted.get(place)) is not queue:
                 moved.append(request)
                 left[queue] = None
         if not moved:
@@ -438,13 +460,20 @@ class Backlog:
 
     def _drop_empty(self) -> None:
         if self._restricted:
-            self._restricted = {scope: queue for scope, queue in self._restricted.items() if len(queue)}
+            self._restricted = {place: queue for place, queue in self._restricted.items() if len(queue)}
 
     def _take_competing(self, worker: Worker, cached: Callable[[Request], int]) -> Request | None:
+        if worker.draining:
+            own = self._restricted.get(worker)
+            request = None if own is None else own.take(cached)
+            self._drop_empty()
+            return request
         if not self._restricted:
             return self._common.take(cached)
-        mine = (queue for scope, queue in self._restricted.items() if self.kinds.contains(scope, worker.kind))
-        queues = [self._common, *mine]
+        queues = [self._common]
+        for place, queue in self._restricted.items():
+            if isinstance(place, Scope) and self.kinds.contains(place, worker.kind):
+                queues.append(queue)
         first = [(queue, request) for queue in queues if (request := queue.take(cached)) is not None]
         if not first:
             return None

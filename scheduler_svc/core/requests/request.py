@@ -143,6 +143,8 @@ class Request:
     """Time since which it has no credit."""
     stranded_since: float = 0.0
     """Time since which no worker of the fleet serves it, while that is so."""
+    home: int = 0
+    """Epoch of the worker that ran it last; 0: it has not run."""
     attempts: int = 0
     preemptions: int = 0
     preempted_at: int = -1

@@ -14,7 +14,7 @@ class AdmissionsAreSound(Promise):
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         row, demand = epoch.model.rows[admission.row], stream.demand
-        if epoch.draining:
+        if epoch.draining and stream.home is not epoch:
             raise ViolationError("worker.draining", f"an admission to {epoch.worker_id}", stream.name)
         if demand.grammar and grammar_key(demand.grammar) not in epoch.compiled:
             raise ViolationError("grammar.compiled", f"{epoch.worker_id} has not compiled its grammar", stream.name)

@@ -49,7 +49,7 @@ class Book:
         stream.preemptions += 1
         if epoch.in_flight:
             stream.unsettled_until = epoch, epoch.in_flight[-1].answer.step
-        stream.epoch = None
+        stream.epoch, stream.home = None, epoch
         self.waiting[stream] = stream.num_known
         return epoch
 
