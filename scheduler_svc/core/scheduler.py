@@ -399,6 +399,8 @@ class Scheduler:
         except ProtocolViolationError as error:
             self._give_up(worker, str(error), now, fatal=False)
             return
+        if self._requests.backlog.charges_output:
+            self._charge(worker, settled, now)
         if settled.num_prefill_tokens:
             worker.gate.prefill_measured(settled.duration)
         token_s = settled.duration
@@ -437,6 +439,12 @@ class Scheduler:
                 self._requests.last_step_planned(worker.vacate(row))
         for request, values in settled.embedded:
             self._requests.end(request, EndReason.EMBEDDED, now, embedding=values)
+
+    def _charge(self, worker: Worker, settled: Settled, now: float) -> None:
+        """Charge the step's tokens to the accounts of their requests; this is the only place that does."""
+        charges = worker.rows.charge(settled.rows, settled.counts)
+        charges += [(request.account, 1) for request, _, _ in settled.late]
+        self._requests.backlog.charge(charges, now)
 
     def _at_limit(self, worker: Worker, request: Request, now: float) -> None:
         """End a request at its own limit; at the end of the worker's context it waits for a longer worker."""

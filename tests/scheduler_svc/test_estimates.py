@@ -367,23 +367,40 @@ def test_a_batch_that_has_run_collects_the_next_one_from_the_request_that_does_n
 
 
 def test_a_bucket_holds_ten_seconds_and_may_go_below_zero() -> None:
-    """Prompts count at the first start, outputs at the end; nothing starts below zero, and at zero it does."""
+    """Prompts count at the first start, outputs when delivered; nothing new starts below zero, and at zero it does."""
     tenants = Tenants({"": TenantLimits(tokens_per_s=2.0)})
     big = make_request(prompt=int(BURST_S * 2))
     assert tenants.may_run(big, 100.0)
     tenants.arrived(big, 100.0)
+    tenants.started(big, 0.0, 100.0)
     big.attempts = 1
-    tenants.started(big, 100.0)
     assert tenants.may_run(make_request(), 100.0), "zero is not below zero"
     tenants.paused(big, 100.0)
+    tenants.started(big, 0.0, 100.0)
     big.attempts = 2
-    tenants.started(big, 100.0)
     assert tenants.may_run(make_request(), 100.0), "a prompt counts once"
-    done = make_request(prompt=int(BURST_S * 2), generated=3, charged_tokens=int(BURST_S * 2))
-    tenants.ended(done, 100.0, was_running=True)
+    tenants.charged("", 3, 100.0)
     assert not tenants.may_run(make_request(), 101.4)
+    assert tenants.may_run(big, 100.0), "it has started"
     assert tenants.may_run(make_request(), 101.5)
     assert tenants.may_run(make_request(tenant="another"), 100.0)
+
+
+def test_requests_that_have_started_reserve_what_they_will_generate() -> None:
+    """Another one starts when the bucket holds the rest of their output, or when they end before."""
+    tenants = Tenants({"": TenantLimits(tokens_per_s=10.0)})
+    running = make_request(prompt=10)
+    tenants.arrived(running, 0.0)
+    tenants.started(running, 120.0, 0.0)
+    running.attempts = 1
+    assert not tenants.may_run(make_request(), 0.0)
+    tenants.charged("", 100, 0.0)
+    assert not tenants.may_run(make_request(), 2.9), "20 tokens are reserved, and 19 are in the bucket"
+    assert tenants.may_run(make_request(), 3.0)
+    running.tokens.extend([1] * 100)
+    tenants.ended(running, 1.0, was_running=True)
+    assert tenants.may_run(make_request(), 3.0)
+    assert not tenants.may_run(make_request(), 0.9)
 
 
 def test_waiting_and_running_are_counted_apart() -> None:
@@ -394,14 +411,14 @@ def test_waiting_and_running_are_counted_apart() -> None:
     tenants.arrived(first, 0.0)
     assert not tenants.may_queue(second)
     assert tenants.may_queue(other)
-    tenants.started(first, 0.0)
+    tenants.started(first, 0.0, 0.0)
     assert tenants.may_queue(second)
     assert not tenants.may_run(second, 0.0)
     assert tenants.may_run(other, 0.0)
     tenants.paused(first, 0.0)
     assert tenants.may_run(second, 0.0)
     assert not tenants.may_queue(second)
-    tenants.started(first, 0.0)
+    tenants.started(first, 0.0, 0.0)
     tenants.arrived(second, 0.0)
     tenants.ended(first, 0.0, was_running=True)
     assert tenants.may_run(second, 0.0)

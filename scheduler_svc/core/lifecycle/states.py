@@ -152,9 +152,6 @@ class RequestStates:
         had_worker = request.state is RequestState.RUNNING or request.state is RequestState.ENDING
         self._apply(request, event, outcome)
         self.queued_tokens -= request.wait.tokens
-        policy, num_generated = self._backlog.policy, request.num_generated
-        if policy.accounts_service and num_generated > request.accounted_tokens:
-            policy.served(request.account, output_tokens=num_generated - request.accounted_tokens)
         self._tenants.ended(request, now, was_running=had_worker)
         self._backlog.tenant_changed(request.spec.tenant, now)
 

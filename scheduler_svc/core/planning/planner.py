@@ -83,6 +83,7 @@ class Planner:
         self._policy = backlog.policy
         self._placement = placement
         self._tenants = tenants
+        self._forecast = forecast
         self._swap_ins: list[BlockCopy] = []
         self._copy_sources: list[int] = []
         self._copy_targets: list[int] = []
@@ -148,7 +149,6 @@ class Planner:
         worker.trial_due = False
         self._spend_decodes(0)
         if worker.trial is None:
-            self._account_service()
             admission = Admission(worker, self._backlog, self._placement, self._tenants, self._config, self._now)
             suspect = admission.next_suspect()
             if suspect is not None:
@@ -305,7 +305,6 @@ class Planner:
         """Admit waiting requests while the budget lasts."""
         if not self._backlog.has_for(self._worker):
             return
-        self._account_service()
         if not self._worker.draining:
             self._backlog.prepare(self._worker, max(0, self._max_rows - self._rows.num_running), self._now)
         admission = Admission(self._worker, self._backlog, self._placement, self._tenants, self._config, self._now)
@@ -319,13 +318,6 @@ class Planner:
         self._outcome.starved += admission.starved
         self._outcome.stranded += admission.stranded
         self._outcome.wanted += admission.wanted
-
-    def _account_service(self) -> None:
-        """Bring the queue's service counts up to date before it chooses."""
-        if not self._policy.accounts_service:
-            return
-        for account, num_tokens in self._rows.charge():
-            self._policy.served(account, output_tokens=num_tokens)
 
     def _place(self, request: Request, room: Room) -> RowAdmission:
         self._pool.share(room.cached)
@@ -360,7 +352,7 @@ class Planner:
         self._worker.capacity.is_growing = True
         self._worker.grammars.occupied(request.grammar_key)
         self._add_chunk(row)
-        self._tenants.started(request, self._now)
+        self._tenants.started(request, self._forecast.learned_output_tokens(request), self._now)
         self._backlog.tenant_changed(request.spec.tenant, self._now)
         if self._policy.accounts_service and not request.attempts and not request.num_generated:
             uncached = max(0, request.spec.num_prompt_tokens - num_cached_tokens)

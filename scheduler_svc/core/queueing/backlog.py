@@ -26,6 +26,7 @@ from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.queueing.holding import Holding
 from scheduler_svc.core.queueing.policies import KeyedQueue, Policy, WaitingQueue
 from scheduler_svc.core.queueing.tenants import Tenants
+from scheduler_svc.core.requests.accounts import Account
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.kinds import Kinds, Scope
 from scheduler_svc.core.workers.worker import Match, Worker
@@ -59,8 +60,8 @@ class Backlog:
         """Kinds of the workers that take requests."""
         self._draining: dict[int, Worker] = {}
         """Draining workers by epoch."""
-        self._over_quota: Holding[str] = Holding(policy.rank)
-        """Requests by tenant."""
+        self._over_quota: Holding[tuple[str, bool]] = Holding(policy.rank)
+        """Requests by tenant, and whether they are under way."""
         self._for_grammar: Holding[bytes] = Holding(policy.rank)
         """Requests by the key of the grammar."""
         self._for_prefix: Holding[tuple[Worker, BlockKey]] = Holding(policy.rank)
@@ -121,6 +122,11 @@ class Backlog:
             "prefix": prefix,
             "assigned_worker": assigned,
         }
+
+    @property
+    def charges_output(self) -> bool:
+        """Whether `charge` must be called with every generated token."""
+        return self.policy.accounts_service or self._tenants.have_rates
 
     @property
     def num_ready(self) -> int:
@@ -215,12 +221,20 @@ class Backlog:
         """Make requests of a tenant compete, as many as the tenant may run now."""
         if not len(self._over_quota):
             return
-        while self._over_quota.count(tenant) and self._tenants.may_compete(tenant, now):
-            request = self._over_quota.take(tenant)
-            assert request is not None
-            request.waits_for(WaitReason.TURN, now)
-            self._enter(request)
+        for started in (True, False):
+            held = tenant, started
+            while self._over_quota.count(held) and self._tenants.may_compete(tenant, now, started=started):
+                request = self._over_quota.take(held)
+                assert request is not None
+                request.waits_for(WaitReason.TURN, now)
+                self._enter(request)
         self._await_refill(tenant, now)
+
+    def charge(self, charges: Iterable[tuple[Account, int]], now: float) -> None:
+        """Charge generated tokens to the accounts whose requests they belong to."""
+        for account, num_tokens in charges:
+            self.policy.served(account, output_tokens=num_tokens)
+            self._tenants.charged(account.tenant, num_tokens, now)
 
     def time_passed(self, now: float) -> None:
         """Make requests compete whose tenant's token rate allows it now."""
@@ -383,21 +397,21 @@ class Backlog:
 
     def _holdings(
         self,
-    ) -> tuple[Holding[str], Holding[bytes], Holding[tuple[Worker, BlockKey]], Holding[Worker]]:
+    ) -> tuple[Holding[tuple[str, bool]], Holding[bytes], Holding[tuple[Worker, BlockKey]], Holding[Worker]]:
         return self._over_quota, self._for_grammar, self._for_prefix, self._assigned
 
     def _should_compile(self, worker: Worker, key: bytes) -> bool:
         return key not in self._compiling and not worker.grammars.is_known(key)
 
     def _hold_for_tenant(self, request: Request, now: float) -> None:
-        over_rate = self._tenants.refilled_at(request.spec.tenant, now) is not None
+        over_rate = not request.under_way and self._tenants.refilled_at(request.spec.tenant, now) is not None
         request.waits_for(WaitReason.TENANT_RATE if over_rate else WaitReason.TENANT_LIMIT, now)
-        self._over_quota.add(request.spec.tenant, request)
+        self._over_quota.add((request.spec.tenant, request.under_way), request)
         self._await_refill(request.spec.tenant, now)
 
     def _await_refill(self, tenant: str, now: float) -> None:
         """Schedule a check of a tenant's held requests for the time when its token rate may allow one."""
-        if self._over_quota.count(tenant) and tenant not in self._refilling:
+        if self._over_quota.count((tenant, False)) and tenant not in self._refilling:
             refilled = self._tenants.refilled_at(tenant, now)
             if refilled is not None:
                 heapq.heappush(self._refills, (max(refilled, now + _REFILL_S), tenant))

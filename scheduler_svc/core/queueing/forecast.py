@@ -65,6 +65,14 @@ class Forecast:
         expected = self._expected_tokens(request)
         return most if expected is None else min(expected, most)
 
+    def learned_output_tokens(self, request: Request) -> float:
+        """Return how many tokens the request generates in all, as finished requests did; the hint does not count."""
+        if request.spec.pooling:
+            return 0.0
+        most = request.limit - request.spec.num_prompt_tokens
+        learned = self._learned_tokens(request)
+        return most if learned is None else min(learned, most)
+
     def prefill_token_s(self) -> float:
         """Return the time to compute one prompt token, s; 0 before the first measurement."""
         return self._prefill_token.value if self._prefill_token is not None else 0.0
@@ -118,6 +126,10 @@ class Forecast:
         """Return the hint, or what finished requests of the same kind have generated; None without both."""
         if request.spec.expected_output_tokens:
             return request.spec.expected_output_tokens
+        return self._learned_tokens(request)
+
+    def _learned_tokens(self, request: Request) -> float | None:
+        """Return what finished requests of the same kind have generated; None before the first one."""
         return next((self._lengths[key].value for key in _keys(request) if key in self._lengths), None)
 
 

@@ -1,16 +1,23 @@
 """Limits per tenant: how many requests may wait and run at once, and how many tokens per second they may take.
 
-The rate is a token bucket that holds ten seconds' worth. A request takes its prompt when it starts and its output when
-it ends, so the level may go below zero. While it is below zero, no request of that tenant starts. A request that
-continues after an interruption takes only its new tokens.
+The rate is a token bucket that holds ten seconds' worth. A request takes its prompt when it starts, once, and each
+generated token when it is delivered. From its start on, it also *reserves* the output that it will probably generate,
+as learned from finished requests, or its `max_tokens` before the first of them. A request starts only while the bucket
+holds what running requests have reserved, so many requests that start at once do not overdraw it. One long request may,
+and the tenant pays the debt before the next one starts.
+
+A request that has started is never held for the rate, also after it was interrupted.
 """
 
+import math
 from dataclasses import dataclass
 
 from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.requests.request import Request
 
 BURST_S = 10.0
+_REVIEW_S = 0.5
+"""Time after which a tenant is looked at again whose running requests have reserved more than its bucket holds, s."""
 _UNLIMITED = TenantLimits()
 _MAX_COMPETING = 8
 """Number of requests of a tenant with a token rate that compete for admission; the others are held."""
@@ -25,7 +32,15 @@ class _Tenant:
     competing: int = 0
     """Those of the queued requests that compete for admission."""
     tokens: float = 0.0
+    """Tokens in the bucket; negative: a debt."""
     refilled: float = 0.0
+    reserved: int = 0
+    """Tokens that requests which have started will probably generate."""
+
+    @property
+    def spare(self) -> float:
+        """Tokens in the bucket that are not reserved."""
+        return self.tokens - max(0, self.reserved)
 
 
 class Tenants:
@@ -39,6 +54,8 @@ class Tenants:
         self._limits = limits
         self._tenants: dict[str, _Tenant] = {}
         self._many = _FEW
+        self.have_rates = any(each.tokens_per_s for each in limits.values())
+        """Whether `charged` must be called with every token that is delivered."""
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -61,16 +78,16 @@ class Tenants:
         tenant = self._of(request.spec.tenant, now)
         if limits.max_running and tenant.running >= limits.max_running:
             return False
-        return not limits.tokens_per_s or tenant.tokens >= 0
+        return not limits.tokens_per_s or request.under_way or tenant.spare >= 0
 
-    def may_compete(self, name: str, now: float) -> bool:
-        """Return whether the quota lets one more request of the tenant compete."""
+    def may_compete(self, name: str, now: float, *, started: bool) -> bool:
+        """Return whether the quota lets one more request of the tenant compete, which has started or not."""
         limits = self._limits_of(name)
         tenant = self._of(name, now)
         if limits.max_running and tenant.running + tenant.competing >= limits.max_running:
             return False
         # The number of requests that a rate allows depends on which of them starts first.
-        return not limits.tokens_per_s or (tenant.tokens >= 0 and tenant.competing < _MAX_COMPETING)
+        return not limits.tokens_per_s or started or (tenant.spare >= 0 and tenant.competing < _MAX_COMPETING)
 
     def competes(self, name: str, change: int) -> None:
         """Add `change` to the number of competing requests of a tenant."""
@@ -78,27 +95,42 @@ class Tenants:
             self._tenants[name].competing += change
 
     def refilled_at(self, name: str, now: float) -> float | None:
-        """Return when the tenant's token rate allows a request; None if the rate is not the obstacle."""
+        """Return when the tenant's token rate may allow a request; None if the rate is not the obstacle."""
         limits = self._limits_of(name)
         tenant = self._of(name, now)
-        if not limits.tokens_per_s or tenant.tokens >= 0:
+        if not limits.tokens_per_s or tenant.spare >= 0:
             return None
-        return now - tenant.tokens / limits.tokens_per_s
+        room = BURST_S * limits.tokens_per_s - tenant.tokens
+        if -tenant.spare <= room:
+            return now - tenant.spare / limits.tokens_per_s
+        # A full bucket is not enough: look again when running requests have generated some.
+        return now + max(room / limits.tokens_per_s, _REVIEW_S)
 
     def arrived(self, request: Request, now: float) -> None:
         """Record that the request waits."""
         if self._limits:
             self._of(request.spec.tenant, now).queued += 1
 
-    def started(self, request: Request, now: float) -> None:
-        """Record that the request runs."""
-        if self._limits:
-            tenant = self._of(request.spec.tenant, now)
-            tenant.queued -= 1
-            tenant.running += 1
-            if not request.charged_tokens:
-                tenant.tokens -= request.spec.num_prompt_tokens
-                request.charged_tokens = request.spec.num_prompt_tokens
+    def started(self, request: Request, output_tokens: float, now: float) -> None:
+        """Record that the request runs, and will probably generate so many tokens in all."""
+        if not self._limits:
+            return
+        tenant = self._of(request.spec.tenant, now)
+        tenant.queued -= 1
+        tenant.running += 1
+        if not request.prompt_charged:
+            tenant.tokens -= request.spec.num_prompt_tokens
+            request.prompt_charged = True
+        if not request.attempts and self._limits_of(request.spec.tenant).tokens_per_s:
+            request.reserved_output = max(request.num_generated, math.ceil(output_tokens))
+            tenant.reserved += request.reserved_output - request.num_generated
+
+    def charged(self, name: str, num_tokens: int, now: float) -> None:
+        """Take tokens from a tenant's bucket that its requests have generated."""
+        if self._limits_of(name).tokens_per_s:
+            tenant = self._of(name, now)
+            tenant.tokens -= num_tokens
+            tenant.reserved -= num_tokens
 
     def paused(self, request: Request, now: float) -> None:
         """Record that the request was preempted and waits again."""
@@ -112,9 +144,8 @@ class Tenants:
         if not self._limits:
             return
         tenant = self._of(request.spec.tenant, now)
-        if request.charged_tokens:
-            tenant.tokens -= len(request.tokens) - request.charged_tokens
-            request.charged_tokens = len(request.tokens)
+        if request.attempts and self._limits_of(request.spec.tenant).tokens_per_s:
+            tenant.reserved -= request.reserved_output - request.num_generated
         if was_running:
             tenant.running -= 1
         else:

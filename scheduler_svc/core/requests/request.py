@@ -134,10 +134,10 @@ class Request:
     """Prompt tokens that its first attempt found in the prefix cache."""
     keys: dict[int, bytes] = field(default_factory=dict)
     """By block size: the joined keys of its leading full blocks, computed as far as needed."""
-    accounted_tokens: int = 0
-    """Generated tokens that its account was charged for; while it runs, its row has the number."""
-    charged_tokens: int = 0
-    """Tokens, prompt included, that were taken from its tenant's bucket, including earlier attempts."""
+    prompt_charged: bool = False
+    """Whether its tenant was charged for its prompt, by this core or an earlier one."""
+    reserved_output: int = 0
+    """Generated tokens, earlier ones included, that it has reserved of its tenant's rate; see `tenants`."""
     first_planned: float | None = None
     starved_since: float | None = None
     """Time since which it has no credit."""
@@ -234,9 +234,7 @@ def to_request(event: RequestArrived, sequence: int, now: float, notes: list[Not
         ttft_deadline=event.ttft_deadline,
         total_deadline=event.deadline if event.total_deadline is None else _earlier(event),
         accepted=event.accepted,
-        # Tokens that it arrives with were delivered, and charged, before.
-        accounted_tokens=num_tokens - num_prompt,
-        charged_tokens=num_tokens if num_tokens > num_prompt else 0,
+        prompt_charged=num_tokens > num_prompt,
         arrival=now,
         sequence=sequence,
         highest_token=_highest(token_ids),

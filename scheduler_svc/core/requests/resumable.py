@@ -37,7 +37,7 @@ class IdentifiedRequests:
         if log is not None:
             request.accepted = True
             request.scores = list(log.scores)
-            request.charged_tokens = max(request.charged_tokens, log.charged_tokens)
+            request.prompt_charged |= log.charged_tokens > 0
         self._live[identity] = request
         self._effects.append(
             LogBegun(
@@ -71,7 +71,7 @@ class IdentifiedRequests:
             tokens=request.tokens.tobytes(),
             scores=tuple(request.scores),
             end=end,
-            charged_tokens=request.charged_tokens,
+            charged_tokens=len(request.tokens) if request.prompt_charged else 0,
         )
         self._gone(self._kept.put(identity, log, now))
 

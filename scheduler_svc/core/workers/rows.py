@@ -105,8 +105,6 @@ class RowTable:
         self.traced: set[int] = set()
         self._accounts = AccountNumbers()
         self._account = np.zeros(max_rows, np.intp)
-        self._charged = np.zeros(max_rows, np.int32)
-        """Number of generated tokens that the row's account was charged for."""
         self._stops = [np.full(max_rows, _NO_TOKEN, np.int32) for _ in range(_STOPS)]
         self._most_stops = 0
         """Number of the stop arrays above that are in use."""
@@ -186,7 +184,6 @@ class RowTable:
         self.preempted_at[row] = request.preempted_at
         self._places[row] = row * _RECENT - num_tokens
         self._account[row] = self._accounts.enter(request.account)
-        self._charged[row] = request.accounted_tokens
         stops = request.stop_token_ids
         if len(stops) > _STOPS:
             self._many_stops[row] = frozenset(stops)
@@ -204,7 +201,6 @@ class RowTable:
         assert request is not None
         self._flush(row, request)
         blocks = self.blocks(row).copy()
-        request.accounted_tokens = self._charged.item(row)
         request.drafted_tokens += self.drafted.item(row)
         request.accepted_tokens += self.accepted.item(row)
         self.draft_limit[row] = self.drafts[row] = self.drafted[row] = self.accepted[row] = 0
@@ -316,12 +312,9 @@ class RowTable:
         positions: list[int] = where(self.state != FREE).tolist()
         return positions
 
-    def charge(self) -> list[tuple[Account, int]]:
-        """Return the tokens per account that its rows have generated since the last call."""
-        rows = where(self.state != FREE)
-        generated = self.committed[rows] - self.num_prompt[rows]
-        owed = np.bincount(self._account[rows], weights=generated - self._charged[rows])
-        self._charged[rows] = generated
+    def charge(self, rows: IndexArray, counts: Int32Array | None) -> list[tuple[Account, int]]:
+        """Return the tokens per account of rows that have got so many tokens each; None: one each."""
+        owed = np.bincount(self._account[rows], weights=counts)
         return [(self._accounts[number], int(owed[number])) for number in np.flatnonzero(owed).tolist()]
 
     def num_computed(self, row: int) -> int:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig, TenantLimits
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
@@ -43,17 +44,20 @@ class _Bucket:
 
 
 class Quotas(Promise):
-    """A tenant has at most `max_running` requests in rows, and none starts while its token bucket is overdrawn.
+    """A tenant has at most `max_running` requests in rows, and no new one starts while its token bucket is overdrawn.
 
-    A request takes its prompt from the bucket at its first start and its output at its end, each once.
+    A request takes its prompt from the bucket at its first start, and each token when it is delivered, each once. A
+    request may also have to wait while the requests that have started may generate more than the bucket holds.
     """
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         self._running: Counter[str] = Counter()
         self._buckets: dict[str, _Bucket] = {}
-        self._paid: dict[Stream, int] = {}
-        """Output tokens that a stream had on arrival; its prompt was counted, too."""
+        self._counted: dict[Stream, int] = {}
+        """Tokens of each live stream of a tenant with a rate that its bucket has lost, or an earlier core delivered."""
+        self._paid: set[Stream] = set()
+        """Streams that had tokens on arrival; their prompts were counted then."""
         self._doubtful: Counter[str] = Counter()
         """By tenant: tokens that its bucket may have in addition to those that it certainly has."""
 
@@ -62,7 +66,14 @@ class Quotas(Promise):
         limits = limits_of(self.config, stream.demand.tenant)
         if limits.max_running and self._running[stream.demand.tenant] >= limits.max_running:
             return False
-        return not limits.tokens_per_s or self._bucket(stream).level(self.world.now) >= _TOLERANCE
+        if not limits.tokens_per_s or stream.is_under_way:
+            return True
+        reserved = sum(
+            other.demand.max_tokens - len(other.tokens)
+            for other in self.clients.live.values()
+            if other.placements and other.demand.tenant == stream.demand.tenant
+        )
+        return self._bucket(stream).level(self.world.now) >= reserved + _TOLERANCE
 
     def has_any(self, stream: Stream) -> bool:
         """Return whether the tenant of a stream has a quota of running requests or of tokens."""
@@ -90,8 +101,24 @@ class Quotas(Promise):
     def before(self, event: ev.Event) -> None:
         if isinstance(event, ev.RequestArrived):
             stream = self.clients.live.get(StreamName(event.frontend, event.stream))
-            if stream is not None and stream.tokens and not self.book.knows(stream):
-                self._paid[stream] = len(stream.tokens)
+            if stream is not None and not self.book.knows(stream) and self._has_rate(stream):
+                self._counted[stream] = len(stream.tokens)
+                if stream.tokens:
+                    self._paid.add(stream)
+
+    def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        if isinstance(event, ev.StepDone):
+            for stream in self._counted:
+                self._count(stream)
+
+    def _count(self, stream: Stream) -> None:
+        new = len(stream.tokens) - self._counted[stream]
+        if new:
+            self._bucket(stream).take(new, self.world.now)
+            self._counted[stream] += new
+
+    def _has_rate(self, stream: Stream) -> bool:
+        return limits_of(self.config, stream.demand.tenant).tokens_per_s > 0
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         tenant, limits = stream.demand.tenant, limits_of(self.config, stream.demand.tenant)
@@ -102,7 +129,8 @@ class Quotas(Promise):
             return
         bucket, now = self._bucket(stream), self.world.now
         level = bucket.level(now) + self._doubtful[tenant]
-        if level < -_TOLERANCE:
+        is_new = stream.placements == 1 and not stream.was_accepted and not stream.tokens and not stream.identity
+        if level < -_TOLERANCE and is_new:
             raise ViolationError("limit.tenant_rate", f"tenant {tenant!r} has {level:.1f} tokens", stream.name)
         if stream.placements == 1 and stream not in self._paid:
             bucket.take(len(stream.demand.prompt), now)
@@ -116,5 +144,7 @@ class Quotas(Promise):
     def ended(self, stream: Stream) -> None:
         if stream.epoch is not None:
             self._running[stream.demand.tenant] -= 1
-        if limits_of(self.config, stream.demand.tenant).tokens_per_s:
-            self._bucket(stream).take(len(stream.tokens) - self._paid.pop(stream, 0), self.world.now)
+        if stream in self._counted:
+            self._count(stream)
+            del self._counted[stream]
+            self._paid.discard(stream)

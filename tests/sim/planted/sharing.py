@@ -139,10 +139,10 @@ def bucket_not_refilled(patch: pytest.MonkeyPatch) -> None:
 def prompt_charged_twice(patch: pytest.MonkeyPatch) -> None:
     """A request takes its prompt from the bucket twice."""
 
-    def twice(started: Any, self: Tenants, request: Request, now: float) -> None:
-        if not request.charged_tokens:
+    def twice(started: Any, self: Tenants, request: Request, output_tokens: float, now: float) -> None:
+        if not request.prompt_charged:
             self._of(request.spec.tenant, now).tokens -= request.spec.num_prompt_tokens
-        started(self, request, now)
+        started(self, request, output_tokens, now)
 
     wrap(patch, Tenants, "started", twice)
 
@@ -151,12 +151,11 @@ def prompt_charged_twice(patch: pytest.MonkeyPatch) -> None:
 def output_not_charged(patch: pytest.MonkeyPatch) -> None:
     """A request's output is not taken from the bucket."""
 
-    def free(ended: Any, self: Tenants, request: Request, now: float, **how: bool) -> None:
-        if request.charged_tokens:
-            request.charged_tokens = len(request.tokens)
-        ended(self, request, now, **how)
+    def free(charged: Any, self: Tenants, name: str, num_tokens: int, now: float) -> None:
+        self._of(name, now).tokens += num_tokens
+        charged(self, name, num_tokens, now)
 
-    wrap(patch, Tenants, "ended", free)
+    wrap(patch, Tenants, "charged", free)
 
 
 # ---------------------------------------------------------------- order
