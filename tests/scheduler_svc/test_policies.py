@@ -22,6 +22,7 @@ from scheduler_svc.core.queueing.policies import (
     LongestPrefixQueue,
     WaitingQueue,
     fcfs_key,
+    late_rank,
     make_policy,
 )
 from scheduler_svc.core.queueing.service_ledger import ServiceLedger
@@ -31,6 +32,7 @@ from scheduler_svc.core.requests.request import Request, RequestState, Wait
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.examples import examples
 from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.operations import count_calls
 from tests.scheduler_svc.requests import make_request
 
 
@@ -69,6 +71,8 @@ def _drain(queue: WaitingQueue | Line, cached: dict[int, int] | None = None) -> 
     taken = []
     while (request := queue.take(lambda each: (cached or {}).get(each.sequence, 0))) is not None:
         taken.append(request.sequence)
+        if isinstance(queue, WaitingQueue):
+            queue.admitted(request)
     return taken
 
 
@@ -118,6 +122,44 @@ def test_lpm_prefers_cached_prefixes_but_passes_nobody_for_ever() -> None:
     order = _drain(queue, {sequence: sequence for sequence in range(1, count)})
     assert order.index(0) == LongestPrefixQueue.MAX_PASSED
     assert sorted(order) == list(range(count))
+
+
+def test_lpm_counts_admissions_only() -> None:
+    """A request that is looked at and put back, because there is no room, passes no other one over."""
+    queue = LongestPrefixQueue()
+    for sequence in range(3):
+        queue.push(make_request(sequence))
+    for _ in range(2 * LongestPrefixQueue.MAX_PASSED):
+        request = queue.take(lambda request: request.sequence)
+        assert request is not None
+        assert request.sequence == 2
+        queue.push(request)
+
+
+def test_lpm_looks_up_no_prefix_while_all_rows_are_taken() -> None:
+    """A plan that can admit nothing costs the same under `lpm` and under `fcfs`."""
+    calls = {}
+    for policy in ("fcfs", "lpm"):
+        cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64, policy=policy)
+        cluster.join(ModelWorker(b"w", num_blocks=64, block_size=4, max_rows=2))
+        for stream in range(100):
+            cluster.submit(stream, [stream] * 8, 50)
+        for _ in range(4):
+            cluster.plan()
+            cluster.answer()
+        now = cluster.core.next_plan_due(cluster.now) or cluster.now
+        calls[policy] = count_calls(lambda now=now, core=cluster.core: core.plan(b"w", now))  # type: ignore[misc]
+    assert calls["lpm"] < calls["fcfs"] + 20
+
+
+def test_edf_serves_a_late_request_after_those_that_can_be_in_time() -> None:
+    """It ranks behind those that were there with no more slack; a preemption does not set it back again."""
+    late = make_request(1, arrival=0.0, wait=Wait(latest_start=100.0))
+    rivals = [make_request(number, arrival=50.0, wait=Wait(latest_start=150.0 + number)) for number in (2, 3)]
+    late.late_rank = late_rank(late, 100.5)
+    late.wait.latest_start = None
+    newcomer = make_request(4, arrival=90.0, wait=Wait(latest_start=1000.0))
+    assert _drain(_filled("edf", late, *rivals, newcomer)) == [2, 3, 1, 4]
 
 
 def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
@@ -486,12 +528,12 @@ def test_fewest_spares_those_who_would_pause_others_in_their_turn() -> None:
 def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
     """A request of a tenant with an exactly empty bucket may start; the next one waits for the refill."""
     tenants = Tenants({"a": TenantLimits(tokens_per_s=1.0)})
-    first, second, third = (make_request(sequence, tenant="a", attempts=1) for sequence in range(3))
+    first, second, third = (make_request(sequence, tenant="a") for sequence in range(3))
     for request in (first, second, third):
         tenants.arrived(request, 0.0)
-    tenants.started(first, 0.0)  # a prompt of 10 tokens, as many as ten seconds fill
+    tenants.started(first, 0.0, 0.0)  # a prompt of 10 tokens, as many as ten seconds fill
     assert tenants.may_run(second, 0.0)
-    tenants.started(second, 0.0)
+    tenants.started(second, 0.0, 0.0)
     assert not tenants.may_run(third, 9.5)
     assert tenants.may_run(third, 10.0)
 
@@ -503,22 +545,23 @@ def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
 def test_tenants_that_never_come_back_are_forgotten(limits: TenantLimits) -> None:
     """The memory for tenants follows those with a request or an unfilled bucket; no debt is forgotten."""
     tenants = Tenants({"": limits})
-    owing = make_request(tenant="owing", prompt=1000, attempts=1)
+    owing = make_request(tenant="owing", prompt=1000)
     tenants.arrived(owing, 0.0)
-    tenants.started(owing, 0.0)
+    tenants.started(owing, 0.0, 0.0)
     tenants.ended(owing, 0.0, was_running=True)
     most = 0
     for number in range(1000):
-        request, now = make_request(tenant=f"tenant-{number}", generated=5, attempts=1), number / 5
+        request, now = make_request(tenant=f"tenant-{number}", generated=5), number / 5
         tenants.arrived(request, now)
-        tenants.started(request, now)
+        tenants.started(request, 5.0, now)
         tenants.ended(request, now, was_running=True)
         most = max(most, len(tenants))
 
     assert most <= 2 * 64
     # 1000 tokens from a bucket of 20, at 2 a second.
-    assert tenants.may_run(owing, 200.0) == (not limits.tokens_per_s)
-    assert tenants.may_run(owing, 490.0)
+    other = make_request(tenant="owing")
+    assert tenants.may_run(other, 200.0) == (not limits.tokens_per_s)
+    assert tenants.may_run(other, 490.0)
 
 
 def test_forecasts_follow_what_was_measured() -> None:
@@ -671,3 +714,54 @@ def test_a_queue_shows_the_order_in_which_it_is_taken(
     shown = queue.first_ones(most)
     taken = list(iter(lambda: queue.take(lambda _: 0), None))
     assert shown == taken[:most]
+
+
+def test_a_tenants_held_backlog_changes_nothing_for_other_tenants() -> None:
+    """Requests held for a quota count neither in the forecast of the wait of others nor in what it is learned from."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, tenant_limits={"bulk": TenantLimits(max_running=1)})
+    cluster.join(ModelWorker(b"w", num_blocks=256, block_size=4, max_rows=8))
+    for stream in range(100, 140):
+        cluster.submit(stream, [stream] * 8, 20, tenant="bulk")
+    for _ in range(30 * 20):
+        cluster.plan()
+        cluster.answer()
+        cluster.now += 0.02
+    for stream in range(200, 600):
+        cluster.submit(stream, [stream] * 8, 20, tenant="bulk")
+    reader = cluster.submit(1, [7] * 8, 20, tenant="chat", deadline=cluster.now + 20.0)
+    assert reader.end is None
+    for _ in range(4):
+        cluster.plan()
+        cluster.answer()
+    assert reader.tokens
+
+
+def test_a_held_request_does_not_keep_the_floor_low() -> None:
+    """A tenant that returns shares the service equally, although a request of a third one has long been held."""
+    cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64, policy="fair", prefix_cache="off")
+    cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=16, max_rows=2), "w1")
+    owners: dict[int, str] = {}
+
+    def keep_waiting(tenant: str) -> None:
+        while sum(owner == tenant and cluster.readers[s].end is None for s, owner in owners.items()) < 4:
+            stream = len(owners) + 1
+            owners[stream] = tenant
+            cluster.submit(stream, [stream % 900] * 8, 20, tenant=tenant)
+
+    def served(tenant: str) -> int:
+        return sum(len(cluster.readers[stream].tokens) for stream, owner in owners.items() if owner == tenant)
+
+    keep_waiting("z")
+    owners[9000] = "x"
+    cluster.submit(9000, [1] * 8, 5, tenant="x", grammar=b"slow")
+    for _ in range(300):
+        keep_waiting("z")
+        cluster.plan()
+        cluster.answer()
+    before = served("z")
+    for _ in range(200):
+        keep_waiting("z")
+        keep_waiting("y")
+        cluster.plan()
+        cluster.answer()
+    assert served("y") == pytest.approx(served("z") - before, abs=40)

@@ -359,3 +359,19 @@ def test_drafts_gain_where_they_are_cheap_and_accepted() -> None:
     assert speedup(1, _Machine(0.02, fixed=0.7), [0.9]) > 2.5
     assert speedup(32, _Machine(0.2), [0.9, 0.1, 0.5, 0.0]) > 1.4
     assert speedup(32, _Machine(0.2, fixed=0.2, proposed=0.5), [0.9]) > 1.2
+
+
+@pytest.mark.parametrize("max_tokens", [2, 3, 6])
+def test_a_row_verifies_no_draft_beyond_its_limit(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step gives a token without a draft, so a row needs one draft fewer than the tokens that it may still have."""
+    monkeypatch.setattr(
+        Speculation, "limits", lambda _, rows, decoding: np.full(len(decoding), 8, np.int32)
+    )  # as many as the worker verifies
+    cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=16, max_rows=1, max_draft_tokens=8))
+    cluster.submit(1, [1] * 8, max_tokens)
+    cluster.run()
+    worker = cluster.core.worker(b"w1")
+    assert worker is not None
+    limits = [int(limit) for plan in cluster.plans for limit in plan.draft_limits]
+    assert max(limits, default=0) == max_tokens - 2

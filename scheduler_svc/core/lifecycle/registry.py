@@ -152,7 +152,13 @@ class RequestRegistry:
         turned_away = (
             _DUPLICATE
             if is_duplicate
-            else self._admission.refusal(request, self.num_waiting, self._states.queued_tokens, now)
+            else self._admission.refusal(
+                request,
+                num_waiting=self.num_waiting,
+                num_competing=self.backlog.num_startable,
+                num_tokens=self._states.queued_tokens,
+                now=now,
+            )
         )
         if identity and turned_away is None:
             # A refused request leaves its kept log unchanged, because its client may try again later.
@@ -209,12 +215,16 @@ class RequestRegistry:
 
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
         """Let a request wait for a worker; `outcome` is why it has left the one that it had."""
-        wait = Wait(now, len(request.tokens))
+        wait = Wait(since=now, tokens=len(request.tokens))
         if self._orders_by_length:
             wait.forecast_tokens = self.forecast.output_tokens(request)
         if request.total_deadline is not None or request.ttft_deadline is not None:
             wait.latest_start = self.forecast.latest_start(request)
             wait.must_start = self.forecast.must_start(request)
+            if request.late_rank is not None and wait.latest_start is not None and wait.latest_start < now:
+                wait.latest_start = None  # it keeps its rank among the late ones
+            else:
+                request.late_rank = None
         if request.grammar_key and self._grammar_failure(request) is not None:
             self._doubtful_grammars[request.grammar_key] = None
         self._states.wait(request, wait, outcome)

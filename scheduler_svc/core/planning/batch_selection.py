@@ -19,6 +19,7 @@ from scheduler_svc.core.interface.records import EndReason, WaitReason
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
 from scheduler_svc.core.queueing.backlog import Backlog, waits_for_prefix
 from scheduler_svc.core.queueing.placement import DECODE_COST, MAX_ASSIGNED, Placement, Room, find_room
+from scheduler_svc.core.queueing.policies import late_rank
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.rows import DECODE
@@ -186,14 +187,10 @@ class Admission:
         worker, placement = self._worker, self._placement
         request = self._backlog.take_assigned(worker)
         self._is_assigned = request is not None
+        has_row = worker.rows.num_running < self._max_running
         if request is None:
-            request = self._backlog.take(worker, self._cached_tokens)
-        if (
-            request is None
-            and placement is not None
-            and not worker.draining
-            and worker.rows.num_running < self._max_running
-        ):
+            request = self._backlog.take(worker, self._cached_tokens if has_row else None)
+        if request is None and placement is not None and has_row and not worker.draining:
             request = self._backlog.take_for_prefix_elsewhere(
                 worker, lambda waiting, other: placement.cost(worker, waiting) < placement.cost(other, waiting)
             )
@@ -314,7 +311,7 @@ class Admission:
         return find_room(worker, request, worker.match(request))
 
     def _admitted(self, request: Request) -> None:
-        self._backlog.withdraw(request)
+        self._backlog.admitted(request, self._worker)
         self._num_admitted += 1
         self._num_bytes += admission_bytes(request, self._worker.rows.block_size)
         self._load += DECODE_COST  # this step computes its prompt, or it used up the budget
@@ -378,10 +375,11 @@ def grammars_to_compile(worker: Worker, backlog: Backlog) -> list[Request]:
 def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
     """Requeue a request that has missed its target; return whether it had one.
 
-    It then counts as a request without a target, so others may overtake it.
+    It then ranks behind those that can still meet theirs.
     """
     if request.wait.latest_start is None or now <= request.wait.latest_start:
         return False
+    request.late_rank = late_rank(request, now)
     request.wait.latest_start = None
     backlog.put_back(request)
     return True

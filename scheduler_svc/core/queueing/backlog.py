@@ -10,8 +10,9 @@ A request that cannot start even with enough room is *held* apart until an event
 * its grammar is being compiled: until a worker reports it;
 * another request computes its prefix: until that request has advanced.
 
-No plan looks at a held request, and it blocks no other request. A request held for one of the last two reasons still
-counts as waiting for the service that `fair` accounts.
+No plan looks at a held request, and it blocks no other request. It does not count as waiting for the service that
+`fair` accounts. Otherwise a tenant whose only request waits for its grammar would keep its old service, and other
+tenants that return would be lifted to that only.
 
 A request that runs better on another worker is *assigned* to it. It waits for that worker's next plan, which takes
 assigned requests first. Requests that the plan does not take compete again.
@@ -24,7 +25,7 @@ from itertools import chain, islice
 
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.queueing.holding import Holding
-from scheduler_svc.core.queueing.policies import KeyedQueue, Policy, WaitingQueue
+from scheduler_svc.core.queueing.policies import CachedTokens, KeyedQueue, Policy, WaitingQueue
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.accounts import Account
 from scheduler_svc.core.requests.request import Request
@@ -207,8 +208,12 @@ class Backlog:
             if queue is not None:
                 queue.discard(request)
                 self._drop_empty()
+        elif request in self._assigned:
+            self._assigned.discard(request)
         else:
             next(holding for holding in self._holdings() if request in holding).discard(request)
+            self._tenants.competes(request.spec.tenant, -1)
+            return
         self._left(request)
 
     def withdraw(self, request: Request) -> None:
@@ -216,6 +221,12 @@ class Backlog:
         self._num_requests -= 1
         assert self._competing.pop(request) is None
         self._left(request)
+
+    def admitted(self, request: Request, worker: Worker) -> None:
+        """Remove a request that was taken and is admitted to a worker."""
+        for queue in self._queues_of(worker):
+            queue.admitted(request)
+        self.withdraw(request)
 
     def tenant_changed(self, tenant: str, now: float) -> None:
         """Make requests of a tenant compete, as many as the tenant may run now."""
@@ -227,6 +238,7 @@ class Backlog:
                 request = self._over_quota.take(held)
                 assert request is not None
                 request.waits_for(WaitReason.TURN, now)
+                request.wait.released = now
                 self._enter(request)
         self._await_refill(tenant, now)
 
@@ -245,12 +257,12 @@ class Backlog:
 
     # ---------------------------------------------------------------- one worker's next plan
 
-    def take(self, worker: Worker, cached: Callable[[Request], int]) -> Request | None:
+    def take(self, worker: Worker, cached: CachedTokens) -> Request | None:
         """Take out the first request that the worker can serve, or return None.
 
         Args:
             worker: a worker for which `prepare` was called for this plan.
-            cached: returns the number of a request's tokens in the worker's prefix cache.
+            cached: returns the number of a request's tokens in the worker's prefix cache; None: the worker has no row.
         """
         request = self._take_competing(worker, cached)
         if request is not None:
@@ -286,7 +298,9 @@ class Backlog:
     def recall(self, worker: Worker, now: float) -> None:
         """Make requests compete again that were assigned to a worker and that its plan did not take."""
         if self._assigned_since.pop(worker, None) is not None:
-            self._compete_again(self._assigned.release(worker), now)
+            for request in self._assigned.release(worker):
+                request.waits_for(WaitReason.TURN, now)
+                self._place(request)
 
     def recall_late(self, now: float) -> list[Worker]:
         """End old assignments, so that their requests compete again; return the workers that made no plan."""
@@ -313,6 +327,7 @@ class Backlog:
             request = self._for_prefix.first(key) if key[0] is not worker else None
             if request is not None and self.can_serve(worker, request) and accepts(request, key[0]):
                 self._for_prefix.take(key)
+                self._begin_service(request)
                 self._competing[request] = None
                 return request
         return None
@@ -328,12 +343,14 @@ class Backlog:
     def hold_for_grammar(self, request: Request) -> None:
         """Hold a request until a worker has compiled its grammar."""
         del self._competing[request]
+        self._end_service(request)
         self._for_grammar.add(request.grammar_key, request)
         self._turns.add(request)
 
     def hold_for_prefix(self, request: Request, worker: Worker, key: BlockKey) -> None:
         """Hold a request until the worker has computed the block with this key."""
         del self._competing[request]
+        self._end_service(request)
         self._for_prefix.add((worker, key), request)
         self._prefixes.setdefault(worker, {})[key] = None
 
@@ -418,19 +435,27 @@ class Backlog:
                 self._refilling.add(tenant)
 
     def _enter(self, request: Request) -> None:
-        if self.policy.accounts_service:
-            self.policy.enter(request.account)
         self._tenants.competes(request.spec.tenant, 1)
+        self._begin_service(request)
         self._place(request)
 
     def _left(self, request: Request) -> None:
-        if self.policy.accounts_service:
-            self.policy.leave(request.account)
+        self._end_service(request)
         self._tenants.competes(request.spec.tenant, -1)
 
+    def _begin_service(self, request: Request) -> None:
+        if self.policy.accounts_service:
+            self.policy.enter(request.account)
+
+    def _end_service(self, request: Request) -> None:
+        if self.policy.accounts_service:
+            self.policy.leave(request.account)
+
     def _compete_again(self, requests: Iterable[Request], now: float) -> None:
+        """Let requests compete that were held for a grammar or a prefix."""
         for request in requests:
             request.waits_for(WaitReason.TURN, now)
+            self._begin_service(request)
             self._place(request)
 
     def _place(self, request: Request) -> None:
@@ -476,18 +501,21 @@ class Backlog:
         if self._restricted:
             self._restricted = {place: queue for place, queue in self._restricted.items() if len(queue)}
 
-    def _take_competing(self, worker: Worker, cached: Callable[[Request], int]) -> Request | None:
+    def _queues_of(self, worker: Worker) -> list[WaitingQueue]:
+        """Return the queues from which the worker takes requests."""
         if worker.draining:
             own = self._restricted.get(worker)
-            request = None if own is None else own.take(cached)
-            self._drop_empty()
-            return request
-        if not self._restricted:
-            return self._common.take(cached)
+            return [] if own is None else [own]
         queues = [self._common]
         for place, queue in self._restricted.items():
             if isinstance(place, Scope) and self.kinds.contains(place, worker.kind):
                 queues.append(queue)
+        return queues
+
+    def _take_competing(self, worker: Worker, cached: CachedTokens) -> Request | None:
+        if not self._restricted and not worker.draining:
+            return self._common.take(cached)
+        queues = self._queues_of(worker)
         first = [(queue, request) for queue in queues if (request := queue.take(cached)) is not None]
         if not first:
             return None
@@ -514,8 +542,7 @@ class Backlog:
             return
         for request in self._for_prefix.release((worker, key)):
             request.prefix_waits = first.prefix_waits
-            request.waits_for(WaitReason.TURN, now)
-            self._place(request)
+            self._compete_again((request,), now)
 
     def _worker_left(self, worker: Worker, now: float) -> None:
         self.recall(worker, now)

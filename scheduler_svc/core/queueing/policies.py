@@ -16,7 +16,11 @@ So no request starves: only requests that arrive within its key's advantage can 
 | fcfs | order of arrival | 0 s later |
 | priority | arrival - priority x `AGEING_S` | (their priority - its own) x `AGEING_S` later |
 | sjf | arrival + `SJF_S_PER_TOKEN` x expected tokens | `SJF_S_PER_TOKEN` x its expected tokens later |
-| edf | latest start that still meets the deadline | its slack later; without one, or once missed, `EDF_SLACK_S` later |
+| edf | latest start that still meets the deadline | its slack later; without one, `EDF_SLACK_S` later |
+
+Under `edf`, a request that has missed its target ranks behind all requests that were there at that moment with no more
+slack than it had, and with no more than `EDF_SLACK_S`. So it delays none of those that can still be in time, and it
+does not starve.
 
 `fair` (virtual token counter, Sheng et al., OSDI 2024) serves the tenant with the least service. `lpm` (longest prefix
 match, SGLang) ranks a window of the oldest requests by their cached tokens. If request classes are configured, each
@@ -45,7 +49,8 @@ EDF_SLACK_S = 60.0
 _FEW_GONE = 16
 """So many entries of finished requests are left in a queue; they keep the tokens of those requests."""
 
-CachedTokens = Callable[[Request], int]
+CachedTokens = Callable[[Request], int] | None
+"""Returns the number of a request's cached tokens; None: they do not count."""
 Place = tuple[float | str, ...]
 """Place of a request among the first ones of several queues of one policy; smallest first."""
 
@@ -66,8 +71,13 @@ class WaitingQueue(ABC):
         """Take out the first request, or return None.
 
         Args:
-            cached: returns the number of a request's tokens in the prefix cache of the worker that will run it.
+            cached: returns the number of a request's tokens in the prefix cache of the worker that will run it; None:
+                no request can start now, so no order by them is needed.
         """
+
+    def admitted(self, request: Request) -> None:
+        """Record that a request was admitted that this queue, or another one of the policy, had before."""
+        return
 
     @abstractmethod
     def discard(self, request: Request) -> None:
@@ -287,6 +297,11 @@ class FairQueue(WaitingQueue):
                 return request
         return None
 
+    def admitted(self, request: Request) -> None:
+        queue = self._queues.get(self._policy.group_of(request.account))
+        if queue is not None:
+            queue.admitted(request)
+
     def discard(self, request: Request) -> None:
         self._num_requests -= 1
         self._queues[self._policy.group_of(request.account)].discard(request)
@@ -333,8 +348,8 @@ class LongestPrefixPolicy(Policy):
 class LongestPrefixQueue(WaitingQueue):
     """A queue in which, of the `WINDOW` oldest requests, the one with the most cached tokens is next.
 
-    A request that was passed over `MAX_PASSED` times is next, whatever the others have cached. So a request waits for
-    at most MAX_PASSED admissions more than under first come, first served.
+    A request that was passed over by `MAX_PASSED` admissions is next, whatever the others have cached. So a request
+    waits for at most MAX_PASSED admissions more than under first come, first served.
     """
 
     WINDOW = 64
@@ -361,13 +376,18 @@ class LongestPrefixQueue(WaitingQueue):
             self._window.append(following)
         if not self._window:
             return None
-        if self._window[0].wait.passed_over >= self.MAX_PASSED:
+        if cached is None or self._window[0].wait.passed_over >= self.MAX_PASSED:
             chosen = 0
         else:
-            chosen = max(range(len(self._window)), key=lambda index: (cached(self._window[index]), -index))
-        for request in self._window[:chosen]:
-            request.wait.passed_over += 1
+            num_cached = [cached(request) for request in self._window]
+            chosen = num_cached.index(max(num_cached))
         return self._window.pop(chosen)
+
+    def admitted(self, request: Request) -> None:
+        for older in self._window:
+            if older.sequence > request.sequence:
+                return
+            older.wait.passed_over += 1
 
     def discard(self, request: Request) -> None:
         if request in self._window:
@@ -398,8 +418,16 @@ def sjf_key(request: Request) -> float:
     return request.arrival + SJF_S_PER_TOKEN * max(0.0, request.wait.forecast_tokens - request.num_generated)
 
 
+def late_rank(request: Request, now: float) -> float:
+    """Return the key under `edf` of a request that misses its target now."""
+    assert request.wait.latest_start is not None
+    return now + max(EDF_SLACK_S, request.wait.latest_start - request.arrival)
+
+
 def edf_key(request: Request) -> float:
     """Return the key of least laxity first: the latest start that still meets the deadline."""
+    if request.late_rank is not None:
+        return request.late_rank
     if request.wait.latest_start is None:
         return request.arrival + EDF_SLACK_S
     return request.wait.latest_start

@@ -121,7 +121,7 @@ class Tenants:
         if not request.prompt_charged:
             tenant.tokens -= request.spec.num_prompt_tokens
             request.prompt_charged = True
-        if not request.attempts and self._limits_of(request.spec.tenant).tokens_per_s:
+        if request.reserved_output is None and self._limits_of(request.spec.tenant).tokens_per_s:
             request.reserved_output = max(request.num_generated, math.ceil(output_tokens))
             tenant.reserved += request.reserved_output - request.num_generated
 
@@ -144,7 +144,7 @@ class Tenants:
         if not self._limits:
             return
         tenant = self._of(request.spec.tenant, now)
-        if request.attempts and self._limits_of(request.spec.tenant).tokens_per_s:
+        if request.reserved_output is not None:
             tenant.reserved -= request.reserved_output - request.num_generated
         if was_running:
             tenant.running -= 1

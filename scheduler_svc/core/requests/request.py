@@ -51,6 +51,8 @@ class Wait:
     """One wait of a request for a worker; a new one begins whenever the request is queued again."""
 
     since: float = 0.0
+    released: float = 0.0
+    """Time at which its tenant's quota last let it compete; 0: it was not held for the quota."""
     tokens: int = 0
     """Tokens that count for it in the queue's token limit; 0 once it has a row."""
     forecast_tokens: float = 0.0
@@ -59,6 +61,8 @@ class Wait:
     """Latest start that meets the client's deadline, by forecast."""
     latest_start: float | None = None
     """Latest start that meets the request's deadlines and targets, by forecast; None without any, or once missed."""
+    behind: "Request | None" = None
+    """The more urgent request for which it was preempted; it does not overtake that one."""
     overtaken: int = 0
     """Number of admissions that overtook the request while it did not fit."""
     passed_over: int = 0
@@ -124,6 +128,8 @@ class Request:
     """Time by which the first token is wanted."""
     total_deadline: float | None = None
     """Time by which the last token is wanted: the client's deadline or its target, whichever comes first."""
+    late_rank: float | None = None
+    """Its key under `edf` since it missed its target; None: it has not, or it has another one."""
     state: RequestState = RequestState.ARRIVED
     wait: Wait = field(default_factory=Wait)
     """Its present wait, or the last one."""
@@ -136,8 +142,8 @@ class Request:
     """By block size: the joined keys of its leading full blocks, computed as far as needed."""
     prompt_charged: bool = False
     """Whether its tenant was charged for its prompt, by this core or an earlier one."""
-    reserved_output: int = 0
-    """Generated tokens, earlier ones included, that it has reserved of its tenant's rate; see `tenants`."""
+    reserved_output: int | None = None
+    """Generated tokens, earlier ones included, that it has reserved of its tenant's rate; None: it has not started."""
     first_planned: float | None = None
     starved_since: float | None = None
     """Time since which it has no credit."""

@@ -74,9 +74,9 @@ class PolicyKeys(Promise):
                 return stream.arrival + self._length_penalty(stream, forecast)
             case "edf":
                 wanted = [stream.deadline, stream.total_deadline, None if stream.tokens else stream.ttft_deadline]
-                # After its target is missed, a request counts as one without a target.
-                soonest = min((time for time in wanted if time is not None), default=0.0)
-                return max(soonest, stream.arrival + EDF_SLACK_S)
+                # After its target is missed, a request ranks behind those that can still meet theirs.
+                has_target = any(time is not None for time in wanted)
+                return math.inf if has_target else stream.arrival + EDF_SLACK_S
             case "lpm":
                 return math.inf
         return stream.arrival
