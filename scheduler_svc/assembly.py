@@ -7,7 +7,7 @@ from scheduler_svc.admission_file import AdmissionSettings
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.recorder.recorder import Recorder
-from scheduler_svc.recorder.segments import RecordInUseError
+from scheduler_svc.segments import FolderInUseError
 from shared.config import ConfigError, SchedulerConfig, state_folder
 from shared.curve import DOMAINS, CurveKeys
 from shared.logging import get_logger
@@ -104,7 +104,7 @@ def open_recorder(config: SchedulerConfig, core: CoreConfig, incarnation: int) -
                 with_tokens=config.record_tokens,
             )
         except (OSError, RuntimeError) as error:
-            if isinstance(error, RecordInUseError) and folder != folders[-1]:
+            if isinstance(error, FolderInUseError) and folder != folders[-1]:
                 continue
             then = "use another --record-dir, or 'off'"
             get_logger().warning("flight recorder: not recording", folder=str(folder), reason=str(error), then=then)
