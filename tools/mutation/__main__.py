@@ -1,4 +1,4 @@
-"""Sample mutants of the scheduler core and print which of them a check kills.
+"""Sample mutants of the scheduler core and of the simulator's oracle, and print which of them a check kills.
 
     python -m tools.mutation                          the same as `make mutants`
     python -m tools.mutation --count 20 --seed 7
@@ -24,6 +24,9 @@ from tools.mutation.hunt import CPU_S, hunt
 from tools.mutation.mutators import Mutation, mutant, mutations
 
 CORE = Path("scheduler_svc/core")
+SIMULATOR = Path("scheduler_svc/sim")
+ORACLE = (SIMULATOR / "model_worker.py", SIMULATOR / "oracle.py")
+"""What the simulator compares the core with."""
 _PATIENCE = 20
 """Wall-clock limit of a mutant, as a multiple of its limit of CPU time, because the machine may have other load."""
 
@@ -88,7 +91,7 @@ def main() -> int:
     until = time.monotonic() + 60 * options.minutes
     outcomes: list[Outcome] = []
     if options.again or any(each.name not in known for each in chosen):
-        killer = _hunt(CORE, None)
+        killer = _hunt(ORACLE[0], None)
         if killer:
             sys.exit(f"the core as it is does not survive: {killer}")
     with options.kept.open("a") as file:
@@ -121,7 +124,7 @@ def summary(outcomes: list[Outcome]) -> str:
 def _choose(count: int, seed: int, only: str) -> list[Mutant]:
     everything = [
         Mutant(path, number, mutation)
-        for path in sorted(CORE.glob("*.py"))
+        for path in (*sorted(CORE.rglob("*.py")), *ORACLE)
         for number, mutation in enumerate(mutations(path.read_text()))
     ]
     if only:
