@@ -247,9 +247,17 @@ _PARAMS = {
 
 
 def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
-    """Return the bytes of one token's KV on one card. A card holds at least one KV head of each layer."""
-    heads = -(-sizes.num_kv_heads // tensor_parallel_size)
+    """Return the bytes of one token's KV on one card."""
+    heads = _kv_heads_per_card(sizes, tensor_parallel_size)
     return kv_bytes_per_token([(heads, sizes.head_dim)] * sizes.num_layers, kv_type)
+
+
+def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:
+    """Return the KV heads that a card holds, as `worker_svc.ranks.shard` divides them."""
+    if not sizes.num_heads or sizes.num_kv_heads % cards == 0:
+        return -(-sizes.num_kv_heads // cards)
+    own = max(1, sizes.num_heads // cards)
+    return own // math.gcd(sizes.num_heads // sizes.num_kv_heads, own)
 
 
 def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
@@ -290,7 +298,7 @@ def weights_bytes(
         )
     cards = tensor_parallel_size
     hidden, inner = sizes.hidden_size, sizes.intermediate_size // cards
-    query, kv = sizes.num_heads // cards * sizes.head_dim, -(-sizes.num_kv_heads // cards) * sizes.head_dim
+    query, kv = sizes.num_heads // cards * sizes.head_dim, _kv_heads_per_card(sizes, cards) * sizes.head_dim
     vocab = -(-sizes.vocab_size // cards)
 
     def product(outputs: int, inputs: int, kind: str = of_layers) -> int:

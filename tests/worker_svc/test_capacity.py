@@ -95,10 +95,20 @@ def test_a_gguf_checkpoint_is_counted_as_a_worker_holds_it(kind: str, flags: dic
     assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_formulas_are_what_each_rank_allocates(ranks: int, tmp_path: Path) -> None:
-    """Bytes of a rank's weights and of its KV per token are within 3 %, also with more ranks than KV heads."""
-    folder = make_checkpoint("Qwen2ForCausalLM", tmp_path / "model", vocab_size=1024, max_position_embeddings=64)
+@pytest.mark.parametrize(
+    ("ranks", "sizes_of_heads"),
+    [
+        (2, {}),
+        (4, {}),
+        (2, {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 192}),
+    ],
+)
+def test_the_formulas_are_what_each_rank_allocates(ranks: int, sizes_of_heads: dict[str, int], tmp_path: Path) -> None:
+    """Bytes of a rank's weights and of its KV per token are within 3 %, also with copies of KV heads."""
+    folder = make_checkpoint(
+        "Qwen2ForCausalLM", tmp_path / "model", vocab_size=1024, max_position_embeddings=64, **sizes_of_heads
+    )
     flags = (f"--tensor-parallel-size={ranks}", "--gpu-memory=10MB", "--context=64", "--output=8", "--step-memory=0")
     predicted = _capacity(tmp_path, folder, *flags, memory=())
     sizes = sizes_from_config(json.loads((folder / "config.json").read_text()))

@@ -1,11 +1,14 @@
 """A group of ranks computes and samples the same as one process."""
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
@@ -44,6 +47,69 @@ def test_greedy_tokens_equal_generate(architecture: str, pair: Ranks, tmp_path: 
     for prompt, answer in zip(prompts, answers, strict=True):
         oracle.judge(prompt, answer, verdict)
     assert verdict.near_ties * 1000 <= verdict.num_tokens, f"{verdict.near_ties} near ties"
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
+def test_ranks_divide_experts_in_one_tensor(architecture: str, pair: Ranks, tmp_path: Path) -> None:
+    """A checkpoint with all experts of a layer in one tensor gives the tokens of one with a tensor for each expert."""
+    folder = make_checkpoint(architecture, tmp_path)
+    oracle = Oracle(folder)
+    merge_experts(folder)
+
+    check_against(oracle, folder, pair)
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+        {"num_attention_heads": 10, "num_key_value_heads": 5, "hidden_size": 160, "attention_bias": True},
+        {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 192},
+        {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 144},  # by torch: heads of 12 elements
+    ],
+    ids=str,
+)
+def test_ranks_copy_kv_heads_that_they_do_not_divide(heads: dict[str, int], pair: Ranks, tmp_path: Path) -> None:
+    """A KV head whose query heads are on two ranks is on both; a rank's query heads share their heads evenly."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path, **heads)
+
+    check_against(Oracle(folder), folder, pair)
+
+
+def check_against(oracle: Oracle, folder: Path, pair: Ranks) -> None:
+    """Two ranks give the oracle's tokens."""
+    with pair.driver(folder, seed=3, max_num_seqs=4, max_num_batched_tokens=96, dtype="float32") as driver:
+        prompts = [driver.rng.integers(0, VOCAB_SIZE, length).tolist() for length in PROMPT_LENGTHS]
+        answers, _ = generate_all(driver, prompts)
+    verdict = Verdict()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        oracle.judge(prompt, answer, verdict)
+    assert verdict.near_ties * 1000 <= verdict.num_tokens, f"{verdict.near_ties} near ties"
+
+
+def merge_experts(folder: Path) -> None:
+    """Rewrites a checkpoint of a mixture in the layout in which the classes of `transformers` 5 hold it."""
+    experts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    tensors = {}
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items(), key=lambda item: _places(item[0])):
+        layer, found, rest = re.sub("block_sparse_moe", "mlp", name).partition(".experts.")
+        if not found:
+            tensors[re.sub("block_sparse_moe", "mlp", name)] = tensor
+            continue
+        kind = rest.split(".")[1]
+        part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(kind, kind)
+        experts[f"{layer}.experts.{part}"].append(tensor)
+    for name, gates in list(experts.items()):
+        if name.endswith("gate_proj"):
+            stem = name.removesuffix("gate_proj")
+            tensors[f"{stem}gate_up_proj"] = torch.cat((torch.stack(gates), torch.stack(experts[f"{stem}up_proj"])), 1)
+            tensors[f"{stem}down_proj"] = torch.stack(experts[f"{stem}down_proj"])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _places(name: str) -> list[int]:
+    """The numbers in a name, so that experts are in order."""
+    return [int(number) for number in re.findall(r"\.(\d+)\.", name)]
 
 
 SAMPLINGS = {

@@ -25,7 +25,6 @@ from kernels.native.library import Native
 from kernels.norm import rms_norm
 from kernels.paged_attention import DecodeSchedule, paged_attention
 from kernels.qkv import rotate_and_cache
-from shared.config import ConfigError
 from worker_svc.model import llama_packed
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.decoder_config import DecoderConfig
@@ -35,7 +34,7 @@ from worker_svc.model.quantised import StoredWeights, log_form
 from worker_svc.model.rope import rope_tables
 from worker_svc.model.weights import copy_weights, holds_different, tensor_names
 from worker_svc.ranks.group import Group
-from worker_svc.ranks.shard import Cut
+from worker_svc.ranks.shard import Cut, spans_of
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -67,9 +66,9 @@ class LlamaModel:
         self._device = device
         # Of this rank's part of the model.
         self._heads = shard.span(config.num_attention_heads)
-        self._kv_heads = shard.kv_heads(config.num_key_value_heads)
+        self._kv_heads = shard.kv_heads(config.num_attention_heads, config.num_key_value_heads)
         self._tokens = shard.vocabulary(config.vocab_size)
-        self._num_kv_heads = self._kv_heads.length
+        self._num_kv_heads = len(self._kv_heads)
         self._head_dim = head_dim(config)
         self._scale = self._head_dim**-0.5
         self._eps: float = config.rms_norm_eps
@@ -360,11 +359,6 @@ class LlamaModel:
             if isinstance(layer.mlp, Mlp):
                 yield from _named_mlp(f"{prefix}.mlp", layer.mlp, Experts())
             elif f"{prefix}.mlp.experts.gate_up_proj" in given:  # as the classes of `transformers` hold them
-                if self._group.size > 1:
-                    raise ConfigError(
-                        f"tensor_parallel_size: {self._group.size} is not supported for a checkpoint with all experts"
-                        " in one tensor (experts.gate_up_proj); use 1, or a checkpoint with a tensor for each expert"
-                    )
                 yield f"{prefix}.mlp.gate.weight", layer.mlp.router.weight
                 yield f"{prefix}.mlp.experts.gate_up_proj", layer.mlp.gate_up
                 yield f"{prefix}.mlp.experts.down_proj", layer.mlp.down
@@ -377,17 +371,21 @@ class LlamaModel:
         config = self._config
         if self._group.size == 1:
             return {}
-        tokens = Cut(0, self._tokens, config.vocab_size)
+        tokens = Cut(0, (self._tokens,), config.vocab_size)
         cuts = {_EMBEDDING: tokens, _HEAD: tokens}
-        heads = Cut(0, self._heads, config.num_attention_heads).times(self._head_dim)
-        kv_heads = Cut(0, self._kv_heads, config.num_key_value_heads).times(self._head_dim)
+        heads = Cut(0, (self._heads,), config.num_attention_heads).times(self._head_dim)
+        kv_heads = Cut(0, spans_of(self._kv_heads), config.num_key_value_heads).times(self._head_dim)
         for index, mixed in enumerate(mixture_layers(config)):
             prefix = f"model.layers.{index}"
             attention = f"{prefix}.self_attn"
             outputs = {f"{attention}.q_proj": heads, f"{attention}.k_proj": kv_heads, f"{attention}.v_proj": kv_heads}
             inputs = {f"{attention}.o_proj": heads}
             for mlp, names, size in mlps(prefix, config, mixed=mixed):
-                inner = Cut(0, self._group.shard.span(size), size)
+                inner = Cut(0, (self._group.shard.span(size),), size)
+                if mlp.endswith(".experts.0"):  # all experts in one tensor, as the classes of `transformers` hold them
+                    merged = f"{prefix}.mlp.experts"
+                    cuts[f"{merged}.gate_up_proj"] = replace(inner.twice(), dim=1)
+                    cuts[f"{merged}.down_proj"] = replace(inner, dim=2)
                 outputs |= {f"{mlp}.{names.gate}": inner, f"{mlp}.{names.up}": inner}
                 inputs[f"{mlp}.{names.down}"] = inner
             for name, cut in outputs.items():

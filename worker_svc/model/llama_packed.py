@@ -33,7 +33,7 @@ def shape_of(config: DecoderConfig, shard: Shard = WHOLE) -> DecoderShape:
     return DecoderShape(
         hidden_size=config.hidden_size,
         num_heads=shard.span(config.num_attention_heads).length,
-        num_kv_heads=shard.kv_heads(config.num_key_value_heads).length,
+        num_kv_heads=len(shard.kv_heads(config.num_attention_heads, config.num_key_value_heads)),
         head_dim=size,
         eps=config.rms_norm_eps,
         scale=size**-0.5,

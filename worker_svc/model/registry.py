@@ -84,7 +84,6 @@ def build_model(
             for size in {size for _, _, size in families.mlps("", decoder, mixed=mixed)}:
                 group.shard.check(
                     num_heads=decoder.num_attention_heads,
-                    num_kv_heads=decoder.num_key_value_heads,
                     intermediate_size=size,
                     vocab_size=decoder.vocab_size,
                 )

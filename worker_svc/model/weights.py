@@ -104,7 +104,7 @@ def copy_weights(
                 raise _not_described(name, f"has the type {str(tensor.dtype).removeprefix('torch.')}")
             destination.copy_(cut.of(tensor) if cut else tensor)
         else:
-            part = tensor.narrow(cut.dim, cut.span.begin, cut.span.length) if cut else tensor
+            part = _part(tensor, cut)
             if stored is not None and part is not None:
                 stored.put(name, destination, part)
             else:
@@ -118,6 +118,15 @@ def copy_weights(
         )
     if num_dequantised:
         log_form(num_packed=0, num_dequantised=num_dequantised, dtype=next(iter(destinations.values())).dtype)
+
+
+def _part(tensor: QuantisedWeight, cut: Cut | None) -> QuantisedWeight | None:
+    """Return the codes and scales of a cut; None if it is no range of whole blocks."""
+    if cut is None:
+        return tensor
+    if len(cut.spans) > 1:
+        return None
+    return tensor.narrow(cut.dim, cut.spans[0].begin, cut.spans[0].length)
 
 
 def check_unquantised(folder: Path) -> None:

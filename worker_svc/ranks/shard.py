@@ -1,10 +1,12 @@
 """The part of each weight that one rank has, as in Megatron-LM (Shoeybi et al., 2019).
 
 Query, key, value, gate and up projections are divided by outputs; the output and down projections by inputs, so that
-the sum of all ranks' results is the result. A rank has whole heads. If there are more ranks than KV heads, several
-ranks have a copy of the same KV head. The embedding and the LM head are divided by vocabulary indices.
+the sum of all ranks' results is the result. A rank has whole heads. If the ranks do not divide the KV heads, a rank has
+a copy of the KV head of each group of its query heads. The embedding and the LM head are divided by vocabulary indices.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,23 +25,40 @@ class Span:
     length: int
 
 
+def spans_of(indices: Iterable[int]) -> tuple[Span, ...]:
+    """Return ranges that contain these indices in order."""
+    spans: list[Span] = []
+    for index in indices:
+        if spans and index == spans[-1].begin + spans[-1].length:
+            spans[-1] = Span(spans[-1].begin, spans[-1].length + 1)
+        else:
+            spans.append(Span(index, 1))
+    return tuple(spans)
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a checkpoint's tensor that a rank reads: a range of indices of one dimension."""
+    """The part of a checkpoint's tensor that a rank reads: ranges of indices of one dimension, in order."""
 
     dim: int
-    span: Span
+    spans: tuple[Span, ...]
     whole: int
     """Size of this dimension in the checkpoint."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of the whole tensor."""
-        return tensor.narrow(self.dim, self.span.begin, self.span.length)
+        """Return the part of the whole tensor; a view of it if there is one range."""
+        parts = [tensor.narrow(self.dim, span.begin, span.length) for span in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def times(self, count: int) -> "Cut":
         """Return the cut for `count` adjacent elements per index, such as those of a head."""
-        span = Span(self.span.begin * count, self.span.length * count)
-        return Cut(self.dim, span, self.whole * count)
+        spans = tuple(Span(span.begin * count, span.length * count) for span in self.spans)
+        return Cut(self.dim, spans, self.whole * count)
+
+    def twice(self) -> "Cut":
+        """Return the cut for two tensors of this size in one, such as gate and up projections."""
+        second = tuple(Span(self.whole + span.begin, span.length) for span in self.spans)
+        return Cut(self.dim, self.spans + second, 2 * self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +73,15 @@ class Shard:
         length = total // self.size
         return Span(self.rank * length, length)
 
-    def kv_heads(self, num_kv_heads: int) -> Span:
-        """Return this rank's KV heads; with more ranks than heads, neighbouring ranks have the same one."""
-        if num_kv_heads >= self.size:
-            return self.span(num_kv_heads)
-        return Span(self.rank * num_kv_heads // self.size, 1)
+    def kv_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+        """Return this rank's KV heads in order, each for equally many of its query heads.
+
+        A head occurs more than once, on one rank or on several, if the ranks do not divide the KV heads.
+        """
+        per_kv_head = num_heads // num_kv_heads
+        own = self.span(num_heads)
+        together = math.gcd(per_kv_head, own.length)
+        return tuple((own.begin + place) // per_kv_head for place in range(0, own.length, together))
 
     def vocabulary(self, vocab_size: int) -> Span:
         """Return this rank's vocabulary indices; the last part may be shorter than the others."""
@@ -68,7 +91,7 @@ class Shard:
         begin = self.rank * length
         return Span(begin, max(0, min(length, vocab_size - begin)))
 
-    def check(self, *, num_heads: int, num_kv_heads: int, intermediate_size: int, vocab_size: int) -> None:
+    def check(self, *, num_heads: int, intermediate_size: int, vocab_size: int) -> None:
         """Check that the sizes of a model can be divided among the ranks.
 
         Raises:
@@ -80,11 +103,6 @@ class Shard:
                 raise ConfigError(
                     f"tensor_parallel_size: {size} does not divide the model's {count} {what}; give a divisor"
                 )
-        if num_kv_heads % size and size % num_kv_heads:
-            raise ConfigError(
-                f"tensor_parallel_size: {size} ranks cannot share {num_kv_heads} KV heads evenly; give a divisor or a"
-                f" multiple of {num_kv_heads}"
-            )
         if not Shard(size - 1, size).vocabulary(vocab_size).length:
             raise ConfigError(
                 f"tensor_parallel_size: {size} ranks are too many for a vocabulary of {vocab_size}; give fewer"
