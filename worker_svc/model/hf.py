@@ -308,5 +308,6 @@ def _first_line(error: Exception) -> str:
 def _refusal(architecture: str, why: str) -> ConfigError:
     return ConfigError(
         f"model: {architecture} is not supported: {why}; use {', '.join(families.ARCHITECTURES)} or a decoder of"
-        " transformers with attention-backend support, such as Gemma2ForCausalLM, Phi3ForCausalLM or GPT2LMHeadModel"
+        " transformers with attention-backend support, such as Gemma2ForCausalLM or Phi3ForCausalLM;"
+        " docs/models.md lists them"
     )

@@ -1,0 +1,280 @@
+"""Find out which decoders of the installed `transformers` are served, for docs/models.md.
+
+    python -m tools.model_types                      survey all types, and write the result and the page (5 minutes)
+    python -m tools.model_types --types olmo2 gemma  survey some, and write them into the result of the last survey
+
+For each type with a causal language model, a tiny checkpoint with random weights is written and served in this process.
+Its greedy tokens are compared with the logits of the class itself: prompts of 1 to 130 tokens, in chunks of random
+length, four rows at once. A type is *equal* if no token lags behind the best one by more than rounding.
+"""
+
+import argparse
+import json
+import logging
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shared.config import ConfigError
+from tests.checkpoints import VOCAB_SIZE, draw_weights, make_tokenizer
+from tests.worker_svc.driver import Driver, make_engine
+from worker_svc.model.llama import LlamaModel
+from worker_svc.model.registry import check_supported
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "model_types.json"
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- types -->", "<!-- /types -->"
+_PROMPTS = (1, 5, 33, 130)
+_OUTPUT = 16
+_LARGEST_LAG = 1e-3
+"""Of the largest logit; 0 in most cases."""
+_MOST_WEIGHTS = 20_000_000
+_HIDDEN, _INNER, _HEADS, _KV_HEADS, _EXPERTS, _LAYERS, _POSITIONS, _WINDOW = 96, 72, 6, 3, 5, 4, 512, 19
+_FIELDS: dict[int, str] = {
+    VOCAB_SIZE: "vocab_size vocab_size_per_layer_input",
+    _HIDDEN: "hidden_size n_embd d_model dim_model word_embed_proj_dim emb_dim embed_dim dim lru_width",
+    _INNER: "intermediate_size ffn_hidden_size n_inner ffn_dim d_ff dim_ff decoder_ffn_dim encoder_ffn_dim dff",
+    _HEADS: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"
+    " encoder_attention_heads",
+    _KV_HEADS: "num_key_value_heads n_kv_heads num_kv_heads",
+    _LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers",
+    _POSITIONS: "max_position_embeddings n_positions n_ctx max_seq_len",
+    _WINDOW: "sliding_window attention_window sliding_window_size local_attention",
+    _EXPERTS: "num_local_experts num_experts moe_num_experts router_num_experts",
+    40: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
+    16: "head_dim kv_channels dim_head query_pre_attn_scalar kv_lora_rank qk_nope_head_dim v_head_dim",
+    24: "q_lora_rank qk_head_dim",
+    8: "n_routed_experts rotary_dim qk_rope_head_dim",
+    2: "num_experts_per_tok num_experts_per_token moe_k moe_topk encoder_layers eos_token_id",
+    1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts"
+    " first_k_dense_replace num_dense_layers moe_layer_start_index bos_token_id",
+    0: "pad_token_id",
+}
+"""Values of configuration fields: tiny sizes that differ from each other where a class permits it."""
+_WANTED: dict[str, Any] = {name: value for value, names in _FIELDS.items() for name in names.split()} | {
+    "tie_word_embeddings": False,
+    "attn_logit_softcapping": 20.0,
+    "final_logit_softcapping": 30.0,
+    "is_decoder": True,
+}
+_PARTICULAR: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mimo_v2_flash": {"head_dim": 24},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+}
+"""What published models of a type have and its defaults do not: other layers, or values smaller than keys."""
+_LATENT = {"head_dim": 8, "num_key_value_heads": _HEADS}
+"""Sizes of classes whose heads have a part without rotation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What became of one type."""
+
+    architecture: str
+    status: str
+    """"own code", "transformers", "refused", "different" or "not built"."""
+    why: str = ""
+
+
+def survey(model_type: str) -> Finding:
+    """Serve a tiny checkpoint of a type, and compare its tokens with the class's own logits."""
+    architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    try:
+        model = _tiny(model_type)
+    except Exception as error:  # classes without defaults, or with rules for sizes of their own
+        return Finding(architecture, *_by_its_defaults(architecture, model_type, error))
+    with tempfile.TemporaryDirectory() as folder:
+        draw_weights(model, 0.2, 0)
+        model.save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
+        try:
+            engine = make_engine(
+                Path(folder), block_size=16, max_num_seqs=len(_PROMPTS), max_num_batched_tokens=300, dtype="float32"
+            )
+        except ConfigError as error:
+            return Finding(architecture, "refused", _reason(str(error)))
+    lag = _lag(model, Driver(engine))
+    if not lag <= _LARGEST_LAG:
+        return Finding(architecture, "different", f"lags by {lag:.1%}")
+    return Finding(architecture, "own code" if isinstance(engine._model, LlamaModel) else "transformers")
+
+
+def _tiny(model_type: str) -> PreTrainedModel:
+    """Return a decoder of a type with small sizes; the first that its class accepts.
+
+    Raises:
+        Exception: it accepts none.
+    """
+    config_class, maker = CONFIG_MAPPING[model_type], cast(Any, AutoModelForCausalLM)
+    base = config_class()
+    failure: Exception = ValueError("no attempt")
+    for config in _attempts(config_class, base):
+        try:
+            values = config()
+            with torch.device("meta"):
+                size = maker.from_config(values, dtype=torch.float32).num_parameters()
+            if size > _MOST_WEIGHTS:
+                raise ValueError(f"{size} parameters")
+            torch.manual_seed(0)
+            made = maker.from_config(values, dtype=torch.float32, attn_implementation="eager")
+            return cast(PreTrainedModel, made.eval())
+        except Exception as error:
+            failure = error
+    raise failure
+
+
+def _attempts(config_class: Any, base: PretrainedConfig) -> Iterator[Any]:
+    """Yield functions that make a configuration, the most particular first."""
+    own = _known(base) | _PARTICULAR.get(base.model_type, {})
+    without_head_dim = {name: value for name, value in own.items() if name != "head_dim"}
+    all_heads = {"num_key_value_heads": _HEADS} if hasattr(base, "num_key_value_heads") else {}
+    choices = [own, without_head_dim, without_head_dim | all_heads]
+    if hasattr(base, "qk_rope_head_dim"):
+        choices.insert(0, own | _fitting(base, _LATENT))
+    text = base.get_text_config(decoder=True)
+    if text is not base:
+        choices.insert(0, {"text_config": _known(text)})
+    for values in choices:
+        kinds = list(dict.fromkeys(getattr(base, "layer_types", None) or ()))
+        if kinds and "layer_types" not in values:  # as many layers of each kind
+            yield lambda values=values, kinds=kinds: config_class(**values, layer_types=(kinds * _LAYERS)[:_LAYERS])
+        yield lambda values=values: config_class(**values)
+
+
+def _known(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the wanted values of fields that a configuration has, each by one of its names."""
+    aliases: Mapping[str, str] = getattr(type(config), "attribute_map", None) or {}
+    values = _fitting(config, _WANTED)
+    return {
+        name: value for name, value in values.items() if aliases.get(name, name) == name or aliases[name] not in values
+    }
+
+
+def _fitting(config: PretrainedConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if hasattr(config, name)}
+
+
+def _by_its_defaults(architecture: str, model_type: str, failure: Exception) -> tuple[str, str]:
+    """Return status and reason of a type without a tiny checkpoint, from its default configuration."""
+    try:
+        config = CONFIG_MAPPING[model_type]()
+        if getattr(config, "is_heterogeneous", False):
+            return "refused", "it has layers of different sizes"
+        check_supported(architecture, config)
+    except ConfigError as error:
+        return "refused", _reason(str(error))
+    except Exception as error:
+        failure = error
+    return "not built", f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"[:120]
+
+
+def _reason(message: str) -> str:
+    """Return the reason of a refusal without what differs between models."""
+    found = re.search(r"is not supported: (.*?); use", message)
+    text = re.sub(r" by [\d.]+%| \(.*?\)|its \d+ (?=layers)", "", found.group(1)) if found else message
+    return re.sub("the decoder of model_type .*", "its decoder in transformers is another class", text)
+
+
+def _lag(model: PreTrainedModel, driver: Driver) -> float:
+    """Return how far the logit of a generated token is below the best one, relative to the largest logit."""
+    prompts = [driver.rng.integers(3, VOCAB_SIZE, length).tolist() for length in _PROMPTS]
+    rows = {driver.admit(prompt): prompt for prompt in prompts}
+    while rows:
+        for row in rows:
+            if driver.rows[row].in_prefill:
+                left = driver.rows[row].num_known - driver.rows[row].computed
+                driver.chunk(row, int(driver.rng.integers(1, min(40, left) + 1)))
+        driver.step()
+        for row, prompt in list(rows.items()):
+            if len(driver.rows[row].tokens) - len(prompt) >= _OUTPUT:
+                del rows[row]
+    worst = 0.0
+    for row, prompt in zip(list(driver.rows), prompts, strict=True):
+        answer = driver.rows[row].tokens[len(prompt) :][:_OUTPUT]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        behind = logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        worst = max(worst, float((behind / logits.abs().amax()).max()))
+    return worst
+
+
+def section(findings: Mapping[str, Finding], version: str) -> str:
+    """Return the part of the page that the tool writes."""
+    served = {
+        kind: sorted({each.architecture for each in findings.values() if each.status == kind})
+        for kind in ("own code", "transformers")
+    }
+    refused: dict[str, list[str]] = defaultdict(list)
+    for model_type, finding in findings.items():
+        if finding.status == "refused":
+            refused[finding.why].append(model_type)
+    count = sum(finding.status in served for finding in findings.values())
+    lines = [
+        f"Of the {len(findings)} types of decoders in transformers {version}, {count} are served with equal tokens:",
+        *("", "| implementation | classes |", "|---|---|"),
+        *(f"| {kind} | {_list(names)} |" for kind, names in served.items()),
+        *("", "These types are refused in one line:", "", "| reason | `model_type` |", "|---|---|"),
+        *(
+            f"| {why} | {_list(sorted(names))} |"
+            for why, names in sorted(refused.items(), key=lambda each: -len(each[1]))
+        ),
+    ]
+    others = sorted(name for name, finding in findings.items() if finding.status in ("not built", "different"))
+    if others:
+        lines += ["", f"Not tested, because no tiny model could be made: {_list(others)}."]
+    return "\n".join(lines)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def written(page: str, text: str) -> str:
+    """Return the page with the part between the markers replaced."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}"
+
+
+def read_result() -> tuple[dict[str, Finding], str]:
+    """Return the findings of the last survey, and the version of `transformers`."""
+    result = json.loads(RESULT.read_text("utf-8"))
+    return {name: Finding(**each) for name, each in result["types"].items()}, result["transformers"]
+
+
+def main() -> None:
+    """Survey types, and print or write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--types", nargs="+", help="types to survey; default: all")
+    chosen = parser.parse_args().types
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    findings = read_result()[0] if chosen else {}
+    for model_type in chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        try:
+            findings[model_type] = survey(model_type)
+        except Exception as error:  # a defect: the worker would have ended
+            architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+            findings[model_type] = Finding(architecture, "different", repr(error)[:120])
+        print(model_type, *asdict(findings[model_type]).values(), sep=": ", flush=True)
+    types = {name: asdict(finding) for name, finding in findings.items()}
+    RESULT.write_text(json.dumps({"transformers": transformers.__version__, "types": types}, indent=1) + "\n", "utf-8")
+    PAGE.write_text(written(PAGE.read_text("utf-8"), section(findings, transformers.__version__)), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
