@@ -159,10 +159,18 @@ def test_sampled_tokens_equal_those_of_one_process(
     assert (driver.num_drafted > 0) == (speculation != "off")
 
 
-@pytest.mark.parametrize("layout", ["gptq-int4", "gptq-int4-order", "ct-int8-channel"])
-def test_ranks_divide_quantised_checkpoints(layout: str, pair: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "only"),
+    [
+        ("gptq-int4", ".layers."),
+        ("gptq-int4-order", ".layers."),
+        ("ct-int8-channel", ".layers."),
+        ("ct-int4", ""),  # the embedding and the LM head as well
+    ],
+)
+def test_ranks_divide_quantised_checkpoints(layout: str, only: str, pair: Ranks, tmp_path: Path) -> None:
     """Log-probabilities of a prompt are near those of one process, which rounds activations by other scales."""
-    folder = make_pair(layout, tmp_path).quantised
+    folder = make_pair(layout, tmp_path, only=only).quantised
     prompt = list(range(3, 43))
     sampling = plan_pb2.SamplingParams(prompt_logprobs=0)
 
