@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface.config import CoreConfig, RequestClass, TenantLimits
+from scheduler_svc.core.interface.records import NoteKind
 from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
 from scheduler_svc.core.queueing.forecast import Forecast
@@ -31,7 +32,7 @@ from scheduler_svc.core.requests.accounts import Account, AccountNumbers
 from scheduler_svc.core.requests.request import Request, RequestState, Wait
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.examples import examples
-from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.operations import count_calls
 from tests.scheduler_svc.requests import make_request
 
@@ -765,3 +766,68 @@ def test_a_held_request_does_not_keep_the_floor_low() -> None:
         cluster.plan()
         cluster.answer()
     assert served("y") == pytest.approx(served("z") - before, abs=40)
+
+
+SYSTEM = list(range(1, 161))
+"""A prefix of ten blocks of 16 tokens."""
+
+
+def _preempted(cluster: Cluster) -> list[int]:
+    return [note.stream for note in cluster.notes if note.kind is NoteKind.PREEMPTED]
+
+
+def test_an_urgent_request_preempts_no_other_for_blocks_that_it_shares() -> None:
+    """Of eleven blocks it lacks one; six are free."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=256, policy="priority")
+    cluster.join(ModelWorker(b"w1", num_blocks=40, block_size=16, max_rows=8, max_tokens_per_step=256))
+    for stream in (1, 2, 3):
+        cluster.submit(stream, SYSTEM + [stream] * 20 if stream == 1 else [200 + stream] * 160, 60)
+    for _ in range(8):
+        cluster.plan()
+        cluster.answer()
+    reader = cluster.submit(9, [*SYSTEM, 9], 10, priority=9)
+    for _ in range(4):
+        cluster.plan()
+        cluster.answer()
+    assert reader.tokens
+    assert not _preempted(cluster)
+
+
+def test_a_victim_is_chosen_by_the_blocks_that_it_alone_holds() -> None:
+    """Of two requests that share most blocks and one that shares none, the latter is preempted, once."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=1024, policy="priority")
+    cluster.join(ModelWorker(b"w1", num_blocks=62, block_size=16, max_rows=8, max_tokens_per_step=1024))
+    cluster.submit(1, SYSTEM * 4 + [700] * 8, 60)
+    for _ in range(3):
+        cluster.plan()
+        cluster.answer()
+    cluster.submit(2, SYSTEM * 4 + [701] * 8, 60)
+    cluster.submit(3, [702] * 200, 60)
+    for _ in range(6):
+        cluster.plan()
+        cluster.answer()
+    urgent = cluster.submit(9, [900] * 200, 10, priority=9)
+    while urgent.end is None:
+        cluster.plan()
+        cluster.answer()
+    assert _preempted(cluster) == [3]
+
+
+@pytest.mark.parametrize("is_victim", [False, True])
+def test_a_victim_does_not_overtake_the_request_that_preempted_it(is_victim: bool) -> None:
+    """While the urgent request lacks memory, smaller requests may overtake it, but not those preempted for it."""
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=256)
+    cluster.join(ModelWorker(b"w1", num_blocks=24, block_size=4, max_rows=8, max_tokens_per_step=256))
+    cluster.submit(1, [1] * 40, 20)
+    cluster.plan()
+    cluster.submit(2, [2] * 80, 5)
+    small = cluster.submit(3, [3] * 4, 5)
+    urgent, victim = (cluster.core._requests.get(FRONTEND, stream) for stream in (2, 3))
+    assert victim is not None
+    victim.wait.behind = urgent if is_victim else None
+    for _ in range(10):
+        cluster.plan()
+        cluster.answer()
+    assert bool(small.tokens) != is_victim
+    cluster.run()
+    assert small.end is not None

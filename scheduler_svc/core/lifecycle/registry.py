@@ -254,6 +254,7 @@ class RequestRegistry:
         text = f"preempted on {worker.worker_id} {whose}; {remedy}"
         request.note(now, kind, text, by=by.key)
         self.requeue(request, now, "preempted")
+        request.wait.behind = by if by is not request else None
 
     def displace(self, request: Request, outcome: str, note: str, now: float) -> None:
         """Requeue a request that has left its worker before its end; `outcome` is a value of `NoteKind`."""

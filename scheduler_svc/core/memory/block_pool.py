@@ -102,6 +102,10 @@ class BlockPool:
         """Return how many of the blocks are cached and held by no table."""
         return int(np.count_nonzero(self._claims[blocks] < 0)) if len(blocks) else 0
 
+    def count_sole(self, blocks: IndexArray) -> int:
+        """Return how many of the blocks have one reference: they become available when it is dropped."""
+        return int(np.count_nonzero(self._claims[blocks] == _ONE))
+
     def share(self, blocks: IndexArray) -> None:
         """Add a reference to blocks of the prefix cache, in whatever state they are."""
         if not len(blocks):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
 from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES, CoreConfig
 from scheduler_svc.core.interface.records import EndReason, WaitReason
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
@@ -239,6 +240,8 @@ class Admission:
             return False
         if not self._tenants.may_run(request, self._now):
             self._backlog.hold_for_tenant(request, self._now)
+        elif request.wait.behind is not None and request.wait.behind in self._overtakable:
+            self._looked_past.append(request)  # its blocks are for the request that preempted it
         elif request.unsettled or not can_serve:
             request.waits_for(WaitReason.ANSWER if request.unsettled else WaitReason.ELSEWHERE, self._now)
             self._looked_past.append(request)
@@ -393,6 +396,22 @@ def admission_bytes(request: Request, block_size: int) -> int:
     return _OVERHEAD + columns + len(spec.sampling) + len(spec.grammar) + 4 * len(spec.request_id)
 
 
+def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> Int32Array:
+    """Return how many blocks become available if each of the rows leaves alone; those of `shared` do not count.
+
+    Args:
+        worker: the worker.
+        rows: the rows, `[n]`.
+        shared: the cached blocks that the urgent request shares: it needs them whoever holds them.
+    """
+    tables = (worker.rows.blocks(row) for row in rows.tolist())
+    if len(shared):
+        is_shared = np.zeros(worker.pool.num_blocks, np.bool_)
+        is_shared[shared] = True
+        tables = (table[~is_shared[table]] for table in tables)
+    return np.array([worker.pool.count_sole(table) for table in tables], np.int32)
+
+
 def victims_for_urgent(
     worker: Worker, backlog: Backlog, placement: Placement | None, tenants: Tenants, config: CoreConfig, now: float
 ) -> tuple[Request | None, list[int]]:
@@ -411,9 +430,11 @@ def victims_for_urgent(
         return None, []
     rows, pool = worker.rows, worker.pool
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
-    num_blocks = -(-len(request.tokens) // rows.block_size)
+    cached = worker.match(request).blocks
+    num_new = -(-len(request.tokens) // rows.block_size) - len(cached)
     # Retired blocks become available without a preemption, as soon as the answer arrives.
-    need_blocks = max(0, num_blocks + worker.capacity.reserve(rows) - pool.num_available - pool.num_retired)
+    num_available = pool.num_available - pool.count_idle(cached) + pool.num_retired
+    need_blocks = max(0, num_new + worker.capacity.reserve(rows) - num_available)
     may_run = worker.grammars.is_ready(request.grammar_key) and tenants.may_run(request, now)
     if request.unsettled or not (need_row or need_blocks) or not may_run:
         return None, []
@@ -435,7 +456,7 @@ def victims_for_urgent(
             rows=may_pause,
             ranks=rows.rank[may_pause],
             sequences=rows.sequence[may_pause],
-            num_blocks=rows.capacity[may_pause] // rows.block_size,
+            num_blocks=_released_blocks(worker, may_pause, cached),
             num_computed=rows.committed[may_pause],
         ),
         need_blocks=need_blocks,
