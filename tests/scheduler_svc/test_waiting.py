@@ -111,3 +111,34 @@ def test_a_steady_decode_makes_no_notes() -> None:
     for _ in range(20):
         _turn(cluster)
     assert len(notes) == before
+
+
+def test_requests_whose_readers_take_nothing_give_their_rows_back() -> None:
+    """A request that lacks only a row gets one, and the slow readers get all of their tokens later."""
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=16, max_rows=4))
+    for stream in (1, 2, 3, 4):
+        cluster.submit(stream, [stream] * 8, 30, credit=16)
+    for _ in range(20):
+        cluster.plan()
+        cluster.answer()
+    others = [cluster.submit(stream, [stream] * 8, 5) for stream in (8, 9)]
+    cluster.run()
+    assert all(reader.end is not None for reader in others)
+    assert sum(note.kind is NoteKind.PREEMPTED for note in cluster.notes) == 2
+    for stream in (1, 2, 3, 4):
+        cluster.handle(ev.CreditGranted(frontend=FRONTEND, stream=stream, credit=1 << 10))
+    cluster.run()
+    assert [len(cluster.readers[stream].tokens) for stream in (1, 2, 3, 4)] == [30] * 4
+
+
+def test_slow_readers_keep_their_rows_while_no_other_request_lacks_one() -> None:
+    """A free row is enough."""
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=16, max_rows=4))
+    for stream in (1, 2, 3):
+        cluster.submit(stream, [stream] * 8, 30, credit=16)
+    for stream in (7, 8, 9):
+        cluster.submit(stream, [stream] * 8, 5)
+        cluster.run()
+    assert not any(note.kind is NoteKind.PREEMPTED for note in cluster.notes)

@@ -250,7 +250,11 @@ class RequestRegistry:
         kind, remedy = NoteKind.PREEMPTED, "its KV will be computed again"
         if request.swapped is not None:
             kind, remedy = NoteKind.SWAPPED, f"{len(request.swapped.host_blocks)} blocks swapped out"
-        whose = f"by {by.spec.request_id}" if by is not request else "because it is out of memory and ranks last"
+        whose = f"by {by.spec.request_id}"
+        if by is request:
+            has_credit = request.allowed > len(request.tokens)
+            why = "it is out of memory and ranks last" if has_credit else "its reader takes no output"
+            whose = f"because {why}"
         text = f"preempted on {worker.worker_id} {whose}; {remedy}"
         request.note(now, kind, text, by=by.key)
         self.requeue(request, now, "preempted")

@@ -97,6 +97,8 @@ class Admission:
         """Requests that no worker of the fleet serves: they wait beside the queue until the fleet changes."""
         self.wanted: list[Request] = []
         """Requests whose grammar the worker has to compile."""
+        self.lacks_row = False
+        """Whether a request could start if one more row were free."""
         self._looked_for_suspects = False
         self._is_assigned = False
         """Whether the last request taken was assigned to this worker."""
@@ -140,6 +142,7 @@ class Admission:
             if self._worker.rows.num_running >= self._max_running:
                 request.waits_for(WaitReason.ROWS, self._now)
                 self._looked_past.append(request)
+                self.lacks_row = True
                 return None
             room = self._room(request)
             if room is not None:

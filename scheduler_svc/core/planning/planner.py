@@ -10,7 +10,8 @@ A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 There are no phases: chunks of one prompt and decodes of other rows share a step.
 
 A decode row is *held out* of a step when its reader's credit is used up, or when it needs a block and none is free
-(`block_allocation`). Holding out is not a failure: the row continues later.
+(`block_allocation`). Holding out is not a failure: the row continues later. If another request lacks only a row, a
+request whose reader takes no output gives its row back. It continues when its reader has taken some.
 
 The planner changes only the rows and blocks of its worker, and takes requests from the backlog. It writes no state of a
 request (see `states`) and applies no answer (see `results`). It may assign a request to another worker, which considers
@@ -101,6 +102,8 @@ class Planner:
         """Most drafts that the step verifies in all."""
         self._draft_limits: tuple[IndexArray, Int32Array] | None = None
         """Decode rows and their draft limits from this step on; None: unchanged."""
+        self._newly_held: list[int] = []
+        """Rows that are held out from this plan on."""
         self._vector_bytes = 0
         """Bytes of the embeddings that the step completes."""
         self._outcome = Outcome(None, [], self._allocation.preempted, [], [], [], [], [])
@@ -261,6 +264,7 @@ class Planner:
             assert request is not None
             request.note(self._now, NoteKind.HELD, reason.value)
         self._rows.hold_noted[new] = True
+        self._newly_held += new.tolist()
 
     def _spend_decodes(self, num_decodes: int) -> None:
         """Take the tokens of decode rows from the budget, and limit the rest to what the step's target allows."""
@@ -313,6 +317,24 @@ class Planner:
         while self._budget and (admitted := admission.next()) is not None:
             self._outcome.admitted.append((admitted[0], self._place(*admitted)))
         self._close(admission)
+        if admission.lacks_row and self._config.capacity != "guaranteed_no_evict":
+            self._give_back_row()
+
+    def _give_back_row(self) -> None:
+        """Preempt a request whose reader takes no output, because another request lacks only a row.
+
+        Its reader had no credit in an earlier plan either, and all of its steps are answered.
+        """
+        rows = self._rows
+        idle = rows.hold_noted & (rows.length >= rows.allowed) & (rows.length == rows.committed)
+        idle &= (rows.state == DECODE) & (rows.committed - rows.num_prompt > rows.preempted_at)
+        idle[self._newly_held] = False
+        candidates = where(idle)
+        if len(candidates):
+            row = int(candidates[np.argmax(rows.rank[candidates])])
+            request = rows.requests[row]
+            assert request is not None
+            self._allocation.preempt(row, request)
 
     def _close(self, admission: Admission) -> None:
         admission.close()
