@@ -288,3 +288,28 @@ def test_a_worker_that_is_resumed_without_the_grammar_ends_the_requests_that_wai
 
     assert waiting.end is not None
     assert waiting.end.reason is ef.EndReason.NO_WORKER
+
+
+def test_a_compiled_grammar_is_found_however_many_others_are_awaited() -> None:
+    """A worker that has a request's grammar serves it when it has room, while thirty other grammars are compiled."""
+    cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"A", num_blocks=64, block_size=16, max_rows=2), "A")
+    cluster.submit(1, [1] * 8, 5, grammar=b"G")
+    cluster.plan()
+    (wanted,) = [effect for effect in cluster.effects if isinstance(effect, ef.GrammarWanted)]
+    cluster.handle(ev.GrammarReported(worker=b"A", epoch=wanted.epoch, key=wanted.key, failure=None))
+    cluster.run()
+    for stream in (2, 3):
+        cluster.submit(stream, [stream] * 8, 40)
+    cluster.plan()
+    cluster.join(ModelWorker(b"B", num_blocks=64, block_size=16, max_rows=2), "B")
+    for stream in range(100, 130):
+        cluster.submit(stream, [stream] * 8, 5, grammar=b"slow%d" % stream)
+    for _ in range(3):
+        cluster.plan()
+        cluster.answer()
+    reader = cluster.submit(9, [9] * 8, 5, grammar=b"G")
+    for _ in range(60):
+        cluster.plan()
+        cluster.answer()
+    assert reader.end is not None

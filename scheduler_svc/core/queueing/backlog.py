@@ -37,8 +37,8 @@ MAX_PREFIX_WAITS = 256
 """Maximum number of plans for which a request waits for a prefix that another request computes."""
 MAX_ASSIGNED_S = 0.25
 """Maximum time that a request waits for the next plan of the worker that it is assigned to, s."""
-_MAX_KEYS = 16
-"""Maximum number of keys of held requests that one plan checks."""
+_MAX_LOOKS = 16
+"""Maximum number of grammars or prefixes that one plan considers in vain; the next plan continues after them."""
 _REFILL_S = 0.01
 """Minimum time between two checks of a tenant's token rate, s."""
 
@@ -59,12 +59,16 @@ class Backlog:
         self._suspects = KeyedQueue(policy.rank)
         self.kinds = Kinds()
         """Kinds of the workers that take requests."""
+        self._workers: dict[Worker, None] = {}
+        """The workers that take requests."""
         self._draining: dict[int, Worker] = {}
         """Draining workers by epoch."""
         self._over_quota: Holding[tuple[str, bool]] = Holding(policy.rank)
         """Requests by tenant, and whether they are under way."""
         self._for_grammar: Holding[bytes] = Holding(policy.rank)
         """Requests by the key of the grammar."""
+        self._compiled: dict[Worker, dict[bytes, None]] = {}
+        """By worker: keys of grammars that it has compiled and requests wait for; some have no requests left."""
         self._for_prefix: Holding[tuple[Worker, BlockKey]] = Holding(policy.rank)
         """Requests by the worker that computes the prefix and the key of the block that it computes next."""
         self._prefixes: dict[Worker, dict[BlockKey, None]] = {}
@@ -155,9 +159,11 @@ class Backlog:
             return worker in self._restricted
         if len(self._competing) or len(self._for_prefix) or self._assigned.count(worker):
             return True
+        if worker in self._compiled:
+            return True
         # A loop, because `any` takes several times as long when there is no key, and every plan comes here.
-        for key in islice(self._for_grammar.keys(), _MAX_KEYS):
-            if worker.grammars.is_ready(key) or self._should_compile(worker, key):
+        for key in self._for_grammar.keys():  # noqa: SIM110, SIM118
+            if key not in self._compiling:
                 return True
         return False
 
@@ -286,10 +292,13 @@ class Backlog:
 
     def prepare(self, worker: Worker, num_free_rows: int, now: float) -> None:
         """Make held requests compete whose grammar or prefix the worker now has."""
-        for key in list(islice(self._for_grammar.keys(), _MAX_KEYS)):
+        for key in self._compiled.pop(worker, ()) if num_free_rows else ():
+            if not worker.grammars.is_ready(key):
+                continue
             # Release only as many as the worker can take: a worker without the grammar would hold them again.
-            if worker.grammars.is_ready(key):
-                self._compete_again(islice(self._for_grammar.release(key), num_free_rows), now)
+            self._compete_again(islice(self._for_grammar.release(key), num_free_rows), now)
+            if self._for_grammar.count(key):
+                self._compiled.setdefault(worker, {})[key] = None
         waited = self._prefixes.get(worker)
         for key in list(waited) if waited else ():
             if not worker.pool.cache.is_pending(key):
@@ -323,7 +332,8 @@ class Backlog:
             worker: a worker that has room, and no competing requests left.
             accepts: returns whether `worker` would serve a request sooner than the other worker.
         """
-        for key in list(islice(self._for_prefix.keys(), _MAX_KEYS)):
+        for key in list(islice(self._for_prefix.keys(), _MAX_LOOKS)):
+            self._for_prefix.move_to_end(key)
             request = self._for_prefix.first(key) if key[0] is not worker else None
             if request is not None and self.can_serve(worker, request) and accepts(request, key[0]):
                 self._for_prefix.take(key)
@@ -344,6 +354,10 @@ class Backlog:
         """Hold a request until a worker has compiled its grammar."""
         del self._competing[request]
         self._end_service(request)
+        if not self._for_grammar.count(request.grammar_key):
+            for worker in self._workers:
+                if worker.grammars.is_ready(request.grammar_key):
+                    self._compiled.setdefault(worker, {})[request.grammar_key] = None
         self._for_grammar.add(request.grammar_key, request)
         self._turns.add(request)
 
@@ -388,6 +402,8 @@ class Backlog:
         self._compiling = {key: worker for key, worker in self._compiling.items() if worker in present}
         for key in list(self._for_grammar.keys()):
             self._compete_again(self._for_grammar.release(key), now)
+        self._workers = present
+        self._compiled.clear()
         kinds = {worker.kind for worker in present}
         if kinds == self.kinds.all and draining == self._draining:
             return
@@ -571,12 +587,14 @@ class _GrammarTurns:
 
     def next(self, accepts: Callable[[bytes], bool]) -> Request | None:
         """Return a request whose grammar `accepts` approves, or None."""
-        for _ in range(min(len(self._keys), _MAX_KEYS)):
+        for _ in range(min(len(self._keys), _MAX_LOOKS)):
             tenant = next(iter(self._keys))
             self._keys.move_to_end(tenant)
-            for key in self._drop_unused(tenant, _MAX_KEYS):
+            for key in self._drop_unused(tenant, _MAX_LOOKS):
                 if accepts(key):
                     return self._waiting.first(key)
+                del self._keys[tenant][key]
+                self._keys[tenant][key] = None
         return None
 
     def _drop_unused(self, tenant: str, most: int) -> list[bytes]:

@@ -96,6 +96,10 @@ class Holding(Generic[Key]):
             group = self._groups[new_key] = self._groups.pop(key)
             group.key = new_key
 
+    def move_to_end(self, key: Key) -> None:
+        """Make a key with requests the last one."""
+        self._groups[key] = self._groups.pop(key)
+
     def _drop_empty(self, group: _Group[Key]) -> None:
         if not len(group.queue):
             del self._groups[group.key]

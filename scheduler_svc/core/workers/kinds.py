@@ -52,7 +52,7 @@ class Kinds:
     """The kinds of the workers that take requests."""
 
     def __init__(self, kinds: Iterable[Kind] = ()) -> None:
-        self.all = frozenset(kinds)
+        self.all = set(kinds)
         self._lengths: dict[Demand, list[int]] = {}
         """By demand that a kind meets: the context lengths of the kinds that meet it, ascending."""
         self._shortest = min((kind.max_model_len for kind in self.all), default=0)
