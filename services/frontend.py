@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -19,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
-from services.access.call_limit import CallsInProgress
 from services.access.principals import Principals, read_api_keys
+from services.access.shares import Share, make_shares
 from services.access.tls import server_tls
 from services.calls.context import LiveRequests, Services
 from services.calls.embeddings import Embedder
@@ -90,7 +91,10 @@ class Frontend:
             protect=(lambda _socket: None) if keys is None else keys.protect_client,
         )
         folder = resolve_model(config.model, weights=False)
-        self._grammars = GrammarChecker(folder / "tokenizer.json")
+        shares = make_shares(config.max_concurrent_requests, _max_connections())
+        for share in shares:
+            self._metrics.watch_share(share.name, share.limit, share.num_held, share.num_refusals)
+        self._grammars = GrammarChecker(folder / "tokenizer.json", shares.trials, shares.costly_trials)
         judge = Judge.of(tokenizer) if config.score_method == "yes-no" else None
         defaults = read_sampling_defaults(config.generation_config, folder)
         get_logger().info("sampling defaults", source=defaults.source, **defaults.values)
@@ -114,16 +118,15 @@ class Frontend:
         self._embedder = Embedder(services, prompts, self._live)
         self._texts = Texts(services, prompts)
         self._reports = LoadReports()
-        calls = CallsInProgress(config.max_concurrent_requests)
         policy = cross_origin_policy(config)
-        self._grpc = self._make_grpc_server(services, calls, principals)
+        self._grpc = self._make_grpc_server(services, shares.calls, principals)
         self._api = make_api(
             services,
             self._generator,
             self._embedder,
             Scorer(services, self._generator, self._embedder, judge),
             self._texts,
-            calls,
+            shares,
             principals,
             policy,
             self._reports,
@@ -131,7 +134,7 @@ class Frontend:
             snapshot=self.link.snapshot,
             own_families=self._metrics.families,
         )
-        self._http = HttpServer(self._api.app, self._tls)
+        self._http = HttpServer(self._api.app, self._tls, shares.connections)
         probes = make_probes(
             policy,
             is_ready=lambda: self._health.ready,
@@ -205,7 +208,7 @@ class Frontend:
             self._reports.newest = to_report(families) if families is not None else None
             await asyncio.sleep(_REPORT_EVERY_S)
 
-    def _make_grpc_server(self, services: Services, calls: CallsInProgress, principals: Principals) -> aio.Server:
+    def _make_grpc_server(self, services: Services, calls: Share, principals: Principals) -> aio.Server:
         server = aio.server(
             interceptors=[Boundary(self._metrics.rpc_ended, calls, principals, self._reports)],
             options=[
@@ -236,6 +239,12 @@ class Frontend:
             server,
         )
         return server
+
+
+def _max_connections() -> int:
+    """Return the limit of HTTP connections: half of the file descriptors, so that gRPC and links have the others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft // 2, 1)
 
 
 def run(config: FrontendConfig) -> int:

@@ -107,6 +107,12 @@ class FrontendMetrics:
         registry.computed(names.MALFORMED_LINK_MESSAGES, malformed_messages)
         registry.computed(names.SPANS_DROPPED, spans_dropped, "frontend")
 
+    def watch_share(self, name: str, limit: int, held: Callable[[], int], refusals: Callable[[], int]) -> None:
+        """Report how much of a shared resource is held, its limit, and how often a principal was refused."""
+        self._registry.computed(names.SHARE_HELD, held, name)
+        self._registry.computed(names.SHARE_LIMIT, lambda: limit, name)
+        self._registry.computed(names.SHARE_REFUSALS, refusals, name)
+
     def of(self, metric: names.Metric) -> Histogram:
         """Return the histogram of a definition."""
         found = self._histograms.get(metric.name)

@@ -258,6 +258,19 @@ MERGED_TOKENS = Metric(
     unit="{token}",
     source=_FRONTEND,
 )
+SHARE_HELD = Metric(
+    "quire.share.held", _G, "What all principals together hold of a resource of the front end", ("resource",),
+    source=_FRONTEND,
+)  # fmt: skip
+SHARE_LIMIT = Metric("quire.share.limit", _G, "Limit of a resource of the front end", ("resource",), source=_FRONTEND)
+SHARE_REFUSALS = Metric(
+    "quire.share.refusals",
+    _C,
+    "Requests refused because their principal held its share of a resource",
+    ("resource",),
+    "{request}",
+    source=_FRONTEND,
+)
 MALFORMED_LINK_MESSAGES = Metric(
     "quire.malformed_link_messages", _G, "Malformed messages of the scheduler that were dropped", source=_FRONTEND
 )

@@ -15,6 +15,8 @@ from pathlib import Path
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
+from services.access.principals import CURRENT
+from services.access.shares import Share
 from services.errors import RETRY_MS
 from services.grammars.trial_compiler import Trial, TrialCompiler, TrialUnavailableError, start_trial_compiler
 from services.grammars.trial_process import Verdict
@@ -22,10 +24,6 @@ from shared.errors import FieldViolation, InvalidRequestError, OverloadedError
 from shared.grammars import MAX_GRAMMAR, MAX_STRINGS
 from shared.logging import get_logger
 
-MAX_WAITING = 64
-"""Maximum number of different grammars that are on trial or wait for one."""
-MAX_COSTLY = 8
-"""Maximum number of them that may wait for a second trial, so that costly grammars do not block the others."""
 TIMEOUT_S = 10.0
 """Maximum time that a grammar waits for the end of its trial, seconds."""
 QUICK_CPU_S = 0.05
@@ -44,6 +42,8 @@ class _Check:
     """A grammar on trial."""
 
     task: "asyncio.Task[bytes | str]"
+    principal: str
+    """Principal whose share the trial belongs to."""
     num_requests: int = 0
     """Number of requests that wait for it."""
 
@@ -51,7 +51,15 @@ class _Check:
 class GrammarChecker:
     """Checks the grammars of one front-end process."""
 
-    def __init__(self, tokenizer_file: Path) -> None:
+    def __init__(self, tokenizer_file: Path, trials: Share, costly_trials: Share) -> None:
+        """Create a checker.
+
+        Args:
+            tokenizer_file: tokenizer.json of the model.
+            trials: limits the grammars on trial of each principal.
+            costly_trials: limits those that need a second trial, so that they do not block the others.
+        """
+        self._trials, self._costly_trials = trials, costly_trials
         self._file = tokenizer_file
         self._known: OrderedDict[bytes, bytes | str] = OrderedDict()
         """Cache by digest of model and grammar: the serialized grammar for workers, or the reason for rejection."""
@@ -59,8 +67,6 @@ class GrammarChecker:
         """Size of the cache, at most _MAX_KNOWN_BYTES."""
         self._checks: dict[bytes, _Check] = {}
         """Running trials, by the same digest."""
-        self._num_costly = 0
-        """Number of grammars in, or waiting for, a second trial."""
         self._starting: asyncio.Task[TrialCompiler] | None = None
         """Task that starts the trial compiler; it may have ended."""
 
@@ -101,9 +107,11 @@ class GrammarChecker:
         """
         check = self._checks.get(key)
         if check is None:
-            if len(self._checks) >= MAX_WAITING:
+            principal = CURRENT.get().name
+            if not self._trials.take(principal):
                 raise _overloaded()
-            check = self._checks[key] = _Check(asyncio.create_task(self._try(key, serialized, model)))
+            task = asyncio.create_task(self._try(key, serialized, model, principal))
+            check = self._checks[key] = _Check(task, principal)
         check.num_requests += 1
         try:
             return await asyncio.shield(check.task)
@@ -113,22 +121,18 @@ class GrammarChecker:
             check.num_requests -= 1
             if not check.num_requests:
                 check.task.cancel()
+                self._trials.give_back(check.principal)
                 if self._checks.get(key) is check:
                     del self._checks[key]
 
-    async def _try(self, key: bytes, serialized: bytes, model: link_pb2.ServedModel) -> bytes | str:
+    async def _try(self, key: bytes, serialized: bytes, model: link_pb2.ServedModel, principal: str) -> bytes | str:
         compiler = await self._compiler(model)
         async with asyncio.timeout(TIMEOUT_S):
-            trial = await compiler.quick.run(serialized, QUICK_CPU_S)
+            trial = await compiler.quick.run(serialized, QUICK_CPU_S, principal)
             is_costly = trial.verdict is Verdict.EXCEEDED
             if is_costly:
-                if self._num_costly >= MAX_COSTLY:
-                    raise _overloaded()
-                self._num_costly += 1
-                try:
-                    trial = await compiler.long.run(serialized, LONG_CPU_S)
-                finally:
-                    self._num_costly -= 1
+                with self._costly_trials.holding(principal):
+                    trial = await compiler.long.run(serialized, LONG_CPU_S, principal)
         found = _outcome(trial, is_costly=is_costly)
         self._remember(key, found)
         return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.quire.link.v1 import link_pb2
+from services.access.shares import Turns
 from services.grammars.trial_process import ANSWER, READY, TRIAL, Verdict
 
 START_TIMEOUT_S = 60.0
@@ -34,14 +35,14 @@ class Trial:
 
 
 class Lane:
-    """Runs one trial at a time; further callers wait."""
+    """Runs one trial at a time; principals wait in turn."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
 
-    async def run(self, grammar: bytes, cpu_s: float) -> Trial:
+    async def run(self, grammar: bytes, cpu_s: float, principal: str) -> Trial:
         """Compile a serialized quire.v1.Grammar within `cpu_s` seconds of CPU time.
 
         A caller that is cancelled while it waits costs nothing.
@@ -49,7 +50,7 @@ class Lane:
         Raises:
             TrialUnavailableError: see the class.
         """
-        await self._turn.acquire()
+        await self._turns.acquire(principal)
         work = asyncio.ensure_future(self._exchange(grammar, cpu_s))
         work.add_done_callback(self._ended)
         return await asyncio.shield(work)  # a cancelled caller must not leave this answer to the next one
@@ -64,7 +65,7 @@ class Lane:
             raise TrialUnavailableError from None
 
     def _ended(self, work: "asyncio.Future[Trial]") -> None:
-        self._turn.release()
+        self._turns.release()
         if not work.cancelled():
             work.exception()  # the caller may have been cancelled
 

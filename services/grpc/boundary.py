@@ -2,10 +2,11 @@
 
 gRPC answers INTERNAL or UNKNOWN, without details, when a request does not parse or a handler raises. Therefore
 `tolerant_parser` yields a `MalformedRequest` instead of raising, and a guard wraps every handler. Only the guard
-authenticates callers, maps errors to statuses, logs unexpected errors and counts calls. It rejects calls beyond the
-limit before it does any other work for them.
+authenticates callers, maps errors to statuses, logs unexpected errors and counts calls. It rejects calls beyond a
+principal's share before it does any other work for them.
 """
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
-from services.access.call_limit import CallsInProgress
 from services.access.principals import CURRENT, Principals
+from services.access.shares import Share
 from services.access.tls import grpc_names
 from services.calls.context import Caller
 from services.calls.load_reports import TRAILER, LoadReports
@@ -58,7 +59,7 @@ class Boundary(aio.ServerInterceptor):
     def __init__(
         self,
         on_outcome: Callable[[str, str, str, float], None],
-        calls: CallsInProgress,
+        calls: Share,
         principals: Principals,
         reports: LoadReports,
     ) -> None:
@@ -66,7 +67,7 @@ class Boundary(aio.ServerInterceptor):
 
         Args:
             on_outcome: called with method, status code, type of error and seconds of each finished RPC.
-            calls: limits the number of concurrent calls.
+            calls: limits the number of concurrent calls of each principal.
             principals: authenticates callers.
             reports: the newest load report, if reports are on; responses get it as a trailer.
         """
@@ -99,8 +100,8 @@ class Boundary(aio.ServerInterceptor):
             self._guard(method, handler.unary_unary), parse, handler.response_serializer
         )
 
-    def _identify(self, method: str, context: Context) -> None:
-        """Authenticate the caller, check its permission for the method, and set `CURRENT`.
+    def _identify(self, method: str, context: Context) -> str:
+        """Authenticate the caller, check its permission for the method, set `CURRENT`, and return its name.
 
         Raises:
             QuireError: the credentials are missing, unknown or not sufficient.
@@ -112,6 +113,7 @@ class Boundary(aio.ServerInterceptor):
         if method.startswith(ADMIN_METHODS):
             principal.check_admin()
         CURRENT.set(principal)
+        return principal.name
 
     def _guard(self, method: str, handler: Any) -> Any:
         name = method.rpartition("/")[2]
@@ -120,8 +122,8 @@ class Boundary(aio.ServerInterceptor):
         async def guarded(request: Message | MalformedRequest, context: Context) -> object:
             code, failure, began = "", None, time.monotonic()
             try:
-                with self._calls.track(limited=limited):
-                    self._identify(method, context)
+                principal = self._identify(method, context)
+                with self._calls.holding(principal) if limited else contextlib.nullcontext():
                     if isinstance(request, MalformedRequest):
                         raise InvalidRequestError(FieldViolation(request.field, request.description))
                     response = await handler(request, context)

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from services.access.call_limit import CallsInProgress
 from services.access.principals import Principals
+from services.access.shares import Shares
 from services.calls.context import Services
 from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
@@ -55,7 +55,7 @@ def make_api(
     embedder: Embedder,
     scorer: Scorer,
     texts: Texts,
-    calls: CallsInProgress,
+    shares: Shares,
     principals: Principals,
     policy: CrossOriginPolicy,
     reports: LoadReports,
@@ -65,7 +65,7 @@ def make_api(
     own_families: Callable[[], Families],
 ) -> HttpApi:
     """Return the application of one front-end process."""
-    endpoints = Endpoints(calls, services.metrics.http_ended, principals)
+    endpoints = Endpoints(shares, services.metrics.http_ended, principals)
     generation = GenerationEndpoints(services, generator)
     runner = ChatRunner(services, generator)
     responses, messages = ResponsesEndpoints(services, runner, texts), MessagesEndpoints(services, runner, texts)

@@ -16,8 +16,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
-from services.access.call_limit import CallsInProgress
 from services.access.principals import CURRENT, Principals
+from services.access.shares import Shares
 from services.calls.context import Caller
 from services.calls.delivery import FINAL_WRITE_TIMEOUT_S
 from services.calls.tracing import TRACEPARENT_KEY, Operation
@@ -89,6 +89,9 @@ class Exchange:
         self.certificate_names: list[str] = scope.get(NAMES_KEY, [])
         """Names in the client's certificate; empty without one."""
         self._abort: Callable[[], None] = scope.get(ABORT_KEY, lambda: None)
+        self._body_pending = _has_body(self.headers)
+        self._admit: Callable[[], None] = lambda: None
+        self._principal = ""
         self.started = False
         self._streaming = False
         self.deadline: float | None = None
@@ -126,6 +129,19 @@ class Exchange:
             success=200,
         )
 
+    def admit_when_complete(self, shares: Shares, principal: str, held: contextlib.ExitStack) -> None:
+        """Count the call of a principal as soon as its body is complete, and the bytes of the body until then.
+
+        A client that sends slowly holds a connection and the bytes that it has sent, but no call.
+
+        Raises:
+            OverloadedError: there is no body, and the principal has its share of calls already.
+        """
+        self._shares, self._principal = shares, principal
+        self._admit = lambda: held.enter_context(shares.calls.holding(principal))
+        if not self._body_pending:
+            self._admit()
+
     def read_deadline(self) -> None:
         """Read the deadline from the header.
 
@@ -151,6 +167,7 @@ class Exchange:
         Raises:
             ContentTypeError: it has another type. Pages of other origins can send some types without a preflight.
             TooLargeError: it is too large.
+            OverloadedError: its principal has its share of calls, or of bytes that are being received.
             SlowBodyError: it arrives too slowly.
             ClientGoneError: the client disconnected.
         """
@@ -158,22 +175,30 @@ class Exchange:
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             raise _too_large()
-        chunks = bytearray()
+        received = bytearray()
+        share = self._shares.body_bytes
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                while True:
+                while self._body_pending:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
-                    chunks += message.get("body", b"")
-                    if len(chunks) > MAX_BODY_BYTES:
+                    chunk = message.get("body", b"")
+                    if len(received) + len(chunk) > MAX_BODY_BYTES:
                         raise _too_large()
-                    if not message.get("more_body", False):
-                        return bytes(chunks)
+                    if chunk and not share.take(self._principal, len(chunk)):
+                        raise share.exhausted()
+                    received += chunk
+                    self._body_pending = message.get("more_body", False)
         except TimeoutError:
             raise errors.SlowBodyError(
                 f"body: not complete after {BODY_TIMEOUT_S:g} s; send it without pauses"
             ) from None
+        finally:
+            if received:
+                share.give_back(self._principal, len(received))
+        self._admit()
+        return bytes(received)
 
     def _check_content_type(self) -> None:
         given = self.headers.get("content-type", "")
@@ -284,16 +309,16 @@ OnOutcome = Callable[[str, str, str, int, str, float], None]
 class Endpoints:
     """Shared state of the endpoints of one process; wraps a handler as an ASGI application."""
 
-    def __init__(self, calls: CallsInProgress, on_outcome: OnOutcome, principals: Principals) -> None:
+    def __init__(self, shares: Shares, on_outcome: OnOutcome, principals: Principals) -> None:
         """Create the endpoints.
 
         Args:
-            calls: limits the number of concurrent calls.
+            shares: limits what one principal holds.
             on_outcome: called with route, method, scheme, status, type of error and seconds of each finished call.
             principals: authenticates callers.
         """
         self._principals = principals
-        self._calls = calls
+        self._shares = shares
         self._on_outcome = on_outcome
         self._stopping = False
         self._live: set[asyncio.Task[Any]] = set()
@@ -335,11 +360,12 @@ class Endpoints:
         """Return the error of the handler, or None."""
         status, error_type, failure = 0, _CANCELLED, None
         try:
-            with self._calls.track():
+            with contextlib.ExitStack() as held:
                 if self._stopping:
                     raise _shutting_down()
-                authorization = exchange.authorization
-                CURRENT.set(self._principals.identify(authorization, exchange.certificate_names))
+                principal = self._principals.identify(exchange.authorization, exchange.certificate_names)
+                CURRENT.set(principal)
+                exchange.admit_when_complete(self._shares, principal.name, held)
                 exchange.read_deadline()
                 async with asyncio.timeout_at(_loop_time(exchange.deadline)):
                     await handler(exchange)
@@ -385,6 +411,10 @@ def _loop_time(deadline: float | None) -> float | None:
     if deadline is None:
         return None
     return asyncio.get_running_loop().time() + deadline - time.monotonic()
+
+
+def _has_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
 
 
 def _too_large() -> errors.TooLargeError:

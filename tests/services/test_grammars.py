@@ -17,7 +17,9 @@ import pytest
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from services.grammars.checker import MAX_COSTLY, MAX_WAITING, QUICK_CPU_S, GrammarChecker
+from services.access.principals import CURRENT, Principal
+from services.access.shares import make_shares
+from services.grammars.checker import QUICK_CPU_S, GrammarChecker
 from services.grammars.trial_compiler import Lane, TrialCompiler, TrialUnavailableError, start_trial_compiler
 from services.grammars.trial_process import ANSWER, TRIAL, Verdict
 from shared.errors import InvalidRequestError, OverloadedError
@@ -148,7 +150,7 @@ def test_a_large_grammar_within_the_limits_is_accepted(tmp_path: Path) -> None:
     write_model(tmp_path, byte_level())
 
     async def main() -> None:
-        checker = GrammarChecker(tmp_path / "tokenizer.json")
+        checker = new_checker(tmp_path)
         for name, grammar in USABLE.items():
             assert await checker.check(grammar, MODEL), name
         await checker.close()
@@ -183,6 +185,17 @@ def test_a_grammar_reaches_the_core_in_the_workers_form(tmp_path: Path) -> None:
             assert all(each.stop_token_ids for each in stack.core.submissions)
 
     asyncio.run(main())
+
+
+SHARES = make_shares(1, 1)
+WAITING, COSTLY = SHARES.trials.limit // 2, SHARES.costly_trials.limit // 2
+"""What one principal may have of either."""
+
+
+def new_checker(folder: Path) -> GrammarChecker:
+    """Return a checker for the tokenizer in a folder."""
+    shares = make_shares(1, 1)
+    return GrammarChecker(folder / "tokenizer.json", shares.trials, shares.costly_trials)
 
 
 class ScriptedCompiler:
@@ -236,7 +249,7 @@ def scripted(
     """Run a test with a checker whose compiler is scripted."""
 
     async def main() -> None:
-        compiler, checker = ScriptedCompiler(monkeypatch), GrammarChecker(tmp_path / "tokenizer.json")
+        compiler, checker = ScriptedCompiler(monkeypatch), new_checker(tmp_path)
         await test(compiler, lambda regex: asyncio.create_task(checker.check(v1.Grammar(regex=regex), MODEL)))
         await checker.close()
 
@@ -268,7 +281,7 @@ def test_costly_grammars_do_not_take_the_places_of_others(tmp_path: Path, monkey
     """A bounded number wait for their second trial; one more gets a retry delay, and cheap ones pass."""
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
-        names = [f"costly {number}" for number in range(MAX_COSTLY + 1)]
+        names = [f"costly {number}" for number in range(COSTLY + 1)]
         compiler.costly = set(names)
         compiler.go["quick"].set()
         *costly, one_more = [check(name) for name in names]
@@ -276,7 +289,28 @@ def test_costly_grammars_do_not_take_the_places_of_others(tmp_path: Path, monkey
             await one_more
         assert await check("cheap")
         compiler.go["long"].set()
-        assert len(await asyncio.gather(*costly)) == MAX_COSTLY
+        assert len(await asyncio.gather(*costly)) == COSTLY
+
+    scripted(tmp_path, monkeypatch, main)
+
+
+def test_the_grammars_of_one_principal_leave_room_for_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one principal has as many grammars on trial as it may have, the next trial is another principal's."""
+
+    async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
+        CURRENT.set(Principal("greedy"))
+        greedy = [check(f"greedy {number}") for number in range(WAITING)]
+        await compiler.until_begun("greedy 0")
+        with pytest.raises(OverloadedError):
+            await check("one too many")
+        CURRENT.set(Principal("modest"))
+        modest = check("modest")
+        compiler.go["quick"].set()
+        await asyncio.gather(modest, *greedy)
+
+        assert [regex for regex, _ in compiler.begun].index("modest") <= 2
 
     scripted(tmp_path, monkeypatch, main)
 
@@ -285,7 +319,7 @@ def test_a_grammar_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """However many requests have it, at the same time or later."""
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
-        many = [check("a") for _ in range(3 * MAX_WAITING)]
+        many = [check("a") for _ in range(3 * WAITING)]
         await compiler.until_begun("a")
         compiler.go["quick"].set()
         await asyncio.gather(*many, check("a"))
@@ -302,7 +336,7 @@ def test_grammars_of_those_who_left_are_not_tried(tmp_path: Path, monkeypatch: p
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
         first = check("first")
         await compiler.until_begun("first")
-        leaving = [check(f"leaves {number}") for number in range(MAX_WAITING - 1)]
+        leaving = [check(f"leaves {number}") for number in range(WAITING - 1)]
         with pytest.raises(OverloadedError):
             await check("one too many")
         for task in leaving:
@@ -352,7 +386,7 @@ def test_another_process_takes_over_from_one_that_died(tmp_path: Path) -> None:
     write_model(tmp_path, byte_level())
 
     async def main() -> None:
-        checker = GrammarChecker(tmp_path / "tokenizer.json")
+        checker = new_checker(tmp_path)
         await checker.check(v1.Grammar(regex="a"), MODEL)
         assert checker._starting is not None
         first = checker._starting.result().process
@@ -371,7 +405,7 @@ def test_another_process_takes_over_from_one_that_died(tmp_path: Path) -> None:
 async def children_of(compiler: TrialCompiler) -> list[int]:
     """The process ids of the children that serve the lanes."""
     for lane in (compiler.quick, compiler.long):
-        await lane.run(v1.Grammar(regex="a").SerializeToString(), 1.0)
+        await lane.run(v1.Grammar(regex="a").SerializeToString(), 1.0, "")
     return [child.pid for child in psutil.Process(compiler.process.pid).children()]
 
 
@@ -404,7 +438,7 @@ def test_a_trial_fails_when_its_process_is_gone(tmp_path: Path, monkeypatch: pyt
         for pid in (compiler.process.pid, *await children_of(compiler)):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(TrialUnavailableError):
-            await compiler.quick.run(v1.Grammar(regex="a").SerializeToString(), 1.0)
+            await compiler.quick.run(v1.Grammar(regex="a").SerializeToString(), 1.0, "")
         await compiler.close()
         monkeypatch.setattr("sys.executable", "/nonexistent")
         with pytest.raises(TrialUnavailableError):
@@ -417,7 +451,7 @@ def test_a_model_without_a_tokenizer_for_grammars_refuses_them(tmp_path: Path) -
     """The reason is the served model's, and the process serves on."""
 
     async def main() -> None:
-        checker = GrammarChecker(tmp_path / "tokenizer.json")
+        checker = new_checker(tmp_path)
         for regex in ("a", "b"):
             with pytest.raises(InvalidRequestError, match="the served model's tokenizer"):
                 await checker.check(v1.Grammar(regex=regex), MODEL)

@@ -1,11 +1,12 @@
 """HTTP exchanges with a real front end: errors, clients that leave or do not read, deadlines, shutdown."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from opentelemetry.trace import SpanKind, format_span_id
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
+from services import frontend
+from services.access import shares
 from services.http import server
 from services.http.answers import Answer
 from services.link import core_link
@@ -646,5 +649,111 @@ def test_unknown_paths_and_methods(tmp_path: Path) -> None:
                 text = text.replace(f'"#/components/schemas/{name}"', "")
             assert "#/components" not in text
             assert set(document["paths"]) >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics"}
+
+    asyncio.run(main())
+
+
+def test_a_large_head_is_refused_however_it_arrives(tmp_path: Path) -> None:
+    """A head of 70 KiB that arrives in one piece gets 431."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            response = await stack.http.get("/v1/models", headers={"x-large": "x" * (70 << 10)})
+            assert response.status_code == 431
+            assert (await stack.http.get("/v1/models")).status_code == 200
+
+    asyncio.run(main())
+
+
+@asynccontextmanager
+async def incomplete(stack: Stack, head: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """The answers on a connection that has sent this head and one byte of a body that never ends."""
+    port = stack.http.base_url.port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head + b"1\r\n{\r\n")
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+async def until_held(stack: Stack, count: int) -> None:
+    """Wait until so many bytes of unfinished bodies are counted."""
+    line = f'quire_share_held{{frontend="frontend-0",resource="bytes of bodies"}} {count}.0'
+    async with asyncio.timeout(PATIENCE_S):
+        while line not in (await stack.http.get("/metrics")).text:
+            pass
+
+
+def test_slow_bodies_do_not_take_the_calls_of_others(tmp_path: Path) -> None:
+    """A call is counted when its body is complete; until then its bytes are counted."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, max_concurrent_requests=2) as stack, AsyncExitStack() as slow:
+            for _ in range(8):
+                await slow.enter_async_context(incomplete(stack, CHUNKED))
+            await until_held(stack, 8)
+            assert (await stack.http.post("/v1/completions", json=body(5))).status_code == 200
+            await slow.aclose()
+            await until_held(stack, 0)
+
+    asyncio.run(main())
+
+
+def test_bodies_that_are_being_received_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A principal whose unfinished bodies have half of the bytes gets 429 for more; small bodies of others pass."""
+    monkeypatch.setattr(shares, "_MAX_BODY_BYTES", 1000)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            response = await stack.http.post("/v1/completions", content=b" " * 600, headers=JSON)
+            assert response.status_code == 429
+            assert response.json()["error"]["message"].startswith("bytes of bodies: your share of the limit of 1000")
+            assert (await stack.http.post("/v1/completions", json=body(5))).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_refused_client_cannot_hold_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection ends some seconds after an answer that came before the end of the body, also without credentials."""
+    monkeypatch.setattr(server, "LINGER_S", 0.01)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            async with incomplete(stack, CHUNKED.replace(b"/v1/completions", b"/nowhere")) as answers:
+                assert (await answers.read()).startswith(b"HTTP/1.1 404")
+            async with incomplete(stack, CHUNKED.replace(b"application/json", b"text/plain")) as answers:
+                assert (await answers.read()).startswith(b"HTTP/1.1 415")
+
+    asyncio.run(main())
+
+
+def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections beyond the share of an address are closed at once; later ones are served when some have ended."""
+    monkeypatch.setattr(frontend, "_max_connections", lambda: 9)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            port = stack.http.base_url.port
+            await stack.http.aclose()
+            open_ones = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+            reader, _ = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            for _, writer in open_ones:
+                writer.close()
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(PATIENCE_S):
+                page = ""
+                while not page:
+                    with contextlib.suppress(httpx.TransportError):
+                        page = (await client.get("/metrics")).text
+            assert 'quire_share_refusals_total{frontend="frontend-0",resource="connections"}' in page
+            assert 'quire_share_refusals_total{frontend="frontend-0",resource="connections"} 0.0' not in page
 
     asyncio.run(main())

@@ -1,0 +1,182 @@
+"""Shares of the limited resources of a front end: what one principal may hold while others need some, too.
+
+`Share` is the only owner of such a limit. A principal may hold at most `weight` times as much as is free ("dynamic
+thresholds", Choudhury and Hahne, 1998). So one principal may hold most of an idle resource, several greedy ones hold
+equal parts of it, and some always stays free for principals that hold nothing. Nothing is configured or reserved.
+
+`Turns` is a lock for which principals wait in turn: one principal with many waiting tasks delays another principal by
+one task at most.
+
+Connections are counted before their principals are known, so their shares belong to the clients' addresses.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.errors import RETRY_MS
+from shared.errors import OverloadedError
+from shared.logging import get_logger
+
+_LOG_EVERY_S = 60.0
+"""Minimum interval of log lines about refusals of one resource, seconds."""
+
+
+class Share:
+    """A resource of this process with a limit and a part for each principal; used from the event loop only."""
+
+    def __init__(self, name: str, limit: int, *, weight: int) -> None:
+        """Create the resource; nothing is held.
+
+        Args:
+            name: for errors, logs and metrics.
+            limit: the total, in units of the resource.
+            weight: a principal may hold this many times what is free.
+        """
+        self.name = name
+        self.limit = limit
+        self._held = 0
+        self._refusals = 0
+        self._weight = weight
+        self._of: dict[str, int] = {}
+        """What each principal holds; principals that hold nothing have no entry."""
+        self._logged = -_LOG_EVERY_S
+
+    def take(self, principal: str, amount: int = 1) -> bool:
+        """Take a part for a principal; return whether it may have it."""
+        mine, free = self._of.get(principal, 0) + amount, self.limit - self._held - amount
+        if free < 0 or mine > max(self._weight * free, 1):
+            self._refusals += 1
+            self._log(principal)
+            return False
+        self._of[principal] = mine
+        self._held += amount
+        return True
+
+    def give_back(self, principal: str, amount: int = 1) -> None:
+        """Give back what `take` took."""
+        self._held -= amount
+        left = self._of[principal] - amount
+        if left:
+            self._of[principal] = left
+        else:
+            del self._of[principal]
+
+    @contextlib.contextmanager
+    def holding(self, principal: str, amount: int = 1) -> Iterator[None]:
+        """Hold a part for the duration of the `with` block.
+
+        Raises:
+            OverloadedError: the principal holds its share.
+        """
+        if not self.take(principal, amount):
+            raise self.exhausted()
+        try:
+            yield
+        finally:
+            self.give_back(principal, amount)
+
+    def num_held(self) -> int:
+        """Return what all principals together hold."""
+        return self._held
+
+    def num_refusals(self) -> int:
+        """Return the number of refusals so far."""
+        return self._refusals
+
+    def exhausted(self) -> OverloadedError:
+        """Return the error for a refusal."""
+        return OverloadedError(
+            f"{self.name}: your share of the limit of {self.limit} is in use; try again later", retry_ms=RETRY_MS
+        )
+
+    def _log(self, principal: str) -> None:
+        now = time.monotonic()
+        if now - self._logged >= _LOG_EVERY_S:
+            self._logged = now
+            held = self._of.get(principal, 0)
+            get_logger().warning(
+                "share in use", resource=self.name, principal=principal, held=held, total=self._held, limit=self.limit
+            )
+
+
+class Turns:
+    """A lock whose waiting tasks get it in turn by principal, and in order within a principal."""
+
+    def __init__(self) -> None:
+        self._taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    async def acquire(self, principal: str) -> None:
+        """Wait for the lock."""
+        if not self._taken:
+            self._taken = True
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(principal, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release()  # it got the lock and was cancelled before it ran
+            else:
+                self._leave(principal, turn)
+            raise
+
+    def release(self) -> None:
+        """Give the lock to the next principal."""
+        if not self._waiting:
+            self._taken = False
+            return
+        principal, queue = self._waiting.popitem(last=False)
+        queue.popleft().set_result(None)
+        if queue:
+            self._waiting[principal] = queue
+
+    def _leave(self, principal: str, turn: "asyncio.Future[None]") -> None:
+        queue = self._waiting[principal]
+        queue.remove(turn)
+        if not queue:
+            del self._waiting[principal]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The shared resources of one front-end process."""
+
+    calls: Share
+    """Calls whose request is complete, over all protocols."""
+    body_bytes: Share
+    """Bytes of HTTP bodies that are being received."""
+    connections: Share
+    """HTTP connections, by address."""
+    trials: Share
+    """Grammars on trial or waiting for a trial."""
+    costly_trials: Share
+    """Grammars in, or waiting for, a second trial."""
+
+    def __iter__(self) -> Iterator[Share]:
+        return iter((self.calls, self.body_bytes, self.connections, self.trials, self.costly_trials))
+
+
+_MAX_BODY_BYTES = 512 << 20
+_MAX_TRIALS = 64
+_MAX_COSTLY_TRIALS = 8
+_MOST = 8
+"""Weight of a resource of which a single principal may hold eight ninths."""
+_HALF = 1
+"""Weight of a resource of which a single principal may hold half."""
+
+
+def make_shares(max_calls: int, max_connections: int) -> Shares:
+    """Return the resources of a process, with nothing held."""
+    return Shares(
+        calls=Share("calls in progress", max_calls, weight=_MOST),
+        body_bytes=Share("bytes of bodies", _MAX_BODY_BYTES, weight=_HALF),
+        connections=Share("connections", max_connections, weight=_MOST),
+        trials=Share("grammars on trial", _MAX_TRIALS, weight=_HALF),
+        costly_trials=Share("costly grammars on trial", _MAX_COSTLY_TRIALS, weight=_HALF),
+    )

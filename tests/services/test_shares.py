@@ -1,0 +1,96 @@
+"""Shares of limited resources."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.access.shares import Share, Turns
+from shared.errors import OverloadedError
+
+
+@given(
+    st.integers(1, 100),
+    st.integers(1, 8),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.booleans()), max_size=200),
+)
+def test_a_share_is_never_exceeded_and_all_is_given_back(
+    limit: int, weight: int, steps: list[tuple[str, int, bool]]
+) -> None:
+    """Whatever principals take and give back, the limit holds, and a newcomer may have one unit if one is free."""
+    share, held = Share("things", limit, weight=weight), []
+    for principal, amount, takes in steps:
+        if takes and share.take(principal, amount):
+            held.append((principal, amount))
+        elif held and not takes:
+            share.give_back(*held.pop(0))
+        assert share.num_held() == sum(amount for _, amount in held) <= limit
+        if share.num_held() < limit:
+            assert share.take("newcomer")
+            share.give_back("newcomer")
+    for each in held:
+        share.give_back(*each)
+
+    assert share.num_held() == 0
+    assert share.take("a", 1)
+
+
+@pytest.mark.parametrize(("weight", "alone"), [(1, 50), (8, 88)])
+def test_greedy_principals_come_to_hold_equal_parts(weight: int, alone: int) -> None:
+    """A principal alone gets most of a resource. As its parts end, a second greedy one gets as much."""
+    share, held = Share("things", 100, weight=weight), {"first": 0, "second": 0}
+    while share.take("first"):
+        held["first"] += 1
+    assert held["first"] == alone
+
+    for _ in range(200):
+        largest = max(held, key=lambda principal: held[principal])
+        share.give_back(largest)
+        held[largest] -= 1
+        for principal in ("second", "first"):
+            held[principal] += share.take(principal)
+
+    assert abs(held["first"] - held["second"]) <= 2
+    assert held["second"] > 30
+
+
+def test_a_refusal_is_counted_and_says_what_to_do() -> None:
+    """The error names the resource; `refusals` counts for the metric."""
+    share = Share("calls in progress", 1, weight=1)
+    with (
+        share.holding("a"),
+        pytest.raises(OverloadedError, match=r"calls in progress: your share .* try again later"),
+        share.holding("b"),
+    ):
+        pass
+
+    assert (share.num_refusals(), share.num_held()) == (1, 0)
+
+
+def test_principals_take_turns() -> None:
+    """A principal with many waiting tasks delays another by one turn; tasks that leave are skipped."""
+
+    async def main() -> list[str]:
+        turns, order = Turns(), []
+
+        async def work(principal: str, name: str) -> None:
+            await turns.acquire(principal)
+            order.append(name)
+            await asyncio.sleep(0)
+            turns.release()
+
+        await turns.acquire("holder")
+        tasks = [asyncio.create_task(work("greedy", f"greedy {number}")) for number in range(4)]
+        tasks += [asyncio.create_task(work("modest", f"modest {number}")) for number in range(2)]
+        leaves = asyncio.create_task(work("modest", "leaves"))
+        await asyncio.sleep(0)
+        leaves.cancel()
+        turns.release()
+        await asyncio.gather(*tasks, leaves, return_exceptions=True)
+        assert not turns._taken
+        return order
+
+    order = asyncio.run(main())
+
+    assert order == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2", "greedy 3"]
