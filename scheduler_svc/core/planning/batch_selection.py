@@ -97,6 +97,8 @@ class Admission:
         """Requests that no worker of the fleet serves: they wait beside the queue until the fleet changes."""
         self.wanted: list[Request] = []
         """Requests whose grammar the worker has to compile."""
+        self._serves_urgent = False
+        """Whether memory becomes free for a request that has preempted others, so that no other one gets it."""
         self.lacks_row = False
         """Whether a request could start if one more row were free."""
         self._looked_for_suspects = False
@@ -217,6 +219,7 @@ class Admission:
             and self._num_looked_past < MAX_LOOKED_PAST
             and self._num_late < MAX_LATE
             and len(self._overtakable) < MAX_OVERTAKING_TRIES
+            and not self._serves_urgent
             and not self._is_at_bound()
         )
 
@@ -244,7 +247,9 @@ class Admission:
         if not self._tenants.may_run(request, self._now):
             self._backlog.hold_for_tenant(request, self._now)
         elif request.wait.behind is not None and request.wait.behind in self._overtakable:
-            self._looked_past.append(request)  # its blocks are for the request that preempted it
+            # Its blocks are for the request that preempted it, and not for those that rank behind it either.
+            self._looked_past.append(request)
+            self._serves_urgent = True
         elif request.unsettled or not can_serve:
             request.waits_for(WaitReason.ANSWER if request.unsettled else WaitReason.ELSEWHERE, self._now)
             self._looked_past.append(request)

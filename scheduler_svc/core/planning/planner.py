@@ -376,7 +376,8 @@ class Planner:
         self._worker.capacity.is_growing = True
         self._worker.grammars.occupied(request.grammar_key)
         self._add_chunk(row)
-        self._tenants.started(request, self._forecast.learned_output_tokens(request), self._now)
+        forecast = self._forecast.learned_output_tokens(request) if self._tenants.have_rates else 0.0
+        self._tenants.started(request, forecast, self._now)
         self._backlog.tenant_changed(request.spec.tenant, self._now)
         if self._policy.accounts_service and not request.attempts and not request.num_generated:
             uncached = max(0, request.spec.num_prompt_tokens - num_cached_tokens)

@@ -20,7 +20,7 @@ assigned requests first. Requests that the plan does not take compete again.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from scheduler_svc.core.interface.records import WaitReason
@@ -248,11 +248,14 @@ class Backlog:
                 self._enter(request)
         self._await_refill(tenant, now)
 
-    def charge(self, charges: Iterable[tuple[Account, int]], now: float) -> None:
+    def charge(self, charges: Sequence[tuple[Account, int]], now: float) -> None:
         """Charge generated tokens to the accounts whose requests they belong to."""
-        for account, num_tokens in charges:
-            self.policy.served(account, output_tokens=num_tokens)
-            self._tenants.charged(account.tenant, num_tokens, now)
+        if self.policy.accounts_service:
+            for account, num_tokens in charges:
+                self.policy.served(account, output_tokens=num_tokens)
+        if self._tenants.have_rates:
+            for account, num_tokens in charges:
+                self._tenants.charged(account.tenant, num_tokens, now)
 
     def time_passed(self, now: float) -> None:
         """Make requests compete whose tenant's token rate allows it now."""

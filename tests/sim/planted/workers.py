@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.planning import results
-from scheduler_svc.core.planning.batch_selection import Admission
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.workers.fleet import Fleet
-from scheduler_svc.core.workers.worker import Worker
 from scheduler_svc.sim.faults import Fault
 from tests.sim.planted.aims import with_faults, with_long_freezes
 from tests.sim.planted.bug import bug, wrap
@@ -54,8 +53,8 @@ def worker_loss_forgets(patch: pytest.MonkeyPatch) -> None:
 def drained_gets_work(patch: pytest.MonkeyPatch) -> None:
     """A worker that is drained takes new requests."""
 
-    def undrained(init: Any, self: Admission, asking: Worker, *arguments: Any, **keywords: Any) -> None:
-        init(self, asking, *arguments, **keywords)
-        asking.draining = False
+    def undrained(drain: Any, self: Scheduler, event: ev.DrainRequested, now: float) -> None:
+        if event.move:
+            drain(self, event, now)
 
-    wrap(patch, Admission, "__init__", undrained)
+    wrap(patch, Scheduler, "_drain_requested", undrained)
