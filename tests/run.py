@@ -11,20 +11,24 @@ The report names the tests that were left out. The duration of every test is wri
 exit code is pytest's own: 0 only when every test that was found passed. The last line is `N passed, N failed`.
 
 Nothing outlives a run, whether it ends or is interrupted: processes that the tests started are killed, and their
-temporary files are removed. A process that outlives a completed run is a failure.
+temporary files are removed. A process that outlives a completed run is a failure. For this, the run forks. The child
+runs pytest. The parent adopts and reaps the processes whose parents die, as the init process of a machine does.
 """
 
 import contextlib
 import ctypes
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -120,7 +124,21 @@ class TimeTable:
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with these arguments, or all tests; return pytest's exit code."""
+    """Run pytest with these arguments, or all tests, in a child process; return pytest's exit code."""
+    _adopt_orphans()
+    with _temporary_files():
+        child = os.fork()
+        if child == 0:
+            _exit_with(run_tests, arguments)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os.kill(child, number))
+        code = _reap_until(child)
+        _end_processes(_descendants())
+    return code
+
+
+def run_tests(arguments: list[str]) -> int:
+    """Run pytest, end the processes that its tests have left, and print the tables; return the exit code."""
     table = TimeTable()
     chosen = [argument for argument in arguments if argument != "--all"]
     selects = any(not argument.startswith("-") for argument in chosen)
@@ -130,16 +148,17 @@ def main(arguments: list[str]) -> int:
         print(f"drawn by QUIRE_SEED={SEED}", flush=True)
     # Every process of the run draws the same, even if the date changes meanwhile.
     os.environ["QUIRE_SEED"] = str(SEED)
-    with _temporary_files():
-        code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
-        left = _end_descendants()
+    code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
+    left = [process for process in _descendants(os.getppid()) if process.pid != os.getpid()]
+    commands = [_command(process) for process in left]
+    _end_processes(left)
     interrupted = code == pytest.ExitCode.INTERRUPTED
     if not selects and not interrupted:
         DURATIONS.parent.mkdir(exist_ok=True)
         durations = {name: round(seconds, 3) for name, seconds in sorted(table.tests.items())}
         DURATIONS.write_text(json.dumps(durations, indent=1) + "\n", encoding="utf-8")
-    if left and not interrupted:
-        print("processes outlived the tests:", *left, sep="\n  ")
+    if commands and not interrupted:
+        print("processes outlived the tests:", *commands, sep="\n  ")
         code = code or int(pytest.ExitCode.TESTS_FAILED)
     print(table.render(interrupted=interrupted), flush=True)
     return code
@@ -167,19 +186,40 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _end_descendants() -> list[str]:
-    """Terminate the processes that the tests have left; return their command lines."""
-    left = [process for process in psutil.Process().children(recursive=True) if _is_alive(process)]
-    commands = [_command(process) for process in left]
-    for process in left:
+def _exit_with(function: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
+    """End a forked process with the result of a function, and never return into the parent's code."""
+    code = 1
+    try:
+        code = function(arguments)
+    except BaseException:  # its message is all that is left to do
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _reap_until(child: int) -> int:
+    """Reap every process that ends, until this child does; return the child's exit code."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _descendants(pid: int | None = None) -> list[psutil.Process]:
+    """Return the living descendants of a process, or of this one."""
+    return [process for process in psutil.Process(pid).children(recursive=True) if _is_alive(process)]
+
+
+def _end_processes(processes: list[psutil.Process]) -> None:
+    """Terminate processes and kill those that do not end."""
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    psutil.wait_procs(left, timeout=_TEARDOWN_S)
-    # Those that ended may have left children in turn.
-    for process in psutil.Process().children(recursive=True):
+    _, alive = psutil.wait_procs(processes, timeout=_TEARDOWN_S)
+    for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    return commands
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -202,5 +242,4 @@ def _folder(node: str) -> str:
 
 
 if __name__ == "__main__":
-    _adopt_orphans()
     sys.exit(main(sys.argv[1:]))
