@@ -2,7 +2,8 @@
 
 `Share` is the only owner of such a limit. A principal may hold at most `weight` times as much as is free ("dynamic
 thresholds", Choudhury and Hahne, 1998). So one principal may hold most of an idle resource, several greedy ones hold
-equal parts of it, and some always stays free for principals that hold nothing. Nothing is configured or reserved.
+equal parts of it, and some always stays free for principals that hold nothing. Nothing is configured or reserved. A
+resource with at most `weight` units is too small to divide: one principal may hold all of it.
 
 `Turns` is a lock for which principals wait in turn: one principal with many waiting tasks delays another principal by
 one task at most.
@@ -48,7 +49,7 @@ class Share:
     def take(self, principal: str, amount: int = 1) -> bool:
         """Take a part for a principal; return whether it may have it."""
         mine, free = self._of.get(principal, 0) + amount, self.limit - self._held - amount
-        if free < 0 or mine > max(self._weight * free, 1):
+        if free < 0 or mine > self._weight * (free + 1):
             self._refusals += 1
             self._log(principal)
             return False
@@ -164,7 +165,7 @@ class Shares:
 
 _MAX_BODY_BYTES = 512 << 20
 _MAX_TRIALS = 64
-_MAX_COSTLY_TRIALS = 8
+_MAX_COSTLY_TRIALS = 16
 _MOST = 8
 """Weight of a resource of which a single principal may hold eight ninths."""
 _HALF = 1
@@ -178,5 +179,5 @@ def make_shares(max_calls: int, max_connections: int) -> Shares:
         body_bytes=Share("bytes of bodies", _MAX_BODY_BYTES, weight=_HALF),
         connections=Share("connections", max_connections, weight=_MOST),
         trials=Share("grammars on trial", _MAX_TRIALS, weight=_HALF),
-        costly_trials=Share("costly grammars on trial", _MAX_COSTLY_TRIALS, weight=_HALF),
+        costly_trials=Share("costly grammars on trial", _MAX_COSTLY_TRIALS, weight=_MOST),
     )

@@ -188,7 +188,7 @@ def test_a_grammar_reaches_the_core_in_the_workers_form(tmp_path: Path) -> None:
 
 
 SHARES = make_shares(1, 1)
-WAITING, COSTLY = SHARES.trials.limit // 2, SHARES.costly_trials.limit // 2
+WAITING, COSTLY = SHARES.trials.limit // 2, SHARES.costly_trials.limit - 1
 """What one principal may have of either."""
 
 

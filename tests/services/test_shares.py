@@ -36,7 +36,7 @@ def test_a_share_is_never_exceeded_and_all_is_given_back(
     assert share.take("a", 1)
 
 
-@pytest.mark.parametrize(("weight", "alone"), [(1, 50), (8, 88)])
+@pytest.mark.parametrize(("weight", "alone"), [(1, 50), (8, 89)])
 def test_greedy_principals_come_to_hold_equal_parts(weight: int, alone: int) -> None:
     """A principal alone gets most of a resource. As its parts end, a second greedy one gets as much."""
     share, held = Share("things", 100, weight=weight), {"first": 0, "second": 0}
@@ -53,6 +53,14 @@ def test_greedy_principals_come_to_hold_equal_parts(weight: int, alone: int) -> 
 
     assert abs(held["first"] - held["second"]) <= 2
     assert held["second"] > 30
+
+
+@pytest.mark.parametrize(("limit", "alone"), [(1, 1), (8, 8), (9, 8), (16, 15)])
+def test_a_small_resource_may_belong_to_one_principal(limit: int, alone: int) -> None:
+    """A resource that is too small to divide is no smaller for a single principal; of a larger one, some stays free."""
+    share = Share("things", limit, weight=8)
+
+    assert sum(share.take("only") for _ in range(limit)) == alone
 
 
 def test_a_refusal_is_counted_and_says_what_to_do() -> None:
