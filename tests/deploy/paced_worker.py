@@ -57,7 +57,7 @@ def main(address: str, name: str, step_ms: str, rows: str) -> int:
         plan_pb2.WorkerMessage(epoch=worker.epoch, goodbye=plan_pb2.Goodbye(reason="scaled down")).SerializeToString()
     )
     worker.socket.close(linger=2000)
-    context.term()
+    context.destroy(linger=0)
     return 0
 
 

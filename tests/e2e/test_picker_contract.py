@@ -98,7 +98,7 @@ class Picker:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=0)
 
 
 @pytest.fixture(scope="module")

@@ -422,4 +422,4 @@ def test_a_plan_that_cannot_be_sent_costs_an_epoch_and_no_request(
         thread.join()
         service.close()
         telemetry.shutdown()
-        context.term()
+        context.destroy(linger=0)

@@ -495,4 +495,4 @@ def test_frames_wait_for_the_journal(tmp_path: Path) -> None:
     assert peer.poll(10_000)
     peer.close()
     hub.socket.close()
-    context.term()
+    context.destroy(linger=0)

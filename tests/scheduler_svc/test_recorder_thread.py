@@ -332,6 +332,6 @@ def test_clients_do_not_wait_for_the_end_of_the_record(tmp_path: Path, monkeypat
         frontend.close()
         service.close()
         telemetry.shutdown()
-        context.term()
+        context.destroy(linger=0)
 
     assert ended == [1]

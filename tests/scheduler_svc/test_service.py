@@ -154,7 +154,7 @@ class Stand:
         """Ends everything."""
         for peer in self._peers:
             peer.close()
-        self._context.term()
+        self._context.destroy(linger=0)
         if self.process.poll() is None:
             self.process.terminate()
         assert self.process.wait(20) == (-signal.SIGKILL if self.killed else 0)

@@ -63,7 +63,7 @@ class Door:
         """Close the sockets."""
         self.router.close()
         self._allowed.close()
-        self.context.term()
+        self.context.destroy(linger=0)
 
 
 @pytest.fixture

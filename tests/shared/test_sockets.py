@@ -26,7 +26,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Socket, Socket]]:
     yield router, dealer
     router.close()
     dealer.close()
-    context.term()
+    context.destroy(linger=0)
 
 
 def test_a_wait_is_shorter_than_a_millisecond_if_asked_for(pair: tuple[Socket, Socket]) -> None:
