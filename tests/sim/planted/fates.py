@@ -201,9 +201,9 @@ def drain_forgotten(patch: pytest.MonkeyPatch) -> None:
 def resubmitted_is_refused(patch: pytest.MonkeyPatch) -> None:
     """A request that an earlier core has accepted is refused because the queue is full."""
 
-    def as_new(refusal: Any, self: AdmissionControl, request: Request, *state: Any) -> TurnedAway | None:
+    def as_new(refusal: Any, self: AdmissionControl, request: Request, *state: Any, **more: Any) -> TurnedAway | None:
         accepted, request.accepted = request.accepted, False
-        found: TurnedAway | None = refusal(self, request, *state)
+        found: TurnedAway | None = refusal(self, request, *state, **more)
         request.accepted = accepted
         return found if found is None or found.reason is EndReason.QUEUE_FULL else None
 

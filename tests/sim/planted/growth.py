@@ -1,5 +1,6 @@
 """Bugs of memory that grows: entries that stay behind when what they are about is over."""
 
+from heapq import heapify
 from typing import Any
 
 import pytest
@@ -66,8 +67,10 @@ def loads_kept(patch: pytest.MonkeyPatch) -> None:
     """Every load that a worker has had stays in the heap of loads."""
 
     def kept(listed: Any, self: Placement, worker: Any) -> None:
+        entries, self._by_load = self._by_load, []
         listed(self, worker)
-        self._by_load.append((1 << 40, self._order[worker], worker))
+        self._by_load = [*entries, *self._by_load, (1 << 40, self._order[worker], worker)]
+        heapify(self._by_load)
 
     wrap(patch, Placement, "_list", kept)
 

@@ -99,9 +99,9 @@ def tokens_behind_a_stop_token(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, RowTable, "stopped", last_only)
 
 
-@bug("stream.order", "stream.after_end", "core", "stream.token", aim=with_drafts)
+@bug("stream.ends", "stream.after_end", aim=with_drafts)
 def tokens_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
-    """A row keeps the drafts that go beyond the request's limit."""
+    """A row with drafts does not end at the request's limit."""
 
     def unlimited(settle: Any, worker: Any, *rest: Any) -> Any:
         limit = worker.rows.limit
