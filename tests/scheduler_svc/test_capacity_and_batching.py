@@ -40,22 +40,23 @@ def test_guaranteed_no_evict_never_preempts() -> None:
 
 
 def test_max_utilization_learns_its_headroom() -> None:
-    """Under memory pressure admission leaves room to grow: fewer requests are preempted, in no more steps."""
-    steps, preemptions = [], []
-    for without in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            if without:
-                patch.setattr(Capacity, "headroom", 0)
-            cluster = _cluster(num_blocks=24)
-            for stream in range(60):
-                cluster.submit(stream, [stream, 1, 2], 25)
-            cluster.run()
-            _check_all(cluster)
-        counters = cluster.core.stats().workers[0].counters
-        steps.append(counters.steps)
-        preemptions.append(counters.preemptions)
-    assert preemptions[1] < 0.7 * preemptions[0]
-    assert steps[1] <= 1.02 * steps[0]
+    """Under memory pressure admission leaves room to grow: fewer requests are preempted, in fewer steps."""
+    steps, preemptions = [0, 0], [0, 0]
+    for learns in (False, True):
+        for num_blocks, num_tokens in ((24, 25), (24, 40), (40, 60)):
+            with pytest.MonkeyPatch.context() as patch:
+                if not learns:
+                    patch.setattr(Capacity, "headroom", 0)
+                cluster = _cluster(num_blocks=num_blocks)
+                for stream in range(60):
+                    cluster.submit(stream, [stream, 1, 2], num_tokens)
+                cluster.run()
+                _check_all(cluster)
+            counters = cluster.core.stats().workers[0].counters
+            steps[learns] += counters.steps
+            preemptions[learns] += counters.preemptions
+    assert preemptions[1] < 0.8 * preemptions[0]
+    assert steps[1] < steps[0]
 
 
 def test_memory_is_used_again_soon_after_many_preemptions() -> None:
