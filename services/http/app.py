@@ -33,6 +33,7 @@ from services.http.probes import Families, probe_routes
 from services.http.responses.endpoint import ResponsesEndpoints
 from services.http.scoring.endpoint import ScoringEndpoints
 from services.http.texts import TextEndpoints
+from shared.ids import draw_request_id
 
 _CLIENT_PATHS = frozenset(
     ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
@@ -89,6 +90,8 @@ def make_api(
         ("POST", "/v1/responses/input_tokens", responses.count_tokens, RESPONSES),
         ("GET", "/v1/responses/{id}", responses.get, RESPONSES),
         ("DELETE", "/v1/responses/{id}", responses.delete, RESPONSES),
+        ("GET", "/v1/responses/{id}/input_items", responses.input_items, RESPONSES),
+        ("POST", "/v1/responses/{id}/cancel", responses.cancel, RESPONSES),
         ("POST", "/v1/messages", messages.create, MESSAGES),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens, MESSAGES),
     ]
@@ -143,5 +146,11 @@ async def _refuse(request: Request, error: Exception) -> Response:
         message = error.detail
     # Anthropic's clients show messages of Anthropic's form only.
     of_messages = request.url.path.removeprefix("/v1").startswith("/messages")
-    body = make_messages_error(error.status_code, message) if of_messages else make_answer(error.status_code, message)
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+    if not of_messages:
+        return JSONResponse(
+            make_answer(error.status_code, message), status_code=error.status_code, headers=error.headers
+        )
+    request_id = draw_request_id()
+    body = make_messages_error(error.status_code, message, request_id)
+    headers = {**(error.headers or {}), **dict.fromkeys(MESSAGES.id_headers, request_id)}
+    return JSONResponse(body, status_code=error.status_code, headers=headers)

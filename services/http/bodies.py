@@ -9,7 +9,7 @@ import jiter
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from services.http.schema import NOT_SUPPORTED, Body
+from services.http.schema import Body
 from services.requests.validation import MAX_TOKEN_IDS
 from shared.errors import FieldViolation, InvalidRequestError
 
@@ -61,6 +61,7 @@ _VALUES = {
 
 _DUPLICATE = re.compile(r'key "(.*)" at (line \d+ column \d+)$', re.DOTALL)
 """Matches the message of the parser about a duplicate key."""
+_JSON_WORDS = {"True": "true", "False": "false"}
 _SHOWN_KEY = 64
 """Characters of an unknown or duplicate key that an error repeats."""
 
@@ -170,13 +171,15 @@ def _description(kind: type[Body], error: ErrorDetails) -> str:
         template = _TYPES.get(error["type"]) or _SIZES.get(error["type"]) or _VALUES.get(error["type"])
         return template.format_map(context) if template else "invalid value"
     name, top_level = str(error["loc"][-1]), len(error["loc"]) == 1
-    if top_level and name in NOT_SUPPORTED:
-        return f"not supported; {NOT_SUPPORTED[name]}"
+    if top_level and name in kind.not_supported:
+        return f"not supported; {kind.not_supported[name]}"
     could_be_misspelt = top_level and len(name) <= _SHOWN_KEY
     close = difflib.get_close_matches(name, kind.model_fields, n=1) if could_be_misspelt else []
     return f"unknown field; did you mean {close[0]!r}?" if close else "unknown field; remove it"
 
 
 def _plain(value: object) -> object:
-    """Return a bound as a client would write it: 0 rather than 0.0."""
+    """Return a value as JSON has it: 0 rather than 0.0, and false rather than False."""
+    if isinstance(value, str):
+        return _JSON_WORDS.get(value, value)
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,21 +1,48 @@
 """Runs a chat for the Responses and the Messages API, which differ in the forms that they read and write."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire.v1 import generation_pb2 as v1
 from services.calls.context import Services
 from services.calls.generation import Generator
+from services.http.bodies import checked
 from services.http.endpoint import Exchange
 from services.http.errors import with_http_names
 from services.http.identity import choose_model
 from services.http.output import ChatOutput
 from services.http.prompts import Prepared, prepare_chat
-from services.http.schema import ChatBody
-from services.http.turns import in_strict_order
+from services.http.schema import ChatBody, ScheduledBody
 from shared.errors import QuireError
 
 Json = dict[str, Any]
+
+_WITH_PARTS = ("tools", "stop")
+"""Fields whose parts have the same names in all APIs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedChat:
+    """A request of another API as a request of the Chat API."""
+
+    body: Json
+    """Fields of a `ChatBody`."""
+    names: Mapping[str, str]
+    """The client's names of fields, by their paths in the body, for errors."""
+
+    def name_of(self, path: str) -> str:
+        """Return the client's name of a field. Parts of a field that the client did not write have no names."""
+        for end in [len(path), *(at for at in range(len(path) - 1, 0, -1) if path[at] in ".[")]:
+            name = self.names.get(path[:end])
+            if name is not None:
+                return name + path[end:] if path.startswith(_WITH_PARTS) else name
+        return path
+
+
+def scheduling_of(body: ScheduledBody) -> Json:
+    """Return the options of the scheduler, which have the same names in all APIs."""
+    return {name: getattr(body, name) for name in ScheduledBody.model_fields}
 
 
 class ChatAnswer(Protocol):
@@ -37,28 +64,25 @@ class ChatRunner:
         self._services = services
         self._generator = generator
 
-    def prepare(self, make: Callable[[], ChatBody], request_id: str, fields: Mapping[str, str]) -> Prepared:
-        """Return the request of the chat that `make` returns; errors have the names of `fields`.
+    def prepare(self, converted: ConvertedChat, request_id: str) -> Prepared:
+        """Return the request for a chat; errors have the client's names of fields.
 
         Raises:
             QuireError: the chat is invalid, or names another model.
         """
         try:
-            chat = make()
+            chat = checked(ChatBody, converted.body)
             choose_model(self._services, chat.model)
-            if self._services.tokenizer.has_strict_template:
-                chat = chat.model_copy(update={"messages": in_strict_order(chat.messages)})
-            prepared = prepare_chat(chat, request_id)
+            prepared = prepare_chat(chat, request_id, strict_order=self._services.tokenizer.has_strict_template)
         except QuireError as error:
-            raise with_http_names(error, lambda path: _renamed(path, fields)) from None
-        return prepared
+            raise with_http_names(error, converted.name_of) from None
+        return Prepared(prepared.request, lambda path: converted.name_of(prepared.names(path)))
 
     async def run(
         self,
         exchange: Exchange,
         prepared: Prepared,
         answer: ChatAnswer,
-        fields: Mapping[str, str],
         whole: Callable[[], Json],
         *,
         stream: bool,
@@ -71,7 +95,6 @@ class ChatRunner:
             exchange: the request.
             prepared: the chat.
             answer: writes the output.
-            fields: names of fields in errors.
             whole: returns the whole answer.
             stream: whether to send events.
             finished: called when the output is complete, before its end is sent.
@@ -101,14 +124,8 @@ class ChatRunner:
                 prepared.request, exchange.caller(), send, prompt_encoded=encoded, shorten=shorten
             )
         except QuireError as error:
-            raise with_http_names(error, lambda path: _renamed(prepared.names(path), fields)) from None
+            raise with_http_names(error, prepared.names) from None
         if not stream:
             await exchange.answer(whole())
             return
         await exchange.end_events(timeout_s=self._services.config.stall_timeout_s)
-
-
-def _renamed(path: str, fields: Mapping[str, str]) -> str:
-    """Return the name of a field in another API; the parts of a renamed field have no names."""
-    first = path.partition("[")[0].partition(".")[0]
-    return fields.get(first, path)

@@ -23,6 +23,7 @@ from services.calls.delivery import FINAL_WRITE_TIMEOUT_S
 from services.calls.tracing import TRACEPARENT_KEY, Operation
 from services.errors import RETRY_MS, InternalError
 from services.http import errors
+from services.http.query import Query
 from services.http.server import ABORT_KEY, NAMES_KEY
 from shared.errors import (
     DeadlineError,
@@ -32,7 +33,7 @@ from shared.errors import (
     QuireError,
     StalledReaderError,
 )
-from shared.ids import draw_error_id
+from shared.ids import draw_error_id, draw_request_id
 from shared.logging import get_logger
 
 MAX_BODY_BYTES = 8 << 20
@@ -81,6 +82,7 @@ class Exchange:
         self._route = route
         self.params: Mapping[str, str] = scope.get("path_params", {})
         self.headers = Headers(scope=scope)
+        self._query: bytes = scope.get("query_string", b"")
         self.arrival = time.monotonic()
         self.request_id = ""
         """Value of the response header `x-request-id` once it is known."""
@@ -94,8 +96,18 @@ class Exchange:
         self._principal = ""
         self.started = False
         self._streaming = False
+        self._num_events = 0
         self.deadline: float | None = None
         """Monotonic time, seconds; None: no deadline."""
+
+    @property
+    def query(self) -> Query:
+        """The options in the URL.
+
+        Raises:
+            InvalidRequestError: see `Query`.
+        """
+        return Query(self._query)
 
     def caller(self) -> Caller:
         """Return the caller."""
@@ -242,6 +254,7 @@ class Exchange:
             self._streaming = True
             await self._start(200, _EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        self._num_events += 1
         name = f"event: {content['type']}\n" if self._dialect.names_events else ""
         body = f"{name}data: {text}\n\n".encode(errors="replace")
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
@@ -269,13 +282,14 @@ class Exchange:
 
     async def fail(self, error: QuireError) -> None:
         """Report an error to the client in the form that the state of the answer still permits."""
+        self.request_id = self.request_id or draw_request_id()
         try:
             async with asyncio.timeout(FINAL_WRITE_TIMEOUT_S):
                 if not self.started:
                     status, headers = errors.status_of(error), errors.headers_of(error)
-                    await self.answer(self._dialect.error(error), status=status, headers=headers)
+                    await self.answer(self._dialect.error(error, self.request_id), status=status, headers=headers)
                 elif self._streaming and not isinstance(error, StalledReaderError):
-                    await self.event(self._dialect.error_event(error))
+                    await self.event(self._dialect.error_event(error, self.request_id, self._num_events))
                     await self.end_events()
                 else:
                     await self.abort()
@@ -292,7 +306,7 @@ class Exchange:
         all_headers = dict(headers)
         if self.request_id:
             # The value of a header must not begin or end with whitespace.
-            all_headers["x-request-id"] = self.request_id.strip()
+            all_headers |= dict.fromkeys(self._dialect.id_headers, self.request_id.strip())
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()]
         start: Message = {"type": "http.response.start", "status": status}
         await self._send({**start, "headers": [(b"content-type", content_type), *pairs]})

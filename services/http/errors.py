@@ -106,33 +106,45 @@ def make_answer(status: int, message: str, *, param: str | None = None, code: st
 class Dialect:
     """How an API writes errors and ends streams."""
 
-    error: Callable[[QuireError], Any] = answer_of
-    """Returns the body of an error."""
-    error_event: Callable[[QuireError], Any] = answer_of
-    """Returns the event of an error within a stream."""
+    error: Callable[[QuireError, str], Any]
+    """Returns the body of an error of the request with this id."""
+    error_event: Callable[[QuireError, str, int], Any]
+    """Returns the event of an error within a stream of the request with this id, after this number of events."""
+    id_headers: tuple[str, ...] = ("x-request-id",)
+    """Response headers with the request's id."""
     names_events: bool = False
     """Whether each event has its type as its name, and the stream ends without "[DONE]"."""
 
 
-def _responses_event(error: QuireError) -> dict[str, Any]:
+def _responses_event(error: QuireError, _request_id: str, num_events: int) -> dict[str, Any]:
+    """Return the event with the fields of OpenAI's reference, and the object that clients expect of any API."""
     body = answer_of(error)["error"]
-    return {"type": "error", "code": body["code"], "message": body["message"], "param": body["param"]}
+    fields = {name: body[name] for name in ("code", "message", "param")}
+    return {"type": "error", "sequence_number": num_events, **fields, "error": body}
 
 
-def _messages_error(error: QuireError) -> dict[str, Any]:
-    return make_messages_error(status_of(error), error.message)
-
-
-def make_messages_error(status: int, message: str) -> dict[str, Any]:
+def make_messages_error(status: int, message: str, request_id: str) -> dict[str, Any]:
     """Return the body of an error with this status in the form of the Messages API."""
     kind = _MESSAGES_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
-COMPLETIONS = Dialect()
+COMPLETIONS = Dialect(
+    error=lambda error, _id: answer_of(error),
+    error_event=lambda error, _id, _count: answer_of(error),
+)
 """Completions, chat and everything else of OpenAI's."""
-RESPONSES = Dialect(error_event=_responses_event, names_events=True)
-MESSAGES = Dialect(error=_messages_error, error_event=_messages_error, names_events=True)
+RESPONSES = Dialect(
+    error=lambda error, _id: answer_of(error),
+    error_event=_responses_event,
+    names_events=True,
+)
+MESSAGES = Dialect(
+    error=lambda error, request_id: make_messages_error(status_of(error), error.message, request_id),
+    error_event=lambda error, request_id, _count: make_messages_error(status_of(error), error.message, request_id),
+    id_headers=("x-request-id", "request-id"),
+    names_events=True,
+)
 
 
 def headers_of(error: QuireError) -> dict[str, str]:

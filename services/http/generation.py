@@ -50,7 +50,7 @@ class GenerationEndpoints:
         """Serve `/v1/chat/completions`."""
         body = parse(ChatBody, await exchange.body())
         request_id = choose_request_id(exchange, body)
-        prepared = prepare_chat(body, request_id)
+        prepared = prepare_chat(body, request_id, strict_order=self._services.tokenizer.has_strict_template)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         answer = self._answer(body, f"chatcmpl-{request_id}", [prepared], top_logprobs=top_logprobs, chat=True)
         await exchange.run_until_disconnect(self._run(exchange, body, answer, [prepared]))

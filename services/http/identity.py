@@ -2,7 +2,7 @@
 
 from services.calls.context import Services
 from services.http.endpoint import Exchange
-from services.http.schema import QueuedBody
+from services.http.schema import ScheduledBody
 from services.requests.validation import check_model, check_request_id
 from shared.errors import InvalidRequestError
 from shared.ids import draw_request_id
@@ -22,7 +22,7 @@ def choose_model(services: Services, name: str) -> str:
     return served.name
 
 
-def choose_request_id(exchange: Exchange, body: QueuedBody) -> str:
+def choose_request_id(exchange: Exchange, body: ScheduledBody) -> str:
     """Return the request's id: from the body, from the header, or a random one.
 
     Raises:

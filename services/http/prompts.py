@@ -1,12 +1,13 @@
 """Converts completion and chat requests to `GenerateRequest`."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import generation_pb2 as v1
-from services.http.sampling import FieldNames, field_names, fill_common, fill_grammar
+from services.http.sampling import field_names, fill_common, fill_grammar
 from services.http.schema import AllowedToolsChoice, ChatBody, CompletionBody, JsonObject, Message, NamedTool, Tool
+from services.http.turns import in_strict_order
 from shared.errors import FieldViolation, InvalidRequestError
 
 Prompt = str | list[int]
@@ -18,7 +19,8 @@ class Prepared:
     """A request for the generator."""
 
     request: v1.GenerateRequest
-    names: FieldNames
+    names: Callable[[str], str]
+    """Returns the client's name of a field, by its path in the proto."""
 
 
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
@@ -58,15 +60,20 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
     )
 
 
-def prepare_chat(body: ChatBody, request_id: str) -> Prepared:
+def prepare_chat(body: ChatBody, request_id: str, *, strict_order: bool) -> Prepared:
     """Return the request for a conversation.
+
+    Args:
+        body: the conversation and its options.
+        request_id: the request's id.
+        strict_order: put the messages into the order that strict templates accept.
 
     Raises:
         InvalidRequestError: fields contradict each other.
     """
     request = v1.GenerateRequest()
     fill_common(request, body, request_id)
-    fill_chat(request.chat, body.messages, body.tools or (), _variables(body))
+    fill_chat(request.chat, body.messages, body.tools or (), _variables(body), strict_order=strict_order)
     _fill_choice(request.chat.tool_choice, body)
     request.chat.omit_generation_prompt = not body.add_generation_prompt or body.continue_final_message
     request.chat.continue_final_message = body.continue_final_message
@@ -114,9 +121,21 @@ def prepare_chat(body: ChatBody, request_id: str) -> Prepared:
 
 
 def fill_chat(
-    chat: v1.ChatInput, messages: Iterable[Message], tools: Sequence[Tool], variables: JsonObject | None
+    chat: v1.ChatInput,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    variables: JsonObject | None,
+    *,
+    strict_order: bool,
 ) -> None:
     """Write the messages, tools and template variables into `chat`.
+
+    Args:
+        chat: what to fill.
+        messages: the messages.
+        tools: the tools.
+        variables: variables of the template.
+        strict_order: put the messages into the order that strict templates accept.
 
     Raises:
         InvalidRequestError: a message has neither content nor tool calls.
@@ -128,6 +147,7 @@ def fill_chat(
                     f"messages[{number}].content", "missing; give a text (only a message with tool_calls needs none)"
                 )
             )
+    for message in in_strict_order(messages) if strict_order else messages:
         turn = chat.messages.add()
         # Templates know OpenAI's role developer as system.
         turn.role = "system" if message.role == "developer" else message.role
@@ -137,7 +157,7 @@ def fill_chat(
         if message.tool_calls:
             turn.tool_calls_json = json.dumps([call.model_dump() for call in message.tool_calls])
     if tools:
-        chat.tools_json = json.dumps([tool.model_dump(exclude_none=True) for tool in tools])
+        chat.tools_json = json.dumps([tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools])
     if variables:
         chat.template_variables_json = json.dumps(variables)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from google.protobuf.duration_pb2 import Duration
 
 from quire.v1 import generation_pb2 as v1
-from services.http.schema import JsonObject, QueuedBody, SamplingBody
+from services.http.schema import JsonObject, SamplingBody, ScheduledBody
 from shared.errors import FieldViolation, InvalidRequestError
 
 _SEED_MASK = 2**64 - 1
@@ -36,11 +36,11 @@ class FieldNames:
         self._names = names
 
     def __call__(self, path: str) -> str:
-        """Return the HTTP name; list indices are kept."""
+        """Return the HTTP name; list indices are kept. JSON text in the proto is JSON in HTTP."""
         for prefix in _prefixes(path):
             if prefix in self._names:
-                return self._names[prefix] + path[len(prefix) :]
-        return path.rpartition(".")[2]
+                return (self._names[prefix] + path[len(prefix) :]).removesuffix("_json")
+        return path.rpartition(".")[2].removesuffix("_json")
 
 
 def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str) -> None:
@@ -78,7 +78,7 @@ def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str
         request.scheduling.expected_output_tokens = body.expected_output_tokens
 
 
-def fill_scheduling(scheduling: v1.SchedulingOptions, body: QueuedBody) -> None:
+def fill_scheduling(scheduling: v1.SchedulingOptions, body: ScheduledBody) -> None:
     """Write the scheduling options."""
     # HTTP follows vLLM, where lower values run first.
     scheduling.priority = -body.priority

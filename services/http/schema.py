@@ -1,12 +1,17 @@
 """Bodies of HTTP requests: OpenAI's fields, those of vLLM, and a few of Quire's own.
 
 Types and per-field limits are checked here; ranges that also apply to gRPC clients are checked in
-`services.requests.validation`. A null field counts as absent. Unknown fields are rejected, because a misspelt option
-that is ignored costs the client more than an error. Fields *accepted without effect* belong to the API and change
-nothing here.
+`services.requests.validation`. A null field counts as absent.
+
+All APIs have one policy. Options are strict: an unknown option is rejected, because a misspelt option that is ignored
+costs the client more than an error. Conversations are lenient: unknown fields of messages, their parts and tool calls
+are ignored, because clients send back what they received, with additions of their own. Fields *accepted without effect*
+belong to the API and change nothing here. `not_supported` of a body lists the fields that belong to the API and are
+rejected.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
@@ -32,6 +37,7 @@ _MAX_FIELDS = 256
 _MAX_METADATA = 16
 _MAX_UINT32 = 0xFFFFFFFF
 
+_FOUND_BY_CONTENT = "accepted without effect: cached prefixes are found by content"
 _WHITESPACE = "allow whitespace between the tokens of JSON; by default JSON is compact"
 
 Uint32 = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
@@ -74,6 +80,8 @@ class Body(BaseModel):
         hide_input_in_errors=True,
         protected_namespaces=(),
     )
+    not_supported: ClassVar[Mapping[str, str]] = {}
+    """Fields of the API that are rejected, and what to do instead."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,6 +92,12 @@ class Body(BaseModel):
             sizes = {"max_length": _MAX_FIELDS, "actual_length": len(data)}
             raise PydanticCustomError("too_many_fields", "too many fields", sizes)
         return {name: value for name, value in data.items() if value is not None}
+
+
+class OpenBody(Body):
+    """A JSON object whose unknown fields are ignored: a part of a conversation."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class FunctionDefinition(Body):
@@ -102,16 +116,17 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: Ignored = Field(default=None, description=_FOUND_BY_CONTENT)
 
 
-class CalledFunction(Body):
+class CalledFunction(OpenBody):
     """The function of a call that was made."""
 
     name: str
     arguments: str = ""
 
 
-class MadeCall(Body):
+class MadeCall(OpenBody):
     """A call that the assistant made in an earlier turn."""
 
     id: str = ""
@@ -119,7 +134,7 @@ class MadeCall(Body):
     function: CalledFunction
 
 
-class TextPart(Body):
+class TextPart(OpenBody):
     """A piece of a message's text."""
 
     type: Literal["text"]
@@ -133,7 +148,7 @@ class TextPart(Body):
         return data
 
 
-class Message(Body):
+class Message(OpenBody):
     """One turn of a conversation."""
 
     role: str = Field(
@@ -143,11 +158,6 @@ class Message(Body):
     name: str | None = None
     tool_calls: Annotated[list[MadeCall], Field(fail_fast=True), at_most(_MAX_CALLS)] | None = None
     tool_call_id: str | None = None
-    reasoning: Ignored = Field(default=None, description="accepted without effect: templates do not show it")
-    reasoning_content: Ignored = Field(default=None, description="accepted without effect: templates do not show it")
-    refusal: Ignored = Field(default=None, description="accepted without effect")
-    provider_specific_fields: Ignored = Field(default=None, description="litellm's; accepted without effect")
-    annotations: Ignored = Field(default=None, description="accepted without effect")
 
     @property
     def text(self) -> str:
@@ -217,20 +227,11 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(
         default=False, description="report the usage so far in every chunk; requires include_usage"
     )
+    include_obfuscation: Ignored = Field(default=None, description="accepted without effect: streams are not padded")
 
 
-class QueuedBody(Body):
-    """Common fields of all requests that a worker computes."""
-
-    model: str = Field(default="", max_length=256, description="empty: the served model")
-    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | Literal[-1] | None = Field(
-        default=None, description="keep the last tokens, at most those that fit into the context; -1: these"
-    )
-
-    @property
-    def kept_prompt_tokens(self) -> int | None:
-        """The number of tokens to keep; None: all of them, or an error if they do not fit."""
-        return MAX_TOKEN_IDS if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+class ScheduledBody(Body):
+    """Options of the scheduler, in all APIs whose requests wait for a worker."""
 
     request_id: str | None = Field(default=None, max_length=128)
     priority: Annotated[int, Field(ge=-100, le=100)] = Field(
@@ -243,11 +244,50 @@ class QueuedBody(Body):
     request_class: str | None = None
     ttft_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     total_time_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
+
+
+class QueuedBody(ScheduledBody):
+    """Common fields of OpenAI's completions, chat and embeddings."""
+
+    model: str = Field(default="", max_length=256, description="empty: the served model")
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | Literal[-1] | None = Field(
+        default=None, description="keep the last tokens, at most those that fit into the context; -1: these"
+    )
+
+    @property
+    def kept_prompt_tokens(self) -> int | None:
+        """The number of tokens to keep; None: all of them, or an error if they do not fit."""
+        return MAX_TOKEN_IDS if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+
     user: Ignored = Field(default=None, description="accepted without effect")
+
+
+_NOT_SUPPORTED = {
+    "audio": "remove it; only text is generated",
+    "best_of": "generate n choices and rank them yourself",
+    "chat_template": "use chat_template_kwargs; templates come with the model",
+    "documents": "put documents into the messages",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_decoding_backend": "remove it; the server chooses the backend",
+    "length_penalty": "remove it; beam search is not supported",
+    "logits_processors": "remove it; requests cannot carry code",
+    "mm_processor_kwargs": "remove it; only text is supported",
+    "moderation": "remove it; the server does not classify content",
+    "modalities": "remove it; only text is supported",
+    "prediction": "remove it; predicted outputs are not supported",
+    "suffix": "remove it; fill-in-the-middle is not supported",
+    "use_beam_search": "use n to sample several choices",
+    "verbosity": "state the wanted length in the prompt",
+    "web_search_options": "remove it; web search is not supported",
+}
+"""Fields of OpenAI's and vLLM's completions and chat that are rejected, and what to do instead."""
 
 
 class SamplingBody(QueuedBody):
     """Common fields of completions and chat."""
+
+    not_supported = _NOT_SUPPORTED
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -290,9 +330,9 @@ class SamplingBody(QueuedBody):
     metadata: Metadata | None = Field(default=None, description="accepted without effect")
     service_tier: Ignored = Field(default=None, description="accepted without effect")
     safety_identifier: Ignored = Field(default=None, description="accepted without effect")
-    prompt_cache_key: Ignored = Field(
-        default=None, description="accepted without effect: cached prefixes are found by content"
-    )
+    prompt_cache_key: Ignored = Field(default=None, description=_FOUND_BY_CONTENT)
+    prompt_cache_options: Ignored = Field(default=None, description=_FOUND_BY_CONTENT)
+    prompt_cache_retention: Ignored = Field(default=None, description=_FOUND_BY_CONTENT)
     spaces_between_special_tokens: Ignored = Field(default=None, description="accepted without effect")
 
 
@@ -381,24 +421,3 @@ class DetokenizeBody(Body):
 
     model: str = Field(default="", max_length=256)
     tokens: TokenIds
-
-
-NOT_SUPPORTED = {
-    "audio": "remove it; only text is generated",
-    "best_of": "generate n choices and rank them yourself",
-    "chat_template": "use chat_template_kwargs; templates come with the model",
-    "documents": "put documents into the messages",
-    "function_call": "use tool_choice",
-    "functions": "use tools",
-    "guided_decoding_backend": "remove it; the server chooses the backend",
-    "length_penalty": "remove it; beam search is not supported",
-    "logits_processors": "remove it; requests cannot carry code",
-    "mm_processor_kwargs": "remove it; only text is supported",
-    "modalities": "remove it; only text is supported",
-    "prediction": "remove it; predicted outputs are not supported",
-    "suffix": "remove it; fill-in-the-middle is not supported",
-    "use_beam_search": "use n to sample several choices",
-    "verbosity": "state the wanted length in the prompt",
-    "web_search_options": "remove it; web search is not supported",
-}
-"""Fields of OpenAI's and vLLM's APIs that are rejected, and what to do instead."""

@@ -1,6 +1,7 @@
 """`/v1/models`, `/tokenize`, `/detokenize`: `services.calls.texts` in the forms of OpenAI and vLLM."""
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from protos.quire.link.v1 import link_pb2
@@ -40,7 +41,9 @@ class TextEndpoints:
     async def list_models(self, exchange: Exchange) -> None:
         """Serve `/v1/models`: the served model, or none before the first worker has joined."""
         model = self._services.link.model
-        await exchange.answer({"object": "list", "data": [] if model is None else [self._model(model)]})
+        models = [] if model is None else [self._model(model)]
+        ends = dict.fromkeys(("first_id", "last_id"), models[0]["id"] if models else None)
+        await exchange.answer({"object": "list", "data": models, "has_more": False, **ends})
 
     async def get_model(self, exchange: Exchange) -> None:
         """Serve `/v1/models/NAME`."""
@@ -59,7 +62,13 @@ class TextEndpoints:
         if body.messages is None:
             request.text = body.prompt or ""
         else:
-            fill_chat(request.chat, body.messages, body.tools or [], body.chat_template_kwargs)
+            fill_chat(
+                request.chat,
+                body.messages,
+                body.tools or [],
+                body.chat_template_kwargs,
+                strict_order=self._services.tokenizer.has_strict_template,
+            )
             request.chat.omit_generation_prompt = not body.add_generation_prompt or body.continue_final_message
             request.chat.continue_final_message = body.continue_final_message
         try:
@@ -88,6 +97,10 @@ class TextEndpoints:
             "owned_by": "quire",
             "root": model.name,
             "parent": None,
+            # Anthropic's clients read these three.
+            "type": "model",
+            "display_name": model.name,
+            "created_at": datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z"),
             "max_model_len": model.max_model_len,
             "sampling_defaults": dict(self._services.defaults.values),
         }

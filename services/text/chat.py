@@ -5,7 +5,7 @@ module parses them once and limits their size and depth.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ MAX_VARIABLES = 64 << 10
 
 _MAX_DEPTH = 64
 """Maximum nesting depth of JSON text."""
+_TOO_DEEP = f"nested too deeply; nest at most {_MAX_DEPTH} levels"
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
@@ -87,25 +88,38 @@ def _check_message(message: v1.ChatMessage, field: str) -> Iterator[FieldViolati
     for name in ("name", "tool_call_id"):
         if len(getattr(message, name).encode()) > MAX_NAME:
             yield FieldViolation(f"{field}.{name}", f"too long; give at most {MAX_NAME} bytes")
-    yield from _check_json(message.tool_calls_json, f"{field}.tool_calls_json", list, MAX_TOOLS)
+    yield from _check_json(message.tool_calls_json, f"{field}.tool_calls_json", list, MAX_TOOLS, _arguments_too_deep)
 
 
-def _check_json(text: str, field: str, kind: type, limit: int) -> Iterator[FieldViolation]:
+def _check_json(
+    text: str, field: str, kind: type, limit: int, is_too_deep: Callable[[Any], bool] | None = None
+) -> Iterator[FieldViolation]:
+    """Yield the violations of JSON text.
+
+    Args:
+        text: the text; empty: not given.
+        field: its path.
+        kind: type of the value.
+        limit: maximum length, bytes.
+        is_too_deep: an additional condition on the nesting of the value.
+    """
     if not text:
         return
     what = "array" if kind is list else "object"
     if len(text.encode()) > limit:
         yield FieldViolation(field, f"too long; give at most {limit} bytes")
         return
-    if _depth_of(text) > _MAX_DEPTH:
-        yield FieldViolation(field, f"nested too deeply; nest at most {_MAX_DEPTH} levels")
-        return
     try:
         value = json.loads(text)
     except ValueError as error:
         yield FieldViolation(field, describe_json_error(error))
         return
-    if not isinstance(value, kind):
+    except RecursionError:
+        yield FieldViolation(field, _TOO_DEEP)
+        return
+    if _is_too_deep(value) or (is_too_deep is not None and is_too_deep(value)):
+        yield FieldViolation(field, _TOO_DEEP)
+    elif not isinstance(value, kind):
         yield FieldViolation(field, f"must be a JSON {what}")
     elif isinstance(value, list) and not all(isinstance(each, dict) for each in value):
         yield FieldViolation(field, "must be an array of objects")
@@ -115,16 +129,29 @@ def _check_json(text: str, field: str, kind: type, limit: int) -> Iterator[Field
         )
 
 
-def _depth_of(text: str) -> int:
-    """Return an upper bound of the nesting depth of a JSON text: brackets inside strings count too."""
-    depth = deepest = 0
-    for character in text:
-        if character in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "]}":
-            depth -= 1
-    return deepest
+def _is_too_deep(value: object) -> bool:
+    """Return whether arrays and objects are nested more deeply than templates may expect."""
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > _MAX_DEPTH:
+            return True
+        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+    return False
+
+
+def _arguments_too_deep(calls: object) -> bool:
+    """Return whether the arguments of a tool call, which are JSON text inside the call, are nested too deeply."""
+    for call in calls if isinstance(calls, list) else ():
+        arguments = _arguments_of(call)
+        try:
+            if arguments is not None and _is_too_deep(json.loads(arguments)):
+                return True
+        except ValueError:
+            continue  # text that is not JSON has no depth
+        except RecursionError:
+            return True
+    return False
 
 
 def _message(message: v1.ChatMessage) -> dict[str, Any]:
@@ -140,11 +167,18 @@ def _message(message: v1.ChatMessage) -> dict[str, Any]:
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a tool call as templates expect it: with arguments as an object. OpenAI clients send them as text."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    text = _arguments_of(call)
+    if text is None:
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(text)
     except ValueError:
         return call
-    return call | {"function": function | {"arguments": arguments}}
+    return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+def _arguments_of(call: object) -> str | None:
+    """Return the JSON text with the arguments of a tool call, or None if they are no text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    return arguments if isinstance(arguments, str) else None

@@ -4,17 +4,17 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from services.http.bodies import checked
+from services.http.chat_run import ConvertedChat, scheduling_of
 from services.http.messages.schema import Block, CountTokensBody, MessagesBody, MessagesTool, Turn
-from services.http.schema import ChatBody
 from shared.errors import FieldViolation, InvalidRequestError
 
 Json = dict[str, Any]
 
-FIELDS = {
+_FIELDS = {
     "stop": "stop_sequences",
     "messages": "messages",
     "tools": "tools",
+    "tool_choice": "tool_choice",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs": "thinking",
@@ -26,19 +26,27 @@ _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_",
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def to_chat(body: CountTokensBody) -> ChatBody:
+def to_chat(body: CountTokensBody) -> ConvertedChat:
     """Return the chat.
 
     Raises:
         InvalidRequestError: a block is not supported.
     """
-    messages: list[Json] = []
+    messages: list[tuple[Json, str]] = []
     if system := _system(body.system):
-        messages.append({"role": "system", "content": system})
+        messages.append(({"role": "system", "content": system}, "system"))
     for number, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{number}]")
-    chat: Json = {"model": body.model, "messages": messages}
-    tools = [tool for number, tool in enumerate(body.tools or ()) if _is_callable(tool, f"tools[{number}]")]
+    names = _FIELDS | {f"messages[{number}]": name for number, (_, name) in enumerate(messages)}
+    chat: Json = {"model": body.model, "messages": [message for message, _ in messages], **scheduling_of(body)}
+    tools: list[MessagesTool] = []
+    for number, tool in enumerate(body.tools or ()):
+        if _is_callable(tool, f"tools[{number}]"):
+            name = f"tools[{len(tools)}]"
+            names |= {name: f"tools[{number}]", f"{name}.function": f"tools[{number}]"}
+            names[f"{name}.function.parameters"] = f"tools[{number}].input_schema"
+            tools.append(tool)
+    choice = body.tool_choice
     if tools:
         chat["tools"] = [
             {
@@ -52,11 +60,10 @@ def to_chat(body: CountTokensBody) -> ChatBody:
             }
             for tool in tools
         ]
-        choice = body.tool_choice
-        if choice is not None:
-            named = {"type": "function", "function": {"name": choice.name}}
-            chat["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
-            chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if choice is not None and (tools or choice.type in ("any", "tool")):
+        named = {"type": "function", "function": {"name": choice.name}}
+        chat["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     config = body.output_config
@@ -73,7 +80,7 @@ def to_chat(body: CountTokensBody) -> ChatBody:
             "top_p": body.top_p,
             "top_k": body.top_k,
         }
-    return checked(ChatBody, chat)
+    return ConvertedChat(chat, names)
 
 
 def _system(system: str | list[Block] | None) -> str:
@@ -98,9 +105,10 @@ def _is_callable(tool: MessagesTool, field: str) -> bool:
     return True
 
 
-def _messages(turn: Turn, field: str) -> Iterator[Json]:
+def _messages(turn: Turn, field: str) -> Iterator[tuple[Json, str]]:
+    """Yield the messages of a turn, and what they are made of."""
     if isinstance(turn.content, str):
-        yield {"role": turn.role, "content": turn.content}
+        yield {"role": turn.role, "content": turn.content}, f"{field}.content"
         return
     texts: list[str] = []
     calls: list[Json] = []
@@ -113,15 +121,16 @@ def _messages(turn: Turn, field: str) -> Iterator[Json]:
                 calls.append({"id": block.id, "type": "function", "function": function})
             case "tool_result":
                 result = _text(block.content or "", f"{field}.content[{number}].content")
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}
+                name = f"{field}.content[{number}]"
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}, name
             case "thinking" | "redacted_thinking":
                 pass  # models do not read their reasoning of earlier turns
             case _:
                 raise _unsupported(block, f"{field}.content[{number}]")
     if calls:
-        yield {"role": turn.role, "content": "".join(texts) or None, "tool_calls": calls}
+        yield {"role": turn.role, "content": "".join(texts) or None, "tool_calls": calls}, f"{field}.content"
     elif texts:
-        yield {"role": turn.role, "content": "".join(texts)}
+        yield {"role": turn.role, "content": "".join(texts)}, f"{field}.content"
 
 
 def _text(content: str | list[Block], field: str) -> str:

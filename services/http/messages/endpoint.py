@@ -1,18 +1,16 @@
 """`/v1/messages` and `/v1/messages/count_tokens`."""
 
-from functools import partial
-
 from quire.v1 import generation_pb2 as v1
 from services.calls.context import Services
 from services.calls.texts import Texts
 from services.http.bodies import parse
 from services.http.chat_run import ChatRunner
 from services.http.endpoint import Exchange
+from services.http.identity import choose_request_id
 from services.http.messages.answer import MessagesAnswer
-from services.http.messages.conversion import FIELDS, to_chat
+from services.http.messages.conversion import to_chat
 from services.http.messages.schema import CountTokensBody, MessagesBody
 from services.http.output import ChatOutput
-from shared.ids import draw_request_id
 
 
 class MessagesEndpoints:
@@ -26,17 +24,17 @@ class MessagesEndpoints:
     async def create(self, exchange: Exchange) -> None:
         """Serve `/v1/messages`."""
         body = parse(MessagesBody, await exchange.body())
-        request_id = exchange.request_id = draw_request_id()
-        prepared = self._runner.prepare(partial(to_chat, body), request_id, FIELDS)
+        request_id = choose_request_id(exchange, body)
+        prepared = self._runner.prepare(to_chat(body), request_id)
         model = self._services.served_model().name
         answer = MessagesAnswer(f"msg_{request_id}", model, ChatOutput(self._services.tokenizer.token_bytes))
         # max_tokens is required, so clients send a number of their own, which may exceed the context of a small model.
-        run = self._runner.run(exchange, prepared, answer, FIELDS, answer.message, stream=body.stream, shorten=True)
+        run = self._runner.run(exchange, prepared, answer, answer.message, stream=body.stream, shorten=True)
         await exchange.run_until_disconnect(run)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """Serve `/v1/messages/count_tokens`."""
         body = parse(CountTokensBody, await exchange.body())
-        prepared = self._runner.prepare(partial(to_chat, body), draw_request_id(), FIELDS)
+        prepared = self._runner.prepare(to_chat(body), choose_request_id(exchange, body))
         response = await self._texts.tokenize(v1.TokenizeRequest(chat=prepared.request.chat))
         await exchange.answer({"input_tokens": len(response.token_ids)})

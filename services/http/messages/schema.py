@@ -1,11 +1,11 @@
 """Bodies of Anthropic's Messages API."""
 
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from services.http.open_body import OpenBody
-from services.http.schema import JsonObject, Metadata, Uint32, at_most
+from services.http.schema import Ignored, JsonObject, Metadata, OpenBody, ScheduledBody, Uint32, at_most
 from services.requests.validation import MAX_STOP_STRINGS
 from services.text.chat import MAX_MESSAGES
 
@@ -69,8 +69,20 @@ class OutputConfig(OpenBody):
     format: OutputFormat | None = None
 
 
-class CountTokensBody(OpenBody):
-    """A conversation, in Anthropic's Messages API."""
+_NO_EFFECT = "accepted without effect"
+
+
+class CountTokensBody(ScheduledBody):
+    """A conversation, in Anthropic's Messages API. Options that are not known cannot change the number of tokens."""
+
+    model_config = ConfigDict(extra="ignore")
+    not_supported: ClassVar = MappingProxyType(
+        {
+            "container": "remove it; the server runs no code",
+            "mcp_servers": "call the servers' tools from the client, and give the tools in tools",
+            "thread": "give the whole conversation in messages",
+        }
+    )
 
     model: str = ""
     messages: Annotated[list[Turn], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -80,10 +92,25 @@ class CountTokensBody(OpenBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = Field(default=None, description="the old name of output_config.format")
+    betas: Ignored = Field(default=None, description=_NO_EFFECT)
+    billing_policy: Ignored = Field(default=None, description=_NO_EFFECT)
+    cache_control: Ignored = Field(default=None, description="accepted without effect: prefixes are found by content")
+    compaction: Ignored = Field(default=None, description="accepted without effect: nothing is left out")
+    context_management: Ignored = Field(default=None, description="accepted without effect: nothing is left out")
+    diagnostics: Ignored = Field(default=None, description=_NO_EFFECT)
+    fallback_credit_token: Ignored = Field(default=None, description=_NO_EFFECT)
+    fallbacks: Ignored = Field(default=None, description=_NO_EFFECT)
+    inference_geo: Ignored = Field(default=None, description=_NO_EFFECT)
+    service_tier: Ignored = Field(default=None, description=_NO_EFFECT)
+    speed: Ignored = Field(default=None, description=_NO_EFFECT)
+    user_profile_id: Ignored = Field(default=None, description=_NO_EFFECT)
+    workspace_id: Ignored = Field(default=None, description=_NO_EFFECT)
 
 
 class MessagesBody(CountTokensBody):
     """A conversation to continue, in Anthropic's Messages API."""
+
+    model_config = ConfigDict(extra="forbid")
 
     max_tokens: Uint32
     stop_sequences: Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS)] | None = None

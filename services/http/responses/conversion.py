@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from services.http.bodies import checked
+from services.http.chat_run import ConvertedChat, scheduling_of
 from services.http.responses.schema import (
     AllowedResponseTools,
     InputItem,
@@ -14,16 +14,16 @@ from services.http.responses.schema import (
     ResponseTool,
 )
 from services.http.responses.tools import callable_tools, custom_arguments, function_name
-from services.http.schema import ChatBody
 from shared.errors import FieldViolation, InvalidRequestError
 
 Json = dict[str, Any]
 
-FIELDS = {
+_FIELDS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "tools": "tools",
+    "tool_choice": "tool_choice",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "chat_template_kwargs": "reasoning.effort",
@@ -34,16 +34,19 @@ _CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "computer_use_preview")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
-def to_chat(body: ResponsesBody, earlier: list[Json]) -> ChatBody:
+def to_chat(body: ResponsesBody, earlier: list[Json]) -> ConvertedChat:
     """Return the chat; `earlier` are the messages of the previous response's conversation, without instructions.
 
     Raises:
         InvalidRequestError: an item or a tool is not supported.
     """
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages = [({"role": "system", "content": body.instructions}, "instructions")] if body.instructions else []
+    messages += [(message, "previous_response_id") for message in earlier]
+    messages += _messages(body.input)
+    names = _FIELDS | {f"messages[{number}]": name for number, (_, name) in enumerate(messages)}
     chat: Json = {
         "model": body.model,
-        "messages": [*messages, *earlier, *to_messages(body.input)],
+        "messages": [message for message, _ in messages],
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -51,6 +54,7 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ChatBody:
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
+        **scheduling_of(body),
     }
     _refuse_own_tools(body.tools or ())
     tools = [
@@ -66,7 +70,11 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ChatBody:
         for tool in callable_tools(body.tools)
     ]
     if tools:
-        chat |= {"tools": tools, "tool_choice": _tool_choice(body.tool_choice)}
+        chat["tools"] = tools
+    if tools or _forces(body.tool_choice):
+        chat["tool_choice"] = _tool_choice(body.tool_choice)
+    for number, tool in enumerate(callable_tools(body.tools)):
+        names |= {f"tools[{number}]": tool.field, f"tools[{number}].function": tool.field}
     form = body.text.format if body.text is not None else None
     if form is not None and form.type != "text":
         chat["response_format"] = {"type": form.type}
@@ -74,7 +82,7 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ChatBody:
             if form.schema_ is None:
                 raise InvalidRequestError(FieldViolation("text.format.schema", "missing; it is required"))
             chat["response_format"]["json_schema"] = {"schema": form.schema_}
-    return checked(ChatBody, chat)
+    return ConvertedChat(chat, names)
 
 
 def to_messages(items: str | Iterable[InputItem]) -> list[Json]:
@@ -83,16 +91,21 @@ def to_messages(items: str | Iterable[InputItem]) -> list[Json]:
     Raises:
         InvalidRequestError: an item is not supported.
     """
+    return [message for message, _ in _messages(items)]
+
+
+def _messages(items: str | Iterable[InputItem]) -> list[tuple[Json, str]]:
+    """Return the messages, and the fields that they are made of."""
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    messages: list[Json] = []
+        return [({"role": "user", "content": items}, "input")]
+    messages: list[tuple[Json, str]] = []
     for number, item in enumerate(items):
         for message in _message(item, f"input[{number}]"):
-            last = messages[-1] if messages else {}
+            last = messages[-1][0] if messages else {}
             if message.get("tool_calls") and last.get("role") == "assistant":
                 last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
             else:
-                messages.append(message)
+                messages.append((message, f"input[{number}]"))
     return messages
 
 
@@ -146,6 +159,11 @@ def _refuse_own_tools(tools: Iterable[ResponseTool]) -> None:
                     f"{tool.type!r} is not supported, because it has no schema; give a function that does the same",
                 )
             )
+
+
+def _forces(choice: str | NamedResponseTool | AllowedResponseTools | None) -> bool:
+    """Return whether a tool must be called, so that there must be one."""
+    return choice is not None and choice not in ("auto", "none")
 
 
 def _tool_choice(choice: str | NamedResponseTool | AllowedResponseTools | None) -> str | Json | None:

@@ -9,14 +9,25 @@ from services.calls.texts import Texts
 from services.http.bodies import parse
 from services.http.chat_run import ChatRunner
 from services.http.endpoint import Exchange
+from services.http.identity import choose_request_id
 from services.http.logprobs import Logprobs
 from services.http.output import ChatOutput
 from services.http.responses.answer import ResponsesAnswer
-from services.http.responses.conversion import FIELDS, Json, to_chat, to_messages
+from services.http.responses.conversion import Json, to_chat, to_messages
 from services.http.responses.schema import InputItem, ResponsesBody
 from services.http.responses.store import ResponseStore, StoredResponse
+from services.http.responses.stored import events_of, input_items
 from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
-from shared.ids import draw_request_id
+
+_NOT_STORED = (
+    "is not stored: it is too old, was not stored, or another front end has it; send the whole conversation as input"
+)
+
+
+class PreviousResponseError(InvalidRequestError):
+    """The response to continue is not stored."""
+
+    reason = "PREVIOUS_RESPONSE_NOT_FOUND"
 
 
 class ResponsesEndpoints:
@@ -32,8 +43,8 @@ class ResponsesEndpoints:
         """Serve POST `/v1/responses`."""
         body = self._resolved(parse(ResponsesBody, await exchange.body()))
         earlier = self._earlier(body)
-        request_id = exchange.request_id = draw_request_id()
-        prepared = self._runner.prepare(partial(to_chat, body, earlier), request_id, FIELDS)
+        request_id = choose_request_id(exchange, body)
+        prepared = self._runner.prepare(to_chat(body, earlier), request_id)
         model = self._services.served_model().name
         logprobs = None
         if body.logprobs:
@@ -49,22 +60,55 @@ class ResponsesEndpoints:
                 return
             response = answer.response()
             items = [InputItem.model_validate(_as_input(item)) for item in response["output"]]
-            messages = [*earlier, *to_messages(body.input), *to_messages(items)]
-            self._store.put(principal, StoredResponse(response, messages))
+            before = [*earlier, *to_messages(body.input)]
+            self._store.put(principal, StoredResponse(response, [*before, *to_messages(items)], len(before)))
 
-        run = self._runner.run(exchange, prepared, answer, FIELDS, answer.response, stream=body.stream, finished=keep)
+        run = self._runner.run(exchange, prepared, answer, answer.response, stream=body.stream, finished=keep)
         await exchange.run_until_disconnect(run)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """Serve POST `/v1/responses/input_tokens`."""
         body = self._resolved(parse(ResponsesBody, await exchange.body()))
-        prepared = self._runner.prepare(partial(to_chat, body, self._earlier(body)), draw_request_id(), FIELDS)
+        prepared = self._runner.prepare(to_chat(body, self._earlier(body)), choose_request_id(exchange, body))
         response = await self._texts.tokenize(v1.TokenizeRequest(chat=prepared.request.chat))
         await exchange.answer({"object": "response.input_tokens", "input_tokens": len(response.token_ids)})
 
     async def get(self, exchange: Exchange) -> None:
-        """Serve GET `/v1/responses/ID`."""
-        await exchange.answer(self._stored(exchange.params["id"]).response)
+        """Serve GET `/v1/responses/ID`, with `stream=true` as events."""
+        response = self._stored(exchange.params["id"]).response
+        query = exchange.query
+        if not query.flag("stream"):
+            await exchange.answer(response)
+            return
+        after = query.integer("starting_after", -1, least=0)
+        await exchange.end_events(
+            *(event for event in events_of(response) if event["sequence_number"] > after),
+            timeout_s=self._services.config.stall_timeout_s,
+        )
+
+    async def input_items(self, exchange: Exchange) -> None:
+        """Serve GET `/v1/responses/ID/input_items`, a page at a time, by default the newest first."""
+        query = exchange.query
+        stored = self._stored(exchange.params["id"])
+        items = input_items(stored.response["id"], stored.messages[: stored.num_input])
+        if query.choice("order", ("desc", "asc")) == "desc":
+            items.reverse()
+        limit = query.integer("limit", 20, least=1, most=100)
+        first = 0
+        if after := query.text("after"):
+            first = next((number for number, item in enumerate(items, 1) if item["id"] == after), 0)
+            if not first:
+                raise InvalidRequestError(FieldViolation("after", "not an item of this input; give the id of one"))
+        page = items[first : first + limit]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        has_more = len(items) > first + limit
+        await exchange.answer({"object": "list", "data": page, **ends, "has_more": has_more})
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """Refuse POST `/v1/responses/ID/cancel`: a stored response has ended."""
+        self._stored(exchange.params["id"])
+        what = "cannot be cancelled, because it has ended; to cancel a response, close its connection"
+        raise InvalidRequestError(FieldViolation("response_id", what))
 
     async def delete(self, exchange: Exchange) -> None:
         """Serve DELETE `/v1/responses/ID`."""
@@ -94,15 +138,16 @@ class ResponsesEndpoints:
         if self._store.is_off:
             what = "this server stores no responses; send the whole conversation as input"
             raise InvalidRequestError(FieldViolation("previous_response_id", what))
-        return self._stored(body.previous_response_id).messages
+        stored = self._store.get(CURRENT.get().name, body.previous_response_id)
+        if stored is None:
+            what = f"response {body.previous_response_id[:64]!r} {_NOT_STORED}"
+            raise PreviousResponseError(FieldViolation("previous_response_id", what))
+        return stored.messages
 
     def _stored(self, response_id: str) -> StoredResponse:
         stored = self._store.get(CURRENT.get().name, response_id)
         if stored is None:
-            raise RequestNotFoundError(
-                f"response {response_id[:64]!r} is not stored: it is too old, was not stored, or another front end has"
-                " it; send the whole conversation as input"
-            )
+            raise RequestNotFoundError(f"response {response_id[:64]!r} {_NOT_STORED}")
         return stored
 
 

@@ -1,11 +1,11 @@
 """Body of OpenAI's Responses API."""
 
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from services.http.open_body import OpenBody
-from services.http.schema import JsonObject, Metadata, Uint32, at_most
+from services.http.schema import Ignored, JsonObject, Metadata, OpenBody, ScheduledBody, Uint32, at_most
 from services.text.chat import MAX_MESSAGES
 
 MAX_TOOLS = 512
@@ -85,8 +85,20 @@ class ReasoningOptions(OpenBody):
     summary: str | None = Field(default=None, description="if given, the reasoning is in `summary`, else in `content`")
 
 
-class ResponsesBody(OpenBody):
+_NO_EFFECT = "accepted without effect"
+
+
+class ResponsesBody(ScheduledBody):
     """A conversation to continue, in OpenAI's Responses API."""
+
+    not_supported: ClassVar = MappingProxyType(
+        {
+            "conversation": "give previous_response_id, or the whole conversation as input",
+            "image": "remove it; only text is generated",
+            "moderation": "remove it; the server does not classify content",
+            "prompt": "prompt templates are not stored; give instructions and input",
+        }
+    )
 
     model: str = ""
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -94,7 +106,7 @@ class ResponsesBody(OpenBody):
     previous_response_id: str | None = None
     store: bool = True
     stream: bool = False
-    background: Literal[False] = False
+    background: Literal[False] = Field(default=False, description="responses are not computed in the background")
     max_output_tokens: Annotated[int, Field(ge=1, le=0xFFFFFFFF)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -113,6 +125,21 @@ class ResponsesBody(OpenBody):
     top_logprobs: Uint32 | None = None
     metadata: Metadata | None = None
     user: str | None = None
+    access_programs: Ignored = Field(default=None, description=_NO_EFFECT)
+    background_options: Ignored = Field(default=None, description=_NO_EFFECT)
+    client_metadata: Ignored = Field(default=None, description=_NO_EFFECT)
+    context_management: Ignored = Field(default=None, description="accepted without effect: nothing is left out")
+    max_tool_calls: Ignored = Field(default=None, description="accepted without effect: clients run the tools")
+    personality: Ignored = Field(default=None, description=_NO_EFFECT)
+    prompt_cache_key: Ignored = Field(default=None, description="accepted without effect: prefixes have no names")
+    prompt_cache_options: Ignored = Field(default=None, description=_NO_EFFECT)
+    prompt_cache_retention: Ignored = Field(default=None, description=_NO_EFFECT)
+    safety_identifier: Ignored = Field(default=None, description=_NO_EFFECT)
+    service_tier: Ignored = Field(default=None, description=_NO_EFFECT)
+    stream_options: Ignored = Field(default=None, description="accepted without effect: streams are not padded")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="accepted without effect: a conversation that is too long is an error"
+    )
 
     @property
     def logprobs(self) -> bool:

@@ -2,7 +2,9 @@
 
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heapify, heappush, heapreplace
 from typing import Any
 
 Json = dict[str, Any]
@@ -14,19 +16,36 @@ class StoredResponse:
 
     response: Json
     messages: list[Json]
+    num_input: int
+    """Number of the messages before the response."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """The responses of one principal."""
+
+    responses: OrderedDict[str, tuple[int, str]] = field(default_factory=OrderedDict)
+    """By response id, the oldest first: the size in bytes, and the stored response as JSON."""
+    of_items: dict[str, str] = field(default_factory=dict)
+    """By id of an output item: its response."""
+    num_bytes: int = 0
 
 
 class ResponseStore:
-    """The last responses, up to a number of bytes; the oldest are dropped first."""
+    """The last responses, up to a number of bytes.
+
+    The principal that holds most loses its oldest response first. So no principal can evict the responses of others
+    that hold less.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         """Create a store; 0 bytes: nothing is stored."""
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._stored: OrderedDict[tuple[str, str], tuple[int, str]] = OrderedDict()
-        """By principal and response id: the size, and the response and its conversation as JSON."""
-        self._of_items: dict[tuple[str, str], str] = {}
-        """By principal and id of an output item: its response."""
+        self._of: dict[str, _Held] = {}
+        """By principal; those that hold nothing have no entry."""
+        self._by_size: list[tuple[int, str]] = []
+        """A heap of (negative bytes, principal). A principal has at least one entry with its bytes or more."""
 
     @property
     def is_off(self) -> bool:
@@ -35,38 +54,63 @@ class ResponseStore:
 
     def put(self, principal: str, stored: StoredResponse) -> None:
         """Store a response of a principal, unless it is larger than the store."""
-        text = json.dumps([stored.response, stored.messages], ensure_ascii=False)
+        text = json.dumps([stored.response, stored.messages, stored.num_input], ensure_ascii=False)
         size = len(text.encode())
+        response_id = str(stored.response["id"])
+        self.drop(principal, response_id)
         if size > self._max_bytes:
             return
-        response_id = str(stored.response["id"])
-        self._stored[principal, response_id] = (size, text)
-        self._of_items.update({(principal, item): response_id for item in _item_ids(stored.response)})
+        held = self._of.setdefault(principal, _Held())
+        held.responses[response_id] = (size, text)
+        held.of_items.update(dict.fromkeys(_item_ids(stored.response), response_id))
+        held.num_bytes += size
         self._bytes += size
+        heappush(self._by_size, (-held.num_bytes, principal))
+        if len(self._by_size) > 64 + 4 * len(self._of):
+            self._by_size = [(-each.num_bytes, name) for name, each in self._of.items()]
+            heapify(self._by_size)
         while self._bytes > self._max_bytes:
-            self.drop(*next(iter(self._stored)))
+            largest = self._largest_holder()
+            self.drop(largest, next(iter(self._of[largest].responses)))
 
     def get(self, principal: str, response_id: str) -> StoredResponse | None:
         """Return the response of a principal; None if it is not stored."""
-        found = self._stored.get((principal, response_id))
+        held = self._of.get(principal)
+        found = None if held is None else held.responses.get(response_id)
         return None if found is None else StoredResponse(*json.loads(found[1]))
 
     def item(self, principal: str, item_id: str) -> Json | None:
         """Return an output item of a principal's responses; None if it is not stored."""
-        stored = self.get(principal, self._of_items.get((principal, item_id), ""))
+        held = self._of.get(principal)
+        stored = None if held is None else self.get(principal, held.of_items.get(item_id, ""))
         items: list[Json] = [] if stored is None else stored.response["output"]
         return next((item for item in items if item["id"] == item_id), None)
 
     def drop(self, principal: str, response_id: str) -> bool:
         """Forget a response; return whether it was stored."""
-        found = self._stored.pop((principal, response_id), None)
-        if found is None:
+        held = self._of.get(principal)
+        found = None if held is None else held.responses.pop(response_id, None)
+        if held is None or found is None:
             return False
-        self._bytes -= found[0]
-        for item in _item_ids(json.loads(found[1])[0]):
-            del self._of_items[principal, item]
+        size, text = found
+        held.num_bytes -= size
+        self._bytes -= size
+        for item in _item_ids(json.loads(text)[0]):
+            held.of_items.pop(item, None)
+        if not held.responses:
+            del self._of[principal]
         return True
 
+    def _largest_holder(self) -> str:
+        """Return the principal that holds most."""
+        while True:
+            listed, principal = self._by_size[0]
+            held = self._of.get(principal)
+            num_bytes = 0 if held is None else held.num_bytes
+            if num_bytes == -listed:
+                return principal
+            heapreplace(self._by_size, (-num_bytes, principal))
 
-def _item_ids(response: Json) -> list[str]:
-    return [item["id"] for item in response.get("output", ())]
+
+def _item_ids(response: Json) -> Iterator[str]:
+    return (item["id"] for item in response.get("output", ()))

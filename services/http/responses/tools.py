@@ -33,6 +33,8 @@ class CallableTool:
     """Whether its calls must follow the schema."""
     custom: bool
     """Whether it takes text."""
+    field: str
+    """Its path in the request."""
 
     @property
     def function(self) -> str:
@@ -47,19 +49,24 @@ def function_name(namespace: str, name: str) -> str:
 
 def callable_tools(tools: Iterable[ResponseTool] | None) -> list[CallableTool]:
     """Return the tools that the model can call."""
-    return [*_callable(tools or (), "")]
+    return [*_callable(tools or (), "", "tools")]
 
 
-def _callable(tools: Iterable[ResponseTool], namespace: str) -> Iterator[CallableTool]:
-    for tool in tools:
+def _callable(tools: Iterable[ResponseTool], namespace: str, path: str) -> Iterator[CallableTool]:
+    for number, tool in enumerate(tools):
+        field = f"{path}[{number}]"
         description = tool.description or ""
         match tool.type:
             case "function":
-                yield CallableTool(tool.name, namespace, description, tool.parameters, tool.strict, custom=False)
+                yield CallableTool(
+                    tool.name, namespace, description, tool.parameters, tool.strict, custom=False, field=field
+                )
             case "custom":
-                yield CallableTool(tool.name, namespace, description + _form(tool), _TEXT, None, custom=True)
+                yield CallableTool(
+                    tool.name, namespace, description + _form(tool), _TEXT, None, custom=True, field=field
+                )
             case "namespace":
-                yield from _callable(tool.tools or (), tool.name)
+                yield from _callable(tool.tools or (), tool.name, f"{field}.tools")
 
 
 _TEXT: Json = {

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from services.calls.scoring import MAX_DOCUMENTS
-from services.http.schema import Body, QueuedBody, Uint32
+from services.http.schema import OpenBody, QueuedBody, Uint32
 
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
@@ -24,10 +24,8 @@ class ScoringBody(QueuedBody):
     )
 
 
-class Document(Body):
+class Document(OpenBody):
     """A document as an object; fields other than its text have no effect."""
-
-    model_config = ConfigDict(extra="ignore")
 
     text: str
 

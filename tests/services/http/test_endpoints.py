@@ -543,7 +543,7 @@ def test_without_a_worker_requests_get_a_retry_delay(tmp_path: Path) -> None:
             models = await stack.http.get("/v1/models")
             refused = await stack.http.post("/v1/completions", json=body(5))
 
-            assert models.json() == {"object": "list", "data": []}
+            assert models.json()["data"] == []
             assert refused.status_code == 503
             assert refused.headers["retry-after"] == "1"
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from quire.v1 import generation_pb2 as v1
-from services.http.bodies import parse
+from services.http.bodies import checked, parse
 from services.http.messages.answer import MessagesAnswer
 from services.http.messages.conversion import to_chat
 from services.http.messages.schema import MessagesBody
 from services.http.output import ChatOutput
+from services.http.schema import ChatBody
 from shared.errors import InvalidRequestError
 from tests.services.parsed import deltas
 from tests.services.stack import MODEL, running_stack
@@ -104,7 +105,7 @@ def test_blocks_become_turns() -> None:
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
     )  # fmt: skip
 
-    chat = to_chat(request)
+    chat = checked(ChatBody, to_chat(request).body)
 
     assert [(message.role, message.content) for message in chat.messages] == [
         ("system", "Rules."), ("user", "hi"), ("assistant", "ok"), ("tool", "7"), ("user", "thanks"),
@@ -130,7 +131,7 @@ def test_what_claude_code_sends_is_understood() -> None:
         output_config={"effort": "high", "format": {"type": "json_schema", "schema": {"type": "object"}}},
     )  # fmt: skip
 
-    chat = to_chat(request)
+    chat = checked(ChatBody, to_chat(request).body)
 
     assert [(message.role, message.content) for message in chat.messages] == [("system", "Rules."), ("user", "hi")]
     assert [tool.function.name for tool in chat.tools or ()] == [name]
@@ -193,5 +194,34 @@ def test_messages_are_served_with_anthropic_s_errors(tmp_path: Path) -> None:
             assert short.json()["error"]["type"] == "not_found_error"
             assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
             assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+            for answer in (missing, short, refused):
+                assert answer.json()["request_id"] == answer.headers["request-id"]
+            assert whole.headers["request-id"] == whole.headers["x-request-id"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
+         "messages[0].content[0].content[0].type: blocks of type 'image' are not supported"),
+        ({"tools": [{"type": "web_search_20250305"}, {"name": "a b", "input_schema": {}}]}, "tools[1].name: must match"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported; call the servers' tools from the client"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: requires tools"),
+        ({"stop_sequence": ["x"]}, "stop_sequence: unknown field; did you mean 'stop_sequences'?"),
+        ({"stop_sequences": ["x" * 2000]}, "stop_sequences[0]: "),
+    ],
+)  # fmt: skip
+def test_errors_name_what_the_client_wrote(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    """The path of a field in an error is its path in the client's request."""
+    request = {"max_tokens": 8, "messages": [{"role": "user", "content": "the fox"}], **fields}
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            answer = await stack.http.post("/v1/messages", json=request)
+
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(message)
 
     asyncio.run(main())

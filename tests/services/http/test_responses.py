@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from quire.v1 import generation_pb2 as v1
-from services.http.bodies import parse
+from services.http.bodies import checked, parse
 from services.http.output import ChatOutput
 from services.http.responses.answer import ResponsesAnswer
 from services.http.responses.conversion import to_chat
 from services.http.responses.schema import ResponsesBody
 from services.http.responses.store import ResponseStore, StoredResponse
-from services.http.schema import AllowedToolsChoice, NamedTool
+from services.http.schema import AllowedToolsChoice, ChatBody, NamedTool
 from shared.errors import InvalidRequestError
 from tests.services.parsed import deltas
 from tests.services.stack import running_stack
@@ -123,7 +123,7 @@ def test_items_become_turns() -> None:
         tool_choice={"type": "function", "name": "f"}, client_metadata={"x": 1},
     )  # fmt: skip
 
-    chat = to_chat(request, [{"role": "user", "content": "earlier"}])
+    chat = checked(ChatBody, to_chat(request, [{"role": "user", "content": "earlier"}]).body)
 
     assert [(message.role, message.content) for message in chat.messages] == [
         ("system", "Rules."), ("user", "earlier"), ("developer", "Be short."), ("user", "ab"), ("assistant", "ok"),
@@ -155,7 +155,9 @@ def test_custom_tools_and_namespaces_are_functions_of_the_chat() -> None:
     ]
     choice = {"type": "function", "name": "ask", "namespace": "team"}
 
-    chat = to_chat(body(input=items, tools=[PATCH, TEAM, {"type": "web_search"}], tool_choice=choice), [])
+    chat = checked(
+        ChatBody, to_chat(body(input=items, tools=[PATCH, TEAM, {"type": "web_search"}], tool_choice=choice), []).body
+    )
 
     patch, ask = [tool.function for tool in chat.tools or ()]
     assert patch.description == "Edits a file.\n\nThe input follows this grammar (lark):\nstart: /.+/"
@@ -177,7 +179,7 @@ def test_allowed_tools_and_strict_reach_the_chat() -> None:
     named = [{"type": "function", "name": "ask", "namespace": "team"}, {"type": "custom", "name": "patch"}]
     choice = {"type": "allowed_tools", "mode": "required", "tools": named}
 
-    chat = to_chat(body(tools=tools, tool_choice=choice), [])
+    chat = checked(ChatBody, to_chat(body(tools=tools, tool_choice=choice), []).body)
 
     assert isinstance(chat.tool_choice, AllowedToolsChoice)
     assert chat.tool_choice.allowed_tools.mode == "required"
@@ -239,18 +241,39 @@ def test_what_cannot_be_done_is_refused(fields: dict[str, Any], message: str) ->
     assert error.value.message.startswith(message)
 
 
+def stored(number: int, size: int) -> StoredResponse:
+    """Return a response to store."""
+    return StoredResponse({"id": f"resp_{number}"}, [{"role": "user", "content": "x" * size}], 1)
+
+
 def test_the_store_is_bounded_and_private() -> None:
     """The oldest responses are dropped first, and another principal does not see a response."""
     store = ResponseStore(400)
     for number in range(9):
-        store.put("alice", StoredResponse({"id": f"resp_{number}"}, [{"role": "user", "content": "x" * 50}]))
+        store.put("alice", stored(number, 50))
 
     assert store.get("alice", "resp_0") is None
-    assert store.get("alice", "resp_8") == StoredResponse({"id": "resp_8"}, [{"role": "user", "content": "x" * 50}])
+    assert store.get("alice", "resp_8") == stored(8, 50)
     assert store.get("bob", "resp_8") is None
     assert not store.drop("bob", "resp_8")
     assert store.drop("alice", "resp_8")
     assert store.get("alice", "resp_8") is None
+
+
+def test_a_principal_evicts_its_own_responses() -> None:
+    """Whatever one principal stores, others keep their responses as long as they hold less."""
+    store = ResponseStore(10_000)
+    for name in ("alice", "bob"):
+        store.put(name, stored(0, 1000))
+    for number in range(300):
+        store.put("mallory", stored(number % 100, 400 + number))
+        store.drop("mallory", f"resp_{number % 7}")
+    store.put("bob", stored(1, 3000))
+
+    assert store.get("alice", "resp_0") is not None
+    assert store.get("bob", "resp_0") is not None
+    assert store.get("bob", "resp_1") is not None
+    assert sum(store.get("mallory", f"resp_{number}") is not None for number in range(100)) > 3
 
 
 def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> None:
@@ -274,7 +297,9 @@ def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> Non
             assert kept.json() == first
             assert second["usage"]["input_tokens"] > 2 * first["usage"]["input_tokens"]
             assert deleted.json()["deleted"]
-            assert (missing.status_code, unknown.status_code) == (404, 404)
+            assert (missing.status_code, unknown.status_code) == (400, 404)
+            error = missing.json()["error"]
+            assert (error["code"], error["param"]) == ("previous_response_not_found", "previous_response_id")
 
     asyncio.run(main())
 
@@ -353,5 +378,100 @@ def test_without_a_store_nothing_is_continued(tmp_path: Path) -> None:
 
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "previous_response_id"
+
+    asyncio.run(main())
+
+
+def test_a_stored_response_is_streamed_again(tmp_path: Path) -> None:
+    """Its events have the types and the order of the first stream, and may begin after one that the client has."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = {"input": "the fox", "max_output_tokens": 8, "stream": True}
+            first = events_in((await stack.http.post("/v1/responses", json=request)).text)
+            path = f"/v1/responses/{first[-1]['response']['id']}"
+            again = events_in((await stack.http.get(path, params={"stream": "true"})).text)
+            rest = events_in((await stack.http.get(path, params={"stream": "true", "starting_after": 3})).text)
+            wrong = await stack.http.get(path, params={"stream": "true", "starting_after": "x"})
+
+            assert again[-1]["response"] == first[-1]["response"]
+            types = [event["type"] for event in first]
+            assert [event["type"] for event in again] == sorted(set(types), key=types.index)
+            assert [event["sequence_number"] for event in again] == list(range(len(again)))
+            assert rest == again[4:]
+            assert wrong.json()["error"]["message"] == "starting_after: must be an integer from 0 to 2147483648"
+
+    asyncio.run(main())
+
+
+def events_in(stream: str) -> list[dict[str, Any]]:
+    """Return the events of a stream."""
+    return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: ")]
+
+
+def test_the_input_of_a_stored_response_is_listed(tmp_path: Path) -> None:
+    """All turns before the response are listed page by page, the newest first unless asked otherwise."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+            output = {"type": "function_call_output", "call_id": "c", "output": "7"}
+            turns = [{"role": "user", "content": "the fox"}, call, output]
+            request = {"input": turns, "instructions": "be brief", "max_output_tokens": 8}
+            response = (await stack.http.post("/v1/responses", json=request)).json()
+            path = f"/v1/responses/{response['id']}/input_items"
+            oldest = (await stack.http.get(path, params={"order": "asc", "limit": 2})).json()
+            last = (await stack.http.get(path, params={"order": "asc", "after": oldest["last_id"]})).json()
+            newest = (await stack.http.get(path)).json()
+            cancelled = await stack.http.post(f"/v1/responses/{response['id']}/cancel")
+
+            assert [item["type"] for item in oldest["data"]] == ["message", "function_call"]
+            assert oldest["has_more"]
+            assert [item["output"] for item in last["data"]] == ["7"]
+            assert not last["has_more"]
+            assert newest["data"] == [*last["data"], *oldest["data"][::-1]]
+            assert cancelled.status_code == 400
+            assert "close its connection" in cancelled.json()["error"]["message"]
+
+    asyncio.run(main())
+
+
+def test_options_of_the_scheduler_are_those_of_chat(tmp_path: Path) -> None:
+    """Tenant, priority, cache salt and the request's id from the header reach the scheduler."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = {"input": "the fox", "max_output_tokens": 8, "tenant": "t", "priority": -3, "cache_salt": "s"}
+            answer = await stack.http.post("/v1/responses", json=request, headers={"x-request-id": "mine"})
+
+            submitted = stack.core.submissions[-1]
+            assert (submitted.tenant, submitted.priority) == ("t", 3)
+            assert answer.headers["x-request-id"] == "mine"
+            assert answer.json()["id"] == "resp_mine"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"conversation": "conv_1"}, "conversation: not supported; give previous_response_id"),
+        ({"prompt": {"id": "p"}}, "prompt: not supported; prompt templates are not stored"),
+        ({"background": True}, "background: must be false"),
+        ({"instruction": "x"}, "instruction: unknown field; did you mean 'instructions'?"),
+        ({"tool_choice": "required"}, "tool_choice: requires tools"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}, FUNCTION | {"name": "a b"}]}, "tools[1].name: must match"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    """An option that changes the meaning of a request is never ignored."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            answer = await stack.http.post("/v1/responses", json={"input": "the fox", **fields})
+
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(message)
 
     asyncio.run(main())

@@ -1,0 +1,61 @@
+"""Options in the query of a URL; errors name them."""
+
+from collections.abc import Sequence
+from urllib.parse import parse_qsl
+
+from shared.errors import FieldViolation, InvalidRequestError
+
+_MAX_OPTIONS = 64
+
+
+class Query:
+    """The options of one request; those that the server does not know are ignored."""
+
+    def __init__(self, text: bytes) -> None:
+        """Parse the query.
+
+        Raises:
+            InvalidRequestError: it has too many options.
+        """
+        try:
+            self._values = dict(parse_qsl(text.decode("latin-1"), max_num_fields=_MAX_OPTIONS))
+        except ValueError:
+            raise InvalidRequestError(
+                FieldViolation("query", f"has more than {_MAX_OPTIONS} options; send fewer")
+            ) from None
+
+    def text(self, name: str) -> str:
+        """Return the value of an option; empty if it is not given."""
+        return self._values.get(name, "")
+
+    def flag(self, name: str) -> bool:
+        """Return whether an option is true.
+
+        Raises:
+            InvalidRequestError: it is neither true nor false.
+        """
+        return self.choice(name, ("false", "true")) == "true"
+
+    def choice(self, name: str, choices: Sequence[str]) -> str:
+        """Return the value of an option; the first one if it is not given.
+
+        Raises:
+            InvalidRequestError: it is no choice.
+        """
+        value = self.text(name).lower() or choices[0]
+        if value not in choices:
+            raise InvalidRequestError(FieldViolation(name, f"must be {' or '.join(choices)}"))
+        return value
+
+    def integer(self, name: str, default: int, *, least: int, most: int = 1 << 31) -> int:
+        """Return the value of an option.
+
+        Raises:
+            InvalidRequestError: it is not an integer from `least` to `most`.
+        """
+        text = self.text(name)
+        if not text:
+            return default
+        if not (text.isdecimal() and len(text) <= 10 and least <= int(text) <= most):
+            raise InvalidRequestError(FieldViolation(name, f"must be an integer from {least} to {most}"))
+        return int(text)
