@@ -97,6 +97,8 @@ class Exchange:
         self.started = False
         self._streaming = False
         self._num_events = 0
+        self._ended = False
+        """Whether the answer is complete: nothing can be added to it."""
         self.deadline: float | None = None
         """Monotonic time, seconds; None: no deadline."""
 
@@ -247,6 +249,7 @@ class Exchange:
         body = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
         await self._start(status, _JSON, {"content-length": str(len(body)), **(headers or {})})
         await self._send({"type": "http.response.body", "body": body})
+        self._ended = True
 
     async def event(self, content: Any) -> None:
         """Send one server-sent event; return when the next one can be sent."""
@@ -279,9 +282,12 @@ class Exchange:
 
     async def _end(self) -> None:
         await self._send({"type": "http.response.body", "body": b"" if self._dialect.names_events else _DONE})
+        self._ended = True
 
     async def fail(self, error: QuireError) -> None:
         """Report an error to the client in the form that the state of the answer still permits."""
+        if self._ended:
+            return  # for example the deadline passed while the handler cleaned up
         self.request_id = self.request_id or draw_request_id()
         try:
             async with asyncio.timeout(FINAL_WRITE_TIMEOUT_S):

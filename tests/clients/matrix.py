@@ -10,11 +10,11 @@ GROUPS = {
         "list models", "create", "stream", "async", "usage in stream", "n", "stop", "seed", "logprobs", "embeddings",
     ),
     "Tools, forms and conversations": (
-        "tools: auto", "tools: required", "tools: named", "tool messages", "agent loop", "structured output",
-        "reasoning", "previous_response_id", "count tokens",
+        "tools: auto", "tools: required", "tools: named", "tool messages", "agent loop", "agent loop: echoes",
+        "structured output", "reasoning", "previous_response_id", "count tokens",
     ),
     "Errors and cancellation": (
-        "error: unknown model", "error: context overflow", "error: bad key", "cancel", "timeout",
+        "error: unknown model", "error: context overflow", "error: bad key", "error: in a stream", "cancel", "timeout",
     ),
 }  # fmt: skip
 """Titles of the tables, and their features."""

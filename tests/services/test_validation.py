@@ -1,5 +1,6 @@
 """Every rule of the public API's comments, as a table: request in, fields that are named out."""
 
+import json
 import math
 
 import pytest
@@ -71,6 +72,11 @@ def message(**fields: str) -> v1.GenerateRequest:
     return v1.GenerateRequest(chat=v1.ChatInput(messages=[v1.ChatMessage(role="user", **fields)]))
 
 
+def call_with(arguments: str) -> str:
+    """Return the tool calls of a message, with one call that has these arguments."""
+    return json.dumps([{"type": "function", "function": {"name": "f", "arguments": arguments}}])
+
+
 INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("input", v1.GenerateRequest()),
     ("text", v1.GenerateRequest(text="")),
@@ -129,6 +135,10 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("chat.template_variables_json", variables("[]")),
     ("chat.template_variables_json", variables('{"messages": []}')),
     ("chat.messages[0].tool_calls_json", message(tool_calls_json="x")),
+    ("chat.messages[0].tool_calls_json", message(tool_calls_json=f"[{'[' * 70}{']' * 70}]")),
+    ("chat.messages[0].tool_calls_json", message(tool_calls_json="[" * 100_000)),
+    ("chat.messages[0].tool_calls_json", message(tool_calls_json=call_with("[" * 70 + "]" * 70))),
+    ("chat.messages[0].tool_calls_json", message(tool_calls_json=call_with("[" * 100_000))),
     ("chat.messages[0].tool_call_id", message(tool_call_id="x" * 257)),
     ("chat.messages[0].name", message(name="x" * 257)),
     (
@@ -390,3 +400,13 @@ def test_a_log_that_no_frame_takes_is_refused_with_the_remedy() -> None:
         check_log_size(valid, _spec(100_000))
     assert [violation.field for violation in refused.value.violations] == ["output.logprobs"]
     check_log_size(validate(request(output=output), MODEL, PLAIN, has_chat_template=False), _spec(100_000))
+
+
+@pytest.mark.parametrize(
+    "text", ["\x1b[31m" * 70, " ".join(f"[{number}, {number + 1})" for number in range(70)), "{" * 999]
+)
+def test_brackets_inside_strings_are_text(text: str) -> None:
+    """Arguments of a tool call may contain any text, such as colours of a terminal or half-open intervals."""
+    asked = message(tool_calls_json=call_with(json.dumps({"path": "a.txt", "content": text})))
+
+    assert validate(asked, MODEL, PLAIN, has_chat_template=True).num_choices == 1

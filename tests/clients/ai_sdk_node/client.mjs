@@ -117,6 +117,14 @@ function tryAll(probe, make) {
       () => generateText({ ...common(), model: make("demo", { key: "wrong" }), prompt: QUESTION }),
       (error) => APICallError.isInstance(error) && error.statusCode === 401,
     ))
+  probe.tries("error: in a stream", async () => {
+    const errors = []
+    const result = streamText({
+      ...goOn(), headers: { "x-request-timeout": "1" }, onError: ({ error }) => errors.push(error),
+    })
+    for await (const _ of result.textStream);
+    assert(errors.length === 1 && JSON.stringify(errors[0].message ?? errors[0]).includes("deadline"), errors)
+  })
   probe.tries("cancel", () =>
     frees(RECITER, async () => {
       const abort = new AbortController()

@@ -95,6 +95,14 @@ probe.tries("error: context overflow", () =>
   ))
 probe.tries("error: bad key", () =>
   raises(() => stranger.messages.create(common), (error) => error instanceof Anthropic.AuthenticationError))
+probe.tries("error: in a stream", () =>
+  raises(
+    async () => {
+      const options = { headers: { "x-request-timeout": "1" } }
+      for await (const _ of await endless.messages.create({ ...goOn, stream: true }, options));
+    },
+    (error) => error instanceof Anthropic.APIError && error.message.includes("deadline"),
+  ))
 probe.tries("cancel", () =>
   frees(RECITER, async () => {
     for await (const _ of await endless.messages.create({ ...goOn, stream: true })) break

@@ -58,6 +58,7 @@ def _():
 @MESSAGES.tries("create")
 def _():
     message = CLIENT.messages.create(**COMMON)
+    assert message._request_id
     assert "7" in text_of(message)
     assert (message.stop_reason, message.usage.output_tokens > 0) == ("end_turn", True)
 
@@ -148,6 +149,15 @@ def _():
 def _():
     with raises(anthropic.AuthenticationError):
         CLIENT.with_options(api_key="wrong").messages.create(**COMMON)
+
+
+@MESSAGES.tries("error: in a stream")
+def _():
+    short = {"x-request-timeout": "1"}
+    with raises(anthropic.APIStatusError, "deadline"):
+        list(ENDLESS.messages.create(**GO_ON, stream=True, extra_headers=short))
+    with raises(anthropic.APIStatusError, "deadline"), ENDLESS.messages.stream(**GO_ON, extra_headers=short) as stream:
+        stream.until_done()
 
 
 @MESSAGES.tries("cancel")

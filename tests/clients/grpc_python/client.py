@@ -137,6 +137,12 @@ def _():
         method("GenerationService", "GenerateOnce")(key="wrong", **ASKED)
 
 
+@PROBE.tries("error: in a stream")
+def _():
+    with raises(grpc.RpcError, "DEADLINE_EXCEEDED"):
+        list(method("GenerationService", "Generate")(timeout=0.5, **ENDLESS))
+
+
 @PROBE.tries("cancel")
 def _():
     with frees(DEMO):

@@ -137,6 +137,14 @@ chat.tries("error: context overflow", () =>
   ))
 chat.tries("error: bad key", () =>
   raises(() => stranger.chat.completions.create(common), (error) => error instanceof OpenAI.AuthenticationError))
+const short = { headers: { "x-request-timeout": "1" } }
+chat.tries("error: in a stream", () =>
+  raises(
+    async () => {
+      for await (const _ of await endless.chat.completions.create({ ...goOn, stream: true }, short));
+    },
+    (error) => error instanceof OpenAI.APIError && error.message.includes("deadline"),
+  ))
 chat.tries("cancel", () =>
   frees(RECITER, async () => {
     for await (const _ of await endless.chat.completions.create({ ...goOn, stream: true })) break
@@ -234,6 +242,14 @@ responses.tries("error: context overflow", () =>
   ))
 responses.tries("error: bad key", () =>
   raises(() => stranger.responses.create(asked), (error) => error instanceof OpenAI.AuthenticationError))
+responses.tries("error: in a stream", () =>
+  raises(
+    async () => {
+      const request = { model: "reciter", input: FOREVER, max_output_tokens: 100_000, stream: true }
+      for await (const _ of await endless.responses.create(request, short));
+    },
+    (error) => error instanceof OpenAI.APIError && error.message.includes("deadline"),
+  ))
 responses.tries("cancel", () =>
   frees(RECITER, async () => {
     const stream = await endless.responses.create({ model: "reciter", input: FOREVER, max_output_tokens: 100_000, stream: true })

@@ -26,6 +26,8 @@ WEATHER = {
 TIME = {"type": "function", "function": {"name": "get_time", "description": "The time in a city", "parameters": CITY}}
 TOOLS = [WEATHER, TIME]
 FLAT_TOOLS = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+SHORT = {"x-request-timeout": "1"}
+"""A deadline that ends a stream with an error."""
 IN_ROME = {"role": "user", "content": "What is the weather in Rome?"}
 
 
@@ -111,6 +113,55 @@ def _():
         model="demo", messages=[IN_ROME, forced.choices[0].message, result], tools=TOOLS[:1], temperature=0
     )
     assert "sunny" in answer.choices[0].message.content, answer.choices[0].message.content
+
+
+@CHAT.tries("agent loop: echoes")
+def _():
+    def goes_on(message):
+        result = {"role": "tool", "tool_call_id": called([*message_calls(message)]).id, "content": "sunny, 21 degrees"}
+        answer = CLIENT.chat.completions.create(messages=[IN_ROME, message, result], **asked)
+        assert "sunny" in answer.choices[0].message.content, answer.choices[0].message.content
+
+    def message_calls(message):
+        return message["tool_calls"] if isinstance(message, dict) else message.tool_calls
+
+    strict = {**WEATHER, "function": WEATHER["function"] | {"strict": True}}
+    asked = {"model": "demo", "tools": [strict], "temperature": 0}
+    with CLIENT.chat.completions.stream(messages=[IN_ROME], **asked) as stream:
+        goes_on(stream.get_final_completion().choices[0].message)
+
+    calls = {}
+    for chunk in CLIENT.chat.completions.create(messages=[IN_ROME], stream=True, **asked):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            if delta.index in calls:
+                calls[delta.index].function.arguments += delta.function.arguments
+            else:
+                calls[delta.index] = delta
+    goes_on({"role": "assistant", "tool_calls": list(calls.values())})
+
+    parsed = CLIENT.chat.completions.parse(messages=[IN_ROME], **asked).choices[0].message
+    goes_on(parsed)
+    result = {"role": "tool", "tool_call_id": parsed.tool_calls[0].id, "content": "sunny, 21 degrees"}
+    answer = CLIENT.chat.completions.create(messages=[IN_ROME, parsed.model_dump(), result], **asked)
+    assert "sunny" in answer.choices[0].message.content
+
+
+@CHAT.tries("error: in a stream")
+def _():
+    asked = {"model": "reciter", "messages": [{"role": "user", "content": FOREVER}], "max_tokens": 100_000}
+    with raises(openai.APIError, "deadline"):
+        list(ENDLESS.chat.completions.create(**asked, stream=True, extra_headers=SHORT))
+    with raises(openai.APIError, "deadline"), ENDLESS.chat.completions.stream(**asked, extra_headers=SHORT) as stream:
+        stream.until_done()
+
+
+@RESPONSES.tries("error: in a stream")
+def _():
+    asked = {"model": "reciter", "input": FOREVER, "max_output_tokens": 100_000}
+    with raises(openai.APIError, "deadline"):
+        list(ENDLESS.responses.create(**asked, stream=True, extra_headers=SHORT))
+    with raises(openai.APIError, "deadline"), ENDLESS.responses.stream(**asked, extra_headers=SHORT) as stream:
+        stream.until_done()
 
 
 @CHAT.tries("structured output")
@@ -341,7 +392,11 @@ def _():
     assert second.usage.input_tokens > first.usage.input_tokens
     assert CLIENT.responses.retrieve(first.id).output_text == first.output_text
     CLIENT.responses.delete(first.id)
-    with raises(openai.NotFoundError):
+    (item,) = CLIENT.responses.input_items.list(second.id, limit=1).data
+    assert item.content[0].text == "What is 5 + 6?"
+    events = list(CLIENT.responses.retrieve(second.id, stream=True))
+    assert events[-1].response.output_text == second.output_text
+    with raises(openai.BadRequestError, code="previous_response_not_found"):
         CLIENT.responses.create(model="demo", input="And now?", previous_response_id=first.id)
 
 

@@ -88,6 +88,6 @@ def test_rotary(dtype: torch.dtype, head_dim: int, half: int) -> None:
 def test_silu_mul(dtype: torch.dtype) -> None:
     """The kernel equals the reference on widths beyond one tile."""
     gate_up = torch.randn(3, 2 * 1100).to(dtype) * 4
-    eps = 2 * torch.finfo(dtype).eps
+    eps = 4 * torch.finfo(dtype).eps
 
     torch.testing.assert_close(silu_mul(gate_up), silu_mul_reference(gate_up), rtol=eps, atol=eps)

@@ -81,6 +81,39 @@ def test_every_option_reaches_the_request() -> None:
     assert request == expected
 
 
+@pytest.mark.parametrize(
+    "additions",
+    [
+        {"tool_calls": [{"index": 0}], "parsed": None, "audio": None, "function_call": None},
+        {"tool_calls": [{"index": 0, "function": {"parsed_arguments": {"city": "Rome"}}}], "parsed": None},
+        {"id": "msg_1", "timestamp": 5, "cache_control": {"type": "ephemeral"}, "thinking_blocks": []},
+    ],
+)
+def test_what_clients_add_to_messages_is_ignored(additions: dict[str, Any]) -> None:
+    """The messages of OpenAI's client from stream(), deltas and parse(), and those of UIs, mean what they say."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (extra,) = additions.get("tool_calls", [{}])
+    function = call["function"] | extra.get("function", {})
+    echoed = message | additions | {"tool_calls": [call | extra | {"function": function}]}
+
+    assert chat(messages=[*MESSAGES, echoed]) == chat(messages=[*MESSAGES, message])
+
+
+def test_options_that_cannot_matter_are_accepted() -> None:
+    """Options about caches and padding of streams change nothing."""
+    tool = WEATHER | {"cache_control": {"type": "ephemeral"}}
+    request = chat(
+        tools=[tool],
+        stream=True,
+        stream_options={"include_obfuscation": False},
+        prompt_cache_retention="24h",
+        prompt_cache_options={"mode": "explicit"},
+    )
+
+    assert request == chat(tools=[WEATHER], stream=True)
+
+
 def test_a_conversation_keeps_its_turns() -> None:
     """Parts are joined, tool calls and their answers kept, a developer is the system, template variables passed on."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
@@ -212,6 +245,7 @@ def test_only_allowed_tools_may_be_called(mode: str) -> None:
         ({"max_tokens": 3, "max_completion_tokens": 4},
          "max_tokens: differs from max_completion_tokens; give one of them (max_tokens is the old name)"),
         ({"messages": [{"role": "user"}]},
+        
          "messages[0].content: missing; give a text (only a message with tool_calls needs none)"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": None, "tool_calls": []}]},
          "messages[1].content: missing; give a text (only a message with tool_calls needs none)"),

@@ -13,13 +13,17 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.trace import SpanKind, format_span_id
+from starlette.types import Message
 
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services import frontend
 from services.access import shares
+from services.access.principals import Principals
 from services.http import server
 from services.http.answers import Answer
+from services.http.endpoint import Endpoints, Exchange
+from services.http.errors import MESSAGES
 from services.link import core_link
 from tests.services.stack import MODEL, PATIENCE_S, Stack, TestCore, running_stack, tokens_request
 from tests.services.test_stalled_readers import LONG, gives_no_more_credit
@@ -757,3 +761,43 @@ def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert 'quire_share_refusals_total{frontend="frontend-0",resource="connections"} 0.0' not in page
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_deadline_after_the_answer_changes_nothing(streams: bool) -> None:
+    """A deadline that passes while the handler cleans up adds nothing to the complete answer, and aborts nothing."""
+    sent: list[Message] = []
+    aborted: list[bool] = []
+
+    async def answers(exchange: Exchange) -> None:
+        if streams:
+            await exchange.event({"type": "last"})
+            await exchange.end_events()
+        else:
+            await exchange.answer({"ok": True})
+        await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        principals = Principals("", anonymous_is_admin=False)
+        endpoints = Endpoints(shares.make_shares(8, 8), lambda *_: None, principals)
+        scope = {
+            "type": "http",
+            "path": "/v1/messages",
+            "method": "POST",
+            "headers": [(b"x-request-timeout", b"0.05")],
+            server.ABORT_KEY: lambda: aborted.append(True),
+        }
+        await endpoints.endpoint("/v1/messages", answers, MESSAGES)(scope, receive, send)
+
+    asyncio.run(main())
+
+    assert sent[0]["type"] == "http.response.start"
+    assert [message.get("more_body", False) for message in sent[1:]] == ([True, False] if streams else [False])
+    assert not aborted

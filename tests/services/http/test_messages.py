@@ -206,7 +206,8 @@ def test_messages_are_served_with_anthropic_s_errors(tmp_path: Path) -> None:
     [
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}]},
          "messages[0].content[0].content[0].type: blocks of type 'image' are not supported"),
-        ({"tools": [{"type": "web_search_20250305"}, {"name": "a b", "input_schema": {}}]}, "tools[1].name: must match"),
+        ({"tools": [{"type": "web_search_20250305"}, {"name": "a b", "input_schema": {}}]},
+         "tools[1].name: must match"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: not supported; call the servers' tools from the client"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: requires tools"),
         ({"stop_sequence": ["x"]}, "stop_sequence: unknown field; did you mean 'stop_sequences'?"),
