@@ -245,7 +245,6 @@ def test_only_allowed_tools_may_be_called(mode: str) -> None:
         ({"max_tokens": 3, "max_completion_tokens": 4},
          "max_tokens: differs from max_completion_tokens; give one of them (max_tokens is the old name)"),
         ({"messages": [{"role": "user"}]},
-        
          "messages[0].content: missing; give a text (only a message with tool_calls needs none)"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": None, "tool_calls": []}]},
          "messages[1].content: missing; give a text (only a message with tool_calls needs none)"),
@@ -275,7 +274,6 @@ def test_only_allowed_tools_may_be_called(mode: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
          "messages[0].content[0]: parts of type 'image_url' are not supported, because the server reads text only;"
          " send text parts"),
-        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].content: missing; give a text (only a message with tool_calls needs none)"),
         ({"top_logprobs": 3}, "top_logprobs: requires logprobs; set logprobs to true"),
         ({"tool_choice": "auto"}, "tool_choice: requires tools; add tools or set tool_choice to 'none'"),
         ({"tools": [WEATHER] * 513}, "tools: must have at most 512 items, not 513"),
