@@ -9,7 +9,7 @@ import jiter
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from services.http.schema import Body
+from services.http.schema import MANY_VALUES, MAX_JSON_VALUES, Body
 from services.requests.validation import MAX_TOKEN_IDS
 from shared.errors import FieldViolation, InvalidRequestError
 
@@ -39,6 +39,7 @@ _TYPES = {
 _SIZES = {
     "too_long": "must have at most {max_length} items, not {actual_length}",
     "too_many_fields": "must have at most {max_length} fields, not {actual_length}",
+    "too_many_values": "must have at most {max_length} values",
     "too_short": "must have at least {min_length} items, not {actual_length}",
 }
 """Messages for a list of the wrong length."""
@@ -74,11 +75,11 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
     Raises:
         InvalidRequestError: the body is invalid; the violations name the fields.
     """
-    return checked(kind, _document(raw))
+    return checked(kind, _document(raw), many_values=raw.count(b",") > MAX_JSON_VALUES)
 
 
-def checked(kind: type[BodyT], document: object) -> BodyT:
-    """Return the body for a JSON value.
+def checked(kind: type[BodyT], document: object, *, many_values: bool = False) -> BodyT:
+    """Return the body for a JSON value; `many_values`: it may have more than MAX_JSON_VALUES.
 
     Raises:
         InvalidRequestError: a field is invalid.
@@ -86,7 +87,7 @@ def checked(kind: type[BodyT], document: object) -> BodyT:
     if not isinstance(document, dict):
         raise InvalidRequestError(FieldViolation("body", "must be a JSON object"))
     try:
-        return kind.model_validate(document)
+        return kind.model_validate(document, context={MANY_VALUES: many_values})
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
         raise InvalidRequestError(*_violations(kind, document, found)) from None

@@ -13,7 +13,7 @@ rejected.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.calls.embeddings import MAX_INPUTS
@@ -44,7 +44,26 @@ Uint32 = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 
 
-JsonObject = dict[str, JsonValue]
+MAX_JSON_VALUES = 1 << 16
+"""Maximum number of values in a field without a schema; more never fit into the size of a grammar or template."""
+
+
+def _few_values(value: object, info: ValidationInfo) -> object:
+    """Refuse a value with too many parts before any of them is examined, if the body is large enough to have them."""
+    left, containers = MAX_JSON_VALUES, [value] if info.context and info.context[MANY_VALUES] else []
+    while containers:
+        each = containers.pop()
+        parts = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        left -= len(parts)
+        if left < 0:
+            raise PydanticCustomError("too_many_values", "too many values", {"max_length": MAX_JSON_VALUES})
+        containers.extend(part for part in parts if isinstance(part, dict | list))
+    return value
+
+
+MANY_VALUES = "many_values"
+"""Key of the validation context: whether the body has more than MAX_JSON_VALUES values."""
+JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_few_values)]
 Ignored = Any
 """Type of a field without effect. Any JSON value is valid, and none is examined."""
 

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from services.calls.scoring import MAX_DOCUMENTS
-from services.http.schema import OpenBody, QueuedBody, Uint32
+from services.http.schema import Ignored, OpenBody, QueuedBody, Uint32
 
 _Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_DOCUMENTS)]
 
@@ -38,7 +38,7 @@ class RerankBody(ScoringBody):
     top_n: Uint32 | None = Field(default=None, description="number of results; 0, or more than there are: all")
     return_documents: bool = Field(default=True, description="repeat the texts in the results")
     rank_fields: list[Literal["text"]] | None = Field(default=None, description="only the text can be compared")
-    max_chunks_per_doc: JsonValue = Field(
+    max_chunks_per_doc: Ignored = Field(
         default=None, description="accepted without effect: documents are not split into chunks"
     )
 
