@@ -5,7 +5,7 @@ thresholds", Choudhury and Hahne, 1998). So one principal may hold most of an id
 equal parts of it, and some always stays free for principals that hold nothing. Nothing is configured or reserved. A
 resource with at most `weight` units is too small to divide: one principal may hold all of it.
 
-`Turns` is a lock for which principals wait in turn: one principal with many waiting tasks delays another principal by
+`Turns` are places for which principals wait in turn: one principal with many waiting tasks delays another principal by
 one task at most.
 
 Connections are counted before their principals are known, so their shares belong to the clients' addresses.
@@ -80,6 +80,11 @@ class Share:
         finally:
             self.give_back(principal, amount)
 
+    @property
+    def largest_part(self) -> int:
+        """The most that a single principal may hold."""
+        return min(self.limit, self._weight * (self.limit + 1) // (self._weight + 1))
+
     def num_held(self) -> int:
         """Return what all principals together hold."""
         return self._held
@@ -105,16 +110,16 @@ class Share:
 
 
 class Turns:
-    """A lock whose waiting tasks get it in turn by principal, and in order within a principal."""
+    """Places that waiting tasks get in turn by principal, and in order within a principal."""
 
-    def __init__(self) -> None:
-        self._taken = False
+    def __init__(self, places: int = 1) -> None:
+        self._free = places
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def acquire(self, principal: str) -> None:
-        """Wait for the lock."""
-        if not self._taken:
-            self._taken = True
+        """Wait for a place."""
+        if self._free:
+            self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(principal, deque()).append(turn)
@@ -122,15 +127,15 @@ class Turns:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release()  # it got the lock and was cancelled before it ran
+                self.release()  # it got the place and was cancelled before it ran
             else:
                 self._leave(principal, turn)
             raise
 
     def release(self) -> None:
-        """Give the lock to the next principal."""
+        """Give a place to the next principal."""
         if not self._waiting:
-            self._taken = False
+            self._free += 1
             return
         principal, queue = self._waiting.popitem(last=False)
         queue.popleft().set_result(None)
@@ -151,7 +156,9 @@ class Shares:
     calls: Share
     """Calls whose request is complete, over all protocols."""
     body_bytes: Share
-    """Bytes of HTTP bodies that are being received."""
+    """Bytes of HTTP bodies that are being received, or wait to be parsed."""
+    large_bodies: Turns
+    """The event loop, for parsing a large body."""
     connections: Share
     """HTTP connections, by address."""
     trials: Share
@@ -177,6 +184,7 @@ def make_shares(max_calls: int, max_connections: int) -> Shares:
     return Shares(
         calls=Share("calls in progress", max_calls, weight=_MOST),
         body_bytes=Share("bytes of bodies", _MAX_BODY_BYTES, weight=_HALF),
+        large_bodies=Turns(),
         connections=Share("connections", max_connections, weight=_MOST),
         trials=Share("grammars on trial", _MAX_TRIALS, weight=_HALF),
         costly_trials=Share("costly grammars on trial", _MAX_COSTLY_TRIALS, weight=_MOST),

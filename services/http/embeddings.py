@@ -4,6 +4,7 @@ import base64
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from quire.v1 import generation_pb2 as v1
@@ -35,11 +36,11 @@ class EmbeddingEndpoint:
 
     async def embed(self, exchange: Exchange) -> None:
         """Serve `/v1/embeddings`."""
-        await self._serve(exchange, parse(EmbeddingBody, await exchange.body()), _embeddings)
+        await self._serve(exchange, await exchange.read(partial(parse, EmbeddingBody)), _embeddings)
 
     async def pool(self, exchange: Exchange) -> None:
         """Serve `/pooling`."""
-        await self._serve(exchange, parse(PoolingBody, await exchange.body()), _pooled)
+        await self._serve(exchange, await exchange.read(partial(parse, PoolingBody)), _pooled)
 
     async def _serve(self, exchange: Exchange, body: EmbeddingBody, answer_of: AnswerOf) -> None:
         request_id = choose_request_id(exchange, body)

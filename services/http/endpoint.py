@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
@@ -38,6 +38,10 @@ from shared.logging import get_logger
 
 MAX_BODY_BYTES = 8 << 20
 """Maximum size of a body, bytes; equal to that of a gRPC request."""
+SMALL_BODY_BYTES = 64 << 10
+"""Maximum size of a body that is parsed at once, bytes; larger ones may take a tenth of a second."""
+_PAUSE = 3.0
+"""Pause after a large body, in units of the time to parse it. Its conversion takes about as long as parsing it."""
 BODY_TIMEOUT_S = 60.0
 """Maximum time to receive a body, seconds."""
 TIMEOUT_HEADER = "x-request-timeout"
@@ -48,6 +52,8 @@ _JSON = b"application/json"
 _EVENTS = b"text/event-stream; charset=utf-8"
 _DONE = b"data: [DONE]\n\n"
 _CANCELLED = "CANCELLED"
+
+Parsed = TypeVar("Parsed")
 
 
 class ClientGoneError(Exception):
@@ -175,14 +181,15 @@ class Exchange:
             )
         self.deadline = self.arrival + seconds
 
-    async def body(self) -> bytes:
-        """Return the whole body, whose Content-Type must be JSON.
+    async def read(self, parse: Callable[[bytes], Parsed]) -> Parsed:
+        """Return the whole body, parsed; its Content-Type must be JSON.
 
         Raises:
             ContentTypeError: it has another type. Pages of other origins can send some types without a preflight.
             TooLargeError: it is too large.
             OverloadedError: its principal has its share of calls, or of bytes that are being received.
             SlowBodyError: it arrives too slowly.
+            QuireError: `parse` refuses it.
             ClientGoneError: the client disconnected.
         """
         self._check_content_type()
@@ -190,6 +197,18 @@ class Exchange:
         if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             raise _too_large()
         received = bytearray()
+        try:
+            await self._receive_body(received)
+            self._admit()
+            if len(received) <= SMALL_BODY_BYTES:
+                return parse(bytes(received))
+            return await self._in_turn(parse, bytes(received))
+        finally:
+            if received:
+                self._shares.body_bytes.give_back(self._principal, len(received))
+
+    async def _receive_body(self, received: bytearray) -> None:
+        """Receive the body, and hold the share of its bytes."""
         share = self._shares.body_bytes
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -208,11 +227,17 @@ class Exchange:
             raise errors.SlowBodyError(
                 f"body: not complete after {BODY_TIMEOUT_S:g} s; send it without pauses"
             ) from None
+
+    async def _in_turn(self, parse: Callable[[bytes], Parsed], raw: bytes) -> Parsed:
+        """Parse a large body, which blocks the event loop; principals take turns, with pauses for all other work."""
+        turns = self._shares.large_bodies
+        await turns.acquire(self._principal)
+        began = time.monotonic()
+        try:
+            return parse(raw)
         finally:
-            if received:
-                share.give_back(self._principal, len(received))
-        self._admit()
-        return bytes(received)
+            pause_s = _PAUSE * (time.monotonic() - began)
+            asyncio.get_running_loop().call_later(pause_s, turns.release)
 
     def _check_content_type(self) -> None:
         given = self.headers.get("content-type", "")

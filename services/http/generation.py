@@ -35,7 +35,7 @@ class GenerationEndpoints:
 
     async def complete(self, exchange: Exchange) -> None:
         """Serve `/v1/completions`."""
-        body = parse(CompletionBody, await exchange.body())
+        body = await exchange.read(partial(parse, CompletionBody))
         uses_default = body.max_tokens is None and not self._services.config.default_max_tokens
         if uses_default:
             body = body.model_copy(update={"max_tokens": DEFAULT_COMPLETION_TOKENS})
@@ -48,7 +48,7 @@ class GenerationEndpoints:
 
     async def chat(self, exchange: Exchange) -> None:
         """Serve `/v1/chat/completions`."""
-        body = parse(ChatBody, await exchange.body())
+        body = await exchange.read(partial(parse, ChatBody))
         request_id = choose_request_id(exchange, body)
         prepared = prepare_chat(body, request_id, strict_order=self._services.tokenizer.has_strict_template)
         top_logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -2,6 +2,7 @@
 
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from protos.quire.link.v1 import link_pb2
@@ -54,7 +55,7 @@ class TextEndpoints:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """Serve `/tokenize`."""
-        body = parse(TokenizeBody, await exchange.body())
+        body = await exchange.read(partial(parse, TokenizeBody))
         choose_model(self._services, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError(FieldViolation("prompt", "give exactly one of prompt and messages"))
@@ -80,7 +81,7 @@ class TextEndpoints:
 
     async def detokenize(self, exchange: Exchange) -> None:
         """Serve `/detokenize`."""
-        body = parse(DetokenizeBody, await exchange.body())
+        body = await exchange.read(partial(parse, DetokenizeBody))
         choose_model(self._services, body.model)
         request = v1.DetokenizeRequest(token_ids=body.tokens, include_special_tokens=True)
         try:

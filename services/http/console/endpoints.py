@@ -119,8 +119,12 @@ async def _question(exchange: Exchange) -> dict[str, Any]:
         InvalidRequestError: the body is not a JSON object.
     """
     CURRENT.get().check_admin()
+    return await exchange.read(_json_object)
+
+
+def _json_object(raw: bytes) -> dict[str, Any]:
     try:
-        asked = json.loads(await exchange.body())
+        asked = json.loads(raw)
     except (ValueError, RecursionError):
         asked = None
     if not isinstance(asked, dict):

@@ -1,5 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`."""
 
+from functools import partial
+
 from quire.v1 import generation_pb2 as v1
 from services.calls.context import Services
 from services.calls.texts import Texts
@@ -23,7 +25,7 @@ class MessagesEndpoints:
 
     async def create(self, exchange: Exchange) -> None:
         """Serve `/v1/messages`."""
-        body = parse(MessagesBody, await exchange.body())
+        body = await exchange.read(partial(parse, MessagesBody))
         request_id = choose_request_id(exchange, body)
         prepared = self._runner.prepare(to_chat(body), request_id)
         model = self._services.served_model().name
@@ -34,7 +36,7 @@ class MessagesEndpoints:
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """Serve `/v1/messages/count_tokens`."""
-        body = parse(CountTokensBody, await exchange.body())
+        body = await exchange.read(partial(parse, CountTokensBody))
         prepared = self._runner.prepare(to_chat(body), choose_request_id(exchange, body))
         response = await self._texts.tokenize(v1.TokenizeRequest(chat=prepared.request.chat))
         await exchange.answer({"input_tokens": len(response.token_ids)})

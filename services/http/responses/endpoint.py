@@ -41,7 +41,7 @@ class ResponsesEndpoints:
 
     async def create(self, exchange: Exchange) -> None:
         """Serve POST `/v1/responses`."""
-        body = self._resolved(parse(ResponsesBody, await exchange.body()))
+        body = self._resolved(await exchange.read(partial(parse, ResponsesBody)))
         earlier = self._earlier(body)
         request_id = choose_request_id(exchange, body)
         prepared = self._runner.prepare(to_chat(body, earlier), request_id)
@@ -68,7 +68,7 @@ class ResponsesEndpoints:
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """Serve POST `/v1/responses/input_tokens`."""
-        body = self._resolved(parse(ResponsesBody, await exchange.body()))
+        body = self._resolved(await exchange.read(partial(parse, ResponsesBody)))
         prepared = self._runner.prepare(to_chat(body, self._earlier(body)), choose_request_id(exchange, body))
         response = await self._texts.tokenize(v1.TokenizeRequest(chat=prepared.request.chat))
         await exchange.answer({"object": "response.input_tokens", "input_tokens": len(response.token_ids)})

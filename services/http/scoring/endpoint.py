@@ -1,6 +1,7 @@
 """Endpoints of `/rerank` and `/score`."""
 
 import time
+from functools import partial
 from typing import Any
 
 from quire.v1 import generation_pb2 as v1
@@ -27,7 +28,7 @@ class ScoringEndpoints:
 
     async def rerank(self, exchange: Exchange) -> None:
         """Serve `/rerank`."""
-        body = parse(RerankBody, await exchange.body())
+        body = await exchange.read(partial(parse, RerankBody))
         request_id, model = choose_request_id(exchange, body), choose_model(self._services, body.model)
         texts = body.texts
         request = _request(body, request_id, (body.query,), texts)
@@ -49,7 +50,7 @@ class ScoringEndpoints:
 
     async def score(self, exchange: Exchange) -> None:
         """Serve `/score`."""
-        body = parse(ScoreBody, await exchange.body())
+        body = await exchange.read(partial(parse, ScoreBody))
         request_id, model = choose_request_id(exchange, body), choose_model(self._services, body.model)
         first, second = _texts(body.text_1), _texts(body.text_2)
         request = _request(body, request_id, first, second)
