@@ -92,7 +92,7 @@ class Frontend:
         )
         folder = resolve_model(config.model, weights=False)
         shares = make_shares(config.max_concurrent_requests, _max_connections())
-        for share in shares:
+        for share in (*shares, tokenizer.text_bytes):
             self._metrics.watch_share(share.name, share.limit, share.num_held, share.num_refusals)
         self._grammars = GrammarChecker(folder / "tokenizer.json", shares.trials, shares.costly_trials)
         judge = Judge.of(tokenizer) if config.score_method == "yes-no" else None

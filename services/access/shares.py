@@ -173,7 +173,7 @@ class Shares:
 _MAX_BODY_BYTES = 512 << 20
 _MAX_TRIALS = 64
 _MAX_COSTLY_TRIALS = 16
-_MOST = 8
+MOST = 8
 """Weight of a resource of which a single principal may hold eight ninths."""
 _HALF = 1
 """Weight of a resource of which a single principal may hold half."""
@@ -182,10 +182,10 @@ _HALF = 1
 def make_shares(max_calls: int, max_connections: int) -> Shares:
     """Return the resources of a process, with nothing held."""
     return Shares(
-        calls=Share("calls in progress", max_calls, weight=_MOST),
+        calls=Share("calls in progress", max_calls, weight=MOST),
         body_bytes=Share("bytes of bodies", _MAX_BODY_BYTES, weight=_HALF),
         large_bodies=Turns(),
-        connections=Share("connections", max_connections, weight=_MOST),
+        connections=Share("connections", max_connections, weight=MOST),
         trials=Share("grammars on trial", _MAX_TRIALS, weight=_HALF),
-        costly_trials=Share("costly grammars on trial", _MAX_COSTLY_TRIALS, weight=_MOST),
+        costly_trials=Share("costly grammars on trial", _MAX_COSTLY_TRIALS, weight=MOST),
     )

@@ -3,25 +3,25 @@
 Only `tokenizer.json` and its neighbours are read, never weights; `transformers` is not needed. Long texts run in a
 small thread pool and use the library's batch calls. Those release the GIL; the calls for a single text hold it to the
 end, which would block all streams for seconds with a text of megabytes. For short texts, a thread would cost more than
-the work. The text in the pool and its queue is limited in bytes.
+the work. The text in the pool and its queue is limited in bytes, with a share for each principal. Principals wait for
+the threads in turn.
 """
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
 
 from tokenizers import Tokenizer
 
-from services.errors import RETRY_MS
+from services.access.principals import CURRENT
+from services.access.shares import MOST, Share, Turns
 from services.text.chat import TemplateInput
 from services.text.chat_template import ChatTemplate
 from services.text.detokenizer import Detokenizer, detokenizer_factory, token_reader
 from shared.config import ConfigError
-from shared.errors import OverloadedError
 from shared.grammars import is_special
 from shared.json_text import describe_json_error
 
@@ -57,10 +57,9 @@ class TextTokenizer:
         }
         """Ids of the tokens that grammars match by their id only, by their text."""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        """Text in the pool, bytes; guarded by the lock, because the pool's threads decrease it."""
-        self._lock = threading.Lock()
+        self._turns = Turns(_THREADS)
+        self.text_bytes = Share("bytes of text in tokenization", max_bytes, weight=MOST)
+        """Text in the pool and its queue."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -81,7 +80,7 @@ class TextTokenizer:
         """Return the token ids of plain text.
 
         Raises:
-            OverloadedError: too much text is waiting; also raised by the other methods.
+            OverloadedError: too much text of the caller's is waiting; also raised by the other methods.
         """
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
@@ -147,20 +146,27 @@ class TextTokenizer:
         return str(text)
 
     async def _in_thread(self, size: int, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-        with self._lock:
-            # A single text above the limit is accepted when the pool is empty.
-            if self._bytes and self._bytes + size > self._max_bytes:
-                raise OverloadedError("tokenizer: too much text is waiting; try again soon", retry_ms=RETRY_MS)
-            self._bytes += size
+        principal, share = CURRENT.get().name, self.text_bytes
+        # A text that is larger than any share is accepted when no other waits.
+        size = min(size, share.largest_part)
+        if not share.take(principal, size):
+            raise share.exhausted()
+        try:
+            await self._turns.acquire(principal)
+        except asyncio.CancelledError:
+            share.give_back(principal, size)
+            raise
 
-        def done(_: "Future[Result]") -> None:
-            with self._lock:
-                self._bytes -= size
+        def ended(work: "asyncio.Future[Result]") -> None:
+            self._turns.release()
+            share.give_back(principal, size)
+            if not work.cancelled():
+                work.exception()  # the caller may have been cancelled
 
         # A cancelled call counts until its thread has finished with the text.
-        work = self._pool.submit(function, *arguments)
-        work.add_done_callback(done)
-        return await asyncio.wrap_future(work)
+        work = asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        work.add_done_callback(ended)
+        return await asyncio.shield(work)
 
 
 def load_tokenizer(folder: Path, *, max_bytes: int = MAX_BYTES) -> TextTokenizer:

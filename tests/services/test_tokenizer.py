@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.v1 import generation_pb2 as v1
+from services.access.principals import CURRENT, Principal
 from services.text.chat import template_input
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.tokenizer import INLINE_CHARACTERS, load_tokenizer
@@ -51,6 +52,32 @@ def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
         assert isinstance(short, list)
 
     asyncio.run(main())
+
+
+def test_principals_take_turns_in_tokenization(tmp_path: Path) -> None:
+    """A principal whose long texts fill its share delays the text of another principal by about one text."""
+    tokenizer = load_tokenizer(write_model(tmp_path, byte_level()), max_bytes=100_000)
+    text, order = "the fox " * 1000, list[str]()
+
+    async def encode(principal: str) -> None:
+        CURRENT.set(Principal(principal))
+        try:
+            await tokenizer.encode(text)
+            order.append(principal)
+        except OverloadedError:
+            order.append(f"{principal} refused")
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for principal in ["greedy"] * 12 + ["modest"]:
+                group.create_task(encode(principal))
+        assert tokenizer.text_bytes.num_held() == 0
+
+    asyncio.run(main())
+
+    refused = [each for each in order if "refused" in each]
+    assert refused == ["greedy refused"]
+    assert order.index("modest") <= len(refused) + 5
 
 
 def test_a_long_text_does_not_block_the_event_loop(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ async def received(shares: Shares, principal: str, body: bytes) -> CompletionBod
 
 
 def test_principals_take_turns_with_large_bodies() -> None:
-    """A large body waits for one of each other principal, and a small one for none. Bytes count until they are parsed."""
+    """A large body waits for one of each other principal, a small one for none. Bytes count until they are parsed."""
 
     async def main() -> tuple[list[str], int, int]:
         shares, order = make_shares(100, 100), []
@@ -53,7 +53,7 @@ def test_principals_take_turns_with_large_bodies() -> None:
 
 
 def test_the_event_loop_serves_others_between_large_bodies() -> None:
-    """A small body that arrives while two large ones wait is served before the second, although one principal has both."""
+    """A small body that arrives after the first of two large ones is served before the second."""
 
     async def main() -> list[str]:
         shares, order = make_shares(100, 100), []
