@@ -1,7 +1,9 @@
 """gRPC calls, shared by both clients: channel options, metadata and errors."""
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
@@ -30,6 +32,30 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 _STATUS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def channel_options(target: str) -> tuple[tuple[str, int], ...]:
+    """Return the options of a channel. Unix sockets and loopback need no proxy, whatever `http_proxy` says.
+
+    For other targets gRPC honours `http_proxy`, `https_proxy` and `no_proxy`.
+    """
+    return (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)) if _is_local(target) else CHANNEL_OPTIONS
+
+
+def _is_local(target: str) -> bool:
+    """Return whether a target of gRPC is a Unix socket or a loopback address."""
+    scheme, _, rest = target.partition(":")
+    if scheme in ("unix", "unix-abstract"):
+        return True
+    address = rest if scheme in ("dns", "ipv4", "ipv6") and not rest.isdecimal() else target
+    try:
+        host = urlsplit(f"//{address.rpartition('/')[2]}").hostname or ""
+    except ValueError:  # not an address; the call will say so
+        return False
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 class FailedCall(Protocol):

@@ -28,9 +28,9 @@ class Connection:
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, token: str) -> None:
         """Open the channel; see `quire.AsyncClient` for the arguments."""
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, _calls.CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, _calls.channel_options(target))
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, _calls.CHANNEL_OPTIONS)
+            self._channel = grpc.aio.secure_channel(target, credentials, _calls.channel_options(target))
         self._token = token
         self.generation: GenerationServiceAsyncStub = GenerationServiceStub(self._channel)
         self.models: ModelServiceAsyncStub = ModelServiceStub(self._channel)

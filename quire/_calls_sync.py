@@ -19,9 +19,9 @@ class Connection:
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, token: str) -> None:
         """Open the channel; see `quire.Client` for the arguments."""
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, _calls.CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(target, _calls.channel_options(target))
         else:
-            self._channel = grpc.secure_channel(target, credentials, _calls.CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(target, credentials, _calls.channel_options(target))
         self._token = token
         self.generation = GenerationServiceStub(self._channel)
         self.models = ModelServiceStub(self._channel)

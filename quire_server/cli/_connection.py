@@ -72,7 +72,12 @@ def connected(options: Namespace) -> Iterator[grpc.Channel]:
         QuireError: a call failed.
     """
     secure, target = credentials(options), options.target
-    with grpc.insecure_channel(target) if secure is None else grpc.secure_channel(target, secure) as channel:
+    settings = _calls.channel_options(target)
+    with (
+        grpc.insecure_channel(target, settings)
+        if secure is None
+        else grpc.secure_channel(target, secure, settings) as channel
+    ):
         try:
             yield channel
         except grpc.RpcError as error:

@@ -73,7 +73,7 @@ def _request(max_tokens: int) -> v1.GenerateRequest:
 
 async def _measure(options: argparse.Namespace) -> None:
     # Disable BDP probing: without it a stalled client buffers 64 KiB, with it gRPC buffers megabytes.
-    channel_options = [("grpc.http2.bdp_probe", 0)] if options.stalled else []
+    channel_options = [("grpc.enable_http_proxy", 0), *([("grpc.http2.bdp_probe", 0)] if options.stalled else [])]
     async with aio.insecure_channel(options.target, options=channel_options) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         await _until_served(stub)

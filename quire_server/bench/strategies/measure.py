@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
+from quire import _calls
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.aio import AsyncClient
 from quire_server.bench.strategies.bounds import fewest_steps, fewest_steps_in_blocks, static_steps
@@ -70,7 +71,10 @@ async def run_cases(
         answers = []
         async with Service(_config(settings), log_level="warning") as service:
             addresses = await service.start()
-            async with AsyncClient(addresses.grpc) as client, grpc.aio.insecure_channel(addresses.grpc) as channel:
+            async with (
+                AsyncClient(addresses.grpc) as client,
+                grpc.aio.insecure_channel(addresses.grpc, _calls.channel_options(addresses.grpc)) as channel,
+            ):
                 operator = admin_pb2_grpc.AdminServiceStub(channel)
                 await _ask(client, _WARM_UP, 0, time.perf_counter())
                 for case in cases:
