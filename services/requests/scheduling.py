@@ -47,8 +47,11 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
     if abs(options.priority) > MAX_PRIORITY:
         yield FieldViolation("scheduling.priority", f"must lie in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     for name in ("tenant", "cache_scope", "request_class"):
-        if len(getattr(options, name).encode()) > MAX_NAME:
+        value = getattr(options, name)
+        if len(value.encode()) > MAX_NAME:
             yield FieldViolation(f"scheduling.{name}", f"must have at most {MAX_NAME} bytes")
+        elif not value.isprintable():  # operators see these names in terminals, logs and metrics
+            yield FieldViolation(f"scheduling.{name}", "has characters that are not printable; remove them")
     if options.HasField("expected_output_tokens") and not 0 < options.expected_output_tokens <= MAX_EXPECTED_TOKENS:
         yield FieldViolation("scheduling.expected_output_tokens", f"must lie in [1, {MAX_EXPECTED_TOKENS}]")
     if options.HasField("ttft_target"):

@@ -170,6 +170,9 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ],
     ("scheduling.cache_scope", request(scheduling=v1.SchedulingOptions(cache_scope="c" * 129))),
     ("scheduling.request_class", request(scheduling=v1.SchedulingOptions(request_class="r" * 129))),
+    ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="\x1b[2Jevil"))),
+    ("scheduling.request_class", request(scheduling=v1.SchedulingOptions(request_class="a\nFAKE LINE"))),
+    ("scheduling.cache_scope", request(scheduling=v1.SchedulingOptions(cache_scope="\u202eright to left"))),
 ]
 
 UNSUPPORTED: list[tuple[str, v1.GenerateRequest]] = [
