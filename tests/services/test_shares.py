@@ -1,13 +1,17 @@
 """Shares of limited resources."""
 
 import asyncio
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.access.shares import Share, Turns
+from services.access.shares import Share, Turns, make_shares
+from services.text.tokenizer import TextTokenizer
 from shared.errors import OverloadedError
+from tests.services.tokenizers_for_tests import byte_level
 
 
 @given(
@@ -102,3 +106,16 @@ def test_principals_take_turns() -> None:
     order = asyncio.run(main())
 
     assert order == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2", "greedy 3"]
+
+
+def test_every_share_is_documented() -> None:
+    """The table of shared resources in docs/reliability.md has each share by its name in metrics, with its fraction."""
+    table = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    documented = {row[3].strip("`"): row[2].partition(",")[0] for row in rows if len(row) == 5}
+    shares = [*make_shares(9000, 9000), TextTokenizer(byte_level(), None).text_bytes]
+    fractions = {Fraction(8, 9): "8/9", Fraction(15, 16): "8/9", Fraction(1, 2): "1/2"}
+
+    for share in shares:
+        part = Fraction(share.largest_part, share.limit).limit_denominator(20)
+        assert documented.get(share.name) == fractions[part], share.name
