@@ -40,8 +40,8 @@ MAX_BODY_BYTES = 8 << 20
 """Maximum size of a body, bytes; equal to that of a gRPC request."""
 SMALL_BODY_BYTES = 64 << 10
 """Maximum size of a body that is parsed at once, bytes; larger ones may take a tenth of a second."""
-_PAUSE = 3.0
-"""Pause after a large body, in units of the time to parse it. Its conversion takes about as long as parsing it."""
+_PAUSE = 8.0
+"""Pause after a large body, in units of the time to parse it. Its conversion may take twice as long as parsing it."""
 BODY_TIMEOUT_S = 60.0
 """Maximum time to receive a body, seconds."""
 TIMEOUT_HEADER = "x-request-timeout"

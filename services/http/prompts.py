@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from quire.v1 import generation_pb2 as v1
 from services.http.sampling import field_names, fill_common, fill_grammar
@@ -27,8 +28,8 @@ def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Pr
     """Return the list of prompts."""
     if isinstance(prompt, str):
         return [prompt]
-    ids = [each for each in prompt if isinstance(each, int)]
-    return [ids] if ids else [each for each in prompt if not isinstance(each, int)]
+    # A list that was parsed has items of one type. It may have a million.
+    return cast(list[Prompt], [prompt] if isinstance(prompt[0], int) else prompt)
 
 
 def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) -> Prepared:
