@@ -13,7 +13,7 @@ from services.http.errors import with_http_names
 from services.http.identity import choose_model
 from services.http.output import ChatOutput
 from services.http.prompts import Prepared, prepare_chat
-from services.http.schema import ChatBody, ScheduledBody
+from services.http.schema import Body, ChatBody
 from shared.errors import QuireError
 
 Json = dict[str, Any]
@@ -40,9 +40,9 @@ class ConvertedChat:
         return path
 
 
-def scheduling_of(body: ScheduledBody) -> Json:
-    """Return the options of the scheduler, which have the same names in all APIs."""
-    return {name: getattr(body, name) for name in ScheduledBody.model_fields}
+def options_of(body: Body, group: type[Body]) -> Json:
+    """Return a body's fields of a group that has the same names in several APIs, such as `ScheduledBody`."""
+    return {name: getattr(body, name) for name in group.model_fields}
 
 
 class ChatAnswer(Protocol):

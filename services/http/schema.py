@@ -303,15 +303,9 @@ _NOT_SUPPORTED = {
 """Fields of OpenAI's and vLLM's completions and chat that are rejected, and what to do instead."""
 
 
-class SamplingBody(QueuedBody):
-    """Common fields of completions and chat."""
+class SamplingOptions(Body):
+    """Sampling and the end of the output, in OpenAI's APIs, with vLLM's extensions."""
 
-    not_supported = _NOT_SUPPORTED
-
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: Uint32 | None = None
-    n: Annotated[int, Field(ge=1, le=128)] = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=0x7FFFFFFF)] | None = Field(default=None, description="-1 and 0: all tokens")
@@ -320,12 +314,6 @@ class SamplingBody(QueuedBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], at_most(MAX_BIASES)] | None = (
-        None
-    )
-    allowed_token_ids: Annotated[TokenIds, at_most(MAX_TOKEN_SET)] | None = Field(default=None, min_length=1)
-    banned_token_ids: Annotated[TokenIds, at_most(MAX_TOKEN_SET)] | None = None
-    bad_words: Annotated[list[str], Field(fail_fast=True), at_most(MAX_BAD_WORDS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[TokenIds, at_most(MAX_STOP_TOKEN_IDS)] | None = None
@@ -333,6 +321,23 @@ class SamplingBody(QueuedBody):
     ignore_eos: bool = False
     min_tokens: Uint32 | None = None
     skip_special_tokens: bool = True
+
+
+class SamplingBody(QueuedBody, SamplingOptions):
+    """Common fields of completions and chat."""
+
+    not_supported = _NOT_SUPPORTED
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Uint32 | None = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float], at_most(MAX_BIASES)] | None = (
+        None
+    )
+    allowed_token_ids: Annotated[TokenIds, at_most(MAX_TOKEN_SET)] | None = Field(default=None, min_length=1)
+    banned_token_ids: Annotated[TokenIds, at_most(MAX_TOKEN_SET)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True), at_most(MAX_BAD_WORDS)] | None = None
     prompt_logprobs: Uint32 | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = Field(

@@ -4,8 +4,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from services.http.chat_run import ConvertedChat, scheduling_of
+from services.http.chat_run import ConvertedChat, options_of
 from services.http.messages.schema import Block, CountTokensBody, MessagesBody, MessagesTool, Turn
+from services.http.schema import ScheduledBody
 from shared.errors import FieldViolation, InvalidRequestError
 
 Json = dict[str, Any]
@@ -38,7 +39,11 @@ def to_chat(body: CountTokensBody) -> ConvertedChat:
     for number, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{number}]")
     names = _FIELDS | {f"messages[{number}]": name for number, (_, name) in enumerate(messages)}
-    chat: Json = {"model": body.model, "messages": [message for message, _ in messages], **scheduling_of(body)}
+    chat: Json = {
+        "model": body.model,
+        "messages": [message for message, _ in messages],
+        **options_of(body, ScheduledBody),
+    }
     tools: list[MessagesTool] = []
     for number, tool in enumerate(body.tools or ()):
         if _is_callable(tool, f"tools[{number}]"):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from services.http.chat_run import ConvertedChat, scheduling_of
+from services.http.chat_run import ConvertedChat, options_of
 from services.http.responses.schema import (
     AllowedResponseTools,
     InputItem,
@@ -14,6 +14,7 @@ from services.http.responses.schema import (
     ResponseTool,
 )
 from services.http.responses.tools import callable_tools, custom_arguments, function_name
+from services.http.schema import SamplingOptions, ScheduledBody
 from shared.errors import FieldViolation, InvalidRequestError
 
 Json = dict[str, Any]
@@ -48,13 +49,12 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ConvertedChat:
         "model": body.model,
         "messages": [message for message, _ in messages],
         "max_completion_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs if body.logprobs else None,
-        **scheduling_of(body),
+        **options_of(body, ScheduledBody),
+        **options_of(body, SamplingOptions),
     }
     _refuse_own_tools(body.tools or ())
     tools = [

@@ -5,7 +5,16 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from services.http.schema import Ignored, JsonObject, Metadata, OpenBody, ScheduledBody, Uint32, at_most
+from services.http.schema import (
+    Ignored,
+    JsonObject,
+    Metadata,
+    OpenBody,
+    SamplingOptions,
+    ScheduledBody,
+    Uint32,
+    at_most,
+)
 from services.text.chat import MAX_MESSAGES
 
 MAX_TOOLS = 512
@@ -88,7 +97,7 @@ class ReasoningOptions(OpenBody):
 _NO_EFFECT = "accepted without effect"
 
 
-class ResponsesBody(ScheduledBody):
+class ResponsesBody(ScheduledBody, SamplingOptions):
     """A conversation to continue, in OpenAI's Responses API."""
 
     not_supported: ClassVar = MappingProxyType(
@@ -108,8 +117,6 @@ class ResponsesBody(ScheduledBody):
     stream: bool = False
     background: Literal[False] = Field(default=False, description="responses are not computed in the background")
     max_output_tokens: Annotated[int, Field(ge=1, le=0xFFFFFFFF)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True)] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: (
         Literal["none", "auto", "required"]

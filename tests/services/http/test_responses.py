@@ -452,6 +452,14 @@ def test_options_of_the_scheduler_are_those_of_chat(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_sampling_options_are_those_of_chat() -> None:
+    """The sampling options and ends of output that vLLM adds reach the chat under the same names."""
+    options = {"stop": ["x"], "ignore_eos": True, "seed": 7, "top_k": 3, "min_p": 0.5, "temperature": 0.0}
+    chat = to_chat(body(**options), []).body
+
+    assert {name: chat[name] for name in options} == options
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
