@@ -208,3 +208,20 @@ def test_the_order_of_use_is_that_of_a_list(operations: list[tuple[str, list[int
             assert oldest == model[: len(oldest)][::-1]
             assert bool(oldest) == bool(model and numbers)
         assert tested.validate() == model
+
+
+def test_a_block_that_a_step_copies_from_is_not_taken_before_its_answer() -> None:
+    """Not even if the row that holds it is preempted in the plan of that step, and was answered."""
+    pool = BlockPool(2)
+    blocks = pool.take(2)
+    pool.cache.publish(_keys(2), blocks)
+
+    pool.read(blocks[:1], last_step=2, answered_step=1)
+    pool.release(blocks, last_step=1, answered_step=1)
+    available = [pool.num_available]
+    for step in (1, 2):
+        pool.step_answered(step)
+        available.append(pool.num_available)
+
+    assert available == [1, 1, 2]
+    pool.validate([])

@@ -59,6 +59,8 @@ class BlockPool:
         self._eviction_batch = num_blocks // 512
         self._retired: deque[tuple[int, int, IndexArray]] = deque()
         """(last step that may touch the blocks, claim, blocks), steps ascending."""
+        self._read_in: dict[int, int] = {}
+        """By block that a table holds: the newest step that copies from it, while it is not answered, ascending."""
         self._cached = RecencyQueue(num_blocks)
         self._num_taken = 0
         """Number of blocks taken since the last call of `keep_reserve`."""
@@ -123,6 +125,10 @@ class BlockPool:
         """Keep blocks of the prefix cache until `last_step`, which reads them, is answered."""
         self.share(blocks)
         self.release(blocks, last_step=last_step, answered_step=answered_step)
+        for block in blocks[self._claims[blocks] < _RETIRED].tolist():
+            # A row still holds it. The row may be preempted in this very plan, with an earlier step as its last one.
+            self._read_in.pop(block, None)
+            self._read_in[block] = last_step
 
     def release(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
         """Drop one reference of each block; retire blocks without references until `last_step` is answered.
@@ -141,9 +147,19 @@ class BlockPool:
             claims -= _ONE
             self._claims[blocks] = claims
             blocks = blocks[claims == _NONE]
+        if self._read_in:
+            read_in = np.array([self._read_in.get(block, 0) for block in blocks.tolist()], np.int64)
+            later = read_in > last_step
+            if any_of(later):
+                self._retire(blocks[later], int(read_in.max()))
+                blocks = blocks[~later]
         if last_step <= answered_step:
             self._make_available(blocks)
-        elif len(blocks):
+        else:
+            self._retire(blocks, last_step)
+
+    def _retire(self, blocks: IndexArray, last_step: int) -> None:
+        if len(blocks):
             self._last_entry += 1
             claim = _RETIRED + self._last_entry
             self._claims[blocks] = claim
@@ -152,6 +168,8 @@ class BlockPool:
 
     def step_answered(self, step: int) -> None:
         """Make the blocks available that waited for `step`."""
+        while self._read_in and self._read_in[block := next(iter(self._read_in))] <= step:
+            del self._read_in[block]
         while self._retired and self._retired[0][0] <= step:
             _, claim, blocks = self._retired.popleft()
             due = self._still(claim, blocks)
