@@ -39,7 +39,7 @@ class FieldNames:
         """Return the HTTP name; list indices are kept. JSON text in the proto is JSON in HTTP."""
         for prefix in _prefixes(path):
             if prefix in self._names:
-                return (self._names[prefix] + path[len(prefix) :]).removesuffix("_json")
+                return self._names[prefix] + path[len(prefix) :].removesuffix("_json")
         return path.rpartition(".")[2].removesuffix("_json")
 
 

@@ -93,10 +93,14 @@ def test_int4_products_equal_the_reference_for_any_shape(data: st.DataObject) ->
 
     assert all(torch.equal(first, other) for other in others)
     top = x.abs().amax(-1, keepdim=True)
-    rounded = (x * (127 / top)).round() * (top / 127)
+    scaled, unit = x * (127 / top), top / 127
+    rounded = scaled.round() * unit
     exact = linear_reference(rounded.double(), dequantised(linear), bias)
     size = linear_reference(rounded.double().abs(), dequantised(linear).abs(), None if bias is None else bias.abs())
-    assert bool(((first.double() - exact).abs() <= 1e-5 * size).all())
+    # A value that lies in the middle between two integers may be rounded either way.
+    is_middle = (scaled.frac().abs() - 0.5).abs() < 1e-4
+    either = linear_reference((is_middle * unit).double(), dequantised(linear).abs(), None)
+    assert bool(((first.double() - exact).abs() <= 1e-5 * size + either).all())
 
 
 @given(data=st.data())

@@ -7,7 +7,8 @@ import grpc
 import pytest
 
 import services.errors
-import services.http.errors  # noqa: F401  # defines errors of its own
+import services.http.errors  # defines errors of its own
+import services.http.responses.endpoint  # noqa: F401  # likewise
 import shared.errors
 from quire import Client, errors
 from tests.quire.scripted_server import fail, reason, scripted_server
@@ -36,6 +37,7 @@ CLASS_OF_REASON = {
     "OVERLOADED": errors.QueueFullError,
     "PERMISSION_DENIED": errors.PermissionDeniedError,
     "POISON_REQUEST": errors.PoisonRequestError,
+    "PREVIOUS_RESPONSE_NOT_FOUND": errors.InvalidRequestError,
     "QUEUE_FULL": errors.QueueFullError,
     "REQUEST_NOT_FOUND": errors.RequestNotFoundError,
     "REQUEST_TOO_LARGE": errors.InvalidRequestError,
