@@ -50,6 +50,7 @@ def run(*arguments: str, environ: dict[str, str] | None = None) -> "subprocess.C
     )
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path: Path, number: signal.Signals, processes: str) -> None:

@@ -14,6 +14,7 @@ FILES = sorted(FOLDER.glob("test_*.py"))
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_kernels_equal_their_references(file: Path) -> None:
     """Every Triton kernel, interpreted, equals its reference."""

@@ -109,6 +109,7 @@ def test_padding_costs_the_time_of_full_steps() -> None:
     assert form.batch_of == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
+@pytest.mark.release
 def test_the_engine_takes_the_steps_that_the_lengths_imply() -> None:
     """Static batches take the sum of their longest outputs, continuous batching what starting at once takes."""
     workload = Workload("small", "small", tuple(Asked(length) for length in (4, 30, 8, 30, 2, 30)), 2)

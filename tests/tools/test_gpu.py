@@ -28,6 +28,7 @@ def threads_as_they_were() -> Iterator[None]:
     set_threads(count)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("part", "items"),
     [("kernels", 44), ("steps", 6), ("decode", 5), ("workloads", 2), ("peers", 4)],

@@ -312,6 +312,7 @@ def _quiet_inference() -> Iterator[None]:
     transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "model_type",
     [

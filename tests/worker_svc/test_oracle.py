@@ -26,6 +26,7 @@ def oracle(checkpoint: Path) -> Oracle:
     return Oracle(checkpoint)
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_greedy_tokens_equal_generate(checkpoint: Path, oracle: Oracle, block_size: int) -> None:
     """Prompts of 1 to 300 tokens give the oracle's tokens under random chunks, holds, row reuse and recomputation."""
