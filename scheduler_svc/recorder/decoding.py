@@ -5,9 +5,8 @@ in place of secrets.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,6 @@ from scheduler_svc.recorder.values import (
 from shared.columns import from_column
 from shared.request_spec import RequestSpec
 
-_TIMINGS = 6
-"""Fields of `Timings`."""
 _NO_ROWS: Int32Array = np.zeros(0, np.int32)
 
 
@@ -98,9 +95,6 @@ class _WorkerState:
     received_us: int = 0
 
 
-_Calls = dict[int, tuple[float, Callable[[], tuple[What, Timings | None]]]]
-
-
 class Decoder:
     """Decoder of one segment; give it the batches in order."""
 
@@ -159,93 +153,14 @@ class Decoder:
         """Return the entries of a batch."""
         if not batch.HasField("opening"):
             self._peers += batch.peers
-        calls = {**self._plans(batch.decode_steps), **self._answers(batch.decode_steps)}
-        entries = iter(batch.entries)
-        for place in range(len(batch.entries) + len(calls)):
-            call = calls.get(place)
-            if call is None:
-                entry = next(entries)
-                self._ns += entry.delta_ns
-                time = entry.time if entry.HasField("time") else self._ns / NS
-                timings = None
-                if entry.WhichOneof("what") == "step_done" and entry.step_done.HasField("timings"):
-                    timings = self._entry_timings(entry.step_done)
-                yield Entry(self._index, time, self._what(entry, time), _facts(entry), timings)
-            else:
-                time, decode = call
-                what, timings = decode()
-                yield Entry(self._index, time, what, None, timings)
+        for entry in batch.entries:
+            self._ns += entry.delta_ns
+            time = entry.time if entry.HasField("time") else self._ns / NS
+            timings = None
+            if entry.WhichOneof("what") == "step_done" and entry.step_done.HasField("timings"):
+                timings = self._timings(entry.step_done)
+            yield Entry(self._index, time, self._what(entry, time), _facts(entry), timings)
             self._index += 1
-
-    def _plans(self, steps: pb.DecodeSteps) -> _Calls:
-        """Return the plans of decode steps, by place: the times, and functions to call in order of the places."""
-        rows, blocks = from_column(steps.append_rows).tolist(), _sums(steps.append_blocks)
-        found: _Calls = {}
-        place = begin = 0
-        for gap, time, peer, change, num_appends in zip(
-            steps.plan_places, steps.plan_times, steps.plan_workers, steps.decodes_changes, steps.appends, strict=True
-        ):
-            place += gap
-            part = slice(begin, begin + num_appends)
-            found[place] = (time, partial(self._next_plan, self._peers[peer], change, rows[part], blocks[part]))
-            begin += num_appends
-        return found
-
-    def _next_plan(
-        self, peer: Peer, change: int, append_rows: list[int], append_blocks: list[int]
-    ) -> tuple[What, Timings | None]:
-        worker = self._workers[peer]
-        worker.last_step += 1
-        worker.num_decodes += change
-        plan = PlanDigest(
-            worker=peer,
-            epoch=worker.epoch,
-            step=worker.last_step,
-            num_decodes=worker.num_decodes,
-            num_tokens=worker.num_decodes,
-            leaves=[],
-            admissions=[],
-            append_rows=append_rows,
-            append_blocks=append_blocks,
-            chunk_rows=[],
-            chunk_lengths=[],
-            holds=[],
-            releases=[],
-            swap_outs=[],
-            swap_ins=[],
-            copy_sources=[],
-            copy_targets=[],
-            draft_rows=[],
-            draft_limits=[],
-        )
-        return PlanAsked(worker=peer, plan=plan), None
-
-    def _answers(self, steps: pb.DecodeSteps) -> _Calls:
-        """Return the answers of decode steps, by place, as `_plans` does."""
-        timings = list(steps.timings)
-        found: _Calls = {}
-        place = begin = 0
-        for gap, time, peer, idle_ns, has_timings in zip(
-            steps.answer_places, steps.answer_times, steps.answer_workers, steps.idle_ns, steps.has_timings, strict=True
-        ):
-            place += gap
-            measured = timings[begin : begin + _TIMINGS] if has_timings else None
-            found[place] = (time, partial(self._next_answer, self._peers[peer], idle_ns, measured))
-            begin += _TIMINGS * has_timings
-        return found
-
-    def _next_answer(self, peer: Peer, idle_ns: int, measured: list[int] | None) -> tuple[What, Timings | None]:
-        worker = self._workers[peer]
-        worker.answered_step += 1
-        answer = ev.StepDone(
-            worker=peer,
-            epoch=worker.epoch,
-            step=worker.answered_step,
-            rows=worker.answered_rows,
-            tokens=np.zeros(len(worker.answered_rows), np.int32),
-            idle_s=idle_ns / NS,
-        )
-        return answer, None if measured is None else _timings(worker, *measured)
 
     def _what(self, entry: pb.Entry, time: float) -> What | None:
         kind = entry.WhichOneof("what")
@@ -414,16 +329,16 @@ class Decoder:
             idle_s=message.idle_s if message.HasField("idle_s") else message.idle_ns / NS,
         )
 
-    def _entry_timings(self, message: pb.StepDone) -> Timings:
+    def _timings(self, message: pb.StepDone) -> Timings:
         worker, timings = self._workers.get(self._peers[message.worker]) or _WorkerState(), message.timings
-        return _timings(
-            worker,
-            timings.received_delta_us,
-            timings.started_us,
-            timings.prepare_us,
-            timings.forward_us,
-            timings.sample_us,
-            timings.num_tokens,
+        worker.received_us += timings.received_delta_us
+        return Timings(
+            received_unix_us=worker.received_us,
+            started_unix_us=worker.received_us + timings.started_us,
+            prepare_us=timings.prepare_us,
+            forward_us=timings.forward_us,
+            sample_us=timings.sample_us,
+            num_tokens=timings.num_tokens,
         )
 
     def _hello(self, message: pb.WorkerHello) -> ev.WorkerHello:
@@ -507,26 +422,6 @@ def _facts(entry: pb.Entry) -> Facts | None:
         PartialMatch(partial[at], partial[at + 1]) if partial[at] >= 0 else None for at in range(0, len(partial), 2)
     ]
     return Facts(entry.keys, matches, list(entry.stopped), list(entry.held))
-
-
-def _timings(
-    worker: _WorkerState,
-    received_delta_us: int,
-    started_us: int,
-    prepare_us: int,
-    forward_us: int,
-    sample_us: int,
-    num_tokens: int,
-) -> Timings:
-    worker.received_us += received_delta_us
-    return Timings(
-        received_unix_us=worker.received_us,
-        started_unix_us=worker.received_us + started_us,
-        prepare_us=prepare_us,
-        forward_us=forward_us,
-        sample_us=sample_us,
-        num_tokens=num_tokens,
-    )
 
 
 def _sums(differences: bytes) -> list[int]:

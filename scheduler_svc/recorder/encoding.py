@@ -11,15 +11,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
 from scheduler_svc.recorder.step_view import About, StepView
-from scheduler_svc.recorder.steps import (
-    NS,
-    DecodeSteps,
-    WorkerState,
-    decodes_again,
-    only_decodes,
-    write_answer,
-    write_plan,
-)
+from scheduler_svc.recorder.steps import NS, WorkerState, write_answer, write_plan
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Handled, Item, Planned, Reported
 from scheduler_svc.recorder.values import Facts
@@ -41,10 +33,7 @@ class Encoder:
         """Arrivals of live requests, without what only the core keeps: tokens and block keys."""
         self._ns = 0
         self.num_entries = 0
-        """Entries since the core began, calls in `DecodeSteps` included."""
-        self._taken = 0
-        """Those of them that are not in the current batch."""
-        self._decodes = DecodeSteps()
+        """Entries since the core began."""
         self.view: StepView | None = None
         """Gets the plans and answers while somebody watches; an error of its own ends it."""
         self.view_error: Exception | None = None
@@ -80,13 +69,11 @@ class Encoder:
         """Add the entries of some calls to the batch."""
         for item in items:
             if isinstance(item, Planned):
-                if not self._only_decodes(item):
-                    self._planned(item)
+                self._planned(item)
             elif isinstance(item, Handled):
                 if self.view is not None and isinstance(item.event, ev.WorkerLost):
                     self._give(self._show_lost, item.event, item.now)
-                if not self._decoded_again(item):
-                    self._handled(item)
+                self._handled(item)
             elif isinstance(item, Reported):
                 entry = self._entry(item.now)
                 entry.report.frontend, entry.report.report = self._peer(item.frontend), item.report.SerializeToString()
@@ -118,11 +105,6 @@ class Encoder:
     def take(self) -> pb.Batch:
         """Return the batch since the last call."""
         batch, self._batch = self._batch, pb.Batch()
-        self._taken = self.num_entries
-        decodes = self._decodes
-        if decodes.plan_places or decodes.answer_places:
-            decodes.write(batch.decode_steps)
-            self._decodes = DecodeSteps()
         return batch
 
     def show_load(self, now: float) -> None:
@@ -209,18 +191,6 @@ class Encoder:
 
     # ---------------------------------------------------------------- plans
 
-    def _only_decodes(self, item: Planned) -> bool:
-        """Add a plan to the decode steps; return False if it holds more than decode rows and their new blocks."""
-        plan = item.plan
-        if plan is None or item.facts is not None:
-            return False
-        worker = self._workers[plan.worker]
-        if not only_decodes(plan, worker):
-            return False
-        self._decodes.add_plan(plan, worker, self._peer(plan.worker), item.now, self.num_entries - self._taken)
-        self.num_entries += 1
-        return True
-
     def _planned(self, item: Planned) -> None:
         entry = self._entry(item.now)
         if item.facts is not None:
@@ -233,19 +203,6 @@ class Encoder:
         write_plan(entry.plan, plan, self._workers[plan.worker], self._peer)
 
     # ---------------------------------------------------------------- events
-
-    def _decoded_again(self, item: Handled) -> bool:
-        """Add an answer to the decode steps; return False if it says more than that the same rows decoded again."""
-        event = item.event
-        if type(event) is not ev.StepDone:
-            return False
-        worker = self._workers.get(event.worker)
-        if worker is None or self._with_tokens or item.facts is not None or not decodes_again(event, worker):
-            return False
-        place = self.num_entries - self._taken
-        self._decodes.add_answer(event, item.timings, worker, self._peer(event.worker), item.now, place)
-        self.num_entries += 1
-        return True
 
     def _handled(self, item: Handled) -> None:
         entry = self._entry(item.now)

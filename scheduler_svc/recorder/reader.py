@@ -10,6 +10,10 @@ from scheduler_svc.recorder.segments import FORMAT_VERSION, SegmentReader, Unrea
 from scheduler_svc.recorder.values import Entry
 
 
+class OtherFormatError(UnreadableRecordError):
+    """A segment is of another version of the format."""
+
+
 @dataclass(slots=True)
 class Segment:
     """One segment; iterate over it for its entries."""
@@ -40,13 +44,15 @@ class Segment:
 def read(place: Path) -> list[Segment]:
     """Return the segments of a folder, oldest first, or the segment of a file; empty ones are left out.
 
-    The recorder of a folder may delete a segment meanwhile; it is left out as well.
+    The recorder of a folder may delete a segment meanwhile; it is left out as well. So are segments of other releases,
+    which an upgrade leaves in the folder, if there are segments of this release.
 
     Raises:
-        UnreadableRecordError: a file is not a record, or of a newer version.
+        UnreadableRecordError: a file is not a record, or all are of another version.
         OSError: a file cannot be read.
     """
     found = []
+    other: OtherFormatError | None = None
     may_vanish = place.is_dir()
     for path in paths(place):
         try:
@@ -55,9 +61,14 @@ def read(place: Path) -> list[Segment]:
             if not may_vanish:
                 raise
             continue
+        except OtherFormatError as error:
+            other = error
+            continue
         if segment is not None:
             segment.may_vanish = may_vanish
             found.append(segment)
+    if other is not None and not found:
+        raise other
     return found
 
 
@@ -80,6 +91,8 @@ def _open(path: Path) -> Segment | None:
 
 
 def _opening(path: Path, batch: pb.Batch) -> Opening:
-    if batch.opening.version > FORMAT_VERSION:
-        raise UnreadableRecordError(f"{path}: written by a newer release; use that release to read it")
+    opening = batch.opening
+    if opening.version != FORMAT_VERSION:
+        what = f"written by release {opening.release} in format {opening.version}; this release reads {FORMAT_VERSION}"
+        raise OtherFormatError(f"{path}: {what}; use that release to read it")
     return Decoder().opening(batch)

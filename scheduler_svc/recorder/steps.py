@@ -1,8 +1,4 @@
-"""Plans and answers of workers as entries of a record: as differences to the ones before.
-
-Most steps decode the same rows as the step before. `DecodeSteps` holds such plans and answers as columns; every other
-one is a message of its own.
-"""
+"""Plans and answers of workers as entries of a record: as differences to the ones before."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,103 +43,6 @@ class WorkerState:
     rows: dict[int, Row] = field(default_factory=dict)
     is_gone: bool = False
     """Whether the core has dropped it; its late messages may follow."""
-
-
-@dataclass(slots=True)
-class DecodeSteps:
-    """Fields of `DecodeSteps`; lists of Python cost less per value than fields of messages."""
-
-    plan_places: list[int] = field(default_factory=list)
-    plan_times: list[float] = field(default_factory=list)
-    plan_workers: list[int] = field(default_factory=list)
-    decodes_changes: list[int] = field(default_factory=list)
-    appends: list[int] = field(default_factory=list)
-    appending: list[Plan] = field(default_factory=list)
-    """The plans that append blocks."""
-    answer_places: list[int] = field(default_factory=list)
-    answer_times: list[float] = field(default_factory=list)
-    answer_workers: list[int] = field(default_factory=list)
-    idle_ns: list[int] = field(default_factory=list)
-    has_timings: list[bool] = field(default_factory=list)
-    timings: list[int] = field(default_factory=list)
-    last_plan: int = 0
-    """Place of the last plan."""
-    last_answer: int = 0
-
-    def add_plan(self, plan: Plan, worker: WorkerState, number: int, now: float, place: int) -> None:
-        """Add a plan for which `only_decodes` holds.
-
-        Args:
-            plan: the plan.
-            worker: its worker.
-            number: the number of the worker in the segment.
-            now: the time of the call, s.
-            place: the place of the call in the batch.
-        """
-        self.plan_places.append(place - self.last_plan)
-        self.last_plan = place
-        self.plan_times.append(now)
-        self.plan_workers.append(number)
-        self.decodes_changes.append(plan.num_decodes - worker.num_decodes)
-        num_appends = len(plan.append_rows)
-        self.appends.append(num_appends)
-        if num_appends:
-            self.appending.append(plan)
-        worker.last_step, worker.num_decodes = plan.step, plan.num_decodes
-
-    def add_answer(
-        self,
-        answer: ev.StepDone,
-        timings: plan_pb2.StepTimings | None,
-        worker: WorkerState,
-        number: int,
-        now: float,
-        place: int,
-    ) -> None:
-        """Add an answer for which `decodes_again` holds; see `add_plan`."""
-        worker.answered_step = answer.step
-        self.answer_places.append(place - self.last_answer)
-        self.last_answer = place
-        self.answer_times.append(now)
-        self.answer_workers.append(number)
-        self.idle_ns.append(round(answer.idle_s * NS))
-        self.has_timings.append(timings is not None)
-        if timings is not None:
-            self.timings += _timed(worker, timings)
-
-    def write(self, steps: pb.DecodeSteps) -> None:
-        """Fill in the message."""
-        steps.plan_places.extend(self.plan_places)
-        steps.plan_times.extend(self.plan_times)
-        steps.plan_workers.extend(self.plan_workers)
-        steps.decodes_changes.extend(self.decodes_changes)
-        steps.appends.extend(self.appends)
-        if self.appending:
-            steps.append_rows = to_column(np.concatenate([plan.append_rows for plan in self.appending]))
-            steps.append_blocks = _differences(np.concatenate([plan.append_blocks for plan in self.appending]))
-        steps.answer_places.extend(self.answer_places)
-        steps.answer_times.extend(self.answer_times)
-        steps.answer_workers.extend(self.answer_workers)
-        steps.idle_ns.extend(self.idle_ns)
-        steps.has_timings.extend(self.has_timings)
-        steps.timings.extend(self.timings)
-
-
-def only_decodes(plan: Plan, worker: WorkerState) -> bool:
-    """Return whether a plan holds no more than decode rows and their new blocks."""
-    return not (
-        plan.step != worker.last_step + 1
-        or plan.epoch != worker.epoch
-        or plan.admissions
-        or len(plan.leaves)
-        or len(plan.chunk_rows)
-        or len(plan.holds)
-        or len(plan.releases)
-        or plan.swap_outs
-        or plan.swap_ins
-        or len(plan.copy_sources)
-        or len(plan.draft_rows)
-    )
 
 
 def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Callable[[Peer], int]) -> None:
@@ -211,25 +110,6 @@ def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Cal
     if len(plan.draft_rows):
         message.draft_rows.extend(plan.draft_rows.tolist())
         message.draft_limits.extend(plan.draft_limits.tolist())
-
-
-def decodes_again(answer: ev.StepDone, worker: WorkerState) -> bool:
-    """Return whether an answer says no more than that the same rows decoded again."""
-    return not (
-        answer.step != worker.answered_step + 1
-        or answer.epoch != worker.epoch
-        or answer.rows.tobytes() != worker.answered_rows
-        or len(answer.tokens) != len(answer.rows)
-        or answer.counts is not None
-        or answer.draft_counts is not None
-        or answer.failures
-        or answer.scores
-        or answer.embeddings
-        or answer.completed_copies
-        or answer.copied_blocks
-        or answer.copy_s
-        or round(answer.idle_s * NS) / NS != answer.idle_s
-    )
 
 
 def write_answer(
@@ -302,28 +182,13 @@ def write_answer(
 
 
 def _add_timings(message: pb.Timings, worker: WorkerState, timings: plan_pb2.StepTimings) -> None:
-    (
-        message.received_delta_us,
-        message.started_us,
-        message.prepare_us,
-        message.forward_us,
-        message.sample_us,
-        message.num_tokens,
-    ) = _timed(worker, timings)
-
-
-def _timed(worker: WorkerState, timings: plan_pb2.StepTimings) -> tuple[int, int, int, int, int, int]:
-    """Return the fields of `Timings`."""
     received, started = timings.received_unix_ns // 1000, timings.started_unix_ns // 1000
-    before, worker.received_us = worker.received_us, received
-    return (
-        received - before,
-        started - received,
-        timings.prepare_ns // 1000,
-        timings.forward_ns // 1000,
-        timings.sample_ns // 1000,
-        timings.num_tokens,
-    )
+    message.received_delta_us, worker.received_us = received - worker.received_us, received
+    message.started_us = started - received
+    message.prepare_us = timings.prepare_ns // 1000
+    message.forward_us = timings.forward_ns // 1000
+    message.sample_us = timings.sample_ns // 1000
+    message.num_tokens = timings.num_tokens
 
 
 def _differences(values: IndexArray) -> bytes:

@@ -39,7 +39,6 @@ class Batch(_message.Message):
     ENTRIES_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     SNAPSHOT_COMPLETE_FIELD_NUMBER: _builtins.int
-    DECODE_STEPS_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.bytes
     """The next part of the core's state at the opening; empty parts do not occur."""
     snapshot_complete: _builtins.bool
@@ -56,10 +55,6 @@ class Batch(_message.Message):
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Entry]:
         """Calls of the core and other facts, in order."""
 
-    @_builtins.property
-    def decode_steps(self) -> Global___DecodeSteps:
-        """Further calls of the core, which stand between the entries; since version 2."""
-
     def __init__(
         self,
         *,
@@ -68,109 +63,14 @@ class Batch(_message.Message):
         entries: _abc.Iterable[Global___Entry] | None = ...,
         snapshot: _builtins.bytes = ...,
         snapshot_complete: _builtins.bool = ...,
-        decode_steps: Global___DecodeSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "opening", b"opening"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_steps", b"decode_steps", "entries", b"entries", "opening", b"opening", "peers", b"peers", "snapshot", b"snapshot", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "opening", b"opening", "peers", b"peers", "snapshot", b"snapshot", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Batch: _TypeAlias = Batch  # noqa: Y015
-
-@_typing.final
-class DecodeSteps(_message.Message):
-    """Calls of steps in which the same rows decode again, field by field. The place of a call is its index among all calls and
-    entries of the batch; places are differences to that of the call before in the same list.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PLAN_PLACES_FIELD_NUMBER: _builtins.int
-    PLAN_TIMES_FIELD_NUMBER: _builtins.int
-    PLAN_WORKERS_FIELD_NUMBER: _builtins.int
-    DECODES_CHANGES_FIELD_NUMBER: _builtins.int
-    APPENDS_FIELD_NUMBER: _builtins.int
-    APPEND_ROWS_FIELD_NUMBER: _builtins.int
-    APPEND_BLOCKS_FIELD_NUMBER: _builtins.int
-    ANSWER_PLACES_FIELD_NUMBER: _builtins.int
-    ANSWER_TIMES_FIELD_NUMBER: _builtins.int
-    ANSWER_WORKERS_FIELD_NUMBER: _builtins.int
-    IDLE_NS_FIELD_NUMBER: _builtins.int
-    HAS_TIMINGS_FIELD_NUMBER: _builtins.int
-    TIMINGS_FIELD_NUMBER: _builtins.int
-    append_rows: _builtins.bytes
-    """These rows, and their blocks, of all plans: columns as in Plan."""
-    append_blocks: _builtins.bytes
-    """See append_rows."""
-    @_builtins.property
-    def plan_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """plan(): places."""
-
-    @_builtins.property
-    def plan_times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Times of the core's clock, seconds."""
-
-    @_builtins.property
-    def plan_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Peer indices of the workers."""
-
-    @_builtins.property
-    def decodes_changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Differences of decode rows to the worker's last plan."""
-
-    @_builtins.property
-    def appends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Numbers of rows that get a block."""
-
-    @_builtins.property
-    def answer_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """handle(StepDone): places."""
-
-    @_builtins.property
-    def answer_times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Times of the core's clock, seconds."""
-
-    @_builtins.property
-    def answer_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Peer indices of the workers."""
-
-    @_builtins.property
-    def idle_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Times for which the devices were idle before the steps, nanoseconds."""
-
-    @_builtins.property
-    def has_timings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Whether the workers sent timings."""
-
-    @_builtins.property
-    def timings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The fields of Timings, six of each answer that has them."""
-
-    def __init__(
-        self,
-        *,
-        plan_places: _abc.Iterable[_builtins.int] | None = ...,
-        plan_times: _abc.Iterable[_builtins.float] | None = ...,
-        plan_workers: _abc.Iterable[_builtins.int] | None = ...,
-        decodes_changes: _abc.Iterable[_builtins.int] | None = ...,
-        appends: _abc.Iterable[_builtins.int] | None = ...,
-        append_rows: _builtins.bytes = ...,
-        append_blocks: _builtins.bytes = ...,
-        answer_places: _abc.Iterable[_builtins.int] | None = ...,
-        answer_times: _abc.Iterable[_builtins.float] | None = ...,
-        answer_workers: _abc.Iterable[_builtins.int] | None = ...,
-        idle_ns: _abc.Iterable[_builtins.int] | None = ...,
-        has_timings: _abc.Iterable[_builtins.bool] | None = ...,
-        timings: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_places", b"answer_places", "answer_times", b"answer_times", "answer_workers", b"answer_workers", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "appends", b"appends", "decodes_changes", b"decodes_changes", "has_timings", b"has_timings", "idle_ns", b"idle_ns", "plan_places", b"plan_places", "plan_times", b"plan_times", "plan_workers", b"plan_workers", "timings", b"timings"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DecodeSteps: _TypeAlias = DecodeSteps  # noqa: Y015
 
 @_typing.final
 class Opening(_message.Message):
@@ -192,7 +92,7 @@ class Opening(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     NEEDS_EARLIER_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Version of the format; a reader refuses a newer one."""
+    """Version of the format; a reader refuses any other one."""
     release: _builtins.str
     """Release of the scheduler, and a hash of the core's source files: only the same code replays bit for bit."""
     code: _builtins.str
