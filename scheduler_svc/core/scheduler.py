@@ -29,7 +29,7 @@ from scheduler_svc.core.interface.effects import (
 )
 from scheduler_svc.core.interface.errors import ProtocolViolationError
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.interface.records import Note, NoteKind
+from scheduler_svc.core.interface.records import NoteKind, Notes, QueueNote
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, worker_stats
 from scheduler_svc.core.lifecycle.tables import Tables, tables
@@ -57,7 +57,8 @@ class Scheduler:
         config: limits and policies.
         incarnation: a random 64-bit number that no earlier core had.
         facts: gets everything that decisions learn from token ids; None: it is computed and used as it is.
-        notes: receives every note of every request's history, in order; the caller empties it. None: not wanted.
+        notes: receives every note of every request's history and of every queue, in order; the caller empties it. None:
+            not wanted.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Scheduler:
         config: CoreConfig,
         incarnation: int,
         facts: TokenFacts | None = None,
-        notes: list[Note] | None = None,
+        notes: Notes | None = None,
     ) -> None:
         self._config = config
         self._effects: list[Effect] = []
@@ -73,6 +74,7 @@ class Scheduler:
         self._fleet = Fleet(config, incarnation, facts if facts is not None else TokenFacts())
         self._announced = self._fleet.service()
         self._requests = RequestRegistry(config, self._fleet, self._effects, notes)
+        self._notes = notes
         self._placement = Placement(self._requests.backlog, self._fleet.directory, config.max_num_seqs)
         self._schedule = PlanSchedule(config.max_plans_in_flight)
         self._quarantine = Quarantine()
@@ -126,6 +128,10 @@ class Scheduler:
             self._frontends.numbers,
             now,
         ).run()
+        if outcome.obstacle is not worker.obstacle:
+            worker.obstacle = outcome.obstacle
+            if self._notes is not None:
+                self._notes.append(QueueNote(worker=worker.peer, time=now, reason=outcome.obstacle))
         for refusal in outcome.refused:
             requests.refuse(refusal.request, refusal.reason, now, message=refusal.message)
         if outcome.wanted:

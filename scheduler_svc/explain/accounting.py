@@ -5,15 +5,22 @@ to the end-to-end time by construction. Four kinds of time follow each other:
 
 * at the front end before the submission: tokenising, the check of a grammar, the rest;
 * waiting: charged to the reason that the core noted, or to what threw the request out of its row before;
-* in a row: charged step by step, see `_Walk.step`;
+* in a row: charged step by step, see `_Walk._step`;
 * after the end: the way to the front end, detokenising, the client.
 
 What follows a preemption, a move, or the loss of a worker or scheduler is charged to it until the request decodes
 again. That is the wait, and the computation of tokens that had been computed before.
 
+A request that waits for its turn waits for whatever holds its queue back: rows, memory, the budget of a step. The
+planner notes that per worker. Once a request that arrived later has been admitted first, the order of the policy is the
+cause of the rest. The requests that held the rows meanwhile are named.
+
 The forward pass of a step that also holds chunks of other prompts is divided. A decoding request would have needed the
 usual time of a step without prompts; the rest is charged to the other prompts. A request in prefill is charged in
-proportion to the tokens. If a step took more than `SLOW` times the usual time, the excess is charged to the worker.
+proportion to the tokens. The time that a decode step takes beyond the usual time of the smallest one is charged to the
+other rows of the step. If a step took more than `SLOW` times the usual time, the excess is charged to the worker.
+
+Time in which the scheduler made no entry at all is charged to the scheduler, whatever the request waited for.
 """
 
 import enum
@@ -28,6 +35,9 @@ SLOW = 2.0
 """Multiple of the usual time of a step from which on the worker is the cause of the rest."""
 _LAG_S = 0.01
 """Time from a plan to the beginning of its step that is not yet late, however short the step."""
+_FROZEN = "the scheduler made no entry in its record"
+_NUM_NOTES_REFUSED = 2
+"""Notes of a request that was refused at its arrival."""
 MAX_NEIGHBOURS = 8
 """Neighbours that are named in the worst step and for each cause."""
 
@@ -38,7 +48,10 @@ class CauseKind(enum.Enum):
     FRONT_END = "front end"
     TOKENISING = "tokenising"
     GRAMMAR_CHECK = "checking the grammar"
+    REFUSED = "refused"
     QUEUE = "waiting for its turn"
+    ORDER = "waiting behind later requests"
+    BUDGET = "waiting for room in a step that other prompts fill"
     MEMORY = "waiting for memory"
     ROWS = "waiting for a free row"
     TENANT = "waiting for its tenant's limit"
@@ -53,13 +66,17 @@ class CauseKind(enum.Enum):
     COLD_PREFIX = "own prefill of a prefix that was known before"
     OTHER_PROMPTS = "other prompts' chunks in its steps"
     OWN_DECODE = "own decode"
+    NEIGHBOURS = "other requests in its steps"
     SLOW_WORKER = "slow worker"
     SAMPLING = "sampling"
     COPIES = "block copies in its steps"
     PREEMPTED = "preempted"
     SWAPPED = "swapped out"
     WORKER_LOST = "worker lost"
+    WORKER_SILENT = "worker frozen"
     SCHEDULER_LOST = "scheduler restarted"
+    SCHEDULER_STALLED = "scheduler frozen"
+    SUBMITTED_AGAIN = "connection to the scheduler lost"
     MOVED = "moved to another worker"
     PREFIX_FAILED = "shared prefix failed"
     HELD_CREDIT = "held out: its reader took no output"
@@ -83,17 +100,24 @@ _OF_REASON = {
     WaitReason.ELSEWHERE: CauseKind.PLACEMENT,
     WaitReason.ALONE: CauseKind.ALONE,
     WaitReason.NO_WORKER: CauseKind.NO_WORKER,
+    WaitReason.BUDGET: CauseKind.BUDGET,
 }
+_OF_QUEUE = frozenset((WaitReason.TURN, WaitReason.ROWS, WaitReason.BUDGET))
+"""Reasons that the note about the worker's queue replaces."""
+_OF_ORDER = frozenset((CauseKind.QUEUE, CauseKind.ROWS, CauseKind.BUDGET))
+"""Waits that an admission of a later request would have ended."""
+_REFUSALS = frozenset(("queue_full", "tenant_limit", "invalid", "no_worker", "deadline", "duplicate", "shutdown"))
+"""Reasons of an end that refuse a request, if it comes at once."""
 _OF_DEPARTURE = {
     NoteKind.PREEMPTED: CauseKind.PREEMPTED,
     NoteKind.SWAPPED: CauseKind.SWAPPED,
     NoteKind.LOST: CauseKind.WORKER_LOST,
+    NoteKind.SILENT: CauseKind.WORKER_SILENT,
     NoteKind.SCHEDULER_LOST: CauseKind.SCHEDULER_LOST,
+    NoteKind.SUBMITTED_AGAIN: CauseKind.SUBMITTED_AGAIN,
     NoteKind.MOVED: CauseKind.MOVED,
     NoteKind.PREFIX_FAILED: CauseKind.PREFIX_FAILED,
 }
-_BLOCKED_BY_OTHERS = frozenset((CauseKind.QUEUE, CauseKind.ROWS, CauseKind.MEMORY, CauseKind.BATCH, CauseKind.TENANT))
-"""Waits that the requests which were admitted meanwhile explain."""
 
 
 @dataclass(slots=True)
@@ -136,9 +160,12 @@ class Account:
 def account(life: Life) -> Account:
     """Divide a request's life into causes."""
     walk = _Walk(life)
-    walk.front_end()
-    walk.core()
-    total = walk.after_end()
+    if life.end in _REFUSALS and len(life.notes) == _NUM_NOTES_REFUSED:
+        total = walk.refused()
+    else:
+        walk.front_end()
+        walk.core()
+        total = walk.after_end()
     causes = sorted((each for each in walk.causes.values() if each.seconds > 0), key=lambda each: -each.seconds)
     return Account(life, tuple(causes), total, walk.worst, walk.error_s)
 
@@ -163,6 +190,15 @@ class _Walk:
         """Why it is held out of steps, until its next step."""
         self._has_decoded = False
         self._num_computed = life.num_cached_tokens
+
+    def refused(self) -> float:
+        """Charge the whole time to the refusal."""
+        life, report = self._life, self._life.report
+        in_core = life.notes[-1].time - life.notes[0].time
+        seconds = in_core if report is None else max(in_core, report.submitted_s + report.finished_s)
+        self.error_s = None if report is None else 0.0
+        self._charge(CauseKind.REFUSED, seconds, life.notes[-1].text.removeprefix("ended: "))
+        return self._total
 
     # ---------------------------------------------------------------- front end
 
@@ -190,7 +226,10 @@ class _Walk:
         in_core = self._at - life.notes[0].time
         link = max(0.0, report.ended_s - in_core)
         self.error_s = link / 2
-        self._charge(CauseKind.LINK, link)
+        first = life.notes[0].time
+        frozen = min(link, sum(end - begin for begin, end in self._stalls_between(first - link, first)))
+        self._charge(CauseKind.SCHEDULER_STALLED, frozen, _FROZEN)
+        self._charge(CauseKind.LINK, link - frozen)
         rest = max(0.0, report.finished_s - max(report.ended_s, in_core))
         for kind, seconds in ((CauseKind.CLIENT, report.client_s), (CauseKind.DETOKENISING, report.detokenise_s)):
             part = min(max(seconds, 0.0), rest)
@@ -207,7 +246,7 @@ class _Walk:
         reason, in_row = WaitReason.TURN, False
         for note in life.notes[1:]:
             if in_row:
-                self._run_until(note.time, lost=note if note.kind is NoteKind.LOST else None)
+                self._run_until(note.time, lost=note if note.kind in _LOSSES else None)
             else:
                 self._wait_until(note.time, reason)
             match note.kind:
@@ -230,13 +269,83 @@ class _Walk:
                 self._wait_until(life.until, reason)
 
     def _wait_until(self, end: float, reason: WaitReason) -> None:
+        for begin, finish in self._stalls_between(self._at, end):
+            self._wait_awake(begin, reason)
+            self._charge(CauseKind.SCHEDULER_STALLED, finish - self._at, _FROZEN)
+            self._at = max(self._at, finish)
+        self._wait_awake(end, reason)
+
+    def _wait_awake(self, end: float, reason: WaitReason) -> None:
+        """Charge a wait in which the scheduler was alive."""
+        if end <= self._at:
+            return
         if self._departure is not None and reason is not WaitReason.CREDIT:
             self._charge_departure(end - self._at)
+        elif reason in _OF_QUEUE:
+            self._wait_in_queue(end, reason)
         else:
             kind = _OF_REASON[reason]
-            by = self._life.went_first if kind in _BLOCKED_BY_OTHERS else ()
             detail = "" if kind.value.endswith(reason.value) else reason.value
-            self._charge(kind, end - self._at, detail, by)
+            self._charge(kind, end - self._at, detail, self._holders(kind, self._at, end))
+        self._at = end
+
+    def _wait_in_queue(self, end: float, reason: WaitReason) -> None:
+        """Charge a wait for its turn to what held back the queue of the worker that admitted it, or of any worker."""
+        life = self._life
+        worker_id = next((worker for time, worker in life.placements if time >= end - _LAG_S), None)
+        known = [each for each in life.obstacles if worker_id is None or each.worker_id == worker_id]
+        before = [each for each in known if each.time <= self._at]
+        changes = [(self._at, before[-1].reason)] if before else [(self._at, reason)]
+        changes += [(each.time, each.reason) for each in known if self._at < each.time < end]
+        overtaken = min((each.time for each in life.went_first if each.is_later), default=end)
+        for (begin, obstacle), finish in zip(changes, [time for time, _ in changes[1:]] + [end], strict=True):
+            kind = _OF_REASON[obstacle if obstacle is not None else WaitReason.TURN]
+            parts = [(begin, finish, kind)]
+            if kind in _OF_ORDER and overtaken < finish:
+                middle = max(begin, overtaken)
+                parts = [(begin, middle, kind), (middle, finish, CauseKind.ORDER)]
+            for since, until, each in parts:
+                detail = f"the policy is {life.policy}" if each is CauseKind.ORDER and life.policy else ""
+                self._charge(each, until - since, detail, self._holders(each, since, until, worker_id))
+
+    def _holders(
+        self, kind: CauseKind, since: float, until: float, worker_id: str | None = None
+    ) -> "Counter[StreamKey]":
+        """Return the requests that held what this one waited for, with weights."""
+        life, found = self._life, Counter[StreamKey]()
+        if until <= since:
+            return found
+        if kind in (CauseKind.ROWS, CauseKind.MEMORY, CauseKind.TENANT, CauseKind.ALONE):
+            for each in life.holdings:
+                overlap = min(each.until, until) - max(each.since, since)
+                is_meant = each.tenant == life.tenant if kind is CauseKind.TENANT else True
+                if overlap > 0 and is_meant and worker_id in (None, each.worker_id):
+                    weight = each.num_tokens if kind is CauseKind.MEMORY else 1
+                    found[each.key] += max(1, round(1e3 * overlap * weight))
+        elif kind is CauseKind.BUDGET:
+            for step in life.steps:
+                if step.planned < until and step.answered > since and worker_id in (None, step.worker_id):
+                    found.update(step.chunks)
+            found.pop(self._key, None)
+        elif kind is CauseKind.ORDER:
+            found.update(each.key for each in life.went_first if each.is_later and each.time <= until)
+        elif kind is CauseKind.QUEUE:
+            found.update(each.key for each in life.went_first if since <= each.time <= until)
+        elif kind is CauseKind.PREFIX and life.known_by is not None:
+            found[life.known_by] = 1
+        return found
+
+    def _stalls_between(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """Return the parts of the scheduler's stalls that lie in an interval."""
+        return [(max(a, begin), min(b, end)) for a, b in self._life.stalls if min(b, end) > max(a, begin)]
+
+    def _charge_link(self, end: float) -> None:
+        """Charge the time up to `end`, in which the request was on its way between processes."""
+        for begin, finish in self._stalls_between(self._at, end):
+            self._charge(CauseKind.LINK, begin - self._at)
+            self._charge(CauseKind.SCHEDULER_STALLED, finish - begin, _FROZEN)
+            self._at = finish
+        self._charge(CauseKind.LINK, end - self._at)
         self._at = max(self._at, end)
 
     def _skip_steps(self) -> None:
@@ -257,7 +366,7 @@ class _Walk:
             else:
                 others.append(step)
         if lost is not None:
-            self._charge(CauseKind.WORKER_LOST, end - self._at, lost.text)
+            self._charge(_OF_DEPARTURE[lost.kind], end - self._at, lost.text)
             self._at = max(self._at, end)
         else:
             # Steps that are answered later may already occupy the worker.
@@ -280,13 +389,13 @@ class _Walk:
         if busy > 0:
             self._charge(CauseKind.COPIES, step.copy_s * share)
             usual = self._charge_excess(step, share)
-            self._charge(CauseKind.SAMPLING, step.sample_s * share * usual)
-            self._forward(step, (step.forward_s + step.prepare_s) * share * usual)
+            theirs = self._charge_neighbours(step, share, usual)
+            self._charge(CauseKind.SAMPLING, step.sample_s * share * (usual - theirs))
+            self._forward(step, (step.forward_s + step.prepare_s) * share * (usual - theirs), theirs)
         else:
             self._forward(step, finish - begin)
         self._at = finish
-        self._charge(CauseKind.LINK, step.answered - finish)
-        self._at = step.answered
+        self._charge_link(step.answered)
         seconds = step.answered - before
         if self.worst is None or seconds > self.worst.seconds:
             self.worst = _worst(step, seconds, self._key)
@@ -302,12 +411,25 @@ class _Walk:
         self._charge(CauseKind.SLOW_WORKER, step.computing_s * share * (1.0 - part), times)
         return part
 
-    def _forward(self, step: Step, seconds: float) -> None:
-        """Divide the time of a forward pass."""
+    def _charge_neighbours(self, step: Step, share: float, usual: float) -> float:
+        """Charge the time that the other decode rows cost; return its part of the step's time, 0 to `usual`."""
+        others = sorted(key for key in step.decodes if key != self._key)
+        known = self._life.usual
+        if known is None or not others or self._key in step.chunks or self._departure is not None:
+            return 0.0
+        alone, together = known.alone_s(1 + len(others)), known.decode_s(len(step.decodes))
+        if alone is None or together is None or step.computing_s <= 0:
+            return 0.0
+        part = min(usual, max(0.0, min(together, step.computing_s * usual) - alone) / step.computing_s)
+        self._charge(CauseKind.NEIGHBOURS, step.computing_s * share * part, by=others)
+        return part
+
+    def _forward(self, step: Step, seconds: float, neighbours: float = 0.0) -> None:
+        """Divide the time of a forward pass; `neighbours` is the part of the step that the other rows took."""
         others = {key: tokens for key, tokens in step.chunks.items() if key != self._key}
         theirs = 0.0
         if others:
-            theirs = seconds * self._share_of_others(step, sum(others.values()))
+            theirs = seconds * self._share_of_others(step, sum(others.values()), neighbours)
             self._charge(CauseKind.OTHER_PROMPTS, theirs, by=others)
         own = seconds - theirs
         if self._departure is not None:
@@ -317,14 +439,15 @@ class _Walk:
         else:
             self._charge_prefill(own, step.chunks[self._key])
 
-    def _share_of_others(self, step: Step, num_tokens: int) -> float:
-        """Return the share of a forward pass that other prompts take."""
+    def _share_of_others(self, step: Step, num_tokens: int, neighbours: float) -> float:
+        """Return the share of a forward pass, without the part of the other rows, that other prompts take."""
         without = None
         if self._key not in step.chunks and self._life.usual is not None:
             without = self._life.usual.decode_s(len(step.decodes))
         if without is None or step.computing_s <= 0:
             return num_tokens / step.num_tokens
-        return max(0.0, 1.0 - without / step.computing_s)
+        rest = step.computing_s * (1.0 - neighbours)
+        return max(0.0, 1.0 - max(0.0, without - step.computing_s * neighbours) / rest) if rest > 0 else 0.0
 
     def _charge_prefill(self, seconds: float, num_tokens: int) -> None:
         """Charge own prefill; tokens that an earlier request had as well count as a cold prefix."""
@@ -356,11 +479,16 @@ class _Walk:
             if self._departure is not None:
                 self._charge_departure(end - self._at)
             else:
-                self._charge_lag(end - self._at, before)
+                self._charge_lag(end, before)
         self._at = end
 
-    def _charge_lag(self, seconds: float, step: Step | None) -> None:
-        """Charge the time from a plan to the beginning of its step."""
+    def _charge_lag(self, end: float, step: Step | None) -> None:
+        """Charge the time from a plan to the beginning of its step, which ends at `end`."""
+        for begin, finish in self._stalls_between(self._at, end):
+            self._charge(CauseKind.LINK, begin - self._at)
+            self._charge(CauseKind.SCHEDULER_STALLED, finish - begin, _FROZEN)
+            self._at = finish
+        seconds = end - self._at
         usual = self._life.usual.step_s(step) if self._life.usual is not None and step is not None else None
         if step is not None and usual is not None and seconds > SLOW * max(usual, _LAG_S):
             late = f"{step.worker_id} began late with a step"
@@ -388,8 +516,7 @@ class _Walk:
 
     def _charge_idle(self, end: float) -> None:
         if end > self._at:
-            self._charge(CauseKind.LINK, end - self._at)
-            self._at = end
+            self._charge_link(end)
 
     # ----------------------------------------------------------------
 
@@ -418,6 +545,7 @@ class _Walk:
         cause.by.update(by)
 
 
+_LOSSES = frozenset((NoteKind.LOST, NoteKind.SILENT))
 _HELD = {WaitReason.CREDIT.value: CauseKind.HELD_CREDIT, WaitReason.MEMORY.value: CauseKind.HELD_MEMORY}
 
 

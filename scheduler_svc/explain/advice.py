@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 
+from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES
 from scheduler_svc.explain.accounting import Account, Cause, CauseKind
 from scheduler_svc.explain.facts import Life
 
+_UNAVOIDABLE = frozenset((CauseKind.LINK, CauseKind.FRONT_END, CauseKind.STEP_BEFORE))
+"""Causes that take some milliseconds of every request."""
+_SHORT_S = 0.1
 _ADVICE: dict[CauseKind, str] = {
     CauseKind.FRONT_END: "the front end itself was slow: start more of them (--frontends) or give them more cores",
     CauseKind.TOKENISING: "tokenise on the client and send token ids, or start more front ends (--frontends)",
@@ -12,6 +16,13 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.QUEUE: (
         "more requests arrive than are served: add a worker, or lower --max-queued-requests so that callers are"
         " refused early; a priority or a deadline lets urgent requests go first"
+    ),
+    CauseKind.ORDER: (
+        "the policy served requests first that arrived later: give this one a higher priority, an earlier deadline or"
+        " a smaller expected_output_tokens, or use --policy fcfs"
+    ),
+    CauseKind.BUDGET: (
+        "other prompts filled the steps: bound their chunks with --long-prefill-token-threshold, or add a worker"
     ),
     CauseKind.ROWS: "all rows are taken: raise --max-num-seqs if memory allows, or add a worker",
     CauseKind.MEMORY: (
@@ -23,9 +34,7 @@ _ADVICE: dict[CauseKind, str] = {
         " spread the tenant's requests over time"
     ),
     CauseKind.GRAMMAR: "a new grammar is compiled once per worker: reuse grammars, or make this one simpler",
-    CauseKind.PREFIX: (
-        "it waited for a prefix that another request computed, which saved computing it twice; nothing to do"
-    ),
+    CauseKind.PREFIX: "",
     CauseKind.BATCH: "the batching mode collects requests: use --batching continuous, or a shorter --max-wait-ms",
     CauseKind.PLACEMENT: "it waited for another worker's plan; if that is frequent, add rows or workers",
     CauseKind.ALONE: "workers died while they computed it, so it runs alone; see the workers' logs for the reason",
@@ -39,15 +48,28 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.OTHER_PROMPTS: (
         "bound other prompts' chunks in each step: set --long-prefill-token-threshold or lower --max-num-batched-tokens"
     ),
-    CauseKind.OWN_DECODE: (
-        "its own tokens take this long: ask for fewer, or use faster workers; fewer rows per worker (--max-num-seqs)"
-        " make each token faster"
+    CauseKind.OWN_DECODE: ("its own tokens take this long: ask for fewer, or use faster workers"),
+    CauseKind.NEIGHBOURS: (
+        "the other requests in its steps made each token slower: lower --max-num-seqs, or add a worker"
     ),
     CauseKind.SLOW_WORKER: (
         "one worker is slower than usual: drain it (`quire drain`) and see what else runs on its machine"
     ),
     CauseKind.SAMPLING: "sampling takes long: penalties, log-probabilities and grammars cost time per token",
     CauseKind.COPIES: "blocks were copied between device and host: give workers more KV memory",
+    CauseKind.WORKER_SILENT: (
+        "its worker did nothing for a while, and its process did not end: see what stopped the process, or what else"
+        " used its machine; spare workers shorten the wait"
+    ),
+    CauseKind.SCHEDULER_STALLED: (
+        "the scheduler did nothing for a while, and its process did not end: see what stopped the process, or what else"
+        " used its machine"
+    ),
+    CauseKind.SUBMITTED_AGAIN: (
+        "its front end and the scheduler lost each other: see the network between them, and the load of the front"
+        " end's machine"
+    ),
+    CauseKind.REFUSED: "it was refused: see the message that its client got",
     CauseKind.PREEMPTED: (
         "a more urgent request took its place: give it the same priority or class, raise --preempt-threshold, or give"
         " workers more rows or KV memory"
@@ -71,10 +93,12 @@ _ADVICE: dict[CauseKind, str] = {
 
 
 def advice(found: Account) -> str:
-    """Return what would have helped."""
+    """Return what would have helped; empty if no setting and no action would."""
     if not found.causes:
-        return "nothing: it took no time"
+        return ""
     first = found.causes[0]
+    if first.kind in _UNAVOIDABLE and first.seconds < _SHORT_S:
+        return ""
     special = _SPECIAL.get(first.kind)
     return (special(first, found.life) if special is not None else "") or _ADVICE[first.kind]
 
@@ -90,7 +114,34 @@ def _worker(cause: Cause, life: Life) -> str:
     return f"{' and '.join(workers)} is slower than usual: drain it (`quire drain`) and see what else runs there"
 
 
+def _preempted(_cause: Cause, life: Life) -> str:
+    """Return the advice for a request that was preempted by memory only, because the policy preempts for nothing else.
+
+    Empty if a priority may have been the reason.
+    """
+    if not life.policy or life.policy in PREEMPTIVE_POLICIES:
+        return ""
+    return (
+        "the KV memory was full and it arrived last: give workers more of it (--kv-cache-memory), lower --max-num-seqs,"
+        " or use --capacity guaranteed_no_evict"
+    )
+
+
+def _refused(_cause: Cause, life: Life) -> str:
+    tenant = f"tenant {life.tenant!r}" if life.tenant else "its tenant"
+    return {
+        "tenant_limit": f"{tenant} is at its own limit: raise its max_queued in the admission file",
+        "queue_full": "the queue was full: add a worker, raise --max-queued-requests, or let the client retry later",
+        "deadline": "its deadline could not be met: allow more time, or add a worker",
+        "no_worker": "no worker could serve it: start one, or see why none is ready (`quire workers`)",
+        "shutdown": "the service was shutting down: let the client try again",
+    }.get(life.end, "")
+
+
 _SPECIAL: dict[CauseKind, Callable[[Cause, Life], str]] = {
     CauseKind.TENANT: _tenant,
     CauseKind.SLOW_WORKER: _worker,
+    CauseKind.PREEMPTED: _preempted,
+    CauseKind.SWAPPED: _preempted,
+    CauseKind.REFUSED: _refused,
 }

@@ -69,7 +69,11 @@ def _of_request(request_id: str, segments: list[Segment]) -> Answer:
     count = 1
     while True:
         found = study(segments[-count:], wanted=lambda _key, name: name == request_id)
-        is_whole = found.lives and all(life.notes[0].time >= found.first_time for life in found.lives)
+        is_whole = (
+            found.lives
+            and not found.needs_earlier
+            and all(life.notes[0].time >= found.first_time for life in found.lives)
+        )
         if is_whole or count >= len(segments):
             break
         count *= 2

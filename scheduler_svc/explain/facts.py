@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from scheduler_svc.core.interface.records import Note, Peer
+from scheduler_svc.core.interface.records import Note, Peer, WaitReason
 
 
 class StreamKey(NamedTuple):
@@ -86,6 +86,34 @@ class Report:
     """Waiting for the client to read before the end; it delays only messages, unless the credit runs out."""
 
 
+class Obstacle(NamedTuple):
+    """What held back the requests that competed for a worker, from a time on."""
+
+    time: float
+    worker_id: str
+    reason: WaitReason | None
+
+
+class Holding(NamedTuple):
+    """A row that another request held while this one waited."""
+
+    key: StreamKey
+    tenant: str
+    worker_id: str
+    since: float
+    until: float
+    num_tokens: int
+
+
+class Passing(NamedTuple):
+    """Admission of another request while this one waited."""
+
+    key: StreamKey
+    time: float
+    is_later: bool
+    """Whether the other request arrived later."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
     """One request from its arrival at the core to its end."""
@@ -108,7 +136,19 @@ class Life:
     report: Report | None = None
     until: float | None = None
     """The present, for a live request; None: it has ended."""
-    went_first: tuple[StreamKey, ...] = ()
+    end: str = ""
+    """The value of its end reason; empty: it is live."""
+    policy: str = ""
+    """The scheduling policy of its class; empty: not known."""
+    placements: tuple[tuple[float, str], ...] = ()
+    """(time, worker) of its admissions, in order."""
+    obstacles: tuple[Obstacle, ...] = ()
+    """What held back the queues of the workers, in order of time."""
+    holdings: tuple[Holding, ...] = ()
+    """Rows that others held while it waited."""
+    stalls: tuple[tuple[float, float], ...] = ()
+    """(begin, end) of the times in which its scheduler did nothing at all."""
+    went_first: tuple[Passing, ...] = ()
     """Requests that were admitted while it waited, in order."""
     known_tokens: int = 0
     """Leading prompt tokens that an earlier request had as well, whether they were still cached or not."""
@@ -147,6 +187,11 @@ class Usual:
     def step_s(self, step: Step) -> float | None:
         """Return how long such a step usually takes, without block copies; None if too few are known."""
         return self._medians.get(_size(step))
+
+    def alone_s(self, num_decodes: int) -> float | None:
+        """Return how long the smallest usual decode step takes that has no more rows; None if too few are known."""
+        sizes = [rows for tokens, rows in self._medians if not tokens and 0 < rows <= num_decodes.bit_length()]
+        return self._medians[0, min(sizes)] if sizes else None
 
     def decode_s(self, num_decodes: int) -> float | None:
         """Return how long a step of so many decode rows and no prompt usually takes; None if too few are known."""

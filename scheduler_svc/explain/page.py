@@ -22,7 +22,8 @@ def page(found: Account) -> str:
         lines += [f"{'':>23}{detail}" for detail in _details(cause, life)]
     if found.worst is not None:
         lines += ["", *_worst(found.worst, life)]
-    lines += ["", f"What would have helped: {advice(found)}."]
+    helps = advice(found)
+    lines += ["", f"What would have helped: {helps}." if helps else "No setting would have made it faster."]
     if found.error_s is not None:
         lines.append(
             f"The way to and from the front end is divided with an error of at most {seconds_text(found.error_s)}."

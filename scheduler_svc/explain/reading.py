@@ -9,13 +9,15 @@ Who decodes in a step is not recorded. It follows from the plans: a request deco
 its row leaves, in all steps in which the row is not held out.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
-from scheduler_svc.explain.facts import Life, Report, Step, StreamKey, Usual
+from scheduler_svc.core.interface.records import EndReason, Note, NoteKind, Peer, QueueNote, RequestEnded, WaitReason
+from scheduler_svc.explain.facts import Holding, Life, Obstacle, Passing, Report, Step, StreamKey, Usual
 from scheduler_svc.recorder.decoding import Opening, WorkerAtStart
 from scheduler_svc.recorder.reader import Segment
 from scheduler_svc.recorder.values import Entry, FrontendReported, PlanAsked, PlanDigest, Timings
@@ -23,6 +25,11 @@ from scheduler_svc.recorder.worker_clock import WorkerClock
 from shared.prefix_keys import KEY_BYTES
 
 _MAX_WENT_FIRST = 256
+_MAX_HOLDINGS = 4096
+_SAME_S = 0.1
+"""Most time between the loss of a worker and the note of a request that it ran, s."""
+STALL_S = 1.0
+"""Time between two entries from which on the scheduler has stalled: an idle one makes two entries per second."""
 _MAX_ALIKE = 4
 """Newest requests with the same first block that are compared for a common prefix."""
 _MAX_SAMPLES = 20_000
@@ -34,6 +41,8 @@ class _Row:
     key: StreamKey
     prefill_left: int
     held: bool = False
+    since: float = 0.0
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -48,6 +57,9 @@ class _Worker:
     """Requests that decode in the next plan; None: the rows have changed."""
     drafting: dict[int, dict[int, StreamKey]] = field(default_factory=dict)
     """Requests by row, of plans without an answer; only of a worker that verifies drafts."""
+    obstacle: WaitReason | None = None
+    process: str = ""
+    pid: int = 0
 
 
 @dataclass(slots=True)
@@ -61,11 +73,16 @@ class _Request:
     num_cached: int = -1
     num_drafted: int = 0
     num_accepted: int = 0
-    went_first: list[StreamKey] = field(default_factory=list)
+    went_first: list[Passing] = field(default_factory=list)
+    placements: list[tuple[float, str]] = field(default_factory=list)
+    obstacles: list[Obstacle] = field(default_factory=list)
+    holdings: list[Holding] = field(default_factory=list)
     known_tokens: int = 0
     known_by: StreamKey | None = None
     cut_at: float | None = None
     """When the record of its scheduler ended, unless another one has taken it over."""
+    arrival: float = 0.0
+    """When it arrived at the newest scheduler."""
     taken_over_s: float = 0.0
     """From the first arrival to the arrival at the newest scheduler."""
 
@@ -99,6 +116,8 @@ class Findings:
     """Wall clock of the last entry, s."""
     clock_error_s: float = 0.0
     """Largest bound of the error of a worker's clock."""
+    needs_earlier: bool = False
+    """Whether a wanted request was accepted by a scheduler whose record is not part of this pass."""
 
 
 Wanted = Callable[[StreamKey, str], bool]
@@ -145,11 +164,19 @@ class _Pass:
         """From the clock of the present scheduler to that of the first one."""
         self._cut_off: dict[tuple[str, int], tuple[StreamKey, _Request]] = {}
         """Wanted requests that were live when their scheduler ended, by id and stream."""
+        self._stalls: list[tuple[float, float]] = []
+        """Times in which the scheduler did nothing."""
+        self._silent: list[tuple[str, float, float]] = []
+        """(worker, loss, return) of workers that were lost and came back as the same process."""
+        self._lost_processes: dict[str, tuple[str, float]] = {}
+        """By process: the name of a lost worker, and the time of its loss."""
+        self._config: dict[str, Any] = {}
         self._first_keys: dict[StreamKey, StreamKey] = {}
         """Keys of requests that were taken over: the key at their first scheduler."""
         self._handlers: dict[type, Callable[..., None]] = {
             ev.RequestArrived: self._arrived,
             Note: self._noted,
+            QueueNote: self._queue_noted,
             PlanAsked: self._planned,
             RequestEnded: self._ended,
             FrontendReported: self._reported,
@@ -163,7 +190,9 @@ class _Pass:
             if opening.incarnation != self._incarnation or opening.first_index != self._next_index:
                 self._open(opening)
             for entry in entries:
-                self._now, self._next_index = entry.time + self._offset, entry.index + 1
+                before, self._now, self._next_index = self._now, entry.time + self._offset, entry.index + 1
+                if self._now - before > STALL_S:
+                    self._stalls.append((before, self._now))
                 if isinstance(entry.what, ev.StepDone):
                     self._answered(entry.what, entry.timings)
                 elif (handler := self._handlers.get(type(entry.what))) is not None:
@@ -173,6 +202,9 @@ class _Pass:
         found.clock_error_s = max((worker.clock.error_s for worker in self._workers.values()), default=0.0)
         if found.clock_error_s == float("inf"):
             found.clock_error_s = 0.0
+        for request in self._watched.values():
+            if not _is_in_row(request.notes):
+                self._add_holdings(request, self._workers.values())
         usual = Usual(self._samples)
         found.lives = [self._life(key, request, usual) for key, request in self._told]
         return found
@@ -192,6 +224,7 @@ class _Pass:
         self._incarnation, self._next_index = opening.incarnation, opening.first_index
         self._now = opening.core_time + self._offset
         self._found.first_time = self._found.first_time or self._now
+        self._config = json.loads(opening.config) if opening.config else {}
         self._workers.clear()
         self._live.clear()
         self._watched.clear()
@@ -201,10 +234,12 @@ class _Pass:
             self._take_over(state)
 
     def _take_over(self, state: WorkerAtStart) -> None:
-        worker = self._workers[state.hello.worker] = _Worker(state.hello.worker_id, state.hello.max_draft_tokens)
+        self._hello(state.hello)
+        worker = self._workers[state.hello.worker]
+        self._set_obstacle(worker, state.obstacle)
         for row in state.rows:
             key = self._key(row.frontend, row.stream)
-            worker.rows[row.row] = _Row(key, row.prefill_left, row.held)
+            worker.rows[row.row] = _Row(key, row.prefill_left, row.held, self._now)
             request = self._live.get(key)
             if request is not None:
                 request.workers.add(worker.worker_id)
@@ -224,11 +259,13 @@ class _Pass:
         if self._take_over_request(key, event, arrival):
             return
         self._found.names[key] = request_id
-        request = self._live[key] = _Request(event, [_note(key, arrival, NoteKind.ARRIVED, "arrived")])
+        request = self._live[key] = _Request(event, [_note(key, arrival, NoteKind.ARRIVED, "arrived")], arrival=arrival)
         same = self._alike.setdefault(event.block_keys[:KEY_BYTES], []) if event.block_keys else []
         if self._wanted(key, request_id):
             self._watched[key] = request
             self._told.append((key, request))
+            self._found.needs_earlier |= event.accepted
+            request.obstacles += [Obstacle(arrival, each.worker_id, each.obstacle) for each in self._workers.values()]
             # The last token is always computed, because its logits are needed.
             most = (event.spec.num_prompt_tokens - 1) // event.block_size if same else 0
             for keys, other in same:
@@ -242,13 +279,19 @@ class _Pass:
     def _take_over_request(self, key: StreamKey, event: ev.RequestArrived, arrival: float) -> bool:
         """Return whether an arrival continues a request of the scheduler before; if so, go on with its life."""
         first_key, request = self._cut_off.pop((event.spec.request_id, key.stream), (key, None))
-        if request is None or request.cut_at is None:
+        if request is None or request.cut_at is None or (request.end is not None and not event.accepted):
             return False
-        text = "its scheduler ended; the next one took it over"
-        request.notes.append(_note(first_key, request.cut_at, NoteKind.SCHEDULER_LOST, text))
-        if not _is_in_row(request.notes):
+        kind, text = NoteKind.SCHEDULER_LOST, "its scheduler ended; the next one took it over"
+        if request.end is not None:
+            # Its front end was taken for lost, or had given up on a scheduler that did nothing.
+            kind, text = NoteKind.SUBMITTED_AGAIN, "its front end lost the scheduler, and submitted it again"
+            request.end = None
+            request.notes.pop()
+        request.notes.append(_note(first_key, request.cut_at, kind, text))
+        if kind is NoteKind.SCHEDULER_LOST and not _is_in_row(request.notes[:-1]):
             request.notes.append(_note(first_key, arrival, NoteKind.ARRIVED, "arrived again"))
         request.cut_at, request.taken_over_s = None, max(0.0, arrival - request.notes[0].time)
+        request.arrival = arrival
         self._first_keys[key] = first_key
         self._live[first_key] = self._watched[first_key] = request
         return True
@@ -276,7 +319,9 @@ class _Pass:
         request.end = end
         if request.notes[-1].kind is not NoteKind.ENDED:
             request.notes.append(_note(key, self._now, NoteKind.ENDED, f"ended: {end.reason.value}"))
-        self._watched.pop(key, None)
+        if self._watched.pop(key, None) is not None and end.reason is EndReason.CANCELLED:
+            request.cut_at = self._now
+            self._cut_off[request.arrived.spec.request_id, end.stream] = key, request
         if request.report is not None:
             del self._live[key]
         seconds = self._now - request.notes[0].time
@@ -322,10 +367,57 @@ class _Pass:
     # ---------------------------------------------------------------- workers
 
     def _hello(self, hello: ev.WorkerHello) -> None:
-        self._workers[hello.worker] = _Worker(hello.worker_id, hello.max_draft_tokens)
+        if hello.worker in self._workers:
+            self._lost_worker(hello.worker)
+        gone = self._lost_processes.pop(hello.process, None) if hello.process else None
+        if gone is not None:
+            self._silent.append((gone[0], gone[1], self._now))
+        self._workers[hello.worker] = _Worker(
+            hello.worker_id, hello.max_draft_tokens, process=hello.process, pid=hello.pid
+        )
 
     def _lost(self, lost: ev.WorkerLost) -> None:
-        self._workers.pop(lost.worker, None)
+        self._lost_worker(lost.worker)
+
+    def _lost_worker(self, peer: Peer) -> None:
+        worker = self._workers.pop(peer, None)
+        if worker is None:
+            return
+        self._lost_processes[worker.process] = worker.worker_id, self._now
+        for row in worker.rows.values():
+            self._left_row(worker, row)
+
+    def _left_row(self, worker: _Worker, row: _Row) -> None:
+        """Add the row of a request to those that others waited for."""
+        for request in self._watched.values():
+            if not _is_in_row(request.notes):
+                self._add_holding(request, worker, row)
+
+    def _add_holding(self, request: _Request, worker: _Worker, row: _Row) -> None:
+        if len(request.holdings) >= _MAX_HOLDINGS or row.key == self._key_of(request):
+            return
+        holder = self._live.get(row.key)
+        tenant = holder.arrived.spec.tenant if holder is not None else ""
+        request.holdings.append(Holding(row.key, tenant, worker.worker_id, row.since, self._now, row.num_tokens))
+
+    def _add_holdings(self, request: _Request, workers: Iterable[_Worker]) -> None:
+        for worker in workers:
+            for row in worker.rows.values():
+                self._add_holding(request, worker, row)
+
+    def _key_of(self, request: _Request) -> StreamKey:
+        return self._key(request.arrived.frontend, request.arrived.stream)
+
+    def _queue_noted(self, note: QueueNote) -> None:
+        worker = self._workers.get(note.worker)
+        if worker is not None:
+            self._set_obstacle(worker, note.reason)
+
+    def _set_obstacle(self, worker: _Worker, reason: WaitReason | None) -> None:
+        worker.obstacle = reason
+        for request in self._watched.values():
+            if not _is_in_row(request.notes):
+                request.obstacles.append(Obstacle(self._now, worker.worker_id, reason))
 
     def _planned(self, asked: PlanAsked) -> None:
         plan, worker = asked.plan, self._workers.get(asked.worker)
@@ -333,16 +425,25 @@ class _Pass:
             return
         rows = worker.rows
         changed = bool(plan.leaves or plan.admissions or plan.holds or plan.releases)
-        for row in plan.leaves:
-            rows.pop(row, None)
+        for number in plan.leaves:
+            row = rows.pop(number, None)
+            if row is not None:
+                self._left_row(worker, row)
         for admission in plan.admissions:
             key = self._key(admission.frontend, admission.stream)
-            rows[admission.row] = _Row(key, admission.num_tokens - admission.num_computed_tokens)
+            if admission.row in rows:
+                self._left_row(worker, rows[admission.row])
+            rows[admission.row] = _Row(
+                key,
+                admission.num_tokens - admission.num_computed_tokens,
+                since=self._now,
+                num_tokens=admission.num_tokens,
+            )
             self._admitted(key, worker, admission.num_computed_tokens, is_first=not admission.attempt)
         for column, held in ((plan.holds, True), (plan.releases, False)):
-            for row in column:
-                if row in rows:
-                    rows[row].held = held
+            for number in column:
+                if number in rows:
+                    rows[number].held = held
         if changed or worker.decodes is None:
             worker.decodes = frozenset(row.key for row in rows.values() if not row.prefill_left and not row.held)
         decodes, chunks = worker.decodes, self._chunks(worker, plan)
@@ -369,12 +470,15 @@ class _Pass:
         if request is None:
             return
         request.workers.add(worker.worker_id)
+        if self._watched.get(key) is request:
+            self._add_holdings(request, self._workers.values())
+            request.placements.append((self._now, worker.worker_id))
         if request.num_cached < 0:
             request.num_cached = num_computed
         if is_first:
             for other in self._watched.values():
                 if other.num_cached < 0 and other is not request and len(other.went_first) < _MAX_WENT_FIRST:
-                    other.went_first.append(key)
+                    other.went_first.append(Passing(key, self._now, request.arrival > other.arrival))
 
     def _answered(self, done: ev.StepDone, timings: Timings | None) -> None:
         worker = self._workers.get(done.worker)
@@ -420,7 +524,7 @@ class _Pass:
         if is_wanted:
             self._found.steps.append(step)
         for request in self._watched.values():
-            if worker.worker_id in request.workers:
+            if worker.worker_id in request.workers or not _is_in_row(request.notes):
                 request.steps.append(step)
 
     # ----------------------------------------------------------------
@@ -437,7 +541,13 @@ class _Pass:
             num_generated=end.completion_tokens if end is not None else 0,
             num_drafted=request.num_drafted,
             num_accepted=request.num_accepted,
-            notes=tuple(request.notes),
+            notes=tuple(self._with_silent(note) for note in request.notes),
+            end=end.reason.value if end is not None else "",
+            policy=self._policy_of(spec.request_class),
+            placements=tuple(request.placements),
+            obstacles=tuple(request.obstacles),
+            holdings=tuple(request.holdings),
+            stalls=tuple(self._stalls),
             steps=tuple(request.steps),
             report=request.report,
             until=None if end is not None else self._now if request.cut_at is None else request.cut_at,
@@ -447,6 +557,20 @@ class _Pass:
             names=self._found.names,
             usual=usual,
         )
+
+    def _policy_of(self, request_class: str) -> str:
+        of_class = self._config.get("classes", {}).get(request_class)
+        return str((of_class or self._config).get("policy", ""))
+
+    def _with_silent(self, note: Note) -> Note:
+        """Return a note of a lost worker as one of a silent worker if the same process came back."""
+        if note.kind is not NoteKind.LOST:
+            return note
+        for worker_id, lost_at, back_at in self._silent:
+            if abs(note.time - lost_at) < _SAME_S and note.text.startswith(f"lost {worker_id}:"):
+                text = f"{worker_id} was silent; its process did not end, and was back {back_at - lost_at:.1f} s later"
+                return replace(note, kind=NoteKind.SILENT, text=text)
+        return note
 
 
 def _note(key: StreamKey, time: float, kind: NoteKind, text: str) -> Note:

@@ -15,7 +15,17 @@ from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import Int32Array
-from scheduler_svc.core.interface.records import EndReason, GrammarFailure, Log, Note, NoteKind, Peer, RequestEnded
+from scheduler_svc.core.interface.records import (
+    EndReason,
+    GrammarFailure,
+    Log,
+    Note,
+    NoteKind,
+    Peer,
+    QueueNote,
+    RequestEnded,
+    WaitReason,
+)
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.recorder.steps import NS
 from scheduler_svc.recorder.tags import fit, replay_key, to_keys
@@ -58,6 +68,8 @@ class WorkerAtStart:
     last_step: int
     answered_step: int
     rows: list[RowAtStart]
+    obstacle: WaitReason | None = None
+    """What holds back the requests that compete for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +144,7 @@ class Decoder:
                     last_step=state.last_step,
                     answered_step=state.answered_step,
                     rows=rows,
+                    obstacle=WaitReason(state.obstacle) if state.obstacle else None,
                 )
             )
         return Opening(
@@ -232,6 +245,9 @@ class Decoder:
                     text=message.text,
                     by=(peers[by[0]], by[1]) if by else None,
                 )
+            case "queue_note":
+                reason = WaitReason(message.reason) if message.reason else None
+                return QueueNote(worker=peers[message.worker], time=time, reason=reason)
             case "report":
                 return FrontendReported(frontend=peers[message.frontend], report=message.report)
             case _:

@@ -9,7 +9,7 @@ from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
+from scheduler_svc.core.interface.records import Note, NoteKind, Peer, QueueNote, RequestEnded
 from scheduler_svc.recorder.step_view import About, StepView
 from scheduler_svc.recorder.steps import NS, WorkerState, write_answer, write_plan
 from scheduler_svc.recorder.tags import Tagger
@@ -54,6 +54,7 @@ class Encoder:
                 epoch=worker.epoch, last_step=worker.last_step, answered_step=worker.answered_step
             )
             self._hello(state.hello, peer, worker.hello)
+            state.obstacle = worker.obstacle
             for number, row in worker.rows.items():
                 state.rows.add(
                     row=number,
@@ -84,7 +85,13 @@ class Encoder:
             if self.view is not None:
                 self._give(self._show_call, item)
             for note in item.notes:
-                self._note(note)
+                if isinstance(note, QueueNote):
+                    worker = self._workers[note.worker]
+                    worker.obstacle = "" if note.reason is None else note.reason.value
+                    message = self._entry(note.time).queue_note
+                    message.worker, message.reason = self._peer(note.worker), worker.obstacle
+                else:
+                    self._note(note)
             for effect in item.effects:
                 kind = type(effect)
                 if kind is ef.TokensReady:
@@ -138,6 +145,8 @@ class Encoder:
         elif isinstance(item.event, ev.WorkerHello):
             view.joined(item.event.worker, item.event.worker_id, item.now)
         for note in item.notes:
+            if isinstance(note, QueueNote):
+                continue
             arrived = self._live.get((note.frontend, note.stream))
             view.noted(note, "" if arrived is None else arrived.spec.request_id)
         for effect in item.effects:

@@ -12,7 +12,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig, RequestClass, TenantLimits
 from scheduler_svc.core.interface.effects import Effect
-from scheduler_svc.core.interface.records import Note, RequestEnded
+from scheduler_svc.core.interface.records import Note, QueueNote, RequestEnded
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
@@ -197,7 +197,7 @@ class _Run:
         outcome.entries += 1
         self._next_index = entry.index + 1
         what = entry.what
-        if isinstance(what, Note | FrontendReported):
+        if isinstance(what, Note | QueueNote | FrontendReported):
             return None
         if isinstance(what, RequestEnded | ef.WorkerWelcomed):
             return self._effect(entry, what, outcome)

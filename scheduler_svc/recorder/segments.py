@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.segments import SegmentFile, SegmentFolder, files, frame, frames
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 SUFFIX = ".record"
 _HEADER = b"QUIREF\x00\x01"
 """File header; its last byte is the version of the frame format."""

@@ -41,6 +41,8 @@ class WorkerState:
     """Column of the rows of its last answer."""
     received_us: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
+    obstacle: str = ""
+    """The reason of its last queue note; empty: none."""
     is_gone: bool = False
     """Whether the core has dropped it; its late messages may follow."""
 

@@ -15,7 +15,7 @@ from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect
 from scheduler_svc.core.interface.events import Event
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.interface.records import Note, Peer
+from scheduler_svc.core.interface.records import Note, Notes, Peer, QueueNote
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
@@ -31,7 +31,7 @@ class Handled(NamedTuple):
     effects: list[Effect]
     facts: Facts | None
     timings: plan_pb2.StepTimings | None
-    notes: Sequence[Note]
+    notes: Sequence[Note | QueueNote]
     """New lines of requests' histories."""
 
 
@@ -43,7 +43,7 @@ class Planned(NamedTuple):
     plan: Plan | None
     effects: list[Effect]
     facts: Facts | None
-    notes: Sequence[Note]
+    notes: Sequence[Note | QueueNote]
 
 
 class Reported(NamedTuple):
@@ -133,7 +133,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.facts = FactsTaken()
-        self.notes: list[Note] = []
+        self.notes: Notes = []
         # Appending and popping are atomic, so another thread may take the items.
         self.items: deque[Item | Cut] = deque()
         self.timings: plan_pb2.StepTimings | None = None
@@ -155,7 +155,7 @@ class Tape:
         """Append a call of `plan`."""
         self.append(Planned(peer, now, plan, effects, self.facts.take(), self._take_notes()))
 
-    def _take_notes(self) -> Sequence[Note]:
+    def _take_notes(self) -> Sequence[Note | QueueNote]:
         if not self.notes:
             return ()
         notes = self.notes.copy()

@@ -7,7 +7,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.plan import BlockCopy, Plan
-from scheduler_svc.core.interface.records import Note, Peer
+from scheduler_svc.core.interface.records import Note, Peer, QueueNote
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 
 
@@ -107,7 +107,7 @@ class Facts:
     """Rare conditions that were true: the number of false ones before each since the last true one."""
 
 
-What = ev.Event | PlanAsked | ef.RequestEnded | ef.WorkerWelcomed | Note | FrontendReported
+What = ev.Event | PlanAsked | ef.RequestEnded | ef.WorkerWelcomed | Note | QueueNote | FrontendReported
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.interface.records import Note
+from scheduler_svc.core.interface.records import Note, Notes, QueueNote, WaitReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.sim.model_worker import ModelWorker
 from shared.columns import to_column
@@ -33,10 +33,10 @@ class Cluster:
     """Drives one scheduler; every method takes one step of virtual time."""
 
     def __init__(self, **limits: object) -> None:
-        self.notes: list[Note] = []
-        """Notes of all requests, in order."""
+        self.all_notes: Notes = []
+        """Notes of all requests and queues, in order."""
         config = CoreConfig(**limits)  # type: ignore[arg-type]
-        self.core = Scheduler(config, incarnation=1 << 40, notes=self.notes)
+        self.core = Scheduler(config, incarnation=1 << 40, notes=self.all_notes)
         self.now = 100.0
         self.readers: dict[int, Reader] = {}
         self.workers: dict[bytes, ModelWorker] = {}
@@ -45,6 +45,16 @@ class Cluster:
         """All that were made, oldest first."""
         self.effects: list[ef.Effect] = []
         self.handle(ev.FrontendJoined(frontend=FRONTEND))
+
+    @property
+    def notes(self) -> list[Note]:
+        """Notes of all requests, in order."""
+        return [note for note in self.all_notes if isinstance(note, Note)]
+
+    @property
+    def obstacles(self) -> list[WaitReason | None]:
+        """What held back the queues of the workers, in order."""
+        return [note.reason for note in self.all_notes if isinstance(note, QueueNote)]
 
     def handle(self, event: ev.Event) -> list[ef.Effect]:
         """Feeds one event and checks everything that can be checked."""

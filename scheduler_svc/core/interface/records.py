@@ -110,6 +110,7 @@ class WaitReason(enum.Enum):
     ALONE = "a step of its own"
     """Workers died while they computed it, so it shares no step until it is cleared."""
     NO_WORKER = "a worker that can serve it"
+    BUDGET = "room in a step that other prompts fill"
 
     # Each member is one object; the hash of its name, which `Enum` uses, takes five times as long.
     __hash__ = object.__hash__
@@ -136,6 +137,10 @@ class NoteKind(enum.Enum):
     ENDED = "ended"
     SCHEDULER_LOST = "scheduler lost"
     """Its scheduler has ended and the next one took it over; only a reader of records makes this note."""
+    SUBMITTED_AGAIN = "submitted again"
+    """Its front end lost the scheduler, and submitted it again; only a reader of records makes this note."""
+    SILENT = "worker silent"
+    """Its worker was lost, and the same process came back; only a reader of records makes this note."""
 
     __hash__ = object.__hash__
 
@@ -165,6 +170,22 @@ class Note:
             case _:
                 return self.text
 
+
+@dataclass(slots=True, kw_only=True)
+class QueueNote:
+    """The reason why a plan admits none of the requests that still compete for the worker.
+
+    It holds for all of them until the next note of the same worker, so planning costs the same for every queue length.
+    """
+
+    worker: Peer
+    time: float
+    """Core time, s."""
+    reason: WaitReason | None
+    """None: nothing holds the requests back, or none is left."""
+
+
+Notes = list[Note | QueueNote]
 
 _OVERHEAD = 512
 """Approximate memory of a log beside its tokens, bytes."""

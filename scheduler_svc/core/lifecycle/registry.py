@@ -13,7 +13,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect, EndReason, RequestEnded
 from scheduler_svc.core.interface.plan import RowAdmission
-from scheduler_svc.core.interface.records import GrammarFailure, Note, NoteKind
+from scheduler_svc.core.interface.records import GrammarFailure, NoteKind, Notes
 from scheduler_svc.core.lifecycle.admission_control import AdmissionControl, TurnedAway
 from scheduler_svc.core.lifecycle.states import WAITING, RequestEvent, RequestStates
 from scheduler_svc.core.lifecycle.statistics import RequestStats, request_stats
@@ -43,9 +43,7 @@ _DUPLICATE = TurnedAway(EndReason.DUPLICATE, "request_id: in use by a live or re
 class RequestRegistry:
     """The live requests of one core; appends its effects to `effects`."""
 
-    def __init__(
-        self, config: CoreConfig, fleet: Fleet, effects: list[Effect], notes: list[Note] | None = None
-    ) -> None:
+    def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect], notes: Notes | None = None) -> None:
         self.policy = make_policy(config.policy, config.tenant_weights, config.classes)
         self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
         self.forecast = Forecast()

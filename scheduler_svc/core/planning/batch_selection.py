@@ -101,6 +101,8 @@ class Admission:
         """Whether memory becomes free for a request that has preempted others, so that no other one gets it."""
         self.lacks_row = False
         """Whether a request could start if one more row were free."""
+        self.obstacle: WaitReason | None = None
+        """The reason why no further request is admitted; None: none is left, or the step's budget is used up."""
         self._looked_for_suspects = False
         self._is_assigned = False
         """Whether the last request taken was assigned to this worker."""
@@ -119,8 +121,7 @@ class Admission:
                 now=self._now,
                 num_assigned=self._backlog.num_assigned(self._worker),
             ):
-                if (first := self._backlog.first()) is not None:
-                    first.waits_for(WaitReason.BATCH, self._now)
+                self.obstacle = WaitReason.BATCH
                 return None
             if not self._looked_for_suspects:
                 self._look_for_suspects()
@@ -139,17 +140,21 @@ class Admission:
                 continue
             if not gate.admits(len(request.tokens), num_running=self._worker.rows.num_running, now=self._now):
                 request.waits_for(WaitReason.BATCH, self._now)
+                self.obstacle = WaitReason.BATCH
                 self._looked_past.append(request)
                 return None
             if self._worker.rows.num_running >= self._max_running:
                 request.waits_for(WaitReason.ROWS, self._now)
                 self._looked_past.append(request)
                 self.lacks_row = True
+                self.obstacle = WaitReason.ROWS
                 return None
             room = self._room(request)
             if room is not None:
                 self._admitted(request)
                 return request, room
+        if self._overtakable:
+            self.obstacle = self._overtakable[0].wait.reason
         return None
 
     def next_suspect(self) -> tuple[Request, Room] | None:

@@ -61,6 +61,8 @@ class Outcome:
     """Waiting requests that no worker of the fleet serves."""
     wanted: list[Request]
     """Waiting requests whose grammar the worker has to compile."""
+    obstacle: WaitReason | None = None
+    """The reason why the requests that still compete for the worker were not admitted."""
 
 
 class Planner:
@@ -113,8 +115,10 @@ class Planner:
         worker = self._worker
         worker.judge()
         if worker.in_flight and worker.in_flight[-1].solo is not None:
+            self._note_obstacle(WaitReason.ALONE)
             return self._outcome  # a trial step holds no other request, even after its own request has left
         if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
+            self._note_obstacle(WaitReason.ALONE)
             return self._outcome
         urgent, victims = victims_for_urgent(
             worker, self._backlog, self._placement, self._tenants, self._config, self._now
@@ -128,8 +132,8 @@ class Planner:
         if not self._allocation.out_of_memory:
             worker.capacity.is_growing = bool(len(decodes) or self._chunk_rows or worker.in_flight)
             self._admit()
-        elif (first := self._backlog.first()) is not None:
-            first.waits_for(WaitReason.MEMORY, self._now)
+        else:
+            self._note_obstacle(WaitReason.MEMORY)
         # A worker without further work still needs a plan that names the rows which have ended.
         idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
         if len(decodes) or self._chunk_rows or self._allocation.swap_outs or idle_leaves:
@@ -316,9 +320,20 @@ class Planner:
         admission = Admission(self._worker, self._backlog, self._placement, self._tenants, self._config, self._now)
         while self._budget and (admitted := admission.next()) is not None:
             self._outcome.admitted.append((admitted[0], self._place(*admitted)))
+        if admission.obstacle is not None or not self._budget:
+            self._note_obstacle(admission.obstacle or WaitReason.BUDGET)
         self._close(admission)
         if admission.lacks_row and self._config.capacity != "guaranteed_no_evict":
             self._give_back_row()
+
+    def _note_obstacle(self, reason: WaitReason) -> None:
+        """Record what holds back the requests that compete for the worker, and note it for the first of them."""
+        if self._worker.draining or not self._backlog.has_for(self._worker):
+            return
+        self._outcome.obstacle = reason
+        first = self._backlog.first()
+        if first is not None and first.wait.reason in (WaitReason.TURN, WaitReason.ROWS, WaitReason.BUDGET):
+            first.waits_for(reason, self._now)
 
     def _give_back_row(self) -> None:
         """Preempt a request whose reader takes no output, because another request lacks only a row.

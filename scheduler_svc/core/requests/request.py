@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import Int32Array
-from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestArrived, WaitReason
+from scheduler_svc.core.interface.records import Note, NoteKind, Notes, Peer, RequestArrived, WaitReason
 from scheduler_svc.core.memory.swapping import SwappedKV
 from scheduler_svc.core.requests.accounts import Account
 from shared.frames import TOKEN_BYTES
@@ -166,7 +166,7 @@ class Request:
     credit_remainder: int = 0
     story: list[Note] = field(default_factory=list)
     """Its history; bounded."""
-    notes: list[Note] | None = None
+    notes: Notes | None = None
     """Receives the notes of all requests for a recorder, unbounded; None: nobody reads them."""
 
     @property
@@ -220,7 +220,7 @@ class Request:
             self.note(now, NoteKind.WAITS, reason.value)
 
 
-def to_request(event: RequestArrived, sequence: int, now: float, notes: list[Note] | None = None) -> Request:
+def to_request(event: RequestArrived, sequence: int, now: float, notes: Notes | None = None) -> Request:
     """Make the request of an arrival; it is the `sequence`-th one, and its notes are added to `notes`."""
     spec, token_ids = event.spec, event.token_ids
     num_tokens, num_prompt = len(token_ids), spec.num_prompt_tokens

@@ -14,7 +14,7 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
 from scheduler_svc.core.interface.events import ModelFacts
 from scheduler_svc.core.interface.plan import BlockCopy
-from scheduler_svc.core.interface.records import Peer
+from scheduler_svc.core.interface.records import Peer, WaitReason
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
@@ -181,6 +181,8 @@ class Worker:
     """A waiting suspect would fit: the next plan holds it alone, once nothing is in flight."""
     starves: bool = False
     """Whether a plan has seen a row without credit since the last check by `Timeouts`."""
+    obstacle: WaitReason | None = None
+    """The reason why the last plan admitted none of the requests that still compete for the worker."""
     draining: bool = False
     """Whether the worker is draining: it takes no new requests."""
     grammars: Grammars = field(default_factory=Grammars)

@@ -159,12 +159,15 @@ class WorkerState(_message.Message):
     LAST_STEP_FIELD_NUMBER: _builtins.int
     ANSWERED_STEP_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    OBSTACLE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Its epoch."""
     last_step: _builtins.int
     """Last planned and last answered step."""
     answered_step: _builtins.int
     """See last_step."""
+    obstacle: _builtins.str
+    """The reason of its last queue note; empty: none."""
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """Its hello."""
@@ -181,10 +184,11 @@ class WorkerState(_message.Message):
         last_step: _builtins.int = ...,
         answered_step: _builtins.int = ...,
         rows: _abc.Iterable[Global___RowState] | None = ...,
+        obstacle: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_step", b"answered_step", "epoch", b"epoch", "hello", b"hello", "last_step", b"last_step", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_step", b"answered_step", "epoch", b"epoch", "hello", b"hello", "last_step", b"last_step", "obstacle", b"obstacle", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,6 +268,7 @@ class Entry(_message.Message):
     NOTE_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     WELCOMED_FIELD_NUMBER: _builtins.int
+    QUEUE_NOTE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
@@ -359,6 +364,10 @@ class Entry(_message.Message):
         """A worker was accepted: an effect of the entry before."""
 
     @_builtins.property
+    def queue_note(self) -> Global___QueueNote:
+        """What holds back the requests that compete for a worker: an effect of the entry before."""
+
+    @_builtins.property
     def partial(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Partial matches that the core found, two values each: the block and the length; -1, 0: none."""
 
@@ -399,18 +408,19 @@ class Entry(_message.Message):
         note: Global___Note | None = ...,
         report: Global___FrontendReport | None = ...,
         welcomed: Global___WorkerWelcomed | None = ...,
+        queue_note: Global___QueueNote | None = ...,
         keys: _builtins.bytes = ...,
         partial: _abc.Iterable[_builtins.int] | None = ...,
         stopped: _abc.Iterable[_builtins.int] | None = ...,
         held: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "hello", b"hello", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "plan", b"plan", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "hello", b"hello", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "delta_ns", b"delta_ns", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "held", b"held", "hello", b"hello", "keys", b"keys", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "partial", b"partial", "plan", b"plan", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "stopped", b"stopped", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "delta_ns", b"delta_ns", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "held", b"held", "hello", b"hello", "keys", b"keys", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "partial", b"partial", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "stopped", b"stopped", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time: _TypeAlias = _typing.Literal["time"]  # noqa: Y015
     _WhichOneofArgType__time: _TypeAlias = _typing.Literal["_time", b"_time"]  # noqa: Y015
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["time_passed", "no_plan", "plan", "step_done", "credit", "arrived", "cancelled", "stop_matched", "frontend_joined", "frontend_lost", "hello", "lost", "compiling", "grammar", "drain", "resume", "resume_asked", "dropped", "restored", "shutdown", "ended", "note", "report", "welcomed"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["time_passed", "no_plan", "plan", "step_done", "credit", "arrived", "cancelled", "stop_matched", "frontend_joined", "frontend_lost", "hello", "lost", "compiling", "grammar", "drain", "resume", "resume_asked", "dropped", "restored", "shutdown", "ended", "note", "report", "welcomed", "queue_note"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time) -> _WhichOneofReturnType__time | None: ...
@@ -1524,6 +1534,32 @@ class Note(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Note: _TypeAlias = Note  # noqa: Y015
+
+@_typing.final
+class QueueNote(_message.Message):
+    """What holds back the requests that compete for a worker, until the next one of the same worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    """Peer index of the worker."""
+    reason: _builtins.str
+    """The reason, as the core names it; empty: none."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueNote: _TypeAlias = QueueNote  # noqa: Y015
 
 @_typing.final
 class FrontendReport(_message.Message):
