@@ -236,7 +236,20 @@ class _Walk:
             self._charge(kind, part)
             rest -= part
         self._charge(CauseKind.FRONT_END, rest)
+        self._charge_stalled_front_end(report.stalled_s)
         return self._total
+
+    def _charge_stalled_front_end(self, seconds: float) -> None:
+        """Charge a stall of the front end's process to it, instead of the causes that the others saw."""
+        moved = 0.0
+        for kind in (CauseKind.SUBMITTED_AGAIN, CauseKind.LINK, CauseKind.HELD_CREDIT, CauseKind.CLIENT):
+            cause = self.causes.get(kind)
+            if cause is not None:
+                part = min(cause.seconds, seconds - moved)
+                cause.seconds -= part
+                moved += part
+        self._total -= moved
+        self._charge(CauseKind.FRONT_END, moved, "its process did nothing for a while")
 
     # ---------------------------------------------------------------- core
 

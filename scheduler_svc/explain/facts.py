@@ -84,6 +84,8 @@ class Report:
     """Waiting for the client to read, after the end."""
     client_before_s: float = 0.0
     """Waiting for the client to read before the end; it delays only messages, unless the credit runs out."""
+    stalled_s: float = 0.0
+    """Since the call's arrival: the process of the front end did nothing at all."""
 
 
 class Obstacle(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.records import EndReason, Note, NoteKind, Peer, QueueNote, RequestEnded, WaitReason
+from scheduler_svc.core.interface.records import Note, NoteKind, Peer, QueueNote, RequestEnded, WaitReason
 from scheduler_svc.explain.facts import Holding, Life, Obstacle, Passing, Report, Step, StreamKey, Usual
 from scheduler_svc.recorder.decoding import Opening, WorkerAtStart
 from scheduler_svc.recorder.reader import Segment
@@ -278,12 +278,14 @@ class _Pass:
 
     def _take_over_request(self, key: StreamKey, event: ev.RequestArrived, arrival: float) -> bool:
         """Return whether an arrival continues a request of the scheduler before; if so, go on with its life."""
-        first_key, request = self._cut_off.pop((event.spec.request_id, key.stream), (key, None))
-        if request is None or request.cut_at is None or (request.end is not None and not event.accepted):
+        first_key, request = self._cut_off.get((event.spec.request_id, key.stream), (key, None))
+        if request is None or request.cut_at is None or request.report is not None:
             return False
+        if request.end is not None and not event.accepted:
+            return False
+        del self._cut_off[event.spec.request_id, key.stream]
         kind, text = NoteKind.SCHEDULER_LOST, "its scheduler ended; the next one took it over"
         if request.end is not None:
-            # Its front end was taken for lost, or had given up on a scheduler that did nothing.
             kind, text = NoteKind.SUBMITTED_AGAIN, "its front end lost the scheduler, and submitted it again"
             request.end = None
             request.notes.pop()
@@ -319,7 +321,8 @@ class _Pass:
         request.end = end
         if request.notes[-1].kind is not NoteKind.ENDED:
             request.notes.append(_note(key, self._now, NoteKind.ENDED, f"ended: {end.reason.value}"))
-        if self._watched.pop(key, None) is not None and end.reason is EndReason.CANCELLED:
+        if self._watched.pop(key, None) is not None and request.report is None:
+            # A front end that has stalled may not hear of the end, and submit the request again.
             request.cut_at = self._now
             self._cut_off[request.arrived.spec.request_id, end.stream] = key, request
         if request.report is not None:
@@ -362,6 +365,7 @@ class _Pass:
             detokenise_s=message.detokenise_us / 1e6,
             client_s=message.client_us / 1e6,
             client_before_s=message.client_before_us / 1e6,
+            stalled_s=message.stalled_us / 1e6,
         )
 
     # ---------------------------------------------------------------- workers

@@ -104,7 +104,9 @@ class Delivery:
             raise
         finally:
             for stream, watch in zip(streams, choices.watches, strict=True):
-                services.link.report_call(watch.report(stream, time.monotonic()))
+                now = time.monotonic()
+                stalled_s = services.link.stalled_s(stream.request.arrival, now)
+                services.link.report_call(watch.report(stream, now, stalled_s))
                 services.link.release(stream, keep=keep and is_gone)
                 services.metrics.generation_tokens.add(stream.num_sent, choices.model)
                 services.metrics.merged_tokens.add(stream.merged_tokens)
@@ -220,8 +222,8 @@ class Watch:
         self.client_s += max(0.0, sent - max(written, ended_at))
         self.client_before_s += max(0.0, min(sent, ended_at) - written)
 
-    def report(self, stream: Stream, now: float) -> link_pb2.RequestReport:
-        """Return the report of a stream whose call ends now."""
+    def report(self, stream: Stream, now: float, stalled_s: float) -> link_pb2.RequestReport:
+        """Return the report of a stream whose call ends now; this process has stalled for `stalled_s` meanwhile."""
         request, submitted = stream.request, stream.submitted_at or now
         return link_pb2.RequestReport(
             stream=stream.number,
@@ -233,6 +235,7 @@ class Watch:
             detokenise_us=_microseconds(self.detokenise_s),
             client_us=_microseconds(self.client_s),
             client_before_us=_microseconds(self.client_before_s),
+            stalled_us=_microseconds(stalled_s),
         )
 
 

@@ -15,6 +15,7 @@ keep their streams; after `GIVE_UP_S` these end with an error.
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -42,6 +43,8 @@ SILENCE_TIMEOUT_S = 3.0
 """Silence of the core after which the link reconnects, seconds."""
 RECONNECT_EVERY_S = 0.5
 """Minimum time between two connection attempts, seconds."""
+STALL_S = 1.0
+"""Delay of a tick from which on this process has stalled, seconds."""
 GIVE_UP_S = 60.0
 """Time without a core after which streams end with an error, seconds."""
 OPERATOR_TIMEOUT_S = 5.0
@@ -101,7 +104,9 @@ class CoreLink:
         self._hello_core = 0
         """Incarnation of the core whose `unknown` message the current hello answers."""
         self._last_heard = float("-inf")
-        self._away_since = time.monotonic()
+        self._away_since = self._ticked_at = time.monotonic()
+        self._stalls: deque[tuple[float, float]] = deque(maxlen=16)
+        """(begin, end) of the newest times in which this process did nothing."""
         self._state = link_pb2.ServiceState()
         self._model: link_pb2.ServedModel | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -182,6 +187,16 @@ class CoreLink:
         if report.stream and not self._in_handshake:
             self._outgoing.report_call(report)
             self._socket.flush_delayed()
+
+    def stalled_s(self, since: float, now: float) -> float:
+        """Return for how long this process has done nothing since a time."""
+        stalls = [*self._stalls, *self._stall_until(now)]
+        return sum(max(0.0, end - max(begin, since)) for begin, end in stalls)
+
+    def _stall_until(self, now: float) -> list[tuple[float, float]]:
+        """Return the stall that delays the next tick, if there is one."""
+        due = self._ticked_at + REPORT_EVERY_S
+        return [(due, now)] if now - due > STALL_S else []
 
     def trace(self, number: int, traceparent: str) -> None:
         """Ask the core for the spans of an ended stream, below the span with this traceparent."""
@@ -449,7 +464,11 @@ class CoreLink:
             self._send_hello(0)
 
     def _tick(self, now: float) -> None:
-        if now - max(self._last_heard, self._socket.connected_at) > SILENCE_TIMEOUT_S:
+        stalls = self._stall_until(now)
+        self._stalls += stalls
+        self._ticked_at = now
+        # After a stall of this process, messages of the core may be waiting that were not read.
+        if not stalls and now - max(self._last_heard, self._socket.connected_at) > SILENCE_TIMEOUT_S:
             self._start_over(self._socket.incarnation)
         elif self._in_handshake:
             self._send_hello(self._hello_core)

@@ -5,6 +5,7 @@ speed of the machine, so it waits for first tokens and metrics and makes the nei
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from grpc import aio
 
-from quire import AsyncClient, SchedulingOptions
+from quire import AsyncClient, SchedulingOptions, errors
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
 from tests.e2e.harness import PATIENCE_S, Served
@@ -24,10 +25,26 @@ ADMISSION = """
 max_running = 1
 [tenants.pair]
 max_running = 2
+[tenants.small]
+max_running = 1
+max_queued = 1
 [tenants.metered]
 tokens_per_s = 300.0
 """
-FLAGS = ("--policy=priority", "--max-num-seqs=3", "--max-num-batched-tokens=2048", "--resume-keep-s=0")
+SERVICES = {
+    "few rows": ("--policy=priority", "--max-num-seqs=3", "--max-num-batched-tokens=2048", "--resume-keep-s=0"),
+    "swap": (
+        "--policy=priority",
+        "--max-num-seqs=3",
+        "--max-num-batched-tokens=2048",
+        "--resume-keep-s=0",
+        "--swap-space=64MiB",
+    ),
+    "many rows": ("--max-num-seqs=64", "--max-num-batched-tokens=128", "--itl-target-ms=0"),
+    "large steps": ("--max-num-seqs=64", "--max-num-batched-tokens=4096", "--itl-target-ms=0"),
+    "little memory": ("--max-num-seqs=16", "--max-tokens-in-paged-kv-cache=2048"),
+}
+"""Flags of the services that the plants need, by name."""
 MAX_LENGTH = 4096
 """Longest sequence of the model that the plants need."""
 
@@ -43,6 +60,8 @@ class Scene:
     """Id of the request."""
     drawn: dict[str, object] = field(default_factory=dict)
     """What the plant has drawn, for messages."""
+    holders: set[str] = field(default_factory=set)
+    """Requests of which at least one must be named; empty: nobody holds what the victim waits for."""
 
     def draw(self, what: str, low: int, high: int) -> int:
         """Draw a number from `low` to `high`, and remember it."""
@@ -103,6 +122,7 @@ async def _tenant_limit(scene: Scene) -> None:
         await scene.run(scene.victim, scene.prompt(scene.draw("victim's prompt", 4, 16)), 4, tenant="metered")
         return
     length = scene.draw("neighbour's tokens", 400, 700)
+    scene.holders |= {"long-0", "long-1"}
     many = [
         await scene.start(f"long-{index}", scene.prompt(8), length, tenant=tenant)
         for index in range(1 if tenant == "single" else 2)
@@ -113,6 +133,7 @@ async def _tenant_limit(scene: Scene) -> None:
 
 async def _full_queue(scene: Scene) -> None:
     count, length = scene.draw("neighbours", 12, 18), scene.draw("neighbours' tokens", 200, 300)
+    scene.holders |= {f"early-{index}" for index in range(count)}
     many = [asyncio.ensure_future(scene.run(f"early-{index}", scene.prompt(8), length)) for index in range(count)]
     await scene.until("vllm:num_requests_waiting", count - 6)
     await scene.run(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 2, 8))
@@ -130,6 +151,7 @@ async def _long_prompts(scene: Scene) -> None:
 
 async def _preemption(scene: Scene) -> None:
     victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 150, 250), priority=-5)
+    scene.holders |= {f"urgent-{index}" for index in range(5)}
     count, length = scene.draw("urgent ones", 3, 5), scene.draw("their tokens", 500, 800)
     await asyncio.gather(
         *(scene.run(f"urgent-{index}", scene.prompt(8), length, priority=50) for index in range(count))
@@ -155,6 +177,95 @@ async def _slow_worker(scene: Scene) -> None:
 async def _worker_killed(scene: Scene) -> None:
     victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 150, 300))
     os.kill(scene.served.pid("worker"), signal.SIGKILL)
+    await victim
+
+
+async def _later_requests(scene: Scene) -> None:
+    """Let urgent requests arrive after the victim, which waits for one of the three rows, and go first."""
+    running = [
+        await scene.start(f"running-{index}", scene.prompt(8), scene.draw("first tokens", 60, 90), priority=60)
+        for index in range(3)
+    ]
+    victim = asyncio.ensure_future(scene.run(scene.victim, scene.prompt(8), 4, priority=-9))
+    await scene.until("vllm:num_requests_waiting", 1)
+    count, length = scene.draw("urgent ones", 18, 24), scene.draw("their tokens", 150, 250)
+    scene.holders |= {f"later-{index}" for index in range(count)}
+    await asyncio.gather(
+        *(scene.run(f"later-{index}", scene.prompt(8), length, priority=9) for index in range(count)), *running, victim
+    )
+
+
+async def _filled_steps(scene: Scene) -> None:
+    """Let prompts that arrived before take the whole budget of each step, while rows and memory are free."""
+    count, length = scene.draw("neighbours", 6, 9), scene.draw("neighbours' prompts", 2500, 3900)
+    scene.holders |= {f"long-{index}" for index in range(count)}
+    many = [asyncio.ensure_future(scene.run(f"long-{index}", scene.prompt(length), 1)) for index in range(count)]
+    await scene.until("vllm:num_requests_running", 1)
+    await scene.run(scene.victim, scene.prompt(8), 2)
+    await asyncio.gather(*many)
+
+
+async def _crowd(scene: Scene) -> None:
+    """Let many rows with long contexts share the steps of the victim; the usual cost alone is known."""
+    await scene.run("alone", scene.prompt(8), 60)
+    count, length = scene.draw("neighbours", 45, 60), scene.draw("neighbours' prompts", 900, 1100)
+    scene.holders |= {f"beside-{index}" for index in range(count)}
+    many = [asyncio.ensure_future(scene.run(f"beside-{index}", scene.prompt(length), 2000)) for index in range(count)]
+    await scene.until("vllm:num_requests_running", count)
+    await scene.run(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 60, 90))
+    for each in many:
+        each.cancel()
+    await asyncio.gather(*many, return_exceptions=True)
+
+
+async def _full_memory(scene: Scene) -> None:
+    """Let requests hold all blocks; the victim is not the first that waits for some."""
+    held = [
+        await scene.start(f"holder-{index}", scene.prompt(800), scene.draw("holder's tokens", 150, 190))
+        for index in range(2)
+    ]
+    early = [asyncio.ensure_future(scene.run(f"early-{index}", scene.prompt(900), 40)) for index in range(3)]
+    await scene.until("vllm:num_requests_waiting", 3)
+    scene.holders |= {f"holder-{index}" for index in range(2)} | {f"early-{index}" for index in range(3)}
+    await scene.run(scene.victim, scene.prompt(1000), 4)
+    await asyncio.gather(*held, *early)
+
+
+async def _refusal(scene: Scene) -> None:
+    running = await scene.start("running", scene.prompt(8), 400, tenant="small")
+    waiting = asyncio.ensure_future(scene.run("waiting", scene.prompt(8), 4, tenant="small"))
+    await scene.until("vllm:num_requests_waiting", 1)
+    with contextlib.suppress(errors.QueueFullError):
+        await scene.run(scene.victim, scene.prompt(8), 4, tenant="small")
+    await asyncio.gather(running, waiting)
+
+
+async def _frozen(scene: Scene, role: str, low: int, high: int) -> None:
+    """Stop a process for some seconds while the victim decodes."""
+    await scene.run("usual", scene.prompt(8), 60)
+    victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 150, 300))
+    process = scene.served.pid(role)
+    os.kill(process, signal.SIGSTOP)
+    await asyncio.sleep(scene.draw("seconds", low, high))
+    os.kill(process, signal.SIGCONT)
+    await victim
+
+
+async def _scheduler_frozen(scene: Scene) -> None:
+    await _frozen(scene, "scheduler", 2, 6)
+
+
+async def _worker_frozen(scene: Scene) -> None:
+    await _frozen(scene, "worker", 5, 7)
+
+
+async def _frontend_frozen(scene: Scene) -> None:
+    await _frozen(scene, "frontend", 4, 6)
+
+
+async def _scheduler_killed(scene: Scene) -> None:
+    victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 150, 300))
+    os.kill(scene.served.pid("scheduler"), signal.SIGKILL)
     await victim
 
 
@@ -206,16 +317,16 @@ class Planted:
 
     plant: Plant
     names: frozenset[str]
-    swaps: bool = False
-    """Whether the service needs swap space."""
+    service: str = "few rows"
+    """The service that it needs, a key of `SERVICES`."""
 
 
 CAUSES: dict[str, Planted] = {
     "a tenant's limit": Planted(_tenant_limit, frozenset({"waiting for its tenant's limit"})),
-    "a full queue": Planted(_full_queue, frozenset({"waiting for its turn", "waiting for a free row"})),
+    "a full queue": Planted(_full_queue, frozenset({"waiting for a free row"})),
     "neighbours with long prompts": Planted(_long_prompts, frozenset({"other prompts' chunks in its steps"})),
     "preemption by priority": Planted(_preemption, frozenset({"preempted"})),
-    "a swap": Planted(_preemption, frozenset({"swapped out"}), swaps=True),
+    "a swap": Planted(_preemption, frozenset({"swapped out"}), "swap"),
     "a slow worker": Planted(_slow_worker, frozenset({"slow worker"})),
     "a stalled reader": Planted(
         _stalled_reader, frozenset({"held out: its reader took no output", "the client's own slowness"})
@@ -225,5 +336,16 @@ CAUSES: dict[str, Planted] = {
         _grammar, frozenset({"waiting for its grammar's compilation", "checking the grammar"})
     ),
     "a cold prefix": Planted(_cold_prefix, frozenset({"own prefill of a prefix that was known before"})),
+    "later requests": Planted(_later_requests, frozenset({"waiting behind later requests"})),
+    "prompts that fill the steps": Planted(
+        _filled_steps, frozenset({"waiting for room in a step that other prompts fill"}), "many rows"
+    ),
+    "many rows in its steps": Planted(_crowd, frozenset({"other requests in its steps"}), "large steps"),
+    "full memory": Planted(_full_memory, frozenset({"waiting for memory"}), "little memory"),
+    "a refusal": Planted(_refusal, frozenset({"refused"})),
+    "a killed scheduler": Planted(_scheduler_killed, frozenset({"scheduler restarted"})),
+    "a frozen scheduler": Planted(_scheduler_frozen, frozenset({"scheduler frozen"})),
+    "a frozen worker": Planted(_worker_frozen, frozenset({"worker frozen"})),
+    "a frozen front end": Planted(_frontend_frozen, frozenset({"front end"})),
 }
-"""The ten causes."""
+"""The causes."""

@@ -10,8 +10,7 @@ import os
 import random
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import pytest
 from quire import AsyncClient
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
-from tests.e2e.planted import ADMISSION, CAUSES, FLAGS, MAX_LENGTH, Planted, Scene
+from tests.e2e.planted import ADMISSION, CAUSES, MAX_LENGTH, SERVICES, Planted, Scene
 from tests.examples import SEED
 
 
@@ -41,7 +40,8 @@ def _explained(served: Served, request_id: str) -> Any:
     """Return the explanation of a request, once its front end's report is in the record."""
     end = time.monotonic() + 30
     while True:
-        (found,) = json.loads(_explain(served, request_id, "--json"))["requests"]
+        found, *others = json.loads(_explain(served, request_id, "--json"))["requests"]
+        assert not others, _explain(served, request_id)
         if (not found["live"] and found["link_error_s"] is not None) or time.monotonic() > end:
             return found
 
@@ -66,6 +66,8 @@ def _plant(served: Served, name: str, planted: Planted, rng: random.Random) -> t
         wrong.append(f"first is {next(iter(causes))!r}, not {' or '.join(map(repr, planted.names))}")
     if sum(causes.values()) != pytest.approx(found["total_s"], rel=0.01):
         wrong.append(f"the causes sum to {sum(causes.values()):.4f} s")
+    if scene.holders and scene.holders.isdisjoint(found["causes"][0]["requests"]):
+        wrong.append(f"it names none of {sorted(scene.holders)[:5]}")
     if not found["would_have_helped"]:
         wrong.append("it does not say what would have helped")
     if not wrong:
@@ -73,40 +75,36 @@ def _plant(served: Served, name: str, planted: Planted, rng: random.Random) -> t
     return line, f"{line}\n{'; '.join(wrong)}\n{_explain(served, scene.victim)}"
 
 
-@contextlib.contextmanager
-def _service(folder: Path, *flags: str) -> Iterator[Served]:
-    """A service with one worker, a record and tenants with limits."""
-    admission = folder / "admission.toml"
-    admission.write_text(ADMISSION, encoding="utf-8")
-    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model", max_position_embeddings=MAX_LENGTH)
-    record = folder / "record"
-    with serve(checkpoint, *FLAGS, f"--admission-file={admission}", f"--record-dir={record}", *flags) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service without swap space."""
-    with _service(tmp_path_factory.mktemp("explain")) as running:
-        yield running
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """Starts each service when it is first needed: one worker, a record, and tenants with limits."""
+    with contextlib.ExitStack() as stack:
+        checkpoint = make_checkpoint(
+            "LlamaForCausalLM", tmp_path_factory.mktemp("model"), max_position_embeddings=MAX_LENGTH
+        )
+        running: dict[str, Served] = {}
 
+        def get(name: str) -> Served:
+            if name not in running:
+                folder = tmp_path_factory.mktemp("explain")
+                admission = folder / "admission.toml"
+                admission.write_text(ADMISSION, encoding="utf-8")
+                flags = (*SERVICES[name], f"--admission-file={admission}", f"--record-dir={folder / 'record'}")
+                running[name] = stack.enter_context(serve(checkpoint, *flags))
+            return running[name]
 
-@pytest.fixture(scope="module")
-def swapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service with swap space."""
-    with _service(tmp_path_factory.mktemp("explain"), "--swap-space=64MiB") as running:
-        yield running
+        yield get
 
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", random.Random(SEED).sample(sorted(CAUSES), len(CAUSES)))
-def test_a_planted_cause_is_named_first(name: str, request: pytest.FixtureRequest) -> None:
+def test_a_planted_cause_is_named_first(name: str, services: Callable[[str], Served]) -> None:
     """A cause is planted into the running service; `quire explain` names it first.
 
     The order of the causes and their parameters are drawn from the seed of the run.
     """
     planted = CAUSES[name]
-    served = request.getfixturevalue("swapping" if planted.swaps else "served")
+    served = services(planted.service)
 
     line, wrong = _plant(served, name, planted, random.Random(f"{SEED} {name}"))
 

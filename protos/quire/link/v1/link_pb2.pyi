@@ -249,6 +249,7 @@ class RequestReport(_message.Message):
     DETOKENISE_US_FIELD_NUMBER: _builtins.int
     CLIENT_US_FIELD_NUMBER: _builtins.int
     CLIENT_BEFORE_US_FIELD_NUMBER: _builtins.int
+    STALLED_US_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """The stream, as it was submitted last."""
     submitted_us: _builtins.int
@@ -267,6 +268,8 @@ class RequestReport(_message.Message):
     """After the end of the stream: waiting until the client takes messages, microseconds."""
     client_before_us: _builtins.int
     """The same before the end of the stream. It delays only messages, unless the stream's credit runs out."""
+    stalled_us: _builtins.int
+    """Since the arrival of the call: the process of the front end did nothing at all, microseconds."""
     def __init__(
         self,
         *,
@@ -279,10 +282,11 @@ class RequestReport(_message.Message):
         detokenise_us: _builtins.int = ...,
         client_us: _builtins.int = ...,
         client_before_us: _builtins.int = ...,
+        stalled_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_before_us", b"client_before_us", "client_us", b"client_us", "detokenise_us", b"detokenise_us", "ended_us", b"ended_us", "finished_us", b"finished_us", "grammar_us", b"grammar_us", "stream", b"stream", "submitted_us", b"submitted_us", "tokenise_us", b"tokenise_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_before_us", b"client_before_us", "client_us", b"client_us", "detokenise_us", b"detokenise_us", "ended_us", b"ended_us", "finished_us", b"finished_us", "grammar_us", b"grammar_us", "stalled_us", b"stalled_us", "stream", b"stream", "submitted_us", b"submitted_us", "tokenise_us", b"tokenise_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
