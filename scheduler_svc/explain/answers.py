@@ -12,6 +12,7 @@ from scheduler_svc.explain.page import as_json, page, seconds_text, step_json, s
 from scheduler_svc.explain.reading import Findings, slowest, study
 from scheduler_svc.recorder.reader import Segment, read
 from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
+from shared.request_names import may_mean, meant
 
 MAX_SLOWEST = 100
 DEFAULT_SINCE_S = 600.0
@@ -68,7 +69,9 @@ def _of_request(request_id: str, segments: list[Segment]) -> Answer:
     """Look for a request in the newest segments first: a record is large, and most questions are about the present."""
     count = 1
     while True:
-        found = study(segments[-count:], wanted=lambda _key, name: name == request_id)
+        found = study(segments[-count:], wanted=lambda _key, name: may_mean(request_id, name))
+        ids = meant(request_id, (life.request_id for life in found.lives))
+        found.lives = [life for life in found.lives if life.request_id in ids]
         is_whole = (
             found.lives
             and not found.needs_earlier

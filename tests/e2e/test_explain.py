@@ -10,21 +10,21 @@ import os
 import random
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from quire import AsyncClient
+from quire import AsyncClient, Client
 from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
+from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, Service, serve
 from tests.e2e.planted import ADMISSION, CAUSES, MAX_LENGTH, SERVICES, Planted, Scene
 from tests.examples import SEED
 
 
-def _explain(served: Served, *arguments: str) -> str:
-    """Run `quire explain` against the service; return what it prints."""
-    done = subprocess.run(
+def _run_explain(served: Service, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
+    return subprocess.run(
         [*QUIRE, "explain", *arguments, f"--target={served.grpc}"],
         cwd=ROOT,
         env={**os.environ, **DEFAULTS},
@@ -32,18 +32,28 @@ def _explain(served: Served, *arguments: str) -> str:
         timeout=120,
         check=False,
     )
+
+
+def _explain(served: Service, *arguments: str) -> str:
+    """Run `quire explain` against the service; return what it prints."""
+    done = _run_explain(served, *arguments)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode()
 
 
-def _explained(served: Served, request_id: str) -> Any:
-    """Return the explanation of a request, once its front end's report is in the record."""
+def _explained(served: Service, request_id: str, count: int = 1) -> Any:
+    """Return the explanation of a request, once its front end's report is in the record.
+
+    Several choices or prompts of a call have one explanation each.
+    """
     end = time.monotonic() + 30
     while True:
-        found, *others = json.loads(_explain(served, request_id, "--json"))["requests"]
-        assert not others, _explain(served, request_id)
-        if (not found["live"] and found["link_error_s"] is not None) or time.monotonic() > end:
-            return found
+        done = _run_explain(served, request_id, "--json")
+        found = json.loads(done.stdout)["requests"] if not done.returncode else []
+        is_whole = found and all(not each["live"] and each["link_error_s"] is not None for each in found)
+        if (is_whole and len(found) == count) or time.monotonic() > end:
+            assert len(found) == count, f"{request_id}: {len(found)} explanations {done.stderr.decode()}"
+            return found[0]
 
 
 def _plant(served: Served, name: str, planted: Planted, rng: random.Random) -> tuple[str, str]:
@@ -110,3 +120,42 @@ def test_a_planted_cause_is_named_first(name: str, services: Callable[[str], Ser
 
     print(line)
     assert not wrong, f"QUIRE_SEED={SEED}\n{wrong}"
+
+
+def _post(served: Service, path: str, body: dict[str, object]) -> tuple[str, str]:
+    """Send a request; return the id in the answer and the one in the header."""
+    request = urllib.request.Request(
+        f"http://{served.http}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as response:
+        return json.loads(response.read())["id"], response.headers["x-request-id"]
+
+
+def test_every_id_that_an_api_hands_out_is_explained(demo: Service) -> None:
+    """The id in an answer of each API, the header, and the id of each prompt and choice find the request."""
+    chat = [{"role": "user", "content": "hello"}]
+    ids = [
+        *_post(demo, "/v1/chat/completions", {"messages": chat, "max_tokens": 2, "n": 2}),
+        *_post(demo, "/v1/completions", {"prompt": "a fox", "max_tokens": 2}),
+        *_post(demo, "/v1/completions", {"prompt": ["a fox", "a hen"], "max_tokens": 2}),
+        *_post(demo, "/v1/responses", {"input": "hello", "max_output_tokens": 16}),
+        *_post(demo, "/v1/messages", {"model": "demo", "messages": chat, "max_tokens": 2}),
+    ]
+    with Client(demo.grpc) as client:
+        stream = client.generate("a fox", max_tokens=2)
+        list(stream)
+        assert stream.finished is not None
+        ids.append(stream.finished.request_id)
+    numbers = {ids[0]: 2, ids[1]: 2, ids[4]: 2, ids[5]: 2}
+
+    for each in ids:
+        _explained(demo, each, numbers.get(each, 1))
+        stories = subprocess.run(
+            [*QUIRE, "requests", "--story", each, f"--target={demo.grpc}"],
+            cwd=ROOT,
+            env={**os.environ, **DEFAULTS},
+            capture_output=True,
+            timeout=120,
+            check=False,
+        )
+        assert stories.returncode == 0, stories.stderr.decode()

@@ -27,6 +27,7 @@ from scheduler_svc.core.requests.request import Request, RequestKey, RequestStat
 from scheduler_svc.core.requests.resumable import IdentifiedRequests
 from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.worker import Worker
+from shared.request_names import meant
 
 _NATURAL_ENDS = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
 _UNFINISHED = (
@@ -84,11 +85,12 @@ class RequestRegistry:
         return None if running is None else running[1]
 
     def find(self, request_id: str) -> list[Request]:
-        """Return the live requests with this id.
+        """Return the live requests that this id means, see `meant`.
 
         Several choices share one id, and several principals may use the same one.
         """
-        return [request for request in self._requests.values() if request.spec.request_id == request_id]
+        ids = meant(request_id, (request.spec.request_id for request in self._requests.values()))
+        return [request for request in self._requests.values() if request.spec.request_id in ids]
 
     def story(self, frontend: ev.Peer, stream: int) -> Story | None:
         """Return the history of a stream's request, live or ended recently."""
@@ -97,9 +99,10 @@ class RequestRegistry:
         return self.history.get(key) if request is None else story_of(request)
 
     def stories(self, request_id: str) -> list[Story]:
-        """Return the histories of the requests with this id, including requests that ended recently."""
-        live = [story_of(request) for request in self.find(request_id)]
-        return self.history.stories(request_id) + live
+        """Return the histories of the requests that this id means, see `meant`, live or ended recently."""
+        known = [*self.history, *map(story_of, self._requests.values())]
+        ids = meant(request_id, (story.request_id for story in known))
+        return [story for story in known if story.request_id in ids]
 
     def stats(self, most: int) -> list[RequestStats]:
         """Return the figures of at most `most` live requests, in order of arrival."""

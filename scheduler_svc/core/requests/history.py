@@ -1,5 +1,6 @@
 """Histories of ended requests: the newest ones are kept, so that an operator can see why a request took long."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from scheduler_svc.core.interface.records import Note
@@ -52,6 +53,6 @@ class History:
         """Return the history of an ended request, or None."""
         return self._ended.get(key)
 
-    def stories(self, request_id: str) -> list[Story]:
-        """Return the histories with this id, oldest first; a client may reuse an id, and several choices share one."""
-        return [story for story in self._ended.values() if story.request_id == request_id]
+    def __iter__(self) -> Iterator[Story]:
+        """Iterate over the histories, oldest first; a client may reuse an id, and several choices share one."""
+        return iter(self._ended.values())
