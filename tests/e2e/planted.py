@@ -319,12 +319,16 @@ class Planted:
     names: frozenset[str]
     service: str = "few rows"
     """The service that it needs, a key of `SERVICES`."""
+    shares_cpu: bool = False
+    """Whether the cause costs CPU time, so that other load on the machine can cost the victim even more."""
 
 
 CAUSES: dict[str, Planted] = {
     "a tenant's limit": Planted(_tenant_limit, frozenset({"waiting for its tenant's limit"})),
     "a full queue": Planted(_full_queue, frozenset({"waiting for a free row"})),
-    "neighbours with long prompts": Planted(_long_prompts, frozenset({"other prompts' chunks in its steps"})),
+    "neighbours with long prompts": Planted(
+        _long_prompts, frozenset({"other prompts' chunks in its steps"}), shares_cpu=True
+    ),
     "preemption by priority": Planted(_preemption, frozenset({"preempted"})),
     "a swap": Planted(_preemption, frozenset({"swapped out"}), "swap"),
     "a slow worker": Planted(_slow_worker, frozenset({"slow worker"})),
@@ -335,12 +339,16 @@ CAUSES: dict[str, Planted] = {
     "a grammar's compilation": Planted(
         _grammar, frozenset({"waiting for its grammar's compilation", "checking the grammar"})
     ),
-    "a cold prefix": Planted(_cold_prefix, frozenset({"own prefill of a prefix that was known before"})),
+    "a cold prefix": Planted(
+        _cold_prefix, frozenset({"own prefill of a prefix that was known before"}), shares_cpu=True
+    ),
     "later requests": Planted(_later_requests, frozenset({"waiting behind later requests"})),
     "prompts that fill the steps": Planted(
         _filled_steps, frozenset({"waiting for room in a step that other prompts fill"}), "many rows"
     ),
-    "many rows in its steps": Planted(_crowd, frozenset({"other requests in its steps"}), "large steps"),
+    "many rows in its steps": Planted(
+        _crowd, frozenset({"other requests in its steps"}), "large steps", shares_cpu=True
+    ),
     "full memory": Planted(_full_memory, frozenset({"waiting for memory"}), "little memory"),
     "a refusal": Planted(_refusal, frozenset({"refused"})),
     "a killed scheduler": Planted(_scheduler_killed, frozenset({"scheduler restarted"})),

@@ -106,8 +106,14 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
         yield get
 
 
+def _cases() -> Iterator[Any]:
+    """Yield all causes in drawn order; a daily run shares the machine, which can hide those that cost CPU time."""
+    for name in random.Random(SEED).sample(sorted(CAUSES), len(CAUSES)):
+        yield pytest.param(name, marks=[pytest.mark.release] if CAUSES[name].shares_cpu else [])
+
+
 @pytest.mark.drawn(3)
-@pytest.mark.parametrize("name", random.Random(SEED).sample(sorted(CAUSES), len(CAUSES)))
+@pytest.mark.parametrize("name", list(_cases()))
 def test_a_planted_cause_is_named_first(name: str, services: Callable[[str], Served]) -> None:
     """A cause is planted into the running service; `quire explain` names it first.
 
