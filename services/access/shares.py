@@ -8,13 +8,14 @@ resource with at most `weight` units is too small to divide: one principal may h
 `Turns` are places for which principals wait in turn: one principal with many waiting tasks delays another principal by
 one task at most.
 
-Connections are counted before their principals are known, so their shares belong to the clients' addresses.
+Connections are counted, and heads are parsed, before their principals are known. Their shares belong to the clients'
+addresses.
 """
 
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -114,7 +115,8 @@ class Turns:
 
     def __init__(self, places: int = 1) -> None:
         self._free = places
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
+        """By principal, in the order of their next turns."""
 
     async def acquire(self, principal: str) -> None:
         """Wait for a place."""
@@ -122,31 +124,64 @@ class Turns:
             self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(principal, deque()).append(turn)
+        self._waiting.setdefault(principal, OrderedDict())[turn] = None
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release()  # it got the place and was cancelled before it ran
-            else:
+            if turn.cancelled():
                 self._leave(principal, turn)
+            else:
+                self.release()  # it got the place and was cancelled before it ran
             raise
 
     def release(self) -> None:
         """Give a place to the next principal."""
-        if not self._waiting:
-            self._free += 1
-            return
-        principal, queue = self._waiting.popitem(last=False)
-        queue.popleft().set_result(None)
-        if queue:
-            self._waiting[principal] = queue
+        while self._waiting:
+            principal, queue = self._waiting.popitem(last=False)
+            while queue:
+                turn, _ = queue.popitem(last=False)
+                if turn.cancelled():
+                    continue  # its task has not run since
+                turn.set_result(None)
+                if queue:
+                    self._waiting[principal] = queue
+                return
+        self._free += 1
 
     def _leave(self, principal: str, turn: "asyncio.Future[None]") -> None:
-        queue = self._waiting[principal]
-        queue.remove(turn)
-        if not queue:
-            del self._waiting[principal]
+        queue = self._waiting.get(principal)
+        if queue is not None:
+            queue.pop(turn, None)
+            if not queue:
+                del self._waiting[principal]
+
+
+class Pace:
+    """Time of the event loop that each address may take: half of it, and a burst."""
+
+    _PART = 0.5
+    _BURST_S = 0.05
+    _FEW = 64
+
+    def __init__(self) -> None:
+        self.num_unparsed = 0
+        """Bytes that wait until their address may take more time."""
+        self._paid: dict[str, float] = {}
+        """When the time that an address has taken will be paid off."""
+        self._many = self._FEW
+        """Number of addresses at which those without debt are dropped."""
+
+    def charge(self, address: str, seconds: float) -> None:
+        """Record that an address took time."""
+        now = time.monotonic()
+        self._paid[address] = max(self._paid.get(address, 0.0), now) + seconds / self._PART
+        if len(self._paid) > self._many:
+            self._paid = {each: paid for each, paid in self._paid.items() if paid > now}
+            self._many = max(self._FEW, 2 * len(self._paid))
+
+    def wait_s(self, address: str) -> float:
+        """Return the seconds until the address may take more time; at most 0: now."""
+        return self._paid.get(address, 0.0) - time.monotonic() - self._BURST_S / self._PART
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +196,8 @@ class Shares:
     """The event loop, for parsing a large body."""
     connections: Share
     """HTTP connections, by address."""
+    parsing: Pace
+    """The event loop, for parsing what HTTP connections receive, by address."""
     trials: Share
     """Grammars on trial or waiting for a trial."""
     costly_trials: Share
@@ -186,6 +223,7 @@ def make_shares(max_calls: int, max_connections: int) -> Shares:
         body_bytes=Share("bytes of bodies", _MAX_BODY_BYTES, weight=_HALF),
         large_bodies=Turns(),
         connections=Share("connections", max_connections, weight=MOST),
+        parsing=Pace(),
         trials=Share("grammars on trial", _MAX_TRIALS, weight=_HALF),
         costly_trials=Share("costly grammars on trial", _MAX_COSTLY_TRIALS, weight=MOST),
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.access.shares import Share, Turns, make_shares
+from services.access.shares import Pace, Share, Turns, make_shares
 from services.text.tokenizer import TextTokenizer
 from shared.errors import OverloadedError
 from tests.services.tokenizers_for_tests import byte_level
@@ -106,6 +106,40 @@ def test_principals_take_turns() -> None:
     order = asyncio.run(main())
 
     assert order == ["greedy 0", "modest 0", "greedy 1", "modest 1", "greedy 2", "greedy 3"]
+
+
+def test_a_task_that_is_cancelled_when_its_turn_comes_loses_no_place() -> None:
+    """A place is released before a cancelled task has run: it goes to the next live task, or is free again."""
+
+    async def main() -> tuple[list[object], int]:
+        turns = Turns()
+        await turns.acquire("holder")
+        tasks = [asyncio.create_task(turns.acquire(each)) for each in ("a", "a", "b")]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        tasks[2].cancel()
+        turns.release()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        turns.release()
+        return list(map(type, outcomes)), turns._free
+
+    assert asyncio.run(main()) == ([asyncio.CancelledError, type(None), asyncio.CancelledError], 1)
+
+
+def test_an_address_that_took_too_much_time_waits() -> None:
+    """It waits for twice the time beyond its burst, others do not, and the record of addresses is bounded."""
+    pace = Pace()
+    pace.charge("greedy", 0.02)
+    assert pace.wait_s("greedy") <= 0 >= pace.wait_s("modest")
+
+    pace.charge("greedy", 10.03)
+
+    assert 19 < pace.wait_s("greedy") <= 20
+    assert pace.wait_s("modest") <= 0
+    for number in range(1000):
+        pace.charge(f"address {number}", 0.0)
+    assert len(pace._paid) < 100
+    assert pace.wait_s("greedy") > 19
 
 
 def test_every_share_is_documented() -> None:
