@@ -134,7 +134,7 @@ class Frontend:
             snapshot=self.link.snapshot,
             own_families=self._metrics.families,
         )
-        self._http = HttpServer(self._api.app, self._tls, shares.connections)
+        self._http = HttpServer(self._api.app, self._tls, shares)
         probes = make_probes(
             policy,
             is_ready=lambda: self._health.ready,

@@ -2,17 +2,20 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
+import time
 from collections.abc import Iterator
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from services.access.shares import Share
+from services.access.shares import Shares
 from services.access.tls import ServerTls, http_names
 
 KEEP_ALIVE_S = 75
@@ -29,7 +32,21 @@ LINGER_S = 5.0
 A connection that is closed at once resets, so that the client may not see the answer.
 """
 MAX_HEAD_BYTES = 64 << 10
-"""Approximate maximum size of a request head, bytes; the parser itself has no limit."""
+"""Approximate maximum size of a request head, bytes; the parser itself has no limit.
+
+What a body has beyond its content (sizes of chunks, their extensions, trailers) may have as much, plus the size of the
+content.
+"""
+_MAX_HEADERS = 1024
+"""Maximum number of headers and trailers of a request; each takes about a microsecond."""
+_MAX_PIECES = 1 << 14
+"""Maximum number of chunks in one read, which is of at most 256 KiB; each takes about a fifth of a microsecond."""
+_MAX_PIPELINED = 16
+"""Maximum number of requests that wait for the answer to an earlier one on their connection."""
+_MAX_UNPARSED_BYTES = 64 << 20
+"""Maximum size of what connections have received and may not parse yet, bytes."""
+_REQUEST_S = 0.0003
+"""Approximate time to refuse a request, seconds; added to the time of parsing it."""
 _DATE_INTERVAL_S = 1.0
 ABORT_KEY = "quire.abort"
 """Scope entry: a function that drops the connection with everything that the client has not read."""
@@ -40,10 +57,10 @@ NAMES_KEY = "quire.certificate_names"
 class HttpServer(uvicorn.Server):
     """uvicorn without signal handling; `services.frontend` decides how the process ends."""
 
-    def __init__(self, app: Starlette, tls: ServerTls | None = None, connections: Share | None = None) -> None:
+    def __init__(self, app: Starlette, tls: ServerTls | None = None, shares: Shares | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(_Protocol, connections=connections)),
+            http=cast(type[asyncio.Protocol], partial(_Protocol, shares=shares)),
             ws="none",
             log_config=None,
             access_log=False,
@@ -74,65 +91,151 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+class _StopParsingError(Exception):
+    """The connection is refused; what is left of the received data is not parsed."""
+
+
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits for the request head, abort and certificate names.
+    """uvicorn's protocol with limits for heads, framing and pipelines, abort and certificate names.
 
     An application needs abort because closing a connection waits for the reader, possibly for ever. Connections beyond
-    the share of their address are closed at once.
+    the share of their address are closed at once. An address that has used its share of the event loop waits before
+    more of its data is parsed: small requests, chunks and headers take far longer to parse than to send.
     """
 
-    def __init__(self, *args: Any, connections: Share | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, shares: Shares | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._connections = connections
+        self._shares = shares
         self._address = ""
+        """Set while the connection holds a part of the share of connections."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a connection, after the TLS handshake."""
         super().connection_made(transport)
-        if self._connections is not None:
-            address = str((transport.get_extra_info("peername") or ("",))[0])
-            if self._connections.take(address):
+        if self._shares is not None:
+            address = _owner(transport.get_extra_info("peername"))
+            if self._shares.connections.take(address):
                 self._address = address
+                self._shares.parsing.charge(address, _REQUEST_S)
             else:
                 transport.abort()
         self._names = http_names(transport.get_extra_info("peercert"))
         self._in_head = self._in_message = self._refused = False
+        self._num_messages = self._num_headers = 0
         self._head_bytes = 0
         """Bytes of the headers that the parser has found."""
         self._pending_head_bytes = 0
         """Bytes received for a head that is not complete."""
+        self._pieces: list[bytes] = []
+        """Parts of the body that the current read has."""
+        self._body_bytes = 0
+        self._received_bytes = 0
+        """Bytes received after the read with the end of the head."""
+        self._unparsed = bytearray()
         self._timer: asyncio.TimerHandle | None = self.loop.call_later(KEEP_ALIVE_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End a connection."""
         self._stop_timer()
-        if self._connections is not None and self._address:
-            self._connections.give_back(self._address)
+        if self._shares is not None:
+            self._shares.parsing.num_unparsed -= len(self._unparsed)
+        self._unparsed.clear()
+        if self._shares is not None and self._address:
+            self._shares.connections.give_back(self._address)
             self._address = ""
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Handle received data; nothing after a request whose head is too large."""
-        if self._refused:
+        """Parse received data, at once or when the address may take more time of the event loop."""
+        if self._refused or self.transport.is_closing():
             return
-        super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
+        if self._shares is None:
+            self._parse(data)
+        elif self._unparsed or self._shares.parsing.wait_s(self._address) > 0:
+            self._parse_later(data)
+        else:
+            self._parse_and_charge(data)
+
+    def _parse_and_charge(self, data: bytes) -> None:
+        assert self._shares is not None
+        began, before = time.perf_counter(), self._num_messages
+        self._parse(data)
+        seconds = time.perf_counter() - began + _REQUEST_S * (self._num_messages - before)
+        self._shares.parsing.charge(self._address, seconds)
+
+    def _parse_later(self, data: bytes) -> None:
+        assert self._shares is not None
+        parsing = self._shares.parsing
+        if parsing.num_unparsed + len(data) > _MAX_UNPARSED_BYTES:
+            self.transport.abort()
+            return
+        if not self._unparsed:
+            self.loop.call_later(parsing.wait_s(self._address), self._parse_now)
+        self._unparsed += data
+        parsing.num_unparsed += len(data)
+        self.flow.pause_reading()
+
+    def _parse_now(self) -> None:
+        if not self._unparsed or self._shares is None:
+            return  # the connection has ended
+        parsing = self._shares.parsing
+        if (wait_s := parsing.wait_s(self._address)) > 0:
+            self.loop.call_later(wait_s, self._parse_now)
+            return
+        data = bytes(self._unparsed)
+        self._unparsed.clear()
+        parsing.num_unparsed -= len(data)
+        self.flow.resume_reading()
+        self._parse_and_charge(data)
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        before = self._num_messages
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # the request is answered as any other
+        except httptools.HttpParserError:
+            if not self._refused:
+                self._refuse(400, "request: not valid HTTP/1.1; check the method, the headers and the chunks")
+        self._take_pieces()
+        if self._refused or self.transport.is_closing():
+            return
+        if self._in_head:
             self._pending_head_bytes += len(data)
             if self._pending_head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
+        elif self._in_message:
+            self._received_bytes += len(data) if self._num_messages == before else 0
+            if self._received_bytes > MAX_HEAD_BYTES + 2 * self._body_bytes:
+                self._refuse(400, "body: its chunks and trailers are larger than its content; send larger chunks")
+        elif self.cycle is not None and self.cycle.response_complete and self._timer is None:
+            # An empty line between requests has stopped uvicorn's timer.
+            self._timer = self.loop.call_later(KEEP_ALIVE_S, self.transport.close)
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the URL."""
+        self._count_head(len(url))
+        super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header."""
-        self._head_bytes += len(name) + len(value)
+        """Take a header or a trailer."""
+        self._num_headers += 1
+        self._count_head(len(name) + len(value))
         super().on_header(name, value)
 
     def on_message_begin(self) -> None:
         """Start a request."""
+        if len(self.pipeline) == _MAX_PIPELINED:
+            self._refused = True
+            self.transport.abort()
+            raise _StopParsingError
         super().on_message_begin()
         scope = cast(dict[str, object], self.scope)
         scope[ABORT_KEY], scope[NAMES_KEY] = self.transport.abort, self._names
-        self._in_head, self._head_bytes, self._pending_head_bytes = True, 0, 0
-        self._in_message = True
+        self._num_messages += 1
+        self._num_headers = self._head_bytes = self._pending_head_bytes = self._body_bytes = self._received_bytes = 0
+        self._in_head = self._in_message = True
         self._stop_timer()
         self._timer = self.loop.call_later(
             HEAD_TIMEOUT_S,
@@ -145,29 +248,43 @@ class _Protocol(HttpToolsProtocol):
         """Start the body, and the answer."""
         self._in_head = False
         self._stop_timer()
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_head()
-        else:
-            super().on_headers_complete()
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
-        if not self._refused:
-            super().on_body(body)
+        """Take a part of the body; uvicorn gets the parts of a read together."""
+        if len(self._pieces) == _MAX_PIECES:
+            self._refuse(400, "body: its chunks are too small; send larger chunks")
+            raise _StopParsingError
+        self._pieces.append(body)
 
     def on_message_complete(self) -> None:
         """End a request; its answer may not be complete."""
+        self._take_pieces()
         self._in_message = False
         self._stop_timer()
-        if not self._refused:
-            super().on_message_complete()
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """End an answer; the body of its request may not be complete."""
         super().on_response_complete()
-        if self._in_message and not self.transport.is_closing():
+        in_body = self._in_message and not self._in_head
+        if in_body and self.cycle.response_complete and not self.transport.is_closing():
             self._stop_timer()
             self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    def _take_pieces(self) -> None:
+        if self._pieces:
+            body = b"".join(self._pieces)
+            self._pieces.clear()
+            self._body_bytes += len(body)
+            if not self._refused:
+                super().on_body(body)
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES or self._num_headers > _MAX_HEADERS:
+            self._refuse_head()
+            raise _StopParsingError
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -175,11 +292,12 @@ class _Protocol(HttpToolsProtocol):
             self._timer = None
 
     def _refuse_head(self) -> None:
-        self._refused = True
-        self._refuse(431, f"request head: too large; send at most {MAX_HEAD_BYTES} bytes of headers")
+        what = f"send at most {MAX_HEAD_BYTES} bytes of headers, and at most {_MAX_HEADERS} headers"
+        self._refuse(431, f"request head: too large; {what}")
 
     def _refuse(self, status: int, text: str) -> None:
         """Send an error and close the connection; abort it if an earlier answer is not complete."""
+        self._refused = True
         self._stop_timer()
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
@@ -187,6 +305,21 @@ class _Protocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
         self.transport.write(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
         self.transport.close()
+
+
+def _owner(peer: tuple[Any, ...] | None) -> str:
+    """Return who shares the resources of an address: the address, or the first half of an IPv6 address.
+
+    A machine with IPv6 usually has all addresses with the same first half.
+    """
+    text = str((peer or ("",))[0])
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return text
+    if address.version == 4:
+        return text
+    return str(address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False))
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

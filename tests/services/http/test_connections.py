@@ -1,0 +1,160 @@
+"""HTTP connections that cost the server more than their clients: small chunks, trailers, pipelines, many requests."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from services.http import server
+from services.http.server import _owner
+from tests.services.stack import PATIENCE_S, Stack, running_stack
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@asynccontextmanager
+async def connected(
+    stack: Stack, address: str = "127.0.0.1"
+) -> AsyncIterator[tuple[asyncio.StreamReader, "asyncio.StreamWriter"]]:
+    """A connection from an address of this machine."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.http.base_url.port, local_addr=(address, 0))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def sent(stack: Stack, *pieces: bytes) -> bytes:
+    """What the server says to these pieces until it closes the connection."""
+    async with connected(stack) as (reader, writer), asyncio.timeout(PATIENCE_S):
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            while more := await reader.read(1 << 16):
+                said += more
+        return said
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [
+        pytest.param([CHUNKED, *[b"1\r\n \r\n" * 1000] * 200], 400, id="small chunks"),
+        pytest.param([CHUNKED, *[b"1;" + b"a=b;" * 1000 + b"\r\n \r\n"] * 200], 400, id="extensions of chunks"),
+        pytest.param([CHUNKED + b"0\r\n", *[b"a: b\r\n" * 1000] * 200], 431, id="trailers"),
+        pytest.param([CHUNKED + b"0\r\na: ", *[b"b" * 10_000] * 200], 400, id="an endless trailer"),
+        pytest.param([b"GET /health HTTP/1.1\r\n" + b"a:\r\n" * 2000 + b"\r\n"], 431, id="many headers"),
+        pytest.param([b"GET /health?" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"], 431, id="a long URL"),
+        pytest.param([b"\x00\xff\r\n\r\n"], 400, id="no HTTP"),
+        pytest.param([GET * 20_000], None, id="a long pipeline"),
+    ],
+)
+def test_what_costs_more_to_parse_than_to_send_ends_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], status: int | None
+) -> None:
+    """The connection is closed, with an error unless an answer is outstanding. Others are served as before."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(server, "LINGER_S", 10 * PATIENCE_S)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            said = await sent(stack, *pieces)
+            if status is not None and said:  # a client that sends on may lose the answer
+                assert f"HTTP/1.1 {status} ".encode() in said
+            assert (await stack.http.get("/health")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_short_pipeline_is_answered_in_order(tmp_path: Path) -> None:
+    """Requests that a client sends before it has read the answers are served one by one."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            last = GET.replace(b"/health", b"/nowhere").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+            said = await sent(stack, GET * 5 + last)
+            assert [said.count(each) for each in (b"HTTP/1.1 200", b"HTTP/1.1 404")] == [5, 1]
+            assert said.rindex(b"HTTP/1.1 200") < said.index(b"HTTP/1.1 404")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_a_body_in_small_chunks_is_served(tmp_path: Path, size: int) -> None:
+    """Chunks of any size may be sent while there are not thousands of them."""
+    content = b'{"prompt": [5, 6, 7], "max_tokens": 2}' + b" " * 2000
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+
+            async def pieces() -> AsyncIterator[bytes]:
+                for start in range(0, len(content), size):
+                    yield content[start : start + size]
+
+            headers = {"content-type": "application/json"}
+            response = await stack.http.post("/v1/completions", content=pieces(), headers=headers)
+            assert response.status_code == 200, response.text
+
+    asyncio.run(main())
+
+
+def test_empty_lines_keep_no_connection_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection without requests ends, although its client sends empty lines."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.2)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack, connected(stack) as (reader, writer):
+            writer.write(GET)
+            await reader.readuntil(b"ok\n")
+            async with asyncio.timeout(PATIENCE_S):
+                while not reader.at_eof():
+                    writer.write(b"\r\n")
+                    with contextlib.suppress(TimeoutError, ConnectionError):
+                        async with asyncio.timeout(0.05):
+                            await reader.read(1)
+
+    asyncio.run(main())
+
+
+def test_an_address_with_many_requests_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next request waits until its time is paid off. One of another address, sent later, is answered before."""
+    monkeypatch.setattr(server, "_REQUEST_S", 0.5)
+
+    async def main() -> list[str]:
+        order: list[str] = []
+        async with (
+            running_stack(tmp_path) as stack,
+            connected(stack, "127.0.0.2") as (busy, to_busy),
+            asyncio.TaskGroup() as group,
+        ):
+
+            async def answered(name: str, reader: asyncio.StreamReader) -> None:
+                await reader.readuntil(b"ok\n")
+                order.append(name)
+
+            to_busy.write(GET)
+            waits = group.create_task(answered("busy", busy))
+            await asyncio.sleep(0.1)  # the server has it
+            monkeypatch.setattr(server, "_REQUEST_S", 0.0)
+            async with connected(stack, "127.0.0.3") as (reader, writer):
+                writer.write(GET)
+                await answered("other", reader)
+            await waits
+        return order
+
+    assert asyncio.run(main()) == ["other", "busy"]
+
+
+def test_addresses_of_one_network_share() -> None:
+    """An IPv6 address stands for its /64 network; an IPv4 address for itself, however it is written."""
+    assert (
+        _owner(("2001:db8::1:2:3", 1, 0, 0)) == _owner(("2001:db8::9", 2, 0, 0)) != _owner(("2001:db8:0:1::9", 2, 0, 0))
+    )
+    assert _owner(("10.0.0.1", 1)) == _owner(("::ffff:10.0.0.1", 1, 0, 0)) != _owner(("10.0.0.2", 1))
+    assert _owner(None) == _owner(("",)) == ""
