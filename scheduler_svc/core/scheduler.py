@@ -44,9 +44,9 @@ from scheduler_svc.core.requests.history import Story
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.plan_schedule import PlanSchedule
+from scheduler_svc.core.workers.plan_timing import EARLY_S
 from scheduler_svc.core.workers.quarantine import REJECTED, Quarantine
 from scheduler_svc.core.workers.rows import FREE
-from scheduler_svc.core.workers.step_clock import EARLY_S
 from scheduler_svc.core.workers.worker import Worker
 
 
@@ -407,12 +407,6 @@ class Scheduler:
             return
         if self._requests.backlog.charges_output:
             self._charge(worker, settled, now)
-        if settled.num_prefill_tokens:
-            worker.gate.prefill_measured(settled.duration)
-        token_s = settled.duration
-        if settled.counts is not None and len(settled.tokens):
-            token_s *= len(settled.rows) / len(settled.tokens)
-        self._requests.forecast.step_measured(settled.num_tokens, settled.num_prefill_tokens, token_s)
         for request, index, of_prompt, scores in settled.scores:
             if request.is_logged and not of_prompt:
                 request.scores.append((index, scores))

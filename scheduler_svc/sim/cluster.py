@@ -6,7 +6,7 @@ import numpy as np
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.workers.step_clock import MIN_DEADLINE_S
+from scheduler_svc.core.workers.cost_model import MIN_DEADLINE_S
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.faults import Fault
 from scheduler_svc.sim.oracle import grammar_key

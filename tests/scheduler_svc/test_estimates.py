@@ -1,4 +1,4 @@
-"""What the core learns and reckons with: forecasts, step times, headroom, gates, buckets; each to its boundary."""
+"""Forecasts, headroom, gates and buckets, each to its boundary."""
 
 import math
 
@@ -6,20 +6,14 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.interface.config import CAPACITY_MODES, BatchingLimits, TenantLimits
-from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.tenants import BURST_S, Tenants
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 from scheduler_svc.core.workers.rows import RowTable
-from scheduler_svc.core.workers.step_clock import (
-    DEADLINE_FACTOR,
-    LEAD_S,
-    MIN_DEADLINE_S,
-    MIN_SAMPLES,
-    TOLERATED_IDLE,
-    StepClock,
-)
+from scheduler_svc.sim.model_worker import ModelWorker
+from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.requests import make_request
 
 # ---------------------------------------------------------------- forecast
@@ -27,7 +21,7 @@ from tests.scheduler_svc.requests import make_request
 
 def test_lengths_are_learned_per_tenant_and_prompt_length_then_per_tenant_then_for_all() -> None:
     """The nearest estimate counts, a hint before any, and the request's own limit bounds all of them."""
-    forecast = Forecast()
+    forecast = Forecast([])
     assert forecast.output_tokens(make_request(max_tokens=50)) == 50
     forecast.request_finished(make_request(prompt=10, generated=20, tenant="a"))
     forecast.request_finished(make_request(prompt=100, generated=40, tenant="a"))
@@ -40,104 +34,47 @@ def test_lengths_are_learned_per_tenant_and_prompt_length_then_per_tenant_then_f
     assert forecast.output_tokens(make_request(tenant="a", expected_output_tokens=70)) == 50
 
 
-def test_only_steps_that_are_mostly_prompts_tell_of_prefill_and_only_pure_ones_of_decode() -> None:
-    """A mixed step says nothing of decoding; one that is half prompt says nothing at all, nor does an empty one."""
-    forecast = Forecast()
-    for num_tokens, num_prefill in ((0, 0), (10, 5), (10, 1)):
-        forecast.step_measured(num_tokens, num_prefill, 9.0)
-    assert forecast.prefill_token_s() == 0.0
-    assert forecast.decode_s(make_request()) == 0.0
-    forecast.step_measured(10, 6, 0.5)
-    assert forecast.prefill_token_s() == pytest.approx(0.05)
-    forecast.step_measured(10, 10, 1.5)
-    assert forecast.prefill_token_s() == pytest.approx(0.05 + 0.1 * 0.1)
-    forecast.step_measured(4, 0, 0.2)
-    assert forecast.decode_s(make_request(max_tokens=50, generated=10)) == pytest.approx(0.2 * 40)
-    assert forecast.decode_s(make_request(max_tokens=50, generated=10, expected_output_tokens=5)) == 0.0
+class _Costs(CostModel):
+    """A device on which a prompt token takes 10 ms and a decode step 20 ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(400):
+            tokens = number % 4 * 50
+            self.measured(StepShape(1, tokens), 0.02 + 0.01 * tokens)
+
+
+def _forecast() -> Forecast:
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w", num_blocks=64, block_size=16, max_rows=4))
+    worker = cluster.core.worker(b"w")
+    assert worker is not None
+    worker.costs = _Costs()
+    return Forecast([worker])
 
 
 def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
-    """A first token needs the prompt, the last one the output too; the earlier of both counts."""
-    forecast = Forecast()
-    forecast.step_measured(10, 10, 0.1)
-    forecast.step_measured(4, 0, 0.02)
+    """The first token needs the prompt, the last one the output too; the earlier of the two counts."""
+    assert Forecast([]).latest_start(make_request(ttft_deadline=100.0)) == 100.0, "no worker was measured"
+    forecast = _forecast()
     assert forecast.latest_start(make_request()) is None
-    assert forecast.latest_start(make_request(ttft_deadline=100.0)) == pytest.approx(100 - 0.1)
+    assert forecast.latest_start(make_request(ttft_deadline=100.0)) == pytest.approx(100 - 0.1, abs=0.01)
     assert forecast.latest_start(make_request(ttft_deadline=100.0, generated=1)) is None
-    total = make_request(total_deadline=100.0, max_tokens=50)
-    assert forecast.latest_start(total) == pytest.approx(100 - 0.1 - 1.0)
-    both = make_request(ttft_deadline=50.0, total_deadline=100.0)
-    assert forecast.latest_start(both) == pytest.approx(50 - 0.1)
+    total = make_request(total_deadline=100.0)
+    assert forecast.latest_start(total) == pytest.approx(100 - 0.1 - 1.0, abs=0.02)
+    both = make_request(total_deadline=100.0, ttft_deadline=50.0)
+    assert forecast.latest_start(both) == pytest.approx(50 - 0.1, abs=0.01)
 
 
 def test_a_limit_is_no_forecast_that_refuses() -> None:
-    """Without a hint or a finished request, only the prompt's time counts against a deadline, not `max_tokens`."""
-    forecast = Forecast()
-    forecast.step_measured(10, 10, 0.1)
-    forecast.step_measured(4, 0, 0.02)
-    unknown = make_request(deadline=100.0, max_tokens=50)
-    assert forecast.must_start(unknown) == pytest.approx(100 - 1.25 * 0.1)
-    hinted = make_request(deadline=100.0, max_tokens=50, expected_output_tokens=10)
-    assert forecast.must_start(hinted) == pytest.approx(100 - 1.25 * (0.1 + 0.2))
+    """Without a hint or finished requests, only the prompt counts towards a client's deadline."""
+    forecast = _forecast()
+    unknown = make_request(deadline=100.0)
+    assert forecast.must_start(unknown) == pytest.approx(100 - 1.25 * 0.1, abs=0.01)
+    hinted = make_request(deadline=100.0, expected_output_tokens=10)
+    assert forecast.must_start(hinted) == pytest.approx(100 - 1.25 * (0.1 + 0.2), abs=0.01)
     forecast.request_finished(make_request(generated=20))
-    assert forecast.must_start(unknown) == pytest.approx(100 - 1.25 * (0.1 + 0.4))
-
-
-# ---------------------------------------------------------------- step clock
-
-
-def test_a_deadline_is_the_ceiling_until_enough_was_seen() -> None:
-    """Then eight times the longest of the last hundred steps of that size, within floor and ceiling."""
-    clock = StepClock(20.0)
-    for _ in range(MIN_SAMPLES - 1):
-        clock.observe(8, 0.5)
-    assert clock.deadline(8) == 20.0
-    clock.observe(8, 0.25)
-    assert clock.deadline(8) == DEADLINE_FACTOR * 0.5
-    assert clock.deadline(15) == DEADLINE_FACTOR * 0.5, "8 to 15 tokens are one size"
-    assert clock.deadline(16) == 20.0
-    for _ in range(99):
-        clock.observe(8, 0.25)
-    assert clock.deadline(8) == DEADLINE_FACTOR * 0.25
-    for _ in range(100):
-        clock.observe(8, 0.01)
-    assert clock.deadline(8) == MIN_DEADLINE_S
-    clock.observe(8, 10.0)
-    assert clock.deadline(8) == 20.0
-
-
-def test_a_plan_goes_out_before_the_step_is_over_by_its_deviation_and_a_margin() -> None:
-    """Mean and deviation are smoothed as TCP smooths round trips."""
-    clock = StepClock(20.0)
-    assert clock.lead(8) == 0.0
-    clock.observe(8, 1.0)
-    assert clock.lead(8) == 0.0, "a deviation of half the mean says that nothing is known"
-    mean, deviation = 1.0, 0.5
-    for duration in (1.1, 0.9, 1.0, 1.0, 1.0, 1.2, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        clock.observe(8, duration)
-        deviation += (abs(duration - mean) - deviation) / 4
-        mean += (duration - mean) / 8
-    assert clock.lead(8) == pytest.approx(mean - 4 * deviation - LEAD_S)
-    assert clock.lead(8) > 0.5
-
-
-def test_the_margin_grows_by_what_the_worker_waited_and_shrinks_slowly() -> None:
-    """A wait within the tolerance changes nothing; the margin is at most a step."""
-    clock = StepClock(20.0)
-    for _ in range(60):
-        clock.observe(8, 1.0)
-    early = clock.lead(8)
-    clock.idled(8, TOLERATED_IDLE * 1.0)
-    assert clock.lead(8) == pytest.approx(early)
-    clock.idled(8, 0.1)
-    assert clock.lead(8) == pytest.approx(early - 0.1)
-    clock.idled(8, 0.0)
-    assert clock.lead(8) == pytest.approx(early - 0.1 * 0.99)
-    clock.idled(8, 50.0)
-    assert clock.lead(8) == 0.0
-    for _ in range(2000):
-        clock.idled(8, 0.0)
-    assert clock.lead(8) == pytest.approx(early, abs=1e-4)
+    assert forecast.must_start(unknown) == pytest.approx(100 - 1.25 * (0.1 + 0.4), abs=0.02)
 
 
 # ---------------------------------------------------------------- capacity
@@ -269,84 +206,78 @@ def test_a_preemption_adds_to_the_headroom_for_tens_of_steps() -> None:
     assert _headroom(capacity) == 500
 
 
-def test_a_lost_step_is_counted_in_what_an_empty_row_wastes() -> None:
-    """A row that stays empty wastes its part of what a step takes in any case, not of what grows with the rows."""
-    forecast = Forecast()
-    assert forecast.recompute_steps(1000, 4) == 1.0
-    for _ in range(2):
-        forecast.step_measured(100, 100, 0.1)
-        forecast.step_measured(4, 0, 0.012)
-    assert forecast.recompute_steps(200, 4) == pytest.approx(200 * 0.001 / (0.012 - 4 * 0.001))
-    assert forecast.recompute_steps(200, 12) == pytest.approx(200 * 0.001 / 0.0012), "a tenth of a step at least"
-
-
 # ---------------------------------------------------------------- gates
+
+
+def is_open(gate: BatchGate, *, num_running: int, num_waiting: int, now: float, num_assigned: int = 0) -> bool:
+    """Whether the gate of a worker is open whose prefill steps take half a second."""
+    return gate.is_open(
+        num_running=num_running, num_waiting=num_waiting, now=now, prefill_s=0.5, num_assigned=num_assigned
+    )
 
 
 def test_a_delay_collects_for_the_time_of_prefill_steps() -> None:
     """While requests run, an admission waits until the last is a prefill step times the factor ago."""
     gate = BatchGate(BatchingLimits(delay_factor=2.0))
-    assert gate.is_open(num_running=3, num_waiting=1, now=10.0), "nobody was admitted yet"
+    assert is_open(gate, num_running=3, num_waiting=1, now=10.0), "nobody was admitted yet"
     gate.admitted(5, 10.0)
-    gate.prefill_measured(0.5)
-    assert not gate.is_open(num_running=3, num_waiting=1, now=10.9)
-    assert gate.is_open(num_running=0, num_waiting=1, now=10.9), "nobody runs"
-    assert gate.is_open(num_running=3, num_waiting=1, now=11.0)
+    assert not is_open(gate, num_running=3, num_waiting=1, now=10.9)
+    assert is_open(gate, num_running=0, num_waiting=1, now=10.9), "nobody runs"
+    assert is_open(gate, num_running=3, num_waiting=1, now=11.0)
     gate.admitted(5, 12.0)
-    assert not gate.is_open(num_running=3, num_waiting=1, now=12.5)
+    assert not is_open(gate, num_running=3, num_waiting=1, now=12.5)
     always = BatchGate(BatchingLimits())
     always.admitted(5, 10.0)
-    always.prefill_measured(0.5)
-    assert always.is_open(num_running=3, num_waiting=1, now=10.0)
+    assert is_open(always, num_running=3, num_waiting=1, now=10.0)
 
 
 def test_a_batch_closes_when_it_is_full_and_opens_when_all_are_done() -> None:
     """A static batch of two: collected until two wait or the time is up, then shut until the worker is empty."""
     gate = BatchGate(BatchingLimits(mode="static", max_batch_size=2, max_wait_s=1.0))
-    assert not gate.is_open(num_running=0, num_waiting=1, now=10.0)
-    assert not gate.is_open(num_running=0, num_waiting=1, now=10.9)
-    assert gate.is_open(num_running=0, num_waiting=1, now=11.0)
+    assert not is_open(gate, num_running=0, num_waiting=1, now=10.0)
+    assert not is_open(gate, num_running=0, num_waiting=1, now=10.9)
+    assert is_open(gate, num_running=0, num_waiting=1, now=11.0)
     gate.admitted(5, 11.0)
-    assert gate.is_open(num_running=1, num_waiting=1, now=11.0)
+    assert is_open(gate, num_running=1, num_waiting=1, now=11.0)
     gate.admitted(5, 11.0)
-    assert not gate.is_open(num_running=2, num_waiting=9, now=20.0)
-    assert not gate.is_open(num_running=1, num_waiting=9, now=20.0)
-    assert gate.is_open(num_running=0, num_waiting=2, now=20.0)
+    assert not is_open(gate, num_running=2, num_waiting=9, now=20.0)
+    assert not is_open(gate, num_running=1, num_waiting=9, now=20.0)
+    assert is_open(gate, num_running=0, num_waiting=2, now=20.0)
     gate.close()
-    assert not gate.is_open(num_running=0, num_waiting=1, now=30.0), "collecting begins anew"
-    assert gate.is_open(num_running=0, num_waiting=1, now=31.0)
+    assert not is_open(gate, num_running=0, num_waiting=1, now=30.0), "collecting begins anew"
+    assert is_open(gate, num_running=0, num_waiting=1, now=31.0)
 
 
 def test_an_assigned_request_opens_the_gate_of_an_empty_worker() -> None:
     """A request of another worker's complete batch is not collected a second time; a running batch stays closed."""
     gate = BatchGate(BatchingLimits(mode="static", max_batch_size=2, max_wait_s=1.0))
-    assert not gate.is_open(num_running=0, num_waiting=1, now=10.0)
+    assert not is_open(gate, num_running=0, num_waiting=1, now=10.0)
     assert gate.may_open(num_running=0)
-    assert gate.is_open(num_running=0, num_waiting=1, now=10.1, num_assigned=1)
+    assert is_open(gate, num_running=0, num_waiting=1, now=10.1, num_assigned=1)
     gate.admitted(5, 10.1)
     gate.close()
     assert not gate.may_open(num_running=1)
-    assert not gate.is_open(num_running=1, num_waiting=1, now=10.2, num_assigned=1)
+    assert not is_open(gate, num_running=1, num_waiting=1, now=10.2, num_assigned=1)
 
 
 def test_a_dynamic_batch_has_a_token_limit_that_its_first_request_may_exceed() -> None:
     """The limit is reached, not exceeded, by those after the first; static batches have none."""
     gate = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=0.0, max_tokens_per_batch=10))
-    assert gate.is_open(num_running=0, num_waiting=1, now=1.0)
+    assert is_open(gate, num_running=0, num_waiting=1, now=1.0)
     assert gate.admits(50, num_running=0, now=1.0)
     gate.admitted(4, 1.0)
     assert gate.admits(6, num_running=1, now=1.0)
     gate.admitted(6, 1.0)
     assert not gate.admits(1, num_running=2, now=1.0)
-    assert not gate.is_open(num_running=2, num_waiting=1, now=1.0), "the batch is complete"
-    assert gate.is_open(num_running=0, num_waiting=1, now=2.0)
+    assert not is_open(gate, num_running=2, num_waiting=1, now=1.0), "the batch is complete"
+    assert is_open(gate, num_running=0, num_waiting=1, now=2.0)
     assert gate.admits(50, num_running=0, now=2.0), "the next batch counts from zero"
     static = BatchGate(BatchingLimits(mode="static", max_batch_size=9, max_wait_s=0.0, max_tokens_per_batch=10))
-    assert static.is_open(num_running=0, num_waiting=1, now=1.0)
+    assert is_open(static, num_running=0, num_waiting=1, now=1.0)
     static.admitted(9, 1.0)
     assert static.admits(50, num_running=1, now=1.0)
     unlimited = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=0.0))
-    assert unlimited.is_open(num_running=0, num_waiting=1, now=1.0)
+    assert is_open(unlimited, num_running=0, num_waiting=1, now=1.0)
     unlimited.admitted(9, 1.0)
     assert unlimited.admits(50, num_running=1, now=1.0)
 
@@ -354,13 +285,13 @@ def test_a_dynamic_batch_has_a_token_limit_that_its_first_request_may_exceed() -
 def test_a_batch_that_has_run_collects_the_next_one_from_the_request_that_does_not_fit() -> None:
     """An idle worker does not wait for another event before it begins to collect."""
     gate = BatchGate(BatchingLimits(mode="dynamic", max_batch_size=9, max_wait_s=1.0, max_tokens_per_batch=10))
-    assert not gate.is_open(num_running=0, num_waiting=1, now=0.0)
-    assert gate.is_open(num_running=0, num_waiting=1, now=1.0)
+    assert not is_open(gate, num_running=0, num_waiting=1, now=0.0)
+    assert is_open(gate, num_running=0, num_waiting=1, now=1.0)
     gate.admitted(8, 1.0)
-    assert gate.is_open(num_running=0, num_waiting=1, now=2.0), "the batch has seats left"
+    assert is_open(gate, num_running=0, num_waiting=1, now=2.0), "the batch has seats left"
     assert not gate.admits(5, num_running=0, now=2.0)
-    assert not gate.is_open(num_running=0, num_waiting=1, now=2.9)
-    assert gate.is_open(num_running=0, num_waiting=1, now=3.0)
+    assert not is_open(gate, num_running=0, num_waiting=1, now=2.9)
+    assert is_open(gate, num_running=0, num_waiting=1, now=3.0)
 
 
 # ---------------------------------------------------------------- tenants
@@ -425,24 +356,3 @@ def test_waiting_and_running_are_counted_apart() -> None:
     assert not tenants.may_queue(make_request(tenant="a"))
     tenants.ended(second, 0.0, was_running=False)
     assert tenants.may_queue(make_request(tenant="a"))
-
-
-# ---------------------------------------------------------------- swapping
-
-
-def test_swapping_is_chosen_when_both_copies_cost_less_than_computing() -> None:
-    """Before anything was measured it is tried; without room, without blocks, or when dearer, it is not."""
-    swap = SwapSpace(4)
-    assert swap.is_cheaper(num_blocks=4, recompute_s=1e-9)
-    assert not swap.is_cheaper(num_blocks=5, recompute_s=9.0)
-    assert not swap.is_cheaper(num_blocks=0, recompute_s=9.0)
-    swap.copy_measured(2, 0.2)
-    assert swap.is_cheaper(num_blocks=4, recompute_s=0.81)
-    assert not swap.is_cheaper(num_blocks=4, recompute_s=0.79)
-    assert swap.is_cheaper(num_blocks=4, recompute_s=0.0), "computing was never measured"
-    swap.copy_measured(1, 0.2)
-    assert swap.is_cheaper(num_blocks=4, recompute_s=8 * 0.121)
-    assert not swap.is_cheaper(num_blocks=4, recompute_s=8 * 0.119)
-    swap.out(np.arange(3))
-    assert swap.is_cheaper(num_blocks=1, recompute_s=9.0)
-    assert not swap.is_cheaper(num_blocks=2, recompute_s=9.0)

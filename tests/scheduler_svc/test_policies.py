@@ -14,7 +14,6 @@ from scheduler_svc.core.interface.config import CoreConfig, RequestClass, Tenant
 from scheduler_svc.core.interface.records import NoteKind
 from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
-from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.policies import (
     AGEING_S,
     SJF_S_PER_TOKEN,
@@ -563,20 +562,6 @@ def test_tenants_that_never_come_back_are_forgotten(limits: TenantLimits) -> Non
     other = make_request(tenant="owing")
     assert tenants.may_run(other, 200.0) == (not limits.tokens_per_s)
     assert tenants.may_run(other, 490.0)
-
-
-def test_forecasts_follow_what_was_measured() -> None:
-    """Steps that are mostly prompt teach the cost of prompt tokens, pure decode steps that of an output token."""
-    forecast = Forecast()
-    request = make_request(1)
-    forecast.step_measured(5, 2, 1.0)
-    assert (forecast.prefill_s(request), forecast.decode_s(request)) == (0.0, 0.0)
-    forecast.step_measured(5, 3, 1.0)
-    assert forecast.prefill_s(request) == pytest.approx(10 * 0.2)
-    forecast.step_measured(4, 0, 0.5)
-    assert forecast.decode_s(request) == pytest.approx(50 * 0.5)
-    forecast.step_measured(0, 0, 9.0)
-    assert forecast.decode_s(request) == pytest.approx(50 * 0.5)
 
 
 def _busy(**limits: object) -> Cluster:

@@ -10,6 +10,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
 from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 from scheduler_svc.core.workers.rows import RowTable
 from scheduler_svc.core.workers.speculation import TOLERATED_LOSS, Speculation, choose_limits
 from scheduler_svc.sim.model_worker import ModelWorker
@@ -286,7 +287,8 @@ def _played(num_rows: int, machine: _Machine, acceptance: list[float], steps: in
     Steps vary: a few take five times as long.
     """
     chance = random.Random(seed)
-    rows, speculation = RowTable(num_rows, 16, 400), Speculation(8)
+    costs = CostModel()
+    rows, speculation = RowTable(num_rows, 16, 400), Speculation(8, costs)
     for _ in range(num_rows):
         request = make_request(prompt=2, limit=1 << 20)
         rows.start_decoding(
@@ -319,7 +321,9 @@ def _played(num_rows: int, machine: _Machine, acceptance: list[float], steps: in
         disturbance = 5.0 if chance.random() < 0.01 else 1 + 0.1 * abs(chance.gauss(0, 1))
         rows.verified(decoding, drafts, accepted)
         duration = base_s * (1 + added) * disturbance
-        speculation.measured(num_rows, num_tokens, num_drafts, duration, allowed=allowed)
+        shape = StepShape(num_rows, 0, 3 * num_rows, num_drafts)
+        speculation.measured(shape, num_tokens, duration, allowed=allowed)
+        costs.measured(shape, duration, drafts_allowed=allowed)
         plain_s += disturbance * num_tokens / num_rows
         spent_s += disturbance * (1 + added)
     return plain_s, spent_s

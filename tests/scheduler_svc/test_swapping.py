@@ -1,5 +1,7 @@
 """What swapping promises: paused requests come back without being computed again, within bounded host memory."""
 
+import numpy as np
+
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.sim.model_worker import ModelWorker
@@ -84,11 +86,12 @@ def test_host_memory_of_requests_that_end_or_move_comes_back() -> None:
         assert cluster.readers[stream].tokens == expected_output([stream, 1, 2, 3, 4], 25, set())
 
 
-def test_the_cheaper_remedy_is_chosen() -> None:
-    """Once copying was measured, swapping is chosen exactly when it is expected to be faster than computing again."""
-    space = SwapSpace(100)
-    assert space.is_cheaper(num_blocks=10, recompute_s=1.0), "before anything was measured: swap"
-    space.copy_measured(10, 1.0)
-    assert not space.is_cheaper(num_blocks=10, recompute_s=1.9)
-    assert space.is_cheaper(num_blocks=10, recompute_s=2.1)
-    assert not space.is_cheaper(num_blocks=101, recompute_s=1e9), "no room"
+def test_swapping_needs_blocks_and_room() -> None:
+    """Neither without a computed block nor without host blocks for all of them."""
+    space = SwapSpace(4)
+    assert space.has_room(4)
+    assert not space.has_room(5)
+    assert not space.has_room(0)
+    space.out(np.arange(3))
+    assert space.has_room(1)
+    assert not space.has_room(2)

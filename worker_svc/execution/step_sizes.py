@@ -12,7 +12,7 @@ _ROWS = {"cpu": 64, "cuda": 256}
 _TOKENS = {"cpu": 512, "cuda": 2048}
 """Smallest default limit of tokens per step by type of device. Matrix products with this many tokens reach full speed.
 The scheduler plans shorter steps if rows in decode would wait too long
-(`scheduler_svc/core/workers/step_budget.py`)."""
+(`scheduler_svc/core/workers/chunks.py`)."""
 _MOST_TOKENS = 8192
 """Largest default limit of tokens per step on a GPU."""
 _MEMORY_PER_TOKEN = 8 << 20

@@ -47,7 +47,7 @@ class RequestRegistry:
     def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect], notes: Notes | None = None) -> None:
         self.policy = make_policy(config.policy, config.tenant_weights, config.classes)
         self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
-        self.forecast = Forecast()
+        self.forecast = Forecast(fleet)
         self.tenants = Tenants(config.tenant_limits)
         self.backlog = Backlog(self.policy, self.tenants)
         self.history = History()

@@ -1,8 +1,7 @@
 """Swapping: a preempted request's KV moves to the worker's host memory instead of being computed again.
 
 The remedy is chosen per victim. *Swap* is chosen when the host pool has room, and copying the blocks out and in is
-expected to be cheaper than computing the tokens again. Both costs are measured on the worker. Before the first
-measurement, swap is chosen, so that there is something to measure.
+expected to be cheaper than computing the tokens again (`cost_model`).
 
 Host blocks are reused like device blocks: only when every step that names them has been answered.
 """
@@ -15,8 +14,6 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.interface.plan import BlockCopy
 from scheduler_svc.core.memory.block_pool import BlockPool
-
-_SMOOTHING = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,25 +28,17 @@ class SwappedKV:
 
 
 class SwapSpace:
-    """The host blocks of one worker, and the measured cost of copies."""
+    """The host blocks of one worker."""
 
     def __init__(self, num_host_blocks: int) -> None:
         self.pool = BlockPool(num_host_blocks)
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         self._next_id = 1
-        self._block_s: float | None = None
 
-    def copy_measured(self, num_blocks: int, seconds: float) -> None:
-        """Record that the worker copied `num_blocks` blocks in `seconds`."""
-        per_block = seconds / num_blocks
-        self._block_s = per_block if self._block_s is None else self._block_s + _SMOOTHING * (per_block - self._block_s)
-
-    def is_cheaper(self, *, num_blocks: int, recompute_s: float) -> bool:
-        """Return whether there is room, and swapping the blocks out and in takes less than `recompute_s`."""
-        if not 0 < num_blocks <= self.pool.num_available:
-            return False
-        return self._block_s is None or 2 * num_blocks * self._block_s < recompute_s or recompute_s == 0.0
+    def has_room(self, num_blocks: int) -> bool:
+        """Return whether there are blocks to swap out, and room for them."""
+        return 0 < num_blocks <= self.pool.num_available
 
     def out(self, blocks: IndexArray) -> BlockCopy:
         """Take host blocks and return the copy of device blocks to them."""

@@ -119,6 +119,7 @@ class Admission:
                 num_running=self._worker.rows.num_running,
                 num_waiting=num_waiting,
                 now=self._now,
+                prefill_s=self._worker.costs.expected_s(self._worker.prefill),
                 num_assigned=self._backlog.num_assigned(self._worker),
             ):
                 self.obstacle = WaitReason.BATCH

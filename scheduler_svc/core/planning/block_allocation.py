@@ -10,8 +10,8 @@ import numpy as np
 
 from scheduler_svc.core.interface.arrays import IndexArray, where
 from scheduler_svc.core.interface.plan import BlockCopy
-from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.chunks import chunk_cost
 from scheduler_svc.core.workers.rows import DECODE, FREE
 from scheduler_svc.core.workers.worker import Worker
 
@@ -27,11 +27,10 @@ class Preemption(NamedTuple):
 class BlockAllocation:
     """The blocks that one plan appends, and the rows that it preempts."""
 
-    def __init__(self, worker: Worker, forecast: Forecast) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._rows = worker.rows
         self._pool = worker.pool
-        self._forecast = forecast
         self.appended_rows: list[IndexArray] = []
         self.appended_blocks: list[IndexArray] = []
         """One block for each of the rows."""
@@ -66,10 +65,13 @@ class BlockAllocation:
         num_blocks = -(-num_computed // rows.block_size)
         request = rows.requests[row]
         assert request is not None
-        recompute_s = self._forecast.prefill_token_s() * num_computed
         # KV of an unfinished prompt may come from a row that is about to fail; no sampled token has proven it.
         may_swap = rows.state.item(row) == DECODE and not request.starts_over
-        if may_swap and worker.swap.is_cheaper(num_blocks=num_blocks, recompute_s=recompute_s):
+        if (
+            may_swap
+            and worker.swap.has_room(num_blocks)
+            and worker.costs.swaps(num_blocks, self._cost_of(num_computed))
+        ):
             request, copy = worker.swap_out(row)
             self.swap_outs.append(copy)
             worker.counters.swapped += 1
@@ -91,7 +93,8 @@ class BlockAllocation:
             victim = self._victim_for(row)
             if victim is None:
                 return False
-            cost = self._forecast.recompute_steps(self._rows.num_computed(victim), self._rows.num_running)
+            num_tokens = self._cost_of(self._rows.num_computed(victim))
+            cost = self._worker.costs.recompute_steps(num_tokens, self._rows.num_running)
             self._worker.capacity.preempted(cost)
             needy = self._rows.requests[row]
             assert needy is not None
@@ -99,6 +102,10 @@ class BlockAllocation:
             if victim == row:
                 return False
         return True
+
+    def _cost_of(self, num_tokens: int) -> int:
+        """Return the budget tokens that computing a request's tokens again takes."""
+        return chunk_cost(num_tokens, num_tokens // 2, self._worker.model.break_even_context)
 
     def _victim_for(self, row: int) -> int | None:
         """Return the row to preempt so that `row` gets a block, or None.

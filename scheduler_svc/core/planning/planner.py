@@ -4,7 +4,7 @@ A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 
 * Every decode row that can continue gets one token, and the drafts that it may verify (`speculation`).
 * Prompts under way get chunks (`chunks`), in order of arrival. Chunks take less than the rest of the budget if the step
-  would exceed its target time (`step_budget`).
+  would exceed its target time (`chunks`).
 * Waiting requests are admitted while rows, blocks and budget last (iteration-level batching, Orca, OSDI 2022).
 
 There are no phases: chunks of one prompt and decodes of other rows share a step.
@@ -33,7 +33,8 @@ from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.placement import Placement, Room
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, as_column
-from scheduler_svc.core.workers.chunks import chunk_cost, longest_chunk
+from scheduler_svc.core.workers.chunks import chunk_budget, chunk_cost, longest_chunk
+from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.rows import DECODE
 from scheduler_svc.core.workers.speculation import fitting
 from scheduler_svc.core.workers.worker import StepInFlight, Trial, Worker
@@ -96,10 +97,14 @@ class Planner:
         self._budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
         self._max_chunk = config.long_prefill_token_threshold or self._budget
         self._max_rows = min(config.max_num_seqs, worker.rows.max_rows)
-        self._allocation = BlockAllocation(worker, forecast)
+        self._allocation = BlockAllocation(worker)
         self._chunk_rows: list[int] = []
         self._chunk_lengths: list[int] = []
         self._chunks_cost = 0
+        self._decodes = NO_INDICES
+        """The decode rows of the step."""
+        self._is_limited = False
+        """Whether the budget is limited to what the step's target allows."""
         self._num_drafts = 0
         """Most drafts that the step verifies in all."""
         self._draft_limits: tuple[IndexArray, Int32Array] | None = None
@@ -127,7 +132,7 @@ class Planner:
             assert urgent is not None
             self._allocation.preempt(row, urgent)
         decodes = self._schedule_decodes()
-        self._spend_decodes(len(decodes))
+        self._spend_decodes(decodes)
         self._schedule_prefills()
         if not self._allocation.out_of_memory:
             worker.capacity.is_growing = bool(len(decodes) or self._chunk_rows or worker.in_flight)
@@ -154,7 +159,7 @@ class Planner:
         """Continue the suspect's trial, or admit the next suspect; return the decode rows of the step."""
         worker, rows = self._worker, self._rows
         worker.trial_due = False
-        self._spend_decodes(0)
+        self._spend_decodes(NO_INDICES)
         if worker.trial is None:
             admission = Admission(worker, self._backlog, self._placement, self._tenants, self._config, self._now)
             suspect = admission.next_suspect()
@@ -270,10 +275,19 @@ class Planner:
         self._rows.hold_noted[new] = True
         self._newly_held += new.tolist()
 
-    def _spend_decodes(self, num_decodes: int) -> None:
-        """Take the tokens of decode rows from the budget, and limit the rest to what the step's target allows."""
-        self._budget -= num_decodes + self._num_drafts
-        for_chunks = self._worker.step_budget.for_chunks(decodes=num_decodes > 0)
+    def _spend_decodes(self, decodes: IndexArray) -> None:
+        """Take the tokens of decode rows from the budget."""
+        self._decodes = decodes
+        self._budget -= len(decodes) + self._num_drafts
+
+    def _limit_chunks(self) -> None:
+        """Limit the rest of the budget to what the step's target allows."""
+        self._is_limited = True
+        decodes, target_s = self._decodes, self._config.itl_target_s
+        if not target_s:
+            return
+        shape = StepShape(len(decodes), 0, int(self._rows.length[decodes].sum()), self._num_drafts)
+        for_chunks = chunk_budget(self._worker.costs, target_s, shape)
         if for_chunks is not None and for_chunks < self._budget:
             self._budget = for_chunks
 
@@ -286,6 +300,8 @@ class Planner:
                 self._add_chunk(row)
 
     def _add_chunk(self, row: int) -> None:
+        if not self._is_limited:
+            self._limit_chunks()
         computed = self._rows.computed.item(row)
         break_even = self._worker.model.break_even_context
         affordable = longest_chunk(self._budget, computed, break_even)
@@ -419,6 +435,7 @@ class Planner:
         # Advance decode rows first: prefill rows become decode rows below.
         length = rows.length[decodes] + ONE
         rows.length[decodes] = length
+        context = int(np.add.reduce(length))
         draft_rows = draft_limits = NO_INDICES
         if self._draft_limits is not None:
             draft_rows, draft_limits = self._set_draft_limits(decodes, *self._draft_limits)
@@ -429,7 +446,8 @@ class Planner:
             sampling.sort()
             length = rows.length[sampling]
         num_tokens = len(decodes) + sum(self._chunk_lengths)
-        cost = len(decodes) + self._num_drafts + self._chunks_cost
+        shape = StepShape(len(decodes), self._chunks_cost, context, self._num_drafts)
+        least_s, allowance = worker.costs.bounds(shape, self._config.step_deadline_s)
         leaves = worker.pending_leaves
         worker.pending_leaves = []
         worker.last_step += 1
@@ -442,19 +460,17 @@ class Planner:
                 draft_limits=rows.draft_limit[sampling] if self._num_drafts else None,
                 prefilled=prefilled,
                 pooled=[(row, int(rows.generation[row])) for row in pooled],
-                num_tokens=num_tokens,
-                num_prefill_tokens=num_tokens - len(decodes),
-                chunks_cost=self._chunks_cost,
-                cost=cost,
+                shape=shape,
+                least_s=least_s,
                 started=self._now,
-                successor_due=self._now + worker.clock.lead(cost),
+                successor_due=self._now + worker.timing.lead(least_s),
                 # Rows that decoded before and are not released in this step could continue in any case.
                 goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
                 chunk_rows=self._chunk_rows,
                 chunk_generations=rows.generation[chunk_rows],
                 solo=worker.trial.request if worker.trial is not None else None,
                 copy_ids=[copy.copy_id for copy in self._allocation.swap_outs + self._swap_ins],
-                allowance=worker.clock.deadline(cost),
+                allowance=allowance,
             )
         )
         worker.counters.steps += 1

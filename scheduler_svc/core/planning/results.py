@@ -33,12 +33,6 @@ class Settled:
     """Index of each row's first token here among the row's generated tokens."""
     counts: Int32Array | None = None
     """Number of tokens per row; None: one each."""
-    num_tokens: int = 0
-    """Tokens that the step computed."""
-    num_prefill_tokens: int = 0
-    """Those of them that belong to prompts."""
-    duration: float = 0.0
-    """Time from the start of the step to its answer, s."""
     late: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, index, token) for requests that had left their row."""
     stopped: list[tuple[Request, int]] = field(default_factory=list)
@@ -90,16 +84,11 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
 
     worker.in_flight.popleft()
     worker.answered_step = record.step
-    worker.clock.observe(record.cost, now - record.started)
-    worker.step_budget.measured(
-        now - record.started, decodes=record.cost > record.chunks_cost, chunks=record.chunks_cost
-    )
-    if record.goes_on:
-        worker.clock.idled(record.cost, event.idle_s)
+    _measure(worker, record, event, 0 if drafts is None else drafts.num_verified, now)
     if worker.in_flight:
         next_step = worker.in_flight[0]
         next_step.started = now
-        next_step.successor_due = now + worker.clock.lead(next_step.cost)
+        next_step.successor_due = now + worker.timing.lead(next_step.least_s)
     before: dict[tuple[int, int], tuple[Request, int] | None] = {}
     if event.scores:
         before = {(each.row, each.generation): _find(worker, each) for each in event.scores}
@@ -115,19 +104,6 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     _settle_embeddings(worker, event, settled)
     if record.prefilled and worker.pool.cache.partial is not None:
         worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
-    settled.num_tokens, settled.num_prefill_tokens = record.num_tokens, record.num_prefill_tokens
-    settled.duration = now - record.started
-    if worker.speculation.max_drafts:
-        num_drafts = 0 if drafts is None else drafts.num_verified
-        settled.num_tokens += num_drafts
-        if not record.chunk_rows:
-            worker.speculation.measured(
-                len(record.rows),
-                len(event.tokens),
-                num_drafts,
-                settled.duration,
-                allowed=record.draft_limits is not None,
-            )
     if event.failures:
         # Count a row that fails in two ways at once as one failure.
         failures = {(failure.row, failure.generation): failure for failure in event.failures}
@@ -144,9 +120,26 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     _settle_departures(worker, record.step)
     worker.pool.step_answered(record.step)
     worker.swap.pool.step_answered(record.step)
-    if event.copied_blocks:
-        worker.swap.copy_measured(event.copied_blocks, event.copy_s)
     return settled
+
+
+def _measure(worker: Worker, record: StepInFlight, event: StepDone, num_drafts: int, now: float) -> None:
+    """Let the worker's cost model, its plan timing and its speculation learn from an answered step."""
+    costs, shape = worker.costs, record.shape
+    duration = now - record.started
+    if event.copied_blocks:
+        costs.copies_measured(event.copied_blocks, event.copy_s)
+        duration -= event.copy_s
+    if record.goes_on:
+        worker.timing.idled(costs.expected_s(shape), event.idle_s)
+    allowed = record.draft_limits is not None
+    if allowed:
+        shape = shape._replace(drafts=num_drafts)
+    if worker.speculation.max_drafts and not shape.prompt_tokens:
+        worker.speculation.measured(shape, len(event.tokens), duration, allowed=allowed)
+    costs.measured(shape, duration, drafts_allowed=allowed)
+    if shape.prompt_tokens:
+        worker.prefill = shape
 
 
 @dataclass(slots=True)

@@ -1,21 +1,21 @@
-"""Forecast of a request's cost: output length, prefill time and decode time, learned from measurements.
+"""Forecast of a request's cost: output length, prefill time and decode time.
 
 Output lengths are learned per tenant and power-of-two bucket of the prompt's length. Without data they fall back to the
-tenant's mean, then to the mean of all tenants. Speeds are smoothed means over all workers.
+tenant's mean, then to the mean of all tenants. Speeds are means of the cost models of all workers.
 
 Before the first measurement, forecasts are None or the request's own limit. A limit is no forecast of a length, because
 most clients set none and may then generate the rest of the context. So no request is rejected for its limit.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.worker import Worker
 
 _SMOOTHING = 0.1
 _CAUTION = 1.25
 """Safety factor on the forecast duration of a request."""
-_LEAST_FIXED = 0.1
-"""Minimum share of a step's time that counts as independent of the number of rows."""
 _MAX_KEYS = 10_000
 """Maximum number of remembered tenants and buckets; beyond that, learning starts again."""
 
@@ -29,21 +29,12 @@ class _Mean:
 
 
 class Forecast:
-    """Running averages of step times and of lengths, learned from finished steps and requests; times in s."""
+    """Expected lengths, learned from finished requests, and the times that they take on the workers; times in s."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        """Start without lengths; `workers` are those that are connected, whenever it is iterated."""
+        self._workers = workers
         self._lengths: dict[tuple[str, int], _Mean] = {}
-        self._decode_step: _Mean | None = None
-        self._prefill_token: _Mean | None = None
-
-    def step_measured(self, num_tokens: int, num_prefill_tokens: int, duration: float) -> None:
-        """Record the duration of a step, seconds; of a decode step, per token of a row."""
-        if not num_tokens:
-            return
-        if num_prefill_tokens * 2 > num_tokens:
-            self._prefill_token = _updated(self._prefill_token, duration / num_tokens)
-        elif not num_prefill_tokens:
-            self._decode_step = _updated(self._decode_step, duration)
 
     def request_finished(self, request: Request) -> None:
         """Record the output length of a completed request."""
@@ -73,35 +64,16 @@ class Forecast:
         learned = self._learned_tokens(request)
         return most if learned is None else min(learned, most)
 
-    def prefill_token_s(self) -> float:
-        """Return the time to compute one prompt token, s; 0 before the first measurement."""
-        return self._prefill_token.value if self._prefill_token is not None else 0.0
-
     def prefill_s(self, request: Request) -> float:
-        """Return the time to compute the request's known tokens, s."""
-        return self.prefill_token_s() * len(request.tokens)
-
-    def recompute_steps(self, num_tokens: int, num_running: int) -> float:
-        """Return the cost of computing `num_tokens` tokens again, in steps of one row.
-
-        Part of a step's time does not depend on the number of rows. Only this part is lost when a row stays empty for
-        a step, so it is the unit of the cost. Before the first measurement, a preemption costs one step.
-
-        Args:
-            num_tokens: tokens of the preempted request.
-            num_running: rows of a step.
-        """
-        step = self._decode_step.value if self._decode_step is not None else 0.0
-        token = self.prefill_token_s()
-        if not step or not token:
-            return 1.0
-        return num_tokens * token / max(step - num_running * token, _LEAST_FIXED * step)
+        """Return the time to compute the request's known tokens, s; 0 before the first measurement."""
+        times = [worker.costs.prompt_token_s for worker in self._workers if worker.costs.is_measured]
+        return len(request.tokens) * sum(times) / len(times) if times else 0.0
 
     def decode_s(self, request: Request) -> float:
-        """Return the time to generate the remaining tokens, s."""
-        if self._decode_step is None:
-            return 0.0
-        return self._decode_step.value * max(0.0, self.output_tokens(request) - request.num_generated)
+        """Return the time to generate the remaining tokens, s; 0 before the first measurement."""
+        times = [worker.decode_step_s for worker in self._workers if worker.costs.is_measured]
+        step_s = sum(times) / len(times) if times else 0.0
+        return step_s * max(0.0, self.output_tokens(request) - request.num_generated)
 
     def must_start(self, request: Request) -> float | None:
         """Return the latest start at which the request completes by the client's deadline; None without one.
@@ -135,10 +107,3 @@ class Forecast:
 
 def _keys(request: Request) -> tuple[tuple[str, int], ...]:
     return (request.spec.tenant, request.spec.num_prompt_tokens.bit_length()), (request.spec.tenant, -1), ("", -1)
-
-
-def _updated(mean: _Mean | None, sample: float) -> _Mean:
-    if mean is None:
-        return _Mean(sample)
-    mean.add(sample)
-    return mean

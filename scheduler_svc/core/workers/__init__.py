@@ -2,7 +2,7 @@
 
 * `rows` – the running requests of a worker as a struct of arrays; `worker` – its rows, blocks and steps in flight.
 * `capacity`, `batching`, `chunks` – how much memory an admission must leave, when a batch opens, how long a chunk is.
-* `step_clock` – how long steps take; `plan_schedule` – which workers need a plan now.
+* `cost_model` – how long steps take; `plan_timing`, `plan_schedule` – which workers need a plan now.
 * `kinds` – which workers can serve a request.
 * `grammars` – the grammars that a worker has compiled; `quarantine` – requests that may have killed a worker.
 * `fleet` – who may join, who is given up.

@@ -8,7 +8,7 @@
 These are the modes that the literature compares. All three run on the same engine and differ only in the gate.
 
 `scheduler_delay_factor` (vLLM) delays admission under continuous batching. While requests run, the time since the last
-admission must reach the duration of the newest prefill step, times the factor.
+admission must reach the expected time of the newest prefill step, times the factor.
 """
 
 from scheduler_svc.core.interface.config import BatchingLimits
@@ -24,16 +24,24 @@ class BatchGate:
         """Number of requests that the present batch still takes; static and dynamic only."""
         self._tokens = 0
         self._last_admission: float | None = None
-        self._prefill_s = 0.0
 
     def may_open(self, num_running: int) -> bool:
         """Return whether a request assigned to the worker would be admitted, given that it has room."""
         return self._limits.mode == "continuous" or num_running == 0 or self._seats > 0
 
-    def is_open(self, *, num_running: int, num_waiting: int, now: float, num_assigned: int = 0) -> bool:
+    def is_open(
+        self, *, num_running: int, num_waiting: int, now: float, prefill_s: float, num_assigned: int = 0
+    ) -> bool:
         """Return whether a request may be admitted now; at least one request waits.
 
         Assigned requests come from the batch of another worker. They have waited long enough and open the gate.
+
+        Args:
+            num_running: requests that run on the worker.
+            num_waiting: requests that may start.
+            now: the time, s.
+            prefill_s: expected time of a step with as many prompt tokens as the newest prefill step, s.
+            num_assigned: those of the waiting requests that are assigned to the worker.
         """
         limits = self._limits
         if limits.mode == "continuous":
@@ -41,7 +49,7 @@ class BatchGate:
                 not limits.delay_factor
                 or not num_running
                 or self._last_admission is None
-                or now - self._last_admission >= limits.delay_factor * self._prefill_s
+                or now - self._last_admission >= limits.delay_factor * prefill_s
             )
         if num_running == 0 and self._seats == 0:
             if self._collecting_since is None:
@@ -79,7 +87,3 @@ class BatchGate:
     def close(self) -> None:
         """Complete the batch: no other request waits, or it is full."""
         self._seats = 0
-
-    def prefill_measured(self, duration: float) -> None:
-        """Record that a step with prompt tokens took `duration` seconds."""
-        self._prefill_s = duration

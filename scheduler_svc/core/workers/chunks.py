@@ -7,7 +7,53 @@ longest, and the readers of other rows would wait for them.
 So a token is charged for its context too, and chunks shrink as the context grows (Medha, arXiv 2409.17264).
 *Break-even* is the context at which attention costs as much as the products. The worker reports it for its model, 0 if
 the cost of attention does not grow.
+
+A step with a chunk takes longer than one without, and the readers of the decode rows wait for it. Small chunks keep
+this gap short. Large chunks compute more tokens per second, so prompts finish sooner. So a step has a target time, and
+its chunks are as long as the worker's `cost_model` allows.
 """
+
+from scheduler_svc.core.workers.cost_model import CostModel, StepShape
+
+FIRST_CHUNKS = 128
+"""Budget tokens of a step's chunks before the first measurement: enough for a useful one."""
+PREFILL_FACTOR = 2.0
+"""A step without decode rows may take the target times this. No reader waits for its next token then, but requests that
+arrive wait for the step to end."""
+
+
+def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | None:
+    """Return the most budget tokens that the chunks of a step may take, at least 1; None: no limit.
+
+    Args:
+        costs: those of the worker.
+        target_s: target time of a step with decode rows, s; 0: none.
+        shape: the step without chunks.
+    """
+    if not target_s:
+        return None
+    if not costs.is_measured:
+        return FIRST_CHUNKS
+    token_s = costs.cautious_prompt_token_s
+    if token_s <= 0:
+        return None
+    if shape.rows:
+        return affordable_tokens(target_s, costs.expected_s(shape), token_s)
+    return affordable_tokens(PREFILL_FACTOR * target_s, costs.fixed_s, token_s)
+
+
+def affordable_tokens(target_s: float, decode_s: float, token_s: float) -> int:
+    """Return how many budget tokens fit into the step's time, at least 1.
+
+    The step may take `target_s`. Where decode rows alone take more than half of that, it may take twice as long as
+    they do, so that prompts get at least half of the worker's time.
+
+    Args:
+        target_s: longest time that the step should take.
+        decode_s: time of the step without chunks.
+        token_s: time that each budget token adds.
+    """
+    return max(1, int((max(target_s, 2 * decode_s) - decode_s) / token_s))
 
 
 def longest_chunk(budget: int, context: int, break_even: int) -> int:

@@ -26,10 +26,10 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.cost_model import CostModel
+from scheduler_svc.core.workers.plan_timing import PlanTiming
 from scheduler_svc.core.workers.rows import RowTable
 from scheduler_svc.core.workers.speculation import Speculation
-from scheduler_svc.core.workers.step_budget import StepBudget
-from scheduler_svc.core.workers.step_clock import StepClock
 from scheduler_svc.core.workers.worker import Worker
 from shared.frames import MAX_SERVED_SEQUENCE
 
@@ -155,6 +155,7 @@ class Fleet:
         self._block_size = hello.block_size
         max_model_len = min(hello.model.max_model_len, num_blocks * hello.block_size, MAX_SERVED_SEQUENCE)
         partial = PartialBlocks(num_blocks, hello.block_size) if config.prefix_cache == "radix" else None
+        costs = CostModel()
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,
             worker_id=hello.worker_id,
@@ -164,9 +165,9 @@ class Fleet:
             max_model_len=max_model_len,
             rows=RowTable(hello.max_rows, hello.block_size, -(-max_model_len // hello.block_size)),
             pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts)),
-            clock=StepClock(config.step_deadline_s),
-            step_budget=StepBudget(config.itl_target_s),
-            speculation=Speculation(hello.max_draft_tokens),
+            costs=costs,
+            timing=PlanTiming(),
+            speculation=Speculation(hello.max_draft_tokens, costs),
             capacity=Capacity(config.capacity, num_blocks),
             gate=BatchGate(config.batching),
             shares_prefixes=config.prefix_cache != "off",

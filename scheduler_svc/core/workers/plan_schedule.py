@@ -1,13 +1,13 @@
 """Plan schedule: when each worker's next plan is due.
 
-A worker with work is due at once, or just before its present step ends (see `step_clock`). Finding the due workers
+A worker with work is due at once, or just before its present step ends (see `plan_timing`). Finding the due workers
 takes time in proportion to their number only, however many workers there are.
 """
 
 import heapq
 from collections.abc import Iterable
 
-from scheduler_svc.core.workers.step_clock import EARLY_S
+from scheduler_svc.core.workers.plan_timing import EARLY_S
 from scheduler_svc.core.workers.worker import Worker
 
 

@@ -2,12 +2,13 @@
 
 The worker proposes draft tokens and verifies them in the step that it computes anyway (speculative decoding, Leviathan
 et al., ICML 2023). A row advances by the accepted drafts and one token more. Each draft makes the step longer, so it
-pays only if it is likely enough to be accepted. Two things are learned from answered steps:
+pays only if it is likely enough to be accepted. The acceptance of each row is learned from answered steps: the
+probability that a draft is accepted if those before it were.
 
-* the acceptance of each row: the probability that a draft is accepted if those before it were;
-* the time of a step without drafts, the time that the first draft of a step adds (proposing, building and verifying it
-  on the host), and the time that each draft adds, by the number of rows. On few rows, a step waits for weights from
-  memory and drafts are nearly free. On many rows, a draft costs about as much as any other token.
+The worker's cost model knows the time of a step without drafts, the time that the first draft of a step adds, and the
+time that each draft adds, by the number of rows. On few rows, a step waits for weights from memory and drafts are
+nearly free. On many rows, a draft costs about as much as any other token. Steps without drafts are measured first, and
+again when their time has become uncertain, because rows have come or gone or the last such step is long ago.
 
 `choose_limits` finds the limits that give the most tokens per second. Limits have few distinct values and change every
 few steps, so that plans stay differences. Old measurements are forgotten, so a row whose drafts were rejected gets
@@ -16,22 +17,21 @@ drafts again later.
 What is learned may be wrong. So the *balance* compares each answered step with the time that its tokens would have
 taken without drafts, in steps. Every step adds `TOLERATED_LOSS`, and at most `_MOST_SAVED` is kept. While the balance
 is negative, all limits are 0. So, over any n decode steps, drafts lose at most `TOLERATED_LOSS` * n + `_MOST_SAVED`
-steps, and the loss of the steps in flight when the balance became negative. The bound is as exact as the measured time
-of a step without drafts. Not counted are steps with chunks of prompts, and the first `_SAMPLES` steps with drafts of
-each number of rows, which measure their time.
+steps, and the loss of the steps in flight when the balance became negative. The bound is as exact as the expected time
+of a step without drafts. Not counted are steps with chunks of prompts, and the first steps with drafts of each number
+of rows, which measure their time.
 
 While all limits are 0, a plan takes no array operation more than for a worker that does not speculate.
 
 The limits depend only on the times and values of the core's events, so the same events give the same plans.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
+from scheduler_svc.core.workers.cost_model import CostModel, StepShape
+from scheduler_svc.core.workers.draft_cost import LONGEST_PAUSE, DraftCost
 from scheduler_svc.core.workers.rows import RowTable
 
 FloatArray = npt.NDArray[np.float64]
@@ -52,107 +52,26 @@ _LEAST_GAIN = 1.03
 """Least factor on tokens per second that drafts must promise."""
 _LEAST_ACCEPTANCE = 0.1
 """Least probability of being accepted that a draft must have, however little time it takes."""
-_SAMPLES = 4
-"""Steps with drafts to measure before their time counts as known; the first one warms up, and is not used."""
-_RECENT = 9
-"""Steps without drafts to measure first, and number of the last ones, without and with drafts, that are remembered."""
+_PLAIN_SAMPLES = 9
+"""Steps without drafts to measure first."""
 _MEASURED_PART = 0.5
 """Time that the drafts of a measurement are expected to add, as a part of the step's time without drafts."""
-_MOST_OF_EXPECTED = 2.0
-"""A step counts as at most so many times as long as expected: a longer one was disturbed."""
-_MOST_UNKNOWN = 3.0
-"""The same for a step with drafts whose time is not known, relative to a step without drafts."""
 _PLAIN_STALE = 64
 """Steps after which the time of a step without drafts is measured again."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 512
-"""Steps without drafts after which the time of drafts is measured again; each pause is twice the one before."""
+_DOUBT = 0.25
+"""The balance takes a step without drafts to be shorter than expected by this part of its uncertainty."""
+_MOST_UNCERTAIN = 0.05
+"""Uncertainty of the time of a step without drafts from which on it is measured again."""
 _ITERATIONS = 4
-
-
-@dataclass(slots=True)
-class StepCost:
-    """Learned times of decode steps with about the same number of rows; seconds."""
-
-    fixed_s: float = 0.0
-    """Time that the first draft adds, beyond that of each draft."""
-    draft_s: float = 0.0
-    """Time that each draft adds."""
-    num_plain: int = 0
-    """Measured steps without drafts."""
-    num_drafting: int = 0
-    """Measured steps with drafts."""
-    plain_age: int = 0
-    """Steps since the last measured one without drafts."""
-    drafting_age: int = 0
-    """Steps since the last measured one with drafts."""
-    pause: int = _FIRST_PAUSE
-    """Steps without drafts after which their time is measured again."""
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Durations of the last steps without drafts."""
-    _added: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Drafts and added times of the last steps with drafts."""
-
-    @property
-    def base_s(self) -> float:
-        """Time of a step without drafts; 0 before the first one. Their median, because some steps are disturbed."""
-        return sorted(self._recent)[len(self._recent) // 2] if self._recent else 0.0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough steps with drafts were measured."""
-        return self.num_drafting >= _SAMPLES
-
-    def plain(self, duration: float) -> None:
-        """Record the duration of a step in which no row was allowed drafts."""
-        self.num_plain += 1
-        self.plain_age = 0
-        self.drafting_age += 1
-        self._recent.append(duration)
-
-    def drafting(self, num_drafts: int, duration: float) -> float:
-        """Record the duration of a step that verified so many drafts; it may be none, although some were allowed.
-
-        Returns:
-            the duration in steps without drafts.
-        """
-        base_s = self.base_s
-        self.plain_age += 1
-        expected = base_s + (self.fixed_s + self.draft_s * num_drafts if num_drafts else 0.0)
-        duration = min(duration, _MOST_OF_EXPECTED * expected if self.is_known else _MOST_UNKNOWN * base_s)
-        if num_drafts:
-            self.num_drafting += 1
-            self.drafting_age = 0
-            if self.num_drafting > 1:
-                self._fit(num_drafts, max(0.0, duration - base_s))
-        return duration / base_s
-
-    def _fit(self, num_drafts: int, added: float) -> None:
-        """Fit a line to the added times by the number of drafts; the step that is furthest above it is left out.
-
-        As long as all steps verified about the same number of drafts, the first draft has half of the added time.
-        """
-        self._added.append((num_drafts, added))
-        drafts, times = np.array(self._added, np.float64).T
-        self._fit_line(drafts, times)
-        if len(times) >= _SAMPLES - 1:
-            kept = np.arange(len(times)) != np.argmax(times - self.fixed_s - self.draft_s * drafts)
-            self._fit_line(drafts[kept], times[kept])
-
-    def _fit_line(self, drafts: FloatArray, times: FloatArray) -> None:
-        n, x = float(drafts.mean()), float(times.mean())
-        covariance, variance = float(((drafts - n) * (times - x)).mean()), float(drafts.var())
-        self.draft_s = min(max(0.0, (covariance + 0.5 * x / n) / (variance + 1.0)), x / n)
-        self.fixed_s = x - self.draft_s * n
 
 
 class Speculation:
     """Draft limits of one worker."""
 
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, max_drafts: int, costs: CostModel) -> None:
         """Start without measurements; the worker verifies at most `max_drafts` per row and step, 0: none."""
         self.max_drafts = max_drafts
-        self._costs: dict[int, StepCost] = {}
-        """By the bit length of the number of decode rows."""
+        self._costs = costs
         self._balance = _MOST_SAVED
         """Steps that drafts may lose before all limits are 0."""
         self._step = 0
@@ -184,30 +103,26 @@ class Speculation:
             return limits if rows.drafts_allowed or limits.any() else None
         return rows.draft_limit[decoding] if rows.drafts_allowed else None
 
-    def measured(self, num_rows: int, num_tokens: int, num_drafts: int, duration: float, *, allowed: bool) -> None:
-        """Record a step without chunks of prompts.
+    def measured(self, shape: StepShape, num_tokens: int, duration: float, *, allowed: bool) -> None:
+        """Record a step without chunks of prompts, before the cost model learns from it.
 
         Args:
-            num_rows: rows of the step.
+            shape: the step, with the drafts that it has verified.
             num_tokens: tokens of its answer.
-            num_drafts: verified drafts.
             duration: seconds.
             allowed: whether a row was allowed drafts.
         """
-        if not num_rows:
+        if not shape.rows:
             return
-        cost = self._cost(num_rows)
+        cost = self._costs.draft_cost(shape.rows)
+        plain = shape._replace(drafts=0)
+        plain_s = self._costs.expected_s(plain) * (1.0 - _DOUBT * self._costs.uncertainty(plain))
         gain = 0.0
         if not allowed:
-            cost.plain(duration)
-        elif cost.base_s > 0:
-            is_known = cost.is_known
-            gain = num_tokens / num_rows - cost.drafting(num_drafts, duration)
-            gain = gain if is_known else 0.0
+            cost.age += 1
+        elif plain_s > 0 and cost.is_known:
+            gain = num_tokens / shape.rows - cost.counted_s(plain_s, shape.drafts, duration) / plain_s
         self._balance = min(self._balance + gain + TOLERATED_LOSS, _MOST_SAVED)
-
-    def _cost(self, num_rows: int) -> StepCost:
-        return self._costs.setdefault(num_rows.bit_length(), StepCost())
 
     def _choose(self, rows: RowTable, decoding: IndexArray) -> Int32Array:
         num_rows = len(decoding)
@@ -215,27 +130,29 @@ class Speculation:
         kept = np.float32(0.5 ** ((self._step - self._chosen_at) / _HALF_LIFE))
         rows.hits[idle] *= kept
         rows.tries[idle] *= kept
-        cost = self._cost(num_rows)
+        costs, shape = self._costs, StepShape(num_rows, 0, int(rows.length[decoding].sum()))
         self._due = self._step + 1
-        if cost.num_plain < _RECENT or cost.plain_age > _PLAIN_STALE:
+        is_stale = costs.plain_age > _PLAIN_STALE or costs.uncertainty(shape) > _MOST_UNCERTAIN
+        if costs.num_plain < _PLAIN_SAMPLES or is_stale:
             return np.zeros(num_rows, np.int32)
+        cost, plain_s = costs.draft_cost(num_rows), costs.expected_s(shape)
         if not cost.is_known:
-            return self._measure(num_rows, cost)
-        if cost.drafting_age > cost.pause:
-            cost.pause = min(2 * cost.pause, _LONGEST_PAUSE)
-            return self._measure(num_rows, cost)
+            return self._measure(num_rows, cost, plain_s)
+        if cost.age > cost.pause:
+            cost.pause = min(2 * cost.pause, LONGEST_PAUSE)
+            return self._measure(num_rows, cost, plain_s)
         acceptance = (rows.hits[decoding] + _PRIOR_HITS) / (rows.tries[decoding] + _PRIOR_TRIES)
-        limits = choose_limits(acceptance.astype(np.float64), cost.base_s, cost.fixed_s, cost.draft_s, self.max_drafts)
+        limits = choose_limits(acceptance.astype(np.float64), plain_s, cost.fixed_s, cost.draft_s, self.max_drafts)
         self._due = self._step + (PERIOD if limits.any() else min(cost.pause, IDLE_PERIOD))
         return limits
 
-    def _measure(self, num_rows: int, cost: StepCost) -> Int32Array:
+    def _measure(self, num_rows: int, cost: DraftCost, plain_s: float) -> Int32Array:
         """Return limits that measure the time of drafts: one draft, and in other steps more, while they take little."""
         num_drafts = 1 + num_rows // 4
         if cost.draft_s:
-            affordable = _MEASURED_PART * cost.base_s / cost.draft_s
+            affordable = _MEASURED_PART * plain_s / cost.draft_s
             num_drafts = max(1, int(min(affordable, num_rows * self.max_drafts)))
-        if cost.num_drafting % 2:
+        if cost.num_steps % 2:
             num_drafts = 1
         limits = np.zeros(num_rows, np.int32)
         full, rest = divmod(num_drafts, self.max_drafts)

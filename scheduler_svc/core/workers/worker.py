@@ -22,13 +22,13 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.cost_model import NO_STEP, CostModel, StepShape
 from scheduler_svc.core.workers.grammars import Grammars
 from scheduler_svc.core.workers.kinds import Kind
+from scheduler_svc.core.workers.plan_timing import PlanTiming
 from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
 from scheduler_svc.core.workers.rows import DECODE, PREFILL, RowTable
 from scheduler_svc.core.workers.speculation import Speculation
-from scheduler_svc.core.workers.step_budget import StepBudget
-from scheduler_svc.core.workers.step_clock import StepClock
 from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
 
 
@@ -47,12 +47,10 @@ class StepInFlight:
     """Those of `rows` that sample the first token of this attempt."""
     pooled: list[tuple[int, int]]
     """(row, generation) of embeddings that this step completes; their requests have left the rows."""
-    num_tokens: int
-    num_prefill_tokens: int
-    chunks_cost: int
-    """Tokens of the budget that the step's chunks take."""
-    cost: int
-    """Tokens of the budget that the step takes; the clock learns durations per cost."""
+    shape: StepShape
+    """What the step computes, with the most drafts that it may verify."""
+    least_s: float
+    """Time that it takes nearly always, s."""
     started: float
     """Start on the worker as far as known, s: when the plan was sent or its predecessor was answered."""
     successor_due: float
@@ -151,8 +149,8 @@ class Worker:
     """Longest sequence, tokens: limited by the model's positions and by the size of the pool."""
     rows: RowTable
     pool: BlockPool
-    clock: StepClock
-    step_budget: StepBudget
+    costs: CostModel
+    timing: PlanTiming
     speculation: Speculation
     capacity: Capacity
     gate: BatchGate
@@ -181,6 +179,8 @@ class Worker:
     """A waiting suspect would fit: the next plan holds it alone, once nothing is in flight."""
     starves: bool = False
     """Whether a plan has seen a row without credit since the last check by `Timeouts`."""
+    prefill: StepShape = NO_STEP
+    """The newest answered step with prompt tokens."""
     obstacle: WaitReason | None = None
     """The reason why the last plan admitted none of the requests that still compete for the worker."""
     draining: bool = False
@@ -191,6 +191,14 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.kind = Kind(self.max_model_len, bool(self.model.hidden_size), self.model.fingerprint)
+
+    @property
+    def decode_step_s(self) -> float:
+        """Expected time of a step of the present rows without chunks, s; 0 before the first measurement."""
+        rows = self.rows
+        if not rows.num_running:
+            return self.costs.expected_s(StepShape(1))
+        return self.costs.expected_s(StepShape(rows.num_running, 0, rows.num_table_blocks * rows.block_size))
 
     def limit_of(self, request: Request) -> int:
         """Return the most tokens that the request can have here, prompt included."""

@@ -1,7 +1,7 @@
 """Limits of a step: rows, tokens, plans in flight, chunks of prompts."""
 
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.workers.step_budget import FIRST_CHUNKS
+from scheduler_svc.core.workers.chunks import FIRST_CHUNKS
 from scheduler_svc.sim.coverage import Limit
 from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.sim.promises.base import Promise, Watched

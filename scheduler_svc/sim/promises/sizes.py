@@ -39,8 +39,8 @@ _IS_LAZY = frozenset(
         "workers",
     }
 )
-_IS_TABLE = frozenset({"Forecast._lengths", "Grammars._failed", "Grammars._unused", "StepClock._estimates"})
-_HAS_OWN_LIMIT = frozenset({"History._ended", "KeptLogs._logs", "_Estimate.peaks"})
+_IS_TABLE = frozenset({"Forecast._lengths", "Grammars._failed", "Grammars._unused"})
+_HAS_OWN_LIMIT = frozenset({"History._ended", "KeptLogs._logs"})
 """Limits that a simulation does not reach; the content of these containers is not examined."""
 _BY_BLOCK = ("BlockPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.", "_Group.", "_Node.")
 """Containers with at most a few entries for each block of a worker."""

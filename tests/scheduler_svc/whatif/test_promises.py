@@ -7,7 +7,7 @@ import pytest
 from quire_server.cli._parser import OneLineParser
 from quire_server.cli.replay import configure, run
 from scheduler_svc.core.interface.config import CoreConfig
-from scheduler_svc.core.workers import step_clock
+from scheduler_svc.core.workers import plan_timing
 from scheduler_svc.whatif.answer import from_record
 from scheduler_svc.whatif.promises import check
 from tests.scheduler_svc import recording
@@ -71,7 +71,7 @@ def test_a_record_of_other_code_is_checked_by_its_promises(
     """`quire replay` of a record that plans differently, made by other code, names the promises that hold."""
     with monkeypatch.context() as other:
         other.setattr(recording, "code_hash", lambda: "other")
-        other.setattr(step_clock, "LEAD_S", 0.004)
+        other.setattr(plan_timing, "LEAD_S", 0.004)
         record_run(tmp_path, LITTLE_MEMORY, num_workers=1, num_requests=30)
     parser = OneLineParser("quire replay", description="", examples="")
     configure(parser)

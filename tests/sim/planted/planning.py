@@ -12,10 +12,10 @@ from scheduler_svc.core.queueing import policies
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.policies import KeyedQueue
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.workers import step_budget
+from scheduler_svc.core.workers import chunks
 from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 from scheduler_svc.core.workers.grammars import Grammars
-from scheduler_svc.core.workers.step_budget import StepBudget
 from scheduler_svc.core.workers.worker import Worker
 from tests.sim.planted.aims import CONTINUOUS, with_extras, with_limits, with_long_prompts, with_moves
 from tests.sim.planted.bug import bug, wrap
@@ -58,17 +58,18 @@ def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
 @bug("limit.target", aim=with_long_prompts)
 def target_ignored(patch: pytest.MonkeyPatch) -> None:
     """Chunks take the whole budget, however long the decode rows beside them wait."""
-    patch.setattr(step_budget, "affordable_tokens", lambda _target_s, _decode_s, _token_s: 1 << 30)
+    patch.setattr(chunks, "affordable_tokens", lambda _target_s, _decode_s, _token_s: 1 << 30)
 
 
 @bug("limit.target", aim=with_long_prompts)
 def slow_steps_not_learned(patch: pytest.MonkeyPatch) -> None:
     """The time of chunks is learned as if every step took as long as one without chunks."""
 
-    def forgetful(measured: Any, self: StepBudget, duration: float, *, decodes: bool, chunks: int) -> None:
-        measured(self, min(duration, self._decode_s or duration), decodes=decodes, chunks=chunks)
+    def forgetful(measured: Any, self: CostModel, shape: StepShape, duration: float, **more: Any) -> None:
+        without = self.expected_s(shape._replace(prompt_tokens=0))
+        measured(self, shape, min(duration, without or duration), **more)
 
-    wrap(patch, StepBudget, "measured", forgetful)
+    wrap(patch, CostModel, "measured", forgetful)
 
 
 @bug("limit.rows", "core", "plan.admission")

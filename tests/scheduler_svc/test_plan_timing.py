@@ -4,57 +4,48 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.workers.step_clock import EARLY_S, LEAD_S, TOLERATED_IDLE, StepClock
+from scheduler_svc.core.workers.plan_timing import EARLY_S, LEAD_S, TOLERATED_IDLE, PlanTiming
 from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 
 STEP_S = 0.1
-TOKENS = 8
 
 
-def _steady_clock() -> StepClock:
-    clock = StepClock(deadline_ceiling=60.0)
-    for _ in range(100):
-        clock.observe(TOKENS, STEP_S)
-        clock.idled(TOKENS, 0.0)
-    return clock
+def test_a_plan_goes_out_before_the_step_can_be_over() -> None:
+    """The margin is `LEAD_S` at first; a step whose time is not known wants its successor at once."""
+    timing = PlanTiming()
 
-
-def test_a_plan_goes_out_shortly_before_the_step_ends() -> None:
-    """After equal steps only the least margin is left; a size never seen wants its successor at once."""
-    clock = _steady_clock()
-
-    assert clock.lead(TOKENS) == pytest.approx(STEP_S - LEAD_S, abs=1e-4)
-    assert clock.lead(1000 * TOKENS) == 0.0
+    assert timing.lead(STEP_S) == pytest.approx(STEP_S - LEAD_S)
+    assert timing.lead(0.0) == 0.0
 
 
 def test_a_worker_that_waited_gets_its_plans_earlier_for_a_while() -> None:
     """The margin grows by the wait at once, and is back after some hundred steps without one."""
-    clock = _steady_clock()
-    before = clock.lead(TOKENS)
+    timing = PlanTiming()
 
-    clock.idled(TOKENS, 0.01)
+    timing.idled(STEP_S, 0.01)
 
-    assert clock.lead(TOKENS) == pytest.approx(before - 0.01, abs=1e-4)
+    assert timing.lead(STEP_S) == pytest.approx(STEP_S - LEAD_S - 0.01)
+    timing.idled(STEP_S, 0.0)
+    assert timing.lead(STEP_S) == pytest.approx(STEP_S - LEAD_S - 0.01 * 0.99)
     for _ in range(1000):
-        clock.idled(TOKENS, 0.0)
-    assert clock.lead(TOKENS) == pytest.approx(before, abs=1e-4)
+        timing.idled(STEP_S, 0.0)
+    assert timing.lead(STEP_S) == pytest.approx(STEP_S - LEAD_S, abs=1e-4)
 
 
 def test_the_margin_has_bounds() -> None:
     """What a device idles between any two steps is no wait, and no wait makes the margin longer than a step."""
-    clock = _steady_clock()
-    before = clock.lead(TOKENS)
+    timing = PlanTiming()
     for _ in range(100):
-        clock.idled(TOKENS, TOLERATED_IDLE * STEP_S / 2)
-    assert clock.lead(TOKENS) == pytest.approx(before)
+        timing.idled(STEP_S, TOLERATED_IDLE * STEP_S)
+    assert timing.lead(STEP_S) == pytest.approx(STEP_S - LEAD_S)
 
     for _ in range(100):
-        clock.idled(TOKENS, 10.0)
-    assert clock.lead(TOKENS) == 0.0
+        timing.idled(STEP_S, 10.0)
+    assert timing.lead(STEP_S) == 0.0
     for _ in range(100):
-        clock.idled(TOKENS, 0.0)
-    assert clock.lead(TOKENS) > STEP_S / 2
+        timing.idled(STEP_S, 0.0)
+    assert timing.lead(STEP_S) > STEP_S / 2
 
 
 class SteadyWorker:

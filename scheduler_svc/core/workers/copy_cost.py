@@ -1,0 +1,54 @@
+"""Copy cost: the time that a worker takes to copy a block between device and host.
+
+The worker measures its copies on their own. While copies are dearer than computing tokens again, none is made, so none
+is measured. But the one that was measured may have been slow by chance. So one is made now and then, after longer and
+longer pauses.
+"""
+
+_RISE, _FALL = 0.2, 0.5
+"""Weights of a new copy that took longer, or less time, than expected: a copy may be disturbed."""
+_MOST_CHANGE = 2.0
+"""Largest factor between the learned time of a block and a sample of it."""
+_KNOWN = 3
+"""Copies to measure before swapping may be given up: the first ones touch their memory for the first time."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 4, 256
+"""Decisions against swapping after which a copy is measured again; each pause is twice the one before."""
+
+
+class CopyCost:
+    """Learned time of block copies; seconds."""
+
+    def __init__(self) -> None:
+        """Start without measurements."""
+        self.block_s = 0.0
+        """Time per block; 0: not measured."""
+        self._num_copies = 0
+        self._pause = _FIRST_PAUSE
+        self._num_refused = 0
+        """Decisions against swapping since the last measured copy."""
+
+    def measured(self, num_blocks: int, seconds: float) -> None:
+        """Record that the worker has copied blocks."""
+        sample, known = seconds / num_blocks, self.block_s
+        self._num_refused = 0
+        if not self._num_copies:
+            self.block_s = sample
+        elif self._num_copies < _KNOWN:
+            self.block_s = min(sample, known)
+        else:
+            if sample < known:
+                self._pause = _FIRST_PAUSE
+            sample = min(max(sample, known / _MOST_CHANGE), known * _MOST_CHANGE)
+            self.block_s += (_RISE if sample > known else _FALL) * (sample - known)
+        self._num_copies += 1
+
+    def pays(self, num_blocks: int, recompute_s: float) -> bool:
+        """Return whether to copy blocks out and in, instead of computing their tokens again in `recompute_s`."""
+        if self._num_copies < _KNOWN or 2 * num_blocks * self.block_s < recompute_s:
+            return True
+        self._num_refused += 1
+        if self._num_refused <= self._pause:
+            return False
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._num_refused = 0
+        return True

@@ -1,0 +1,331 @@
+"""Cost model: how long a step of one worker takes, learned from its answered steps.
+
+The expected time of a step is a sum: a fixed part, and a part for each decode row, each prompt token, each token of
+context that decode rows read, each copied block and each draft. No part is negative. Every decision that depends on the
+speed of a worker asks this model: chunk sizes, the time of the next plan, drafts, swapping, admission by deadline,
+placement and forecasts.
+
+* Fixed part, rows, prompt tokens and context are fitted together by a Kalman filter (`step_line`). It also tells how
+  uncertain the time of a step is that was never measured.
+* Before the first steps, the coefficients are those of a typical device. The first step gives the scale.
+* A step that is far from its expected time counts as one at `_MOST_SURPRISE` standard deviations, because most such
+  steps were disturbed. When several follow each other, the speed has changed. Then the coefficients become uncertain
+  again, and follow at once.
+* Copied blocks are measured by the worker on their own (`copy_cost`). Drafts are fitted to the time by which steps with
+  drafts exceed the expected time without them (`draft_cost`). Their steps do not change the other coefficients, so
+  drafts cannot hide their cost there.
+
+The model depends only on the times of the core's events, so the same events give the same plans. An update is a few
+microseconds of plain arithmetic.
+"""
+
+from math import sqrt
+from typing import NamedTuple
+
+from scheduler_svc.core.workers.copy_cost import CopyCost
+from scheduler_svc.core.workers.draft_cost import DraftCost
+from scheduler_svc.core.workers.step_line import Column, StepLine
+
+_LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02, 0.1, 0.3
+"""Bounds of the assumed noise of a step's time, relative to it, and its value before the first steps."""
+_MOST_SURPRISE = 3.0
+_RISES, _FALLS = 3, 2
+"""Consecutive surprising steps, slower or faster than expected, after which the speed has changed.
+
+A step may be disturbed, but no step is faster than the device.
+"""
+_MOST_FALL = 0.5
+"""A step that takes less than its expected time by more than this part of it is a surprise, whatever the noise."""
+_EARLY_STEPS = 8
+"""Steps of a kind after which its deviation is known, and smoothed over more steps."""
+_BATCH = 4
+"""Decode steps with the same number of rows that correct the coefficients together."""
+_PEAK_DECAY = 0.98
+_KNOWN_STEPS = 20
+"""Steps of a kind to measure before the longest time of a step is derived from them."""
+_KNOWN = 0.5
+"""Largest uncertainty with which the longest time of a step is derived from its expected time."""
+_MAX_FACTOR = 8.0
+"""A step counts as hung when it takes so many times the longest time of such steps."""
+MIN_DEADLINE_S = 1.0
+
+
+class StepShape(NamedTuple):
+    """What a step computes."""
+
+    rows: int = 0
+    """Decode rows."""
+    prompt_tokens: int = 0
+    """Budget tokens of the chunks: prompt tokens, charged for their context (`chunks`)."""
+    context: int = 0
+    """Tokens whose KV the decode rows read."""
+    drafts: int = 0
+    """Draft tokens that the step verifies."""
+
+
+NO_STEP = StepShape()
+
+
+class _Kind:
+    """Steps of one kind: those that only decode, those with chunks, and those with drafts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.deviation = 0.25
+        """Mean distance between the time of a step and its expected time, relative to the expected time."""
+        self.surprises = 0
+        """Consecutive surprising steps; negative: they were faster than expected."""
+        self.peak = 1.0
+        """Largest recent ratio of a step's time to its expected time, with decay."""
+
+    def measured(self, ratio: float) -> None:
+        """Record the ratio of a step's time to its expected time."""
+        distance = ratio - 1.0 if ratio > 1.0 else 1.0 - ratio
+        gain = 0.25 if self.count < _EARLY_STEPS else 0.125
+        # A disturbed step counts as little more than the others, as long as there are few.
+        self.deviation += gain * (min(distance, 2.0 * self.deviation + 0.05, 1.0) - self.deviation)
+        peak = self.peak * _PEAK_DECAY
+        self.peak = ratio if ratio > peak else max(peak, 1.0)
+        self.count += 1
+
+
+class CostModel:
+    """Learned times of one worker's steps; all times in seconds."""
+
+    def __init__(self) -> None:
+        """Start without measurements; all times are 0 until the first step."""
+        self._line = StepLine()
+        self._copies = CopyCost()
+        self.steps_with_drafts: dict[int, DraftCost] = {}
+        """Cost of drafts by the bit length of the number of rows: few rows wait for weights, and drafts are cheap."""
+        self.plain_age = 0
+        """Steps with drafts since the last step without any."""
+        self._decodes, self._chunks, self._drafting = _Kind(), _Kind(), _Kind()
+        self._batch_rows = self._batch_steps = self._batch_context = 0
+        self._batch_s = 0.0
+        """Rows, number, sum of contexts and sum of times of the last decode steps, which have changed nothing yet."""
+
+    # ---------------------------------------------------------------- questions
+
+    @property
+    def fixed_s(self) -> float:
+        """Time of a step that does not depend on what it computes."""
+        return self._line.fixed_s
+
+    @property
+    def row_s(self) -> float:
+        """Time per decode row."""
+        return self._line.row_s
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Time per budget token of a chunk."""
+        return self._line.prompt_token_s
+
+    @property
+    def context_token_s(self) -> float:
+        """Time per token of context that decode rows read."""
+        return self._line.context_token_s
+
+    @property
+    def block_copy_s(self) -> float:
+        """Time per block that is copied between device and host; 0: not measured."""
+        return self._copies.block_s
+
+    @property
+    def cautious_prompt_token_s(self) -> float:
+        """Time per budget token of a chunk, and its standard deviation: little is known from short prompts."""
+        return self._line.prompt_token_s + sqrt(self._line.prompt_token_variance)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a step was measured."""
+        return self._decodes.count > 0 or self._chunks.count > 0
+
+    @property
+    def num_plain(self) -> int:
+        """Number of measured steps that only decode, without drafts."""
+        return self._decodes.count
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a step with a chunk of a prompt was measured."""
+        return self._chunks.count > 0
+
+    def expected_s(self, shape: StepShape) -> float:
+        """Return the expected time of a step, without block copies; 0 before the first measurement."""
+        rows, prompt_tokens, context, drafts = shape
+        seconds = self._line.expected_s((rows, prompt_tokens, context))
+        return seconds + self.draft_cost(rows).added_s(drafts) if drafts else seconds
+
+    def uncertainty(self, shape: StepShape) -> float:
+        """Return the standard deviation of the expected time without drafts and without noise, relative to it."""
+        column = shape[:3]
+        expected = self._line.expected_s(column)
+        return sqrt(self._line.variance(column)) / expected if expected > 0 else 1.0
+
+    def noise(self, shape: StepShape) -> float:
+        """Return the mean distance between the times of such steps and the expected time, relative to it."""
+        return self._kind(shape).deviation
+
+    def bounds(self, shape: StepShape, ceiling: float) -> tuple[float, float]:
+        """Return two times of a step: one that nearly all such steps exceed, and one after which it counts as hung.
+
+        Args:
+            shape: the step.
+            ceiling: maximum of the second time, which is returned while the time of such steps is not known.
+        """
+        kind, expected, doubt = self._kind(shape), self.expected_s(shape), self.uncertainty(shape)
+        spread = 4.0 * kind.deviation + 2.0 * doubt
+        least = expected * (1.0 - spread) if spread < 1.0 else 0.0
+        if kind.count < _KNOWN_STEPS or doubt > _KNOWN:
+            return least, ceiling
+        longest = _MAX_FACTOR * expected * (kind.peak + 3.0 * doubt)
+        return least, min(ceiling, max(MIN_DEADLINE_S, longest))
+
+    def prefill_s(self, num_tokens: float, num_running: int, context: int, budget: int) -> float:
+        """Return the expected time until a prompt is computed, beside running requests.
+
+        Args:
+            num_tokens: uncached tokens of the prompt, and of prompts that are computed before it.
+            num_running: decode rows of the steps.
+            context: tokens whose KV these rows read.
+            budget: prompt tokens per step.
+        """
+        num_steps = max(1.0, num_tokens / max(1, budget))
+        return num_steps * self.expected_s(StepShape(num_running, 0, context)) + num_tokens * self.prompt_token_s
+
+    def recompute_steps(self, num_tokens: int, num_running: int) -> float:
+        """Return the cost of computing tokens again, in steps of one row.
+
+        Only the part of a step's time that does not depend on the number of rows is lost when a row stays empty for a
+        step, so it is the unit of the cost. Before the first measurement, a preemption costs one step.
+
+        Args:
+            num_tokens: tokens of the preempted request.
+            num_running: rows of a step.
+        """
+        step = self.fixed_s + self.row_s * num_running
+        if not step or not self.has_chunks:
+            return 1.0
+        return num_tokens * self.prompt_token_s / max(self.fixed_s, 0.1 * step)
+
+    def swaps(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return whether to copy a preempted request's blocks out and in, instead of computing its tokens again.
+
+        Both times are measured. Without a measurement, blocks are copied, so that there is one.
+        """
+        return not self.has_chunks or self._copies.pays(num_blocks, num_tokens * self.prompt_token_s)
+
+    def draft_cost(self, num_rows: int) -> DraftCost:
+        """Return the learned cost of drafts in steps with about so many rows."""
+        size = num_rows.bit_length()
+        found = self.steps_with_drafts.get(size)
+        if found is None:
+            found = self.steps_with_drafts[size] = DraftCost()
+        return found
+
+    # ---------------------------------------------------------------- measurements
+
+    def measured(self, shape: StepShape, duration: float, *, drafts_allowed: bool = False) -> None:
+        """Record an answered step.
+
+        Args:
+            shape: the step, with the drafts that it has verified.
+            duration: from its start to its answer, without block copies.
+            drafts_allowed: whether a row was allowed drafts; searching for them takes time even if there were none.
+        """
+        rows, prompt_tokens, context, drafts = shape
+        if duration <= 0 or not rows + prompt_tokens:
+            return
+        column = rows, prompt_tokens, context
+        if not self.is_measured:
+            self._line.begin(column, duration)
+        expected = self._line.expected_s(column)
+        if drafts_allowed:
+            self.plain_age += 1
+            self._drafting.measured(duration / max(self.expected_s(shape), 1e-9))
+            if not prompt_tokens:
+                self.draft_cost(rows).measured(expected, drafts, duration)
+            return
+        if prompt_tokens:
+            self._finish_batch()
+            self._update(self._chunks, column, expected, duration)
+        else:
+            self.plain_age = 0
+            self._decoded(rows, context, expected, duration)
+
+    def copies_measured(self, num_blocks: int, seconds: float) -> None:
+        """Record that the worker copied blocks between device and host."""
+        self._copies.measured(num_blocks, seconds)
+
+    # ---------------------------------------------------------------- the filter
+
+    def _kind(self, shape: StepShape) -> _Kind:
+        if shape.drafts:
+            return self._drafting
+        return self._chunks if shape.prompt_tokens else self._decodes
+
+    def _decoded(self, rows: int, context: int, expected: float, duration: float) -> None:
+        """Record a step that only decodes.
+
+        Consecutive steps with the same number of rows and about the expected time correct the coefficients together,
+        as their mean, because most steps of a busy worker are such steps.
+        """
+        kind, error = self._decodes, duration - expected
+        usual = (2.0 * kind.deviation + _LEAST_NOISE) * expected
+        if kind.count < _KNOWN_STEPS or not -usual <= error <= usual:
+            self._finish_batch()
+            self._update(kind, (rows, 0, context), expected, duration)
+            return
+        kind.measured(duration / expected)
+        if self._batch_rows != rows:
+            self._finish_batch()
+            self._batch_rows = rows
+        self._batch_steps += 1
+        self._batch_context += context
+        self._batch_s += duration
+        if self._batch_steps == _BATCH:
+            self._finish_batch()
+
+    def _finish_batch(self) -> None:
+        """Correct the coefficients by the mean of the steps in the batch."""
+        number = self._batch_steps
+        if not number:
+            return
+        rows, context, seconds = self._batch_rows, self._batch_context, self._batch_s
+        self._batch_steps = self._batch_context = 0
+        self._batch_s = 0.0
+        self._decodes.surprises = 0
+        column = rows, 0, context / number
+        expected = self._line.expected_s(column)
+        noise = _noise(self._decodes) * expected
+        self._line.correct(column, seconds / number - expected, noise / sqrt(number), number)
+
+    def _update(self, kind: _Kind, column: Column, expected: float, duration: float) -> None:
+        """Correct the coefficients by the error of one step, which counts less if it is a surprise."""
+        line, noise, error = self._line, _noise(kind) * expected, duration - expected
+        kind.measured(duration / expected if expected > 0 else 1.0)
+        most = _MOST_SURPRISE * sqrt(line.variance(column) + noise * noise)
+        least = -min(most, _MOST_FALL * expected)
+        if least <= error <= most:
+            kind.surprises = 0
+        else:
+            kind.surprises = max(kind.surprises, 0) + 1 if error > 0 else min(kind.surprises, 0) - 1
+            if -_FALLS < kind.surprises < _RISES:
+                error = most if error > 0 else least
+            else:
+                kind.surprises = 0
+                if self._decodes.count + self._chunks.count < _KNOWN_STEPS:
+                    line.begin(column, duration)
+                else:
+                    line.changed(column, duration)
+                error, noise = 0.0, _FIRST_NOISE * duration
+        line.correct(column, error, noise)
+
+
+def _noise(kind: _Kind) -> float:
+    """Return the assumed noise of a step's time, relative to it."""
+    if kind.count < _EARLY_STEPS:
+        return _FIRST_NOISE
+    return min(max(1.25 * kind.deviation, _LEAST_NOISE), _MOST_NOISE)

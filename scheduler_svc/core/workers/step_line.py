@@ -1,0 +1,173 @@
+"""Step line: the time of a step as a line in what it computes, fitted as steps are measured.
+
+A Kalman filter, which is recursive least squares in which every coefficient may drift by `_DRIFT` per step. A
+coefficient whose column does not vary keeps its value. No coefficient is negative. The covariance tells how well the
+time of a step is known that was never measured.
+"""
+
+from math import sqrt
+
+_TOKEN_SHARE = 0.01
+"""Time of a decode row or a prompt token, as a part of the fixed time, before it is measured."""
+_TOKEN_DEVIATION = 0.04
+"""Standard deviation of this part."""
+_CONTEXT_PER_TOKEN = 1 / 600
+"""Time of a token of context, as a part of the time of a prompt token, before it is measured."""
+_TOKEN_CORRELATION = 0.5
+"""Correlation of the times of a row and a prompt token before both are measured: both pass the same weights."""
+_DRIFT = 0.004
+"""Standard deviation of the change of a coefficient per step, relative to its value."""
+_LEAST_DRIFTING = 0.1
+"""The drift of a coefficient is at least that of this part of its typical value, so that none stays at 0."""
+
+Column = tuple[float, float, float]
+"""Rows, prompt tokens and context of a step."""
+
+
+class StepLine:
+    """Coefficients of one worker's steps, and their covariance; seconds."""
+
+    def __init__(self) -> None:
+        """Start without measurements; all times are 0 until `begin`."""
+        self.fixed_s = 0.0
+        self.row_s = 0.0
+        self.prompt_token_s = 0.0
+        self.context_token_s = 0.0
+        self._covariance = [0.0] * 10
+        """Upper triangle, in the order of the coefficients above."""
+        self._limits = [0.0] * 4
+        """Variances up to which drift raises those of the coefficients."""
+        self._floors = [0.0] * 4
+        """Least values by which the drift of the coefficients is determined."""
+
+    def begin(self, column: Column, seconds: float) -> None:
+        """Take the coefficients of a typical device on which such a step takes this long."""
+        scale = _scale(column, seconds)
+        self.fixed_s = scale
+        self.row_s = self.prompt_token_s = scale * _TOKEN_SHARE
+        self.context_token_s = self.prompt_token_s * _CONTEXT_PER_TOKEN
+        self._doubt(scale, _TOKEN_CORRELATION)
+
+    def changed(self, column: Column, seconds: float) -> None:
+        """Take the speed of such steps to have changed to this one, and become as uncertain as before the first step.
+
+        With prompt tokens, only the time of these changes; otherwise all other times do, by the same factor.
+        """
+        known, expected = self._covariance, self.expected_s(column)
+        self._doubt(_scale(column, max(seconds, expected)), 0.0)
+        fresh = self._covariance
+        if column[1]:
+            self._covariance = [*known[:2], 0.0, *known[3:5], 0.0, known[6], fresh[7], 0.0, known[9]]
+            self.prompt_token_s = max(0.0, self.prompt_token_s + (seconds - expected) / column[1])
+        else:
+            fresh[7] = known[7]
+            factor = seconds / expected
+            self.fixed_s *= factor
+            self.row_s *= factor
+            self.context_token_s *= factor
+
+    def _doubt(self, scale: float, correlation: float) -> None:
+        token = (scale * _TOKEN_DEVIATION) ** 2
+        context = token * _CONTEXT_PER_TOKEN**2
+        self._covariance = [scale * scale, 0.0, 0.0, 0.0, token, correlation * token, 0.0, token, 0.0, context]
+        self._limits = [scale * scale, token, token, context]
+        typical = _LEAST_DRIFTING * scale
+        tokens = typical * _TOKEN_SHARE
+        self._floors = [typical, tokens, tokens, tokens * _CONTEXT_PER_TOKEN]
+
+    def expected_s(self, column: Column) -> float:
+        """Return the expected time of a step."""
+        r, p, c = column
+        return self.fixed_s + self.row_s * r + self.prompt_token_s * p + self.context_token_s * c
+
+    def variance(self, column: Column) -> float:
+        """Return the variance of the expected time of a step, without the noise of steps, s^2."""
+        r, p, c = column
+        ff, fr, fp, fc, rr, rp, rc, pp, pc, cc = self._covariance
+        squares = ff + rr * r * r + pp * p * p + cc * c * c
+        products = fr * r + fp * p + fc * c + rp * r * p + rc * r * c + pc * p * c
+        return max(0.0, squares + 2.0 * products)
+
+    @property
+    def prompt_token_variance(self) -> float:
+        """Variance of the time per prompt token, s^2."""
+        return max(0.0, self._covariance[7])
+
+    def correct(self, column: Column, error: float, noise: float, num_steps: int = 1) -> None:
+        """Correct the coefficients by the error of a step, or by the mean error of several equal ones.
+
+        Args:
+            column: the step.
+            error: by which it took longer than expected, s.
+            noise: standard deviation of its error if all coefficients are right, s.
+            num_steps: number of steps.
+        """
+        r, p, c = column
+        ff, fr, fp, fc, rr, rp, rc, pp, pc, cc = self._covariance
+        # Covariance of each coefficient with the expected time.
+        f_x = ff + fr * r + fp * p + fc * c
+        r_x = fr + rr * r + rp * p + rc * c
+        p_x = fp + rp * r + pp * p + pc * c
+        c_x = fc + rc * r + pc * p + cc * c
+        total = f_x + r_x * r + p_x * p + c_x * c + noise * noise
+        if total <= 0:
+            return
+        inverse = 1.0 / total
+        step = error * inverse
+        fixed_s = self.fixed_s + f_x * step
+        row_s = self.row_s + r_x * step
+        prompt_s = self.prompt_token_s + p_x * step
+        context_s = self.context_token_s + c_x * step
+        f_g, r_g, p_g = f_x * inverse, r_x * inverse, p_x * inverse
+        ff -= f_g * f_x
+        rr -= r_g * r_x
+        pp -= p_g * p_x
+        cc -= c_x * c_x * inverse
+        limits, floors, drift = self._limits, self._floors, _DRIFT * _DRIFT * num_steps
+        # Only coefficients on which this step depends may have drifted, as far as it shows.
+        if ff < limits[0]:
+            ff += drift * max(fixed_s, floors[0]) ** 2
+        if r and rr < limits[1]:
+            rr += drift * max(row_s, floors[1]) ** 2
+        if p and pp < limits[2]:
+            pp += drift * max(prompt_s, floors[2]) ** 2
+        if c and cc < limits[3]:
+            cc += drift * max(context_s, floors[3]) ** 2
+        covariance = self._covariance = [
+            ff,
+            fr - f_g * r_x,
+            fp - f_g * p_x,
+            fc - f_g * c_x,
+            rr,
+            rp - r_g * p_x,
+            rc - r_g * c_x,
+            pp,
+            pc - p_g * c_x,
+            cc,
+        ]
+        if fixed_s < 0 or row_s < 0 or prompt_s < 0 or context_s < 0:
+            fixed_s, row_s, prompt_s, context_s = _non_negative([fixed_s, row_s, prompt_s, context_s], covariance)
+        self.fixed_s, self.row_s, self.prompt_token_s, self.context_token_s = fixed_s, row_s, prompt_s, context_s
+
+
+def _scale(column: Column, duration: float) -> float:
+    """Return the fixed time of the typical device on which a step takes this long."""
+    rows, prompt_tokens, context = column
+    tokens = rows + prompt_tokens + context * _CONTEXT_PER_TOKEN
+    return duration / (1.0 + _TOKEN_SHARE * tokens)
+
+
+_AT = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))
+"""Places of the rows of the covariance in its upper triangle."""
+
+
+def _non_negative(values: list[float], covariance: list[float]) -> list[float]:
+    """Return the most likely coefficients given that those below 0 are 0."""
+    for _ in range(len(values)):
+        lowest = min(range(len(values)), key=lambda at: values[at] / sqrt(max(covariance[_AT[at][at]], 1e-300)))
+        if values[lowest] >= 0:
+            break
+        excess = values[lowest] / max(covariance[_AT[lowest][lowest]], 1e-300)
+        values = [value - covariance[_AT[lowest][at]] * excess for at, value in enumerate(values)]
+        values[lowest] = 0.0
+    return [max(0.0, value) for value in values]
