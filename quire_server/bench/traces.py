@@ -5,7 +5,9 @@ the recorded ones shared. The files are not part of Quire; `docs/benchmarking.md
 """
 
 import csv
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -92,17 +94,18 @@ PUBLISHED: Mapping[str, Statistics] = {
 
 
 def read_trace(path: Path, seed: int = 0) -> Trace:
-    """Read a trace: CSV of Azure (2023 or 2024), or JSON lines of Mooncake.
+    """Read a trace: CSV of Azure (2023 or 2024), or JSON lines of Mooncake; plain, or compressed if it ends in .gz.
 
     Raises:
         ConfigError: the file cannot be read, or is neither; the message names the line.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8", newline="") as file:
             first = file.readline()
             file.seek(0)
             found = list(_mooncake(file, path) if first.lstrip().startswith("{") else _azure(file, path))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); give a trace of Azure or Mooncake") from None
     if not found:
         raise ConfigError(f"{path}: contains no request; give a trace of Azure or Mooncake")

@@ -53,6 +53,7 @@ COMMANDS = (
     Command("explain", "quire_server.cli.explain", "explain why a request was slow, or list the slowest ones"),
     Command("workers", "quire_server.cli.workers", "list the workers of a running service"),
     Command("capacity", "quire_server.cli.capacity", "compute how many requests a card holds"),
+    Command("bench policies", "measure.commands.bench_policies", "compare scheduling policies in virtual time"),
     Command("keys", "quire_server.cli.keys", "create, rotate and revoke the keys between processes"),
     Command("drain", "quire_server.cli.drain", "drain a worker, or resume it"),
     Command("log-level", "quire_server.cli.log_level", "change the log level of a running service"),
@@ -110,14 +111,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def installed_commands() -> list[Command]:
     """Return the commands that are installed; the wheel leaves out those for developers (see tools/dist.py)."""
-    return [command for command in COMMANDS if importlib.util.find_spec(command.module) is not None]
+    return [command for command in COMMANDS if _is_installed(command)]
+
+
+def _is_installed(command: Command) -> bool:
+    try:
+        return importlib.util.find_spec(command.module) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        return False
 
 
 def _find(arguments: Sequence[str]) -> Command | None:
     words = tuple(arguments[:2])
-    for command in installed_commands():
+    for command in COMMANDS:
         name = tuple(command.name.split())
-        if words[: len(name)] == name:
+        if words[: len(name)] == name and _is_installed(command):
             return command
     return None
 

@@ -1,0 +1,166 @@
+"""The loop of the arena: jobs, devices and one engine in virtual time.
+
+A turn first applies everything that happens at a moment (jobs that are sent, steps that are done), then asks the engine
+for steps. A step begins when its device has finished the step before. The engine decides in no time; its CPU time is
+measured and reported apart. Results reach the engine, and tokens reach the clients, at the end of a step.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from measure.policies.costs import Costs
+from measure.policies.engine import Engine, Step
+from measure.policies.jobs import Job, SeenPrefixes
+
+_MOST_IDLE_S = 3600.0
+"""Virtual time without a step after which jobs that still wait are taken to wait forever."""
+
+
+class ArenaError(ValueError):
+    """A scheduler does not serve a workload as it should."""
+
+
+class Workload(Protocol):
+    """The jobs of a run: those that arrive by themselves, and those that follow the end of another one."""
+
+    @property
+    def name(self) -> str:
+        """Name of the workload."""
+
+    @property
+    def load(self) -> float:
+        """How much load it is; the unit is the workload's: a share of a trace, of the capacity, or users."""
+
+    def first(self) -> Sequence[Job]:
+        """Return the jobs that arrive whatever happens."""
+
+    def following(self, job: Job, now: float) -> Sequence[Job]:
+        """Return the jobs that their client sends because `job` has ended now."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """How one job was served; times in seconds since the beginning of the run."""
+
+    job: Job
+    seen: int
+    """Leading prompt tokens that an earlier job had: more than any cache can find."""
+    tokens: list[float] = field(default_factory=list)
+    """When each token arrived."""
+    ended: float = -1.0
+    cached: int = 0
+    preemptions: int = 0
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Outcome of one run."""
+
+    served: list[Served]
+    duration_s: float
+    """From the beginning to the last end."""
+    busy_s: float
+    """Time for which devices computed, summed over the devices."""
+    num_workers: int
+    steps: int
+    cpu_s: float
+    """CPU time of the scheduler's decisions."""
+    version: str
+
+
+def run(engine: Engine, workload: Workload, costs: Costs, num_workers: int = 1) -> Run:
+    """Serve a workload.
+
+    Raises:
+        ArenaError: the engine loses a job, serves it twice, or generates another number of tokens than asked for.
+    """
+    return _Arena(engine, workload, costs, num_workers).run()
+
+
+class _Arena:
+    def __init__(self, engine: Engine, workload: Workload, costs: Costs, num_workers: int) -> None:
+        self._engine, self._workload, self._costs = engine, workload, costs
+        self._served: list[Served] = []
+        self._prefixes = SeenPrefixes()
+        self._agenda: list[tuple[float, int, Job | tuple[Step, float]]] = []
+        self._num_events = self._num_live = self._steps = 0
+        self._now = self._last_step = self._busy_s = 0.0
+        self._free_at = [0.0] * num_workers
+
+    def run(self) -> Run:
+        for job in self._workload.first():
+            self._push(job.at, job)
+        while self._agenda or self._num_live:
+            self._turn()
+        return Run(
+            served=self._served,
+            duration_s=max((each.ended for each in self._served), default=0.0),
+            busy_s=self._busy_s,
+            num_workers=len(self._free_at),
+            steps=self._steps,
+            cpu_s=self._engine.cpu_s,
+            version=self._engine.version,
+        )
+
+    def _turn(self) -> None:
+        due = self._engine.next_due(self._now)
+        times = [*([self._agenda[0][0]] if self._agenda else []), *([due] if due is not None else [])]
+        if not times or (self._num_live and not self._agenda and min(times) > self._last_step + _MOST_IDLE_S):
+            waiting = [number for number, each in enumerate(self._served) if each.ended < 0]
+            raise ArenaError(f"{self._engine.version}: {len(waiting)} jobs wait forever, for example job {waiting[0]}")
+        self._now = max(self._now, min(times))
+        while self._agenda and self._agenda[0][0] <= self._now:
+            _, _, event = heapq.heappop(self._agenda)
+            if isinstance(event, Job):
+                self._send(event)
+            else:
+                self._engine.complete(event[0], self._now, event[1])
+        for worker in self._engine.due(self._now):
+            while (step := self._engine.next_step(worker, self._now)) is not None:
+                self._execute(step)
+        self._learn_news()
+
+    def _push(self, when: float, event: Job | tuple[Step, float]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._agenda, (when, self._num_events, event))
+
+    def _send(self, job: Job) -> None:
+        number = len(self._served)
+        self._served.append(Served(job=job, seen=self._prefixes.add(job.prompt)))
+        self._num_live += 1
+        self._last_step = self._now
+        self._engine.submit(number, job, self._now)
+
+    def _execute(self, step: Step) -> None:
+        begin = max(self._now, self._free_at[step.worker])
+        seconds = self._costs.seconds(step.work)
+        idle_s = begin - self._free_at[step.worker] if self._free_at[step.worker] else 0.0
+        self._free_at[step.worker] = begin + seconds
+        self._busy_s += seconds
+        self._steps += seconds > 0
+        self._last_step = begin + seconds
+        self._push(begin + seconds, (step, idle_s))
+
+    def _learn_news(self) -> None:
+        news = self._engine.take_news()
+        for number in news.tokens:
+            self._served[number].tokens.append(self._now)
+        for end in news.ended:
+            served = self._served[end.number]
+            job = served.job
+            if served.ended >= 0:
+                raise ArenaError(f"{self._engine.version}: job {end.number} ended twice")
+            served.ended, served.cached, served.preemptions = self._now, end.cached, end.preemptions
+            served.refusal = end.refusal
+            if not end.refusal and not end.num_outputs == len(served.tokens) == job.num_outputs:
+                raise ArenaError(
+                    f"{self._engine.version}: job {end.number} generated {end.num_outputs} tokens, of which"
+                    f" {len(served.tokens)} arrived; {job.num_outputs} were asked for"
+                )
+            self._num_live -= 1
+            self._prefixes.add((*job.prompt, job.outputs))
+            for each in self._workload.following(job, self._now):
+                self._push(each.at, each)

@@ -1,0 +1,135 @@
+"""Cost of steps: how long a simulated device takes for a step, and how much its KV cache holds.
+
+The cost is linear in what a step computes. It is the same for every scheduler of a run, and no scheduler knows it.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shared.config import ConfigError
+
+
+class Work(NamedTuple):
+    """What a step computes."""
+
+    prefill: int
+    """Tokens of prompts, and of generated tokens that are computed again."""
+    decodes: int
+    """Rows that decode one token each."""
+    context: int
+    """Tokens whose KV the decode rows read, summed over the rows."""
+    prefill_context: int
+    """Tokens whose KV the prompt tokens read, summed over the tokens."""
+    copied_blocks: int = 0
+    """Blocks that are copied between device and host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """A device with a model; times in seconds."""
+
+    name: str
+    constant_s: float
+    """Per step."""
+    prefill_s: float
+    """Per prompt token."""
+    decode_s: float
+    """Per decode row."""
+    context_s: float
+    """Per token whose KV a decode row reads."""
+    prefill_context_s: float = 0.0
+    """Per pair of a prompt token and a token whose KV it reads."""
+    block_copy_s: float = 0.0
+    """Per block that is copied between device and host."""
+    kv_tokens: int
+    """Tokens that the KV cache holds."""
+    max_model_len: int = 131_072
+    block_size: int = 16
+    max_num_seqs: int = 256
+    """Rows of the device."""
+    max_num_batched_tokens: int = 8192
+    """Token budget of a step, unless a scheduler has a setting of its own."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache."""
+        return self.kv_tokens // self.block_size
+
+    def seconds(self, work: Work) -> float:
+        """Return the time of a step; a step that computes nothing takes none."""
+        if not (work.prefill or work.decodes or work.copied_blocks):
+            return 0.0
+        return (
+            self.constant_s
+            + self.prefill_s * work.prefill
+            + self.decode_s * work.decodes
+            + self.context_s * work.context
+            + self.prefill_context_s * work.prefill_context
+            + self.block_copy_s * work.copied_blocks
+        )
+
+
+PRESETS = {
+    each.name: each
+    for each in (
+        # About an 8B model in bf16 on one H100: 131,072 bytes of KV per token at 3 TB/s.
+        Costs(
+            name="8b-h100",
+            constant_s=6e-3,
+            prefill_s=25e-6,
+            decode_s=10e-6,
+            context_s=131_072 / 3e12,
+            block_copy_s=2e6 / 50e9,
+            kv_tokens=409_600,
+        ),
+        # About a 70B model in bf16 on four H100: 327,680 bytes of KV per token; 148 GB are left beside the weights.
+        Costs(
+            name="70b-4xh100",
+            constant_s=14e-3,
+            prefill_s=65e-6,
+            decode_s=12e-6,
+            context_s=27e-9,
+            block_copy_s=5.2e6 / 200e9,
+            kv_tokens=450_560,
+        ),
+    )
+}
+"""Devices by name."""
+DEFAULT = "8b-h100"
+
+
+def read_costs(name: str) -> Costs:
+    """Return the costs with a name, or those in a JSON file with the fields of `Costs`.
+
+    Raises:
+        ConfigError: there are none of this name, or the file is not valid.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    known = ", ".join(PRESETS)
+    try:
+        found = json.loads(Path(name).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--costs: {name}: cannot be read ({error}); give a JSON file or one of {known}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--costs: {name}: not a JSON object; give the fields of a device, see docs/arena.md")
+    types = {field.name: field.type for field in dataclasses.fields(Costs)}
+    fields: dict[str, Any] = {"name": Path(name).stem, **found}
+    for key, value in fields.items():
+        if key not in types:
+            raise ConfigError(f"--costs: {name}: unknown field {key!r}; use {', '.join(types)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        if key != "name" and not is_number:
+            raise ConfigError(f"--costs: {name}: {key} is {value!r}; give a number of at least 0")
+        if types[key] is int and value < 1:
+            raise ConfigError(f"--costs: {name}: {key} is {value!r}; give a whole number of at least 1")
+    missing = [each.name for each in dataclasses.fields(Costs) if each.default is dataclasses.MISSING]
+    if absent := [key for key in missing if key not in fields]:
+        raise ConfigError(f"--costs: {name}: lacks {', '.join(absent)}; add it")
+    if fields["constant_s"] == 0:
+        raise ConfigError(f"--costs: {name}: constant_s is 0; a step takes time, so give more than 0")
+    values: dict[str, Any] = {key: int(value) if types[key] is int else value for key, value in fields.items()}
+    return Costs(**values)

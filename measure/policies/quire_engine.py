@@ -1,0 +1,208 @@
+"""Quire's own core as an engine: the real state machine with its default settings, without sockets.
+
+What a step computes follows from the plans as in a worker. Block keys of prompts are computed as by a front end.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from measure.policies.costs import Costs, Work
+from measure.policies.engine import Ended, Engine, News, Step
+from measure.policies.jobs import Job, first_token
+from quire import __version__
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.whatif.rows import Admitted, Rows
+from scheduler_svc.worker_hub import PING_INTERVAL_S
+from shared.prefix_keys import following_keys, root_key
+from shared.request_spec import RequestSpec
+
+_FRONTEND = b"arena/1"
+_FINGERPRINT = "arena"
+_START_S = 1000.0
+"""Core time at the beginning of the run."""
+_VOCAB = (1 << 31) - 1
+_NATURAL = (EndReason.LENGTH,)
+
+
+class QuireEngine(Engine):
+    """One core for all workers."""
+
+    def __init__(self, config: CoreConfig, costs: Costs, num_workers: int) -> None:
+        self.version = f"Quire {__version__}"
+        self._core = Scheduler(config, 1 << 62)
+        self._root = root_key(_FINGERPRINT, b"")
+        self._block_size = costs.block_size
+        self._peers = {b"worker/%d" % number: number for number in range(num_workers)}
+        self._names = list(self._peers)
+        self._rows: list[Rows] = []
+        self._news = News()
+        self._answers: dict[int, ev.StepDone] = {}
+        self._num_steps = 0
+        self._ticked_at = self._planned_at = 0.0
+        self._num_prompt = np.zeros(64, np.int64)
+        self._first_output = np.zeros(64, np.int64)
+        self._handle(ev.FrontendJoined(frontend=_FRONTEND), 0.0)
+        model = ev.ModelFacts(
+            name="arena",
+            architecture="arena",
+            fingerprint=_FINGERPRINT,
+            max_model_len=costs.max_model_len,
+            vocab_size=_VOCAB,
+            dtype="bfloat16",
+            eos_token_ids=(),
+        )
+        for peer in self._names:
+            hello = ev.WorkerHello(
+                worker=peer,
+                worker_id=peer.decode(),
+                model=model,
+                block_size=costs.block_size,
+                num_blocks=costs.num_blocks,
+                max_rows=costs.max_num_seqs,
+                max_tokens_per_step=max(costs.max_num_batched_tokens, config.max_num_batched_tokens),
+            )
+            self._rows.append(Rows(hello))
+            self._handle(hello, 0.0)
+
+    def submit(self, number: int, job: Job, now: float) -> None:
+        """See the base class."""
+        self._know(number, job)
+        tokens = job.prompt_tokens()
+        at = now + _START_S
+        total_s = None
+        if job.ttft_target_s is not None and job.tpot_target_s is not None:
+            total_s = job.ttft_target_s + job.tpot_target_s * (job.num_outputs - 1)
+        self._handle(
+            ev.RequestArrived(
+                frontend=_FRONTEND,
+                stream=number,
+                spec=RequestSpec(str(number), len(tokens), job.num_outputs, tenant=job.tenant, priority=job.priority),
+                token_ids=tokens,
+                credit=1 << 40,
+                ttft_deadline=at + job.ttft_target_s if job.tells_targets and job.ttft_target_s is not None else None,
+                total_deadline=at + total_s if job.tells_targets and total_s is not None else None,
+                block_keys=following_keys(self._root, tokens.astype("<i4").tobytes(), self._block_size),
+                block_size=self._block_size,
+            ),
+            now,
+        )
+
+    def due(self, now: float) -> Sequence[int]:
+        """See the base class."""
+        if now >= self._ticked_at + PING_INTERVAL_S and not self._core.is_idle:
+            self._ticked_at = now
+            self._handle(ev.TimePassed(), now)
+        self._planned_at = now
+        began = time.thread_time()
+        peers = self._core.due_workers(now + _START_S)
+        self.cpu_s += time.thread_time() - began
+        return [self._peers[peer] for peer in peers]
+
+    def next_due(self, now: float) -> float | None:
+        """See the base class."""
+        if self._core.is_idle:
+            return None
+        tick = max(now, self._ticked_at + PING_INTERVAL_S)
+        due = self._core.next_plan_due(self._planned_at + _START_S)
+        return tick if due is None else min(tick, due - _START_S)
+
+    def next_step(self, worker: int, now: float) -> Step | None:
+        """See the base class."""
+        began = time.thread_time()
+        plan, effects = self._core.plan(self._names[worker], now + _START_S)
+        if plan is not None:
+            self._core.tidy()
+        self.cpu_s += time.thread_time() - began
+        self._receive(effects)
+        return None if plan is None else self._step(worker, plan)
+
+    def complete(self, step: Step, now: float, idle_s: float) -> None:
+        """See the base class."""
+        answer = self._answers.pop(step.number)
+        answer.idle_s = idle_s
+        self._handle(answer, now)
+
+    def take_news(self) -> News:
+        """See the base class."""
+        news, self._news = self._news, News()
+        return news
+
+    def _handle(self, event: ev.Event, now: float) -> None:
+        began = time.thread_time()
+        effects = self._core.handle(event, now + _START_S)
+        self.cpu_s += time.thread_time() - began
+        self._receive(effects)
+
+    def _receive(self, effects: Sequence[ef.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ef.TokensReady():
+                    self._news.tokens.extend(effect.each()[0].tolist())
+                case ef.RequestEnded():
+                    is_served = effect.reason in _NATURAL
+                    self._news.ended.append(
+                        Ended(
+                            number=effect.stream,
+                            num_outputs=effect.completion_tokens,
+                            cached=effect.cached_prompt_tokens,
+                            preemptions=effect.preemptions,
+                            refusal="" if is_served else f"{effect.reason.value}: {effect.message}",
+                        )
+                    )
+                case ef.WorkerRefused() | ef.WorkerUnknown():
+                    raise AssertionError(f"the core gave up a worker: {effect}")
+
+    def _step(self, worker: int, plan: Plan) -> Step:
+        """Compute a plan as a worker does."""
+        rows = self._rows[worker]
+        rows.leave(plan.leaves)
+        rows.admit(
+            [
+                Admitted(
+                    row=each.row,
+                    generation=each.generation,
+                    request=each.stream,
+                    num_tokens=len(each.token_ids),
+                    num_computed=each.num_computed_tokens,
+                    samples=True,
+                    num_blocks=len(each.blocks),
+                )
+                for each in plan.admissions
+            ]
+        )
+        rows.grow(plan.append_rows)
+        rows.hold(plan.holds, plan.releases)
+        copies = (*plan.swap_outs, *plan.swap_ins)
+        copied = sum(len(copy.sources) for copy in copies)
+        work = rows.compute(plan.chunk_rows, plan.chunk_lengths, copied)
+        index = work.lengths - self._num_prompt[work.requests] - 1
+        self._num_steps += 1
+        self._answers[self._num_steps] = ev.StepDone(
+            worker=plan.worker,
+            epoch=plan.epoch,
+            step=plan.step,
+            rows=work.rows.astype(np.int32),
+            tokens=((self._first_output[work.requests] + index) % (1 << 30)).astype(np.int32),
+            completed_copies=[copy.copy_id for copy in copies],
+            copied_blocks=copied,
+        )
+        shape = work.shape
+        return Step(
+            worker=worker,
+            number=self._num_steps,
+            work=Work(shape.prefill, shape.decodes, shape.context, shape.prefill_context, copied),
+        )
+
+    def _know(self, number: int, job: Job) -> None:
+        if number >= len(self._num_prompt):
+            self._num_prompt = np.resize(self._num_prompt, 2 * number)
+            self._first_output = np.resize(self._first_output, 2 * number)
+        self._num_prompt[number] = job.num_prompt
+        self._first_output[number] = first_token(job.outputs.name)

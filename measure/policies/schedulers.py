@@ -1,0 +1,124 @@
+"""Schedulers by specification, such as `quire:sjf` or `quire:default+itl_target_ms=50`, and the engines for them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from measure.policies.costs import Costs
+from measure.policies.engine import Engine
+from measure.policies.quire_engine import QuireEngine
+from scheduler_svc.admission_file import AdmissionSettings
+from scheduler_svc.assembly import to_core_config
+from scheduler_svc.core.interface.config import POLICIES, CoreConfig
+from scheduler_svc.core.interface.errors import InvalidLimitsError
+from shared.config import ConfigError, SchedulerConfig
+
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Specification:
+    """A scheduler: whose it is, its policy, and settings that differ from its defaults."""
+
+    kind: str
+    policy: str
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The specification as text."""
+        return "+".join([f"{self.kind}:{self.policy}", *(f"{key}={value}" for key, value in self.settings)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all schedulers of a run have in common."""
+
+    costs: Costs
+    num_workers: int
+    in_flight: int
+
+
+def parse(text: str) -> Specification:
+    """Read a specification: KIND:POLICY[+SETTING=VALUE...].
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    head, *settings = text.strip().split("+")
+    kind, _, policy = head.partition(":")
+    if kind not in KINDS or not policy:
+        known = ", ".join(f"{each}:POLICY" for each in KINDS)
+        raise ConfigError(f"--schedulers: {text!r} is not a scheduler; use {known}, for example quire:fcfs")
+    pairs = []
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not key or not equals or not value:
+            raise ConfigError(f"--schedulers: {text!r}: {setting!r} is not a setting; write +NAME=VALUE")
+        pairs.append((key, value))
+    return Specification(kind, policy, tuple(pairs))
+
+
+def quire_config(specification: Specification, setup: Setup) -> CoreConfig:
+    """Return the configuration of Quire's core: the defaults of `quire serve`, and the settings.
+
+    Queues have no limit, as peers have none either.
+
+    Raises:
+        ConfigError: a setting is unknown or not valid.
+    """
+    name = specification.name
+    fields = {field.name: field.type for field in dataclasses.fields(SchedulerConfig)}
+    costs = setup.costs
+    values: dict[str, object] = {
+        "max_num_seqs": costs.max_num_seqs,
+        "max_num_batched_tokens": costs.max_num_batched_tokens,
+        "max_plans_in_flight": setup.in_flight,
+        "max_queued_requests": _NO_LIMIT,
+        "max_queued_tokens": 1 << 50,
+    }
+    if specification.policy != "default":
+        if specification.policy not in POLICIES:
+            raise ConfigError(f"--schedulers: {name}: unknown policy; use default, {', '.join(POLICIES)}")
+        values["policy"] = specification.policy
+    for key, text in specification.settings:
+        read = _READERS.get(str(getattr(fields.get(key), "__name__", fields.get(key))))
+        if read is None:
+            raise ConfigError(f"--schedulers: {name}: {key} is not a setting of the scheduler; see quire help serve")
+        try:
+            values[key] = read(text)
+        except ValueError:
+            raise ConfigError(f"--schedulers: {name}: {key}={text} is not valid; give a number") from None
+    try:
+        config = dataclasses.replace(SchedulerConfig(), **values)  # type: ignore[arg-type]
+        return to_core_config(config, AdmissionSettings())
+    except (InvalidLimitsError, ConfigError) as error:
+        raise ConfigError(f"--schedulers: {name}: {error}") from None
+
+
+def check(specification: Specification, setup: Setup) -> None:
+    """Check the policy and the settings of a scheduler.
+
+    Raises:
+        ConfigError: they are not valid.
+    """
+    if specification.kind == "quire":
+        quire_config(specification, setup)
+
+
+def make(specification: Specification, setup: Setup) -> Engine:
+    """Return an engine.
+
+    Raises:
+        ConfigError: a setting is unknown or not valid.
+    """
+    return KINDS[specification.kind](specification, setup)
+
+
+def _make_quire(specification: Specification, setup: Setup) -> Engine:
+    return QuireEngine(quire_config(specification, setup), setup.costs, setup.num_workers)
+
+
+_READERS: Mapping[str, Callable[[str], object]] = {"int": int, "float": float, "str": str}
+KINDS: Mapping[str, Callable[[Specification, Setup], Engine]] = {"quire": _make_quire}
+"""How to make the engine of each kind of scheduler."""

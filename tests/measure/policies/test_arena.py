@@ -1,0 +1,258 @@
+"""The arena serves every job of every workload, reproducibly, and its metrics are those that one computes by hand."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from measure.policies.arena import Served, run
+from measure.policies.campaign import Campaign
+from measure.policies.costs import PRESETS, Costs, read_costs
+from measure.policies.jobs import Job, Piece, SeenPrefixes
+from measure.policies.metrics import meets_targets, metrics, quantile, service_difference
+from measure.policies.schedulers import Setup, make, parse
+from measure.policies.workloads import DRAWN, OpenLoop, read, traced
+from quire_server.cli.main import main
+
+_SLOW = Costs(
+    name="slow", constant_s=1.0, prefill_s=0.1, decode_s=0.01, context_s=0.001, kv_tokens=4096, max_num_seqs=4
+)
+_MOONCAKE = [
+    {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]},
+    {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [1, 3]},
+    {"timestamp": 9000, "input_length": 500, "output_length": 2, "hash_ids": [4]},
+]
+_AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,48,10\n2023-11-16 18:17:05.9799600,31,8\n"
+)
+
+
+def _setup(**changes: Any) -> Setup:
+    return replace(Setup(costs=PRESETS["8b-h100"], num_workers=1, in_flight=1), **changes)
+
+
+def _job(at: float, prompt: int, outputs: int, number: int = 0, **others: Any) -> Job:
+    return Job(at=at, prompt=(Piece(2 * number, prompt),), outputs=Piece(2 * number + 1, outputs), **others)
+
+
+def _serve(jobs: Sequence[Job], setup: Setup, scheduler: str = "quire:fcfs") -> list[Served]:
+    workload = OpenLoop(name="test", load=1.0, jobs=jobs)
+    return run(make(parse(scheduler), setup), workload, setup.costs, setup.num_workers).served
+
+
+def _campaign(workload: str, **changes: Any) -> Campaign:
+    campaign = Campaign(
+        workload=workload, loads=(0.8,), seeds=(3,), schedulers=(parse("quire:default"),), setup=_setup(), seconds=4.0
+    )
+    return replace(campaign, **changes)
+
+
+def test_the_times_of_a_lone_job_are_those_of_its_steps() -> None:
+    """One prompt of 32 tokens takes 1 + 3.2 s; its next tokens take 1 + 0.01 s and 0.001 s per token of context."""
+    (served,) = _serve([_job(2.0, 32, 3)], _setup(costs=_SLOW))
+
+    assert served.tokens == pytest.approx([6.2, 6.2 + 1.043, 6.2 + 1.043 + 1.044])
+    assert served.ended == served.tokens[-1]
+
+
+def test_a_job_that_arrives_during_a_step_joins_the_next_one() -> None:
+    """With one step in flight the second prompt shares a step with the first job's second token."""
+    first, second = _serve([_job(0.0, 32, 3), _job(1.0, 16, 1, 1)], _setup(costs=_SLOW))
+
+    assert first.tokens[0] == pytest.approx(4.2)
+    assert second.tokens == pytest.approx([4.2 + 1 + 1.6 + 0.01 + 0.033])
+    assert first.tokens[1] == second.tokens[0]
+
+
+def test_a_prefix_is_found_in_the_cache() -> None:
+    """The second job reuses the full blocks of the first one's prompt; a cache without limit would find no more."""
+    shared = Piece(7, 64)
+    jobs = [
+        Job(at=0.0, prompt=(shared, Piece(8, 10)), outputs=Piece(9, 2)),
+        Job(at=100.0, prompt=(shared, Piece(10, 10)), outputs=Piece(11, 2)),
+    ]
+    first, second = _serve(jobs, _setup(costs=_SLOW))
+
+    assert (first.cached, first.seen) == (0, 0)
+    assert (second.cached, second.seen) == (64, 64)
+
+
+def test_the_tokens_of_a_turn_are_part_of_the_next_prompt() -> None:
+    """What a job generated is found in the cache by a job that repeats it."""
+    first = Job(at=0.0, prompt=(Piece(1, 32),), outputs=Piece(2, 33))
+    second = Job(at=100.0, prompt=(*first.prompt, first.outputs, Piece(3, 16)), outputs=Piece(4, 1))
+
+    assert _serve([first, second], _setup(costs=_SLOW))[1].cached == 64
+
+
+@pytest.mark.parametrize("workload", [*DRAWN, "agents"])
+def test_every_job_of_a_workload_ends_once_with_its_tokens(workload: str) -> None:
+    """The loop refuses a lost job and a wrong number of tokens, with two workers and two steps in flight as well."""
+    loads = (3,) if workload == "agents" else (0.3,)
+    setup = _setup(num_workers=2, in_flight=2)
+    campaign = _campaign(workload, loads=loads, sessions=4, setup=setup)
+    served = run(make(parse("quire:default"), setup), campaign.make_workload(loads[0], 3), setup.costs, 2).served
+
+    assert len(served) > 10
+    assert all(len(each.tokens) == each.job.num_outputs and not each.refusal for each in served)
+    assert len({each.job.outputs.name for each in served}) == len(served)
+
+
+def test_equal_seeds_give_equal_results() -> None:
+    """Everything but the measured CPU time follows from the seed."""
+    first, second, other = (next(_campaign("bursts", seeds=(seed,)).results()) for seed in (3, 3, 4))
+    for each in (first, second, other):
+        del each["scheduler_us_per_step"]
+
+    assert first == second
+    assert first["ttft_s"] != other["ttft_s"]
+
+
+def test_metrics_of_a_hand_computed_run() -> None:
+    """Throughput, latencies and the share within targets of two jobs."""
+    jobs = [_job(0.0, 32, 3, ttft_target_s=4.3, tpot_target_s=2.0), _job(1.0, 16, 1, 1, ttft_target_s=1.0)]
+    setup = _setup(costs=_SLOW)
+    found = metrics(run(make(parse("quire:fcfs"), setup), OpenLoop(name="t", load=1, jobs=jobs), _SLOW))
+
+    # Steps: 4.2 s, then 2.643 s with the second prompt, then 1.044 s.
+    assert found["duration_s"] == pytest.approx(7.887)
+    assert found["out_tok_per_s"] == pytest.approx(4 / 7.887)
+    assert found["ttft_s"]["mean"] == pytest.approx((4.2 + 5.843) / 2)
+    assert found["tpot_s"]["p50"] == pytest.approx((2.643 + 1.044) / 2)
+    assert found["longest_gap_s"]["p99"] == pytest.approx(2.643)
+    assert (found["goodput"], found["requests"], found["steps"]) == (0.5, 2, 3)
+    assert found["device_busy_share"] == pytest.approx(1.0)
+    assert found["short_prompts"]["requests"] == 2
+
+
+def test_targets_without_own_ones_depend_on_the_prompt() -> None:
+    """A prompt of 8,000 tokens has 2 + 1 s for its first token, and 50 ms for each later one."""
+    served = Served(job=_job(0.0, 8000, 3), seen=0, tokens=[2.9, 2.94, 2.99])
+
+    assert meets_targets(served)
+    assert not meets_targets(replace(served, tokens=[3.1, 3.14, 3.19]))
+    assert not meets_targets(replace(served, tokens=[2.9, 2.95, 3.02]))
+
+
+def test_quantiles_are_values_of_the_sample() -> None:
+    """A quantile of nothing is None."""
+    assert quantile([], 0.5) is None
+    assert [quantile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 2.0, 3.0]
+
+
+def test_service_counts_only_while_both_tenants_wait() -> None:
+    """A prompt token counts 1 and a generated one 2; what one tenant gets while the other has no backlog is fair."""
+    one = [Served(job=_job(0.0, 10, 1, tenant="one"), seen=0, tokens=[at], ended=at) for at in (1.0, 2.0, 3.0)]
+    other = Served(job=_job(1.5, 10, 1, tenant="two"), seen=0, tokens=[2.5], ended=2.5)
+
+    assert service_difference(one) is None
+    # Between 1.5 and 2.5 both wait: `one` gets 12 at 2.0, then `two` gets 12.
+    assert service_difference([*one, other]) == 12
+
+
+def test_a_prefix_is_seen_as_far_as_all_its_pieces_were() -> None:
+    """Pieces after the first unknown one do not count."""
+    seen = SeenPrefixes()
+    a, b, c = Piece(1, 10), Piece(2, 20), Piece(3, 30)
+
+    assert [seen.add(pieces) for pieces in ((a, b), (a, c), (a, b, c), (b,), (a, b, c))] == [0, 10, 30, 0, 60]
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_both_formats_of_traces_are_read(tmp_path: Path, ending: str) -> None:
+    """A trace is read plain and compressed; equal hashes stand for equal tokens."""
+    texts = {"mooncake.jsonl": "".join(json.dumps(each) + "\n" for each in _MOONCAKE), "azure.csv": _AZURE}
+    for name, text in texts.items():
+        (tmp_path / (name + ending)).write_bytes(gzip.compress(text.encode()) if ending else text.encode())
+    costs = PRESETS["8b-h100"]
+    mooncake = traced("mooncake", read(tmp_path / f"mooncake.jsonl{ending}", 600), 1.0, costs, 1).jobs
+    azure = traced("azure", read(tmp_path / f"azure.csv{ending}", 1), 1.0, costs, 1).jobs
+
+    assert sorted((job.num_prompt, job.num_outputs) for job in mooncake) == [(500, 2), (600, 5), (700, 3)]
+    assert sum(job.prompt[0] == Piece(1, 512) for job in mooncake) == 2
+    assert [(job.at, job.num_prompt, job.num_outputs) for job in azure] == [(0.0, 48, 10)]
+
+
+def test_a_share_above_one_adds_copies_without_common_prefixes(tmp_path: Path) -> None:
+    """A share of 2 doubles the trace; the copies have no piece in common."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in _MOONCAKE))
+    jobs = traced("mooncake", read(path, 600), 2.0, PRESETS["8b-h100"], 1).jobs
+
+    assert len(jobs) == 6
+    assert len({piece for job in jobs for piece in job.prompt}) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--workload chess", "unknown workload 'chess'"),
+        ("--workload mooncake", "needs a trace"),
+        ("--workload vtc --trace x", "has no trace"),
+        ("--workload azure --trace /nowhere.csv", "cannot be read"),
+        ("--workload vtc --schedulers fcfs", "is not a scheduler"),
+        ("--workload vtc --schedulers quire:best", "unknown policy"),
+        ("--workload vtc --schedulers quire:fcfs+speed=9", "speed is not a setting"),
+        ("--workload vtc --schedulers quire:fcfs+max_num_seqs=many", "is not valid"),
+        ("--workload vtc --schedulers quire:fcfs+capacity=none", "unknown value"),
+        ("--workload vtc --share 0", "not a list of numbers above 0"),
+        ("--workload agents --users a", "not a list of numbers above 0"),
+        ("--workload vtc --seconds 0", "too small"),
+        ("--workload vtc --in-flight 3", "use 1 or 2"),
+        ("--workload vtc --costs tpu", "one of 8b-h100"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag that cannot be used is named before anything runs."""
+    assert main(["bench", "policies", *flags.split()]) == 1
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"speed": 1}, "unknown field 'speed'"),
+        ({"constant_s": 1}, "lacks prefill_s"),
+        ({"constant_s": -1}, "at least 0"),
+        ([], "not a JSON object"),
+    ],
+)
+def test_wrong_costs_are_refused(tmp_path: Path, fields: object, message: str) -> None:
+    """A file of costs names every field that a device needs, and no other."""
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(fields))
+
+    with pytest.raises(ValueError, match=message):
+        read_costs(str(path))
+
+
+def test_a_file_of_costs_is_read(tmp_path: Path) -> None:
+    """The file's name becomes the device's."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"constant_s": 1, "prefill_s": 0.1, "decode_s": 0, "context_s": 0, "kv_tokens": 99}))
+
+    assert read_costs(str(path)) == Costs(
+        name="mine", constant_s=1, prefill_s=0.1, decode_s=0, context_s=0, kv_tokens=99
+    )
+
+
+def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file has one object per scheduler, load and seed, with the names of the interface."""
+    path = tmp_path / "policies.json"
+    flags = "--workload agents --users 2,3 --sessions 2 --schedulers quire:fcfs,quire:sjf --seeds 2 --json"
+    assert main(["bench", "policies", *flags.split(), str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+
+    keys = [(each["scheduler"], each["load"], each["seed"]) for each in results]
+    assert keys == [(f"quire:{each}", load, seed) for load in (2, 3) for seed in (1, 2) for each in ("fcfs", "sjf")]
+    assert {
+        "workload", "scheduler", "load", "seed", "out_tok_per_s", "ttft_s", "later_turn_ttft_s", "tpot_s", "session_s",
+        "goodput", "prefix_hit_share", "preemptions", "scheduler_us_per_step",
+    } <= set(results[0])  # fmt: skip
+    assert capsys.readouterr().out.count("quire:sjf") == 4
