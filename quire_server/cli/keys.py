@@ -4,13 +4,15 @@
 contain the scheduler's public key. Start every process with --keys and its own folder, or all processes on one machine
 with the whole folder. `add` adds a worker or front end with its own key. `rotate` gives one a new key; both keys are
 valid until `revoke --old`. `revoke` removes all its keys. The scheduler reloads the list by itself. `token` generates a
-bearer token for clients, and its hash.
+bearer token for clients, and its hash. `principal` adds a caller with a new token to the file of principals.
 """
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
+import tomllib
 from pathlib import Path
 
 import zmq.auth
@@ -28,19 +30,27 @@ EXAMPLES = """
   quire keys revoke keys gpu-7 --old           revoke the old key
   quire keys revoke keys gpu-7                 revoke all keys of gpu-7
   quire keys token                             a token for a client, and its hash for --principals
+  quire keys principal principals.toml operator --admin     a caller with a new token in the file for --principals
 """
 _PREVIOUS = "@previous"
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""What TOML accepts as a key without quotation marks."""
 
 
 def configure(parser: OneLineParser) -> None:
     """Add the arguments."""
-    parser.add_argument("action", choices=("create", "add", "rotate", "revoke", "token"))
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", default="", help="folder of all keys")
-    parser.add_argument("name", metavar="NAME", nargs="?", default="", help="name of the worker or front end")
+    parser.add_argument("action", choices=("create", "add", "rotate", "revoke", "token", "principal"))
+    parser.add_argument(
+        "folder", metavar="FOLDER", nargs="?", default="", help="folder of all keys; with principal: the file"
+    )
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", default="", help="name of the worker or front end; with principal: its name"
+    )
     parser.add_argument("--role", choices=(WORKER, FRONTEND), default=WORKER, help="role of NAME (default: worker)")
     parser.add_argument(
         "--old", action="store_true", help="revoke only the key that was valid before the last rotation"
     )
+    parser.add_argument("--admin", action="store_true", help="the new principal may use the operator API")
 
 
 def run(options: Namespace) -> int:
@@ -48,7 +58,11 @@ def run(options: Namespace) -> int:
     if options.action == "token":
         # The client gets the token, the file of principals its hash.
         token = secrets.token_urlsafe(32)
-        print(f"token  {token}\nsha256 {hashlib.sha256(token.encode()).hexdigest()}")
+        print(f"token  {token}\nsha256 {_digest(token)}")
+        return 0
+    if options.action == "principal":
+        # Only the token: `TOKEN=$(quire keys principal …)`.
+        print(add_principal(Path(options.folder), options.name, is_admin=options.admin))
         return 0
     if not options.folder:
         raise ConfigError("folder: missing; give the folder of the keys")
@@ -125,6 +139,42 @@ def revoke(folder: Path, name: str, *, only_old: bool) -> None:
     allowed.with_name(f"{name}{_PREVIOUS}.key").unlink(missing_ok=True)
     if not only_old:
         allowed.unlink()
+
+
+def add_principal(path: Path, name: str, *, is_admin: bool) -> str:
+    """Append a principal for every tenant and cache scope to a file of principals; return its new token.
+
+    Args:
+        path: the file; created if it does not exist.
+        name: name of the principal.
+        is_admin: whether it may use the operator API.
+
+    Raises:
+        ConfigError: the name is not usable or in use, or the file cannot be read or written.
+    """
+    if not _NAME.fullmatch(name) or name == "anonymous":
+        raise ConfigError(
+            f"name: {name!r} is not the name of a principal; use letters, digits, '-' and '_', but not 'anonymous'"
+        )
+    try:
+        text = path.read_text("utf-8") if path.exists() else ""
+        there = tomllib.loads(text).get("principals", {})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"file: {path} cannot be read as a file of principals ({error})") from None
+    if name in there:
+        raise ConfigError(f"name: {path} already has a principal {name}; add another token with quire keys token")
+    token = secrets.token_urlsafe(32)
+    lines = [f"[principals.{name}]", f'tokens = ["{_digest(token)}"]', 'tenants = ["*"]', 'cache_scopes = ["*"]']
+    lines += ["admin = true"] if is_admin else []
+    try:
+        path.write_text("\n".join([*([text.rstrip(), ""] if text.strip() else []), *lines, ""]), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"file: {path} cannot be written ({error.strerror})") from None
+    return token
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
 
 
 def _allowed(folder: Path, role: str) -> Path:

@@ -10,8 +10,12 @@ random. `quire keys token` generates a token.
     cache_scopes = ["team"]                # allowed names of shared prefix caches; "*": all
     admin = true                           # may use the operator API
 
+    [anonymous]                            # serve callers without a known token or certificate, too
+    tenants = ["*"]
+
 The file is read again when it changes; if that fails, the previous principals stay valid. Without a file every caller
-is `anonymous`: it may act for every tenant, and it is an operator if only this machine can connect.
+is `anonymous`: it may act for every tenant, and it is an operator if only this machine can connect. With a file, other
+callers are refused, or served with the permissions in the table `[anonymous]`, but never as operators.
 
 API keys are the short form: who sends one as bearer token has the permissions of `anonymous`, and no other caller is
 served. File and keys may be used together.
@@ -41,6 +45,7 @@ _CHECK_INTERVAL_S = 1.0
 """Minimum interval of checks for a changed file, seconds."""
 _SCHEME = "bearer "
 _FIELDS = {"tokens", "certificates", "tenants", "cache_scopes", "admin"}
+_ANONYMOUS_FIELDS = {"tenants", "cache_scopes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,8 @@ class _Known:
 
     by_digest: list[tuple[bytes, Principal]] = field(default_factory=list)
     by_certificate: dict[str, Principal] = field(default_factory=dict)
+    anonymous: Principal | None = None
+    """Principal of callers without known credentials; None if they are refused."""
 
 
 class Principals:
@@ -176,6 +183,8 @@ class Principals:
         for name in certificate_names:
             if (principal := self._known.by_certificate.get(name)) is not None:
                 return principal
+        if self._known.anonymous is not None:
+            return self._known.anonymous
         raise UnauthenticatedError(
             "missing credentials: send 'authorization: Bearer TOKEN' or a known client certificate"
         )
@@ -184,6 +193,8 @@ class Principals:
         token = authorization[len(_SCHEME) :].strip() if authorization.lower().startswith(_SCHEME) else ""
         encoded = token.encode()
         if not 0 < len(encoded) <= MAX_TOKEN_BYTES:
+            if self._known.anonymous is not None:
+                return self._known.anonymous
             raise UnauthenticatedError("authorization: not a bearer token; send 'authorization: Bearer TOKEN'")
         digest = hashlib.sha256(encoded).digest()
         found = None
@@ -194,6 +205,8 @@ class Principals:
         for known, principal in self._known.by_digest:
             if hmac.compare_digest(known, digest):
                 found = principal
+        # Clients of OpenAI's API send a placeholder as key if the service asks for none.
+        found = found or self._known.anonymous
         if found is None:
             raise UnauthenticatedError("authorization: unknown token")
         return found
@@ -226,7 +239,7 @@ def _read(path: Path) -> _Known:
         content = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"principals: {path} cannot be read ({error})") from None
-    known = _Known()
+    known = _Known(anonymous=_anonymous(path, content))
     for name, entry in _entries(path, content).items():
         principal = Principal(
             name,
@@ -249,14 +262,32 @@ def _read(path: Path) -> _Known:
     return known
 
 
+def _anonymous(path: Path, content: dict[str, Any]) -> Principal | None:
+    entry = content.get(ANONYMOUS_NAME)
+    if entry is None:
+        return None
+    if not isinstance(entry, dict) or (unknown := set(entry) - _ANONYMOUS_FIELDS):
+        what = f"unknown entry {min(unknown)!r}" if isinstance(entry, dict) else "not a table"
+        raise ConfigError(f"principals: {path}: [{ANONYMOUS_NAME}]: {what}; use {', '.join(sorted(_ANONYMOUS_FIELDS))}")
+    return Principal(
+        ANONYMOUS_NAME,
+        tuple(_strings(path, ANONYMOUS_NAME, entry, "tenants")),
+        tuple(_strings(path, ANONYMOUS_NAME, entry, "cache_scopes")),
+    )
+
+
 def _entries(path: Path, content: dict[str, Any]) -> dict[str, dict[str, Any]]:
     entries = content.get("principals", {})
-    if set(content) - {"principals"} or not isinstance(entries, dict):
-        raise ConfigError(f"principals: {path}: invalid structure; use [principals.NAME] tables only")
+    if set(content) - {"principals", ANONYMOUS_NAME} or not isinstance(entries, dict):
+        raise ConfigError(
+            f"principals: {path}: invalid structure; use [principals.NAME] tables, and [{ANONYMOUS_NAME}]"
+        )
     for name, entry in entries.items():
         if not isinstance(entry, dict) or (unknown := set(entry) - _FIELDS):
             what = min(unknown) if isinstance(entry, dict) else name
             raise ConfigError(f"principals: {path}: unknown entry {what!r} of {name}; use {', '.join(sorted(_FIELDS))}")
+        if name == ANONYMOUS_NAME:
+            raise ConfigError(f"principals: {path}: {name} is the name of callers without credentials; use [{name}]")
         if not isinstance(entry.get("admin", False), bool):
             raise ConfigError(f"principals: {path}: admin of {name} must be true or false")
     return entries

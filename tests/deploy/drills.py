@@ -9,8 +9,8 @@ Clients generate without a pause while workers are added and removed, each kind 
 rotated, and pods are lost. Every answer must have the tokens of an undisturbed service, each exactly once. It prints
 one line per drill, and the totals as JSON.
 
-With names of end-to-end tests, it runs these against the cell instead. The cell then serves plaintext, as the cells of
-`eight-gpus` do, because these tests know no certificate.
+With names of drills, it runs only these. With names of end-to-end tests, it runs these against the cell instead. The
+cell then serves plaintext, as the cells of `eight-gpus` do, because these tests know no certificate.
 """
 
 import json
@@ -31,14 +31,17 @@ import trustme
 import yaml
 
 from quire import Client, errors
-from quire_server.cli.keys import add, create, revoke
+from quire_server.cli.keys import add, add_principal, create, revoke
+from tests.deploy import operating
 from tests.deploy.manifests import KUBERNETES, ROOT, TOOLS, Pod
-from tests.deploy.node import NETWORK, Node, Running
+from tests.deploy.node import NETWORK, Node, Running, until
 from tests.e2e.harness import SERVICE_VARIABLE
 
 _TOKENS = 40
 _CLIENTS = 4
 _PATIENCE_S = 600
+_ANONYMOUS = '\n[anonymous]\ntenants = ["*"]\ncache_scopes = ["*"]\n'
+"""What deploy/kubernetes/README.md appends to the file of principals: the clients of the load have no token."""
 _PROMPTS = tuple(f"Tale {number}:" for number in range(6))
 
 
@@ -134,7 +137,13 @@ class Cell:
         self._folder = folder
         self._keys = folder / "keys"
         create(self._keys)
+        self.principals = folder / "principals.toml"
+        self.operator_token = add_principal(self.principals, "operator", is_admin=True)
+        with self.principals.open("a", encoding="utf-8") as file:
+            file.write(_ANONYMOUS)
         authority = trustme.CA()
+        self.ca = folder / "ca.pem"
+        self.ca.write_bytes(authority.cert_pem.bytes())
         certificate = authority.issue_cert(*(f"{NETWORK}.{number}" for number in range(2, 60)))
         manifests = _render(example, components)
         maps = {each["metadata"]["name"]: each["data"] for each in manifests if each["kind"] == "ConfigMap"}
@@ -144,6 +153,7 @@ class Cell:
             "quire-keys-frontend": _files(self._keys / "frontend"),
             "quire-allowed-workers": self._allowed("workers"),
             "quire-allowed-frontends": self._allowed("frontends"),
+            "quire-principals": {"principals.toml": self.principals.read_bytes()},
             "quire-tls": {
                 "tls.crt": b"".join(blob.bytes() for blob in certificate.cert_chain_pems),
                 "tls.key": certificate.private_key_pem.bytes(),
@@ -288,6 +298,7 @@ class Cell:
 DRILLS: tuple[Callable[[Cell], None], ...] = (
     Cell.scale_workers, Cell.upgrade_workers, Cell.upgrade_scheduler, Cell.upgrade_frontends, Cell.rotate_worker_key,
     Cell.lose_a_worker, Cell.lose_the_scheduler, Cell.lose_a_frontend,
+    operating.look_inside, operating.drain_a_worker, operating.rotate_a_token,
 )  # fmt: skip
 
 
@@ -339,21 +350,12 @@ def _expect_zero(code: int) -> None:
         raise RuntimeError(f"a pod ended with exit code {code}")
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + _PATIENCE_S
-    while not condition():
-        if time.monotonic() > end:
-            raise RuntimeError(f"not after {_PATIENCE_S} s: {what}")
-        time.sleep(0.05)
-
-
-def _drill(cell: Cell) -> int:
-    """Run all drills under load."""
+def _drill(cell: Cell, drills: Sequence[Callable[[Cell], None]]) -> int:
+    """Run drills under load."""
     cell.load.learn()
     cell.load.begin()
     cell.load.more(4)
-    for drill in DRILLS:
+    for drill in drills:
         began = time.monotonic()
         drill(cell)
         print(f"{drill.__name__}: {time.monotonic() - began:.1f} s, {cell.load.answers['ok']} answers", flush=True)
@@ -372,11 +374,13 @@ def _test(cell: Cell, tests: Sequence[str]) -> int:
 
 
 def main(example: str, *tests: str) -> int:
-    """Run all drills of an example, or tests."""
+    """Run all drills of an example, or those that are named, or tests."""
+    named = [each for each in DRILLS if each.__name__ in tests]
+    tests = () if named else tests
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         cell = Cell(Path(name), example, *(["pool-member"] if tests else []))
         try:
-            return _test(cell, tests) if tests else _drill(cell)
+            return _test(cell, tests) if tests else _drill(cell, named or DRILLS)
         finally:
             cell.node.end()
 

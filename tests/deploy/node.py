@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,15 @@ class Running:
     environment: dict[str, str] = field(default_factory=dict)
     said: str = ""
     """What its last probe printed."""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + _WAIT_S
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError(f"not after {_WAIT_S} s: {what}")
+        time.sleep(0.05)
 
 
 class Node:
@@ -172,10 +181,7 @@ class Node:
         """Return whether a probe succeeds now, asked as a kubelet asks it."""
         probe = running.pod.container[kind]
         if "exec" in probe:
-            user = self._user(running.pod.spec["securityContext"])
-            assigned = [f"{key}={value}" for key, value in running.environment.items()]
-            inside = ["nsenter", "-t", str(running.process.pid), "-m", "-n", *user, "env", "-i", *assigned]
-            done = subprocess.run([*inside, *probe["exec"]["command"]], capture_output=True, text=True)
+            done = subprocess.run([*self._inside(running), *probe["exec"]["command"]], capture_output=True, text=True)
             running.said = done.stderr
             return done.returncode == 0
         port = running.pod.ports()[probe["httpGet"]["port"]]
@@ -185,6 +191,24 @@ class Node:
         except (urllib.error.URLError, OSError):
             return False
         return True
+
+    def execute(self, running: Running, command: Sequence[str], given: str) -> str:
+        """Return what a command prints in a pod, as `kubectl exec -i` runs it.
+
+        Args:
+            running: the pod.
+            command: the command and its arguments.
+            given: what it reads from its standard input.
+        """
+        done = subprocess.run([*self._inside(running), *command], input=given, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{shlex.join(command)}: {done.stderr}")
+        return done.stdout
+
+    def _inside(self, running: Running) -> list[str]:
+        user = self._user(running.pod.spec["securityContext"])
+        assigned = [f"{key}={value}" for key, value in running.environment.items()]
+        return ["nsenter", "-t", str(running.process.pid), "-m", "-n", *user, "env", "-i", *assigned]
 
     def stop(self, running: Running) -> int:
         """End a pod: pre-stop wait, SIGTERM, and the kubelet's patience; return the exit code."""

@@ -266,6 +266,19 @@ def test_variables_are_settings(example: str) -> None:
         assert "quire.toml" in files[volume["configMap"]["name"]]
 
 
+@every_example
+def test_an_operator_can_look_into_every_cell(example: str) -> None:
+    """Front ends know principals, from a folder of a Secret: a mounted file alone would not follow its changes."""
+    front_ends = [pod for pod in pods(example) if pod.role == "frontend"]
+
+    assert front_ends
+    for pod in front_ends:
+        place = pod.variables()["QUIRE_PRINCIPALS"]
+        (mount,) = (each for each in pod.container["volumeMounts"] if each["name"] == "principals")
+        assert place == f"{mount['mountPath']}/principals.toml"
+        assert "subPath" not in mount
+
+
 @pytest.mark.parametrize("path", sorted(KUBERNETES.rglob("quire.toml")), ids=lambda path: path.parent.name)
 def test_a_settings_file_is_accepted(path: Any) -> None:
     """Every process can start with it."""

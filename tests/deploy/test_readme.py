@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import shutil
 import subprocess
 import tempfile
 import tomllib
@@ -13,7 +14,10 @@ import pytest
 import yaml
 
 from quire_server.cli._parser import OneLineParser
+from quire_server.cli.keys import add_principal
 from quire_server.cli.main import COMMANDS
+from services.access.principals import Principal, Principals
+from shared.errors import UnauthenticatedError
 from tests.deploy.manifests import CLAIMS, EXAMPLES, KUBERNETES, ROOT, TOOLS, matches, needs_tools, of_kind, pods
 from tests.deploy.test_manifests import validation_errors
 
@@ -83,6 +87,34 @@ def test_keda_alone_decides_the_number_of_what_it_scales(example: str) -> None:
         assert ("replicas" in deployment["spec"]) != (deployment["metadata"]["name"] in scaled)
 
 
+def test_the_principals_of_the_page_have_an_operator_and_admit_other_callers(tmp_path: Path) -> None:
+    """Step 2 makes this file: with `[anonymous]` as the page appends it, and without it where the Gateway is public."""
+    path = tmp_path / "principals.toml"
+    operator = add_principal(path, "operator", is_admin=True)
+    with pytest.raises(UnauthenticatedError):
+        Principals(str(path), anonymous_is_admin=False).identify("")
+    (added,) = re.findall(r"printf '(.*)' >> principals.toml", README)
+    path.write_text(path.read_text("utf-8") + added.replace("\\n", "\n"), "utf-8")
+    principals = Principals(str(path), anonymous_is_admin=False)
+
+    assert principals.identify(f"Bearer {operator}").is_admin
+    assert principals.identify("") == Principal("anonymous")
+
+
+def test_the_compose_file_admits_everybody_and_an_operator_can_be_added(tmp_path: Path) -> None:
+    """The file beside compose.yaml is the one that its front end reads, in a mounted folder."""
+    compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text("utf-8"))
+    front_end = compose["services"]["frontend"]
+    (inside,) = (each.partition("=")[2] for each in front_end["command"] if each.startswith("--principals="))
+    path = shutil.copy(ROOT / "deploy" / "principals" / "principals.toml", tmp_path)
+    operator = add_principal(Path(path), "operator", is_admin=True)
+    principals = Principals(path, anonymous_is_admin=False)
+
+    assert f"./principals:{Path(inside).parent}:ro" in front_end["volumes"]
+    assert principals.identify(f"Bearer {operator}").is_admin
+    assert principals.identify("") == Principal("anonymous")
+
+
 def test_a_rollout_on_one_gpu_node_needs_no_spare_gpu() -> None:
     """An old worker leaves before a new one starts, and requests wait longer than by default."""
     (worker,) = (each for each in of_kind("one-gpu-node", "Deployment") if each["metadata"]["name"] == "quire-worker")
@@ -142,23 +174,19 @@ def _shell_blocks() -> list[str]:
 
 
 def test_the_overlay_of_the_page_renders() -> None:
-    """A reader who copies it, with the mount of principals, gets the workers, images and volumes that it names."""
+    """A reader who copies it gets the workers, images and volumes that it names."""
     blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (overlay,) = (block for block in blocks if "Kustomization" in block)
-    (principals,) = (block for block in blocks if "quire-principals" in block)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
-        (Path(folder) / "kustomization.yaml").write_text(overlay.replace("../deploy", "../../deploy") + principals)
+        (Path(folder) / "kustomization.yaml").write_text(overlay.replace("../deploy", "../../deploy"))
         command = [str(TOOLS / "kubectl"), "kustomize", folder]
         found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     specs = {each["metadata"]["name"]: each["spec"] for each in yaml.safe_load_all(found)
              if each["kind"] in ("Deployment", "StatefulSet")}  # fmt: skip
-    pod = specs["quire-frontend"]["template"]["spec"]
 
     assert specs["quire-worker"]["replicas"] == 4
     assert found.count("registry.example.org/quire-worker:") == 1
     assert found.count("registry.example.org/quire-scheduler:") == 2
-    assert pod["volumes"][-1]["secret"]["secretName"] == "quire-principals"
-    assert pod["containers"][0]["volumeMounts"][-1]["mountPath"] == "/etc/quire/principals"
 
 
 def test_the_commands_of_quire_on_the_pages_exist() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import generation_pb2 as v1
-from services.access.principals import Principals, read_api_keys
+from quire_server.cli.keys import add_principal
+from services.access.principals import Principal, Principals, read_api_keys
 from shared.config import ConfigError
 from shared.errors import PermissionDeniedError, UnauthenticatedError
 from tests.services.stack import Stack, running_stack, tokens_request
@@ -121,9 +122,54 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert principals.identify("Bearer fresh").name == "search"
 
 
+def test_callers_without_known_credentials_are_served_if_the_file_says_so(tmp_path: Path) -> None:
+    """`[anonymous]` admits them with its permissions, without a restart, and never as operators."""
+    path = _written(tmp_path, search="s3cret", operator="0p")
+    principals = Principals(str(path), anonymous_is_admin=True)
+    with pytest.raises(UnauthenticatedError):
+        principals.identify("")
+    path.write_text(path.read_text() + '[anonymous]\ntenants = ["public", "batch"]\n')
+    os.utime(path, ns=(1, 1))
+    principals._next_check = 0.0
+
+    assert principals.identify("Bearer 0p").is_admin
+    for authorization in ("", "Bearer EMPTY", "Basic x", "Bearer " + "x" * 5000):
+        caller = principals.identify(authorization, ["other"])
+        assert (caller.name, caller.tenant(""), caller.tenant("batch")) == ("anonymous", "public", "batch")
+        assert not caller.is_admin
+        with pytest.raises(PermissionDeniedError):
+            caller.tenant("other")
+        with pytest.raises(PermissionDeniedError):
+            caller.check_scope("team")
+
+
+def test_a_principal_is_added_to_a_file(tmp_path: Path) -> None:
+    """The file is made or extended, keeps what it has, and knows the printed token."""
+    path = tmp_path / "principals.toml"
+    operator = add_principal(path, "operator", is_admin=True)
+    path.write_text('[anonymous]\ntenants = ["*"]\n\n' + path.read_text())
+    search = add_principal(path, "search", is_admin=False)
+    principals = Principals(str(path), anonymous_is_admin=False)
+
+    assert principals.identify(f"Bearer {operator}").is_admin
+    assert principals.identify(f"Bearer {search}") == Principal("search")
+    assert principals.identify("").name == "anonymous"
+    content = path.read_text()
+    for name, message in (
+        ("search", "already has a principal search"),
+        ("a.b", "not the name"),
+        ("anonymous", "not the name"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            add_principal(path, name, is_admin=False)
+    assert path.read_text() == content
+
+
 @pytest.mark.parametrize(
     "content",
-    ["x = 1", "[principals]\na = 1", "[principals.a]\ntoken = []", "[principals.a]\ntokens = ['plain']",
+    ["anonymous = true", "[anonymous]\nadmin = true", "[anonymous]\ntenants = '*'",
+     "[principals.anonymous]\ntenants = []", "x = 1", "[principals]\na = 1", "[principals.a]\ntoken = []",
+     "[principals.a]\ntokens = ['plain']",
      "[principals.a]\ntenants = 'a'", "[principals.a]\nadmin = 'yes'", "[principals.a"],
 )  # fmt: skip
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, content: str) -> None:
