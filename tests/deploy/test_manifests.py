@@ -38,7 +38,7 @@ _VERSIONS = ("1.34", "1.37")
 """Versions of Kubernetes: the oldest that is supported and knows every field, and the newest."""
 _CONFIGS: dict[str, Any] = {"frontend": FrontendConfig, "scheduler": SchedulerConfig, "worker": WorkerConfig}
 _NOT_OURS = frozenset({"SCHEDULER_HOST", "COLLECTOR_HOST", "HOME", "TRITON_CACHE_DIR", "OTEL_EXPORTER_OTLP_ENDPOINT"})
-_TORCHRUN = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+_TORCHRUN = frozenset({"RANK"})
 _LWS = frozenset({"LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"})
 """Variables that the controller of LeaderWorkerSet puts before those of the manifest."""
 _VALIDATE = """

@@ -189,6 +189,25 @@ def test_the_overlay_of_the_page_renders() -> None:
     assert found.count("registry.example.org/quire-scheduler:") == 2
 
 
+def test_the_change_for_workers_of_four_gpus_renders() -> None:
+    """It changes the number of ranks and of GPUs together, and nothing else of the container."""
+    (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if 'value: "4"' in block)
+    with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
+        text = f"resources: [../../deploy/kubernetes/examples/tensor-parallel]\n{change}"
+        (Path(folder) / "kustomization.yaml").write_text(text)
+        command = [str(TOOLS / "kubectl"), "kustomize", folder]
+        found = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    (worker,) = (each for each in yaml.safe_load_all(found)
+                 if each["kind"] == "Deployment" and each["metadata"]["name"] == "quire-worker")  # fmt: skip
+    (container,) = worker["spec"]["template"]["spec"]["containers"]
+    (before,) = (pod for pod in pods("tensor-parallel") if pod.role == "worker")
+    size = {each["name"]: each.get("value") for each in container["env"]}["QUIRE_TENSOR_PARALLEL_SIZE"]
+
+    assert container["resources"]["requests"]["nvidia.com/gpu"] == size == "4"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == size
+    assert len(container["env"]) == len(before.container["env"])
+
+
 def test_the_commands_of_quire_on_the_pages_exist() -> None:
     """The command line accepts every call of `quire` in a shell block."""
     calls = re.findall(r"^ *(?:\.venv/bin/)?quire (.*)$", "".join(_shell_blocks()).replace("\\\n", " "), re.MULTILINE)
