@@ -144,7 +144,7 @@ class Cell:
         authority = trustme.CA()
         self.ca = folder / "ca.pem"
         self.ca.write_bytes(authority.cert_pem.bytes())
-        certificate = authority.issue_cert(*(f"{NETWORK}.{number}" for number in range(2, 60)))
+        certificate = authority.issue_cert("localhost", *(f"{NETWORK}.{number}" for number in range(2, 60)))
         manifests = _render(example, components)
         maps = {each["metadata"]["name"]: each["data"] for each in manifests if each["kind"] == "ConfigMap"}
         secrets: dict[str, Mapping[str, bytes]] = {
