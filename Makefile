@@ -205,7 +205,7 @@ plots: setup ## draw the plots of docs/scheduling.md anew (two minutes)
 dashboards: ## make deploy/grafana and deploy/prometheus anew, from tools/dashboards.py
 	@$(PYTHON) -m venv build/grafana
 	@build/grafana/bin/pip install --quiet --disable-pip-version-check grafana-foundation-sdk
-	@build/grafana/bin/python -m tools.dashboards
+	@build/grafana/bin/python -m tools.dashboards $(if $(RUNBOOK_URL),--runbook-url $(RUNBOOK_URL))
 
 lint: setup ## ruff, codespell, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .

@@ -126,9 +126,9 @@ class DuplicateRequestError(QuireError):
 
 
 class QueueFullError(QuireError):
-    """The server is overloaded; retry after `retry_after_s`."""
+    """The server is overloaded, or the tenant is at its own limit; retry after `retry_after_s`."""
 
-    reasons = frozenset({"QUEUE_FULL", "OVERLOADED"})
+    reasons = frozenset({"QUEUE_FULL", "OVERLOADED", "TENANT_LIMIT"})
     codes = frozenset({"RESOURCE_EXHAUSTED"})
 
 

@@ -48,6 +48,9 @@ class SchedulerMetrics:
 
     def __init__(self, spans_dropped: Callable[[], int] = lambda: 0) -> None:
         self.malformed_frames = 0
+        self.workers_joined = 0
+        self.workers_lost = 0
+        """Those that did not say goodbye."""
         self.model = ""
         """Name of the served model; "" before a worker has joined."""
         registry = self._registry = Registry()
@@ -111,6 +114,8 @@ class SchedulerMetrics:
             make_family(names.QUEUE, [((reason,), count) for reason, count in stats.waiting_by_reason.items()]),
             make_family(names.FRONTENDS, [((), stats.frontends)]),
             make_family(names.WORKERS, [((), len(stats.workers))]),
+            make_family(names.WORKERS_JOINED, [((), self.workers_joined)]),
+            make_family(names.WORKERS_LOST, [((), self.workers_lost)]),
             make_family(names.REQUESTS_ENDED, ended),
             make_family(names.MALFORMED_FRAMES, [((), self.malformed_frames)]),
             make_family(names.WORKER_TIME, phases),

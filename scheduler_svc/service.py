@@ -14,7 +14,7 @@ import zmq
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
-from scheduler_svc.assembly import open_journal, protector, to_core_config
+from scheduler_svc.assembly import open_journal, protector, shown_settings, to_core_config
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.scheduler import Scheduler
@@ -25,7 +25,7 @@ from scheduler_svc.kv_events import KvEvents
 from scheduler_svc.live_views import LiveViews
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.operator import Operator
-from scheduler_svc.recorder.recorder import Recorder
+from scheduler_svc.recorder.recorder import Recorder, RecorderStats
 from scheduler_svc.recorder.tape import RecordedScheduler
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker_hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
@@ -72,6 +72,9 @@ class SchedulerService:
         self._config = config
         core_config = to_core_config(config, admission)
         self._recorder = recorder
+        is_wanted = config.record_dir not in ("", "off")
+        self._no_record = RecorderStats(writes=False) if is_wanted else None
+        """What the metrics say if there is no recorder."""
         self._core = (
             Scheduler(core_config, incarnation)
             if recorder is None
@@ -93,7 +96,9 @@ class SchedulerService:
             lease_s=config.frontend_lease_s,
             protect=protector(keys, FRONTEND),
         )
-        self._operator = Operator(self._core, apply=self._apply, set_log_level=self._set_log_level)
+        self._operator = Operator(
+            self._core, apply=self._apply, set_log_level=self._set_log_level, settings=shown_settings(core_config)
+        )
         self._explanations = LiveExplanations(recorder.folder if recorder is not None else None)
         wall_ns = time.time_ns() - time.monotonic_ns()
         self._views = LiveViews(recorder, self._frontends, self._core, wall_ns, config.policy)
@@ -142,7 +147,7 @@ class SchedulerService:
 
     def metric_families(self) -> list[link_pb2.MetricFamily]:
         """Return the metrics of this process."""
-        record = None if self._recorder is None else self._recorder.stats
+        record = self._no_record if self._recorder is None else self._recorder.stats
         return self._metrics.families(self._core.stats(), self._journal, record)
 
     def close(self) -> None:
@@ -231,6 +236,7 @@ class SchedulerService:
             case ev.WorkerHello():
                 self._gone.pop(peer, None)
                 self._tracing.worker_lost(peer, now)  # after a new Hello the worker does not answer earlier plans
+                self._metrics.workers_joined += 1
                 self._workers.add(peer, event.worker_id, now, process=event.process)
             case ev.WorkerLost():
                 self._forget_worker(peer, event.reason, now, orderly=event.orderly)
@@ -299,6 +305,7 @@ class SchedulerService:
 
     def _forget_worker(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
         worker_id = self._workers.worker_id(peer)
+        self._metrics.workers_lost += worker_id is not None and not orderly
         self._workers.forget(peer, reason, orderly=orderly)
         self._tracing.worker_lost(peer, now)
         # Another process may use its name by now.

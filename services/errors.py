@@ -25,6 +25,7 @@ from shared.errors import (
     RequestNotFoundError,
     RowFailedError,
     StalledReaderError,
+    TenantLimitError,
     UnsupportedFieldError,
     UnsupportedMethodError,
     WorkerNotFoundError,
@@ -81,6 +82,10 @@ def error_of(end: link_pb2.StreamEnd) -> QuireError:
         case link_pb2.END_REASON_QUEUE_FULL:
             return QueueFullError(
                 message or "the waiting queue is full; try again later", retry_ms=end.retry_ms or RETRY_MS
+            )
+        case link_pb2.END_REASON_TENANT_LIMIT:
+            return TenantLimitError(
+                message or "the tenant is at its own limit; try again later", retry_ms=end.retry_ms or RETRY_MS
             )
         case link_pb2.END_REASON_INVALID:
             return InvalidRequestError(FieldViolation(end.field or "input", message or "the request cannot run"))

@@ -90,6 +90,12 @@ class Frontend:
             on_state=lambda: self._health.set_ready(self.link.ready),
             protect=(lambda _socket: None) if keys is None else keys.protect_client,
         )
+        self._metrics.watch_scheduler(
+            connected=lambda: self.link.connected,
+            ready=lambda: self.link.ready,
+            silence_s=lambda: self.link.silence_s,
+            restarts=lambda: self.link.num_restarts,
+        )
         folder = resolve_model(config.model, weights=False)
         shares = make_shares(config.max_concurrent_requests, _max_connections())
         for share in (*shares, tokenizer.text_bytes):

@@ -113,6 +113,20 @@ class FrontendMetrics:
         self._registry.computed(names.SHARE_LIMIT, lambda: limit, name)
         self._registry.computed(names.SHARE_REFUSALS, refusals, name)
 
+    def watch_scheduler(
+        self,
+        *,
+        connected: Callable[[], bool],
+        ready: Callable[[], bool],
+        silence_s: Callable[[], float],
+        restarts: Callable[[], int],
+    ) -> None:
+        """Report what this front end knows of the scheduler, so that a scheduler that reports nothing has metrics."""
+        self._registry.computed(names.SCHEDULER_CONNECTED, connected)
+        self._registry.computed(names.SCHEDULER_READY, ready)
+        self._registry.computed(names.SCHEDULER_SILENCE, silence_s)
+        self._registry.computed(names.SCHEDULER_RESTARTS, restarts)
+
     def of(self, metric: names.Metric) -> Histogram:
         """Return the histogram of a definition."""
         found = self._histograms.get(metric.name)

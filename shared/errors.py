@@ -114,6 +114,13 @@ class QueueFullError(QuireError):
     reason = "QUEUE_FULL"
 
 
+class TenantLimitError(QuireError):
+    """As many requests of the caller's tenant wait as its own limit allows; try again after `retry_ms`."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "TENANT_LIMIT"
+
+
 class OverloadedError(QuireError):
     """The front end has reached a limit; try again after `retry_ms`."""
 

@@ -290,6 +290,25 @@ TENANT_TOKENS = Metric(
 TENANT_QUEUE = Metric(
     "quire.tenant.queue_time", _C, "Time that a tenant's requests waited", ("tenant",), "s", source=_FRONTEND
 )
+SCHEDULER_CONNECTED = Metric(
+    "quire.scheduler.connected", _G, "1 while the front end hears from the scheduler, else 0", source=_FRONTEND
+)
+SCHEDULER_READY = Metric(
+    "quire.scheduler.ready",
+    _G,
+    "1 while the front end hears from the scheduler and a worker is usable, else 0",
+    source=_FRONTEND,
+)
+SCHEDULER_SILENCE = Metric(
+    "quire.scheduler.silence",
+    _G,
+    "Time since the scheduler's newest message to the front end",
+    unit="s",
+    source=_FRONTEND,
+)
+SCHEDULER_RESTARTS = Metric(
+    "quire.scheduler.restarts", _C, "Schedulers that the front end has met after its first one", source=_FRONTEND
+)
 SPANS_DROPPED = Metric(
     "quire.spans_dropped",
     _C,
@@ -314,6 +333,8 @@ QUEUE = Metric(
 )
 FRONTENDS = Metric("quire.frontends", _G, "Connected front ends")
 WORKERS = Metric("quire.workers", _G, "Usable workers")
+WORKERS_JOINED = Metric("quire.workers_joined", _C, "Connections of workers, those of restarted ones included")
+WORKERS_LOST = Metric("quire.workers_lost", _C, "Workers that were lost without a goodbye")
 REQUESTS_ENDED = Metric("quire.requests_ended", _C, "Requests to the scheduler that ended, by reason", ("reason",))
 MALFORMED_FRAMES = Metric("quire.malformed_frames", _C, "Frames dropped as malformed")
 TURN = Metric(
@@ -372,7 +393,11 @@ JOURNAL_COMMITS = Metric("quire.journal_commits", _C, "Turns of the scheduler's 
 JOURNAL_FAILURES = Metric("quire.journal_failures", _C, "Writes to the journal that failed")
 JOURNAL_FORGOTTEN = Metric("quire.journal_forgotten", _C, "Requests dropped from the journal because it is full")
 RECORD_SIZE = Metric("quire.record_bytes", _G, "Bytes of the flight record on disk", unit="By")
-RECORD_WRITES = Metric("quire.record_writes", _G, "1 while the flight record can be written, else 0")
+RECORD_WRITES = Metric(
+    "quire.record_writes",
+    _G,
+    "1 while the flight record is written, 0 if it should be but is not; absent with --record-dir off",
+)
 RECORD_ENTRIES = Metric("quire.record_entries", _C, "Entries written to the flight record")
 RECORD_FAILURES = Metric("quire.record_failures", _C, "Times that the flight recorder stopped recording")
 RECORD_SNAPSHOTS = Metric("quire.record_snapshots", _C, "Snapshots of the scheduler's state for the flight record")

@@ -1,23 +1,22 @@
 """Write the Grafana dashboards in deploy/grafana and Prometheus's rules in deploy/prometheus and deploy/kubernetes.
 
-    python -m tools.dashboards           write all files
-    python -m tools.dashboards --check   fail if a file is out of date
+    python -m tools.dashboards                      write all files
+    python -m tools.dashboards --check              fail if a file is out of date
+    python -m tools.dashboards --runbook-url URL    write the rules with links to URL#ALERT
 
 The dashboards need the package grafana-foundation-sdk, which is not among the development dependencies. `make
 dashboards` installs it into an environment of its own.
 """
 
-import json
+import argparse
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from tools.alerts import RULE_OBJECT, RULES, RUNBOOK_URL, rule_object_text, rules_text
 
 ROOT = Path(__file__).resolve().parents[1]
 GRAFANA = ROOT / "deploy" / "grafana"
-RULES = ROOT / "deploy" / "prometheus" / "quire-rules.yaml"
-RULE_OBJECT = ROOT / "deploy" / "kubernetes" / "components" / "monitoring" / "rules.yaml"
 INTERVAL = "$__rate_interval"
 """Grafana's variable for the range of a rate."""
 
@@ -266,181 +265,6 @@ BOARDS = (
     ),
 )
 
-OBJECTIVES = {"availability": 0.999, "ttft": 0.99, "itl": 0.99}
-"""Share of events that must be good: calls without a fault of the server, first tokens and tokens in time."""
-TTFT_LIMIT_S = "2.5"
-"""A first token is in time within these seconds: a bound of the histogram's buckets."""
-ITL_LIMIT_S = "0.2"
-"""A further token is in time within these seconds."""
-BURNS = (
-    ("14.4", "1h", "5m", "page"),
-    ("6", "6h", "30m", "page"),
-    ("3", "1d", "2h", "ticket"),
-    ("1", "3d", "6h", "ticket"),
-)
-"""Alerts on the burn rate: factor, long window, short window, severity."""
-
-_CLIENT_CALLS = 'rpc_method!~"quire[.]admin[.].*"'
-"""Selects the gRPC calls of clients; the calls of operators are no part of the objective."""
-_BAD_RPC = "UNKNOWN|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL|UNAVAILABLE|DATA_LOSS"
-
-
-def _bad_share(slo: str, window: str) -> str:
-    """Return the share of bad events within a window; no data without events."""
-
-    def total(metric: str, labels: str = "") -> str:
-        return f"sum(rate({metric}{{{labels}}}[{window}]))"
-
-    if slo == "availability":
-        rpc, http = "rpc_server_call_duration_seconds_count", "http_server_request_duration_seconds_count"
-        bad_rpc = total(rpc, f'{_CLIENT_CALLS}, rpc_response_status_code=~"{_BAD_RPC}"')
-        bad_http = total(http, 'http_response_status_code=~"5..|429"')
-        bad = f"(({bad_rpc} or vector(0)) + ({bad_http} or vector(0)))"
-        return f"{bad} / (({total(rpc, _CLIENT_CALLS)} or vector(0)) + ({total(http)} or vector(0)) > 0)"
-    metric, limit = {
-        "ttft": ("gen_ai_server_time_to_first_token_seconds", TTFT_LIMIT_S),
-        "itl": ("vllm:inter_token_latency_seconds", ITL_LIMIT_S),
-    }[slo]
-    good = total(f"{metric}_bucket", f'le="{limit}"')
-    return f"1 - {good} / ({total(f'{metric}_count')} > 0)"
-
-
-def rules() -> dict[str, Any]:
-    """Return the recording rules and alerts, in Prometheus's form."""
-    windows = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
-    recorded = [
-        {"record": f"quire:slo_errors:ratio_rate{window}", "expr": _bad_share(slo, window), "labels": {"slo": slo}}
-        for slo in OBJECTIVES
-        for window in windows
-    ]
-    names = {"availability": "QuireAvailabilityBurn", "ttft": "QuireFirstTokenBurn", "itl": "QuireInterTokenBurn"}
-    burning = [
-        {
-            "alert": names[slo],
-            "expr": " and ".join(
-                f'quire:slo_errors:ratio_rate{window}{{slo="{slo}"}} > {factor} * {round(1 - objective, 6)}'
-                for window in (long, short)
-            ),
-            "labels": {"severity": severity, "burn": factor},
-            "annotations": {
-                "summary": f"The error budget of {slo} burns at {factor} times its rate over {long} and {short}",
-                "runbook": "docs/observability.md",
-            },
-        }
-        for slo, objective in OBJECTIVES.items()
-        for factor, long, short, severity in BURNS
-    ]
-    causes = [
-        {
-            "alert": name,
-            "expr": expr,
-            "for": wait,
-            "labels": {"severity": severity},
-            "annotations": {"summary": summary, "runbook": "docs/observability.md"},
-        }
-        for name, expr, wait, severity, summary in (
-            (
-                "QuireDown",
-                # Without any pod, discovery in Kubernetes has no target, and `up` has no value.
-                'up{job="quire"} == 0 or absent(up{job="quire"})',
-                "1m",
-                "page",
-                "No front end answers",
-            ),
-            ("QuireNoWorker", "quire_workers == 0", "30s", "page", "No worker is connected; requests wait"),
-            (
-                "QuireOverloaded",
-                'sum(rate(gen_ai_server_request_duration_seconds_count{error_type=~"QUEUE_FULL|OVERLOADED"}[1m])) > 0',
-                "1m",
-                "ticket",
-                "Requests are refused because the waiting queue is full",
-            ),
-            (
-                "QuireStalledReaders",
-                # The first metric begins at 0, so the first such client fires. The second one also has clients who do
-                # not take the last message of a request that has ended.
-                'sum(rate(quire_requests_ended_total{reason="stalled"}[5m])) > 0'
-                ' or sum(rate(gen_ai_server_request_duration_seconds_count{error_type="STALLED_READER"}[5m])) > 0',
-                "0s",
-                "ticket",
-                "Requests end because their clients do not read",
-            ),
-            (
-                "QuireKvCacheFull",
-                'max(vllm:kv_cache_usage_perc) > 0.95 and on () sum(quire_queue_requests{reason="room"}) > 0',
-                "1m",
-                "ticket",
-                "Requests wait because running ones hold the KV cache",
-            ),
-            (
-                "QuireSpansDropped",
-                "sum by (process) (rate(quire_spans_dropped_total[5m])) > 0",
-                "5m",
-                "ticket",
-                "Spans are lost because the collector is down or slow",
-            ),
-            (
-                "QuireJournalFailed",
-                "quire_journal_writes == 0",
-                "30s",
-                "page",
-                "The journal cannot be written; see its disk",
-            ),
-            (
-                "QuireRecordFailed",
-                "quire_record_writes == 0",
-                "30s",
-                "ticket",
-                "The flight record cannot be written; see its disk",
-            ),
-        )
-    ]
-    return {
-        "groups": [
-            {"name": "quire-slo", "interval": "30s", "rules": recorded},
-            {"name": "quire-burn", "interval": "30s", "rules": burning},
-            {"name": "quire-causes", "interval": "15s", "rules": causes},
-        ]
-    }
-
-
-_HEADING = "# Made by `python -m tools.dashboards`: recording rules and alerts of Quire.\n"
-_RULE_OBJECT_HEAD = """apiVersion: monitoring.coreos.com/v1
-kind: PrometheusRule
-metadata:
-  name: quire
-spec:
-"""
-
-
-def rules_text() -> str:
-    """Return the rule file."""
-    return _HEADING + "".join(_rule_text())
-
-
-def rule_object_text() -> str:
-    """Return the same rules as an object of the Prometheus operator."""
-    return _HEADING + _RULE_OBJECT_HEAD + "".join(f"  {line}" for line in _rule_text())
-
-
-def _rule_text() -> list[str]:
-    """Return the lines of the groups."""
-    lines = ["groups:"]
-    for group in rules()["groups"]:
-        lines += [f"  - name: {group['name']}", f"    interval: {group['interval']}", "    rules:"]
-        for rule in group["rules"]:
-            lines += [f"      {'-' if number == 0 else ' '} {line}" for number, line in enumerate(_rule_lines(rule))]
-    return [f"{line}\n" for line in lines]
-
-
-def _rule_lines(rule: dict[str, Any]) -> Iterator[str]:
-    for key, value in rule.items():
-        if isinstance(value, dict):
-            yield f"{key}:"
-            yield from (f"  {name}: {json.dumps(text)}" for name, text in value.items())
-        else:
-            yield f"{key}: {json.dumps(value) if key == 'expr' else value}"
-
 
 def board_text(board: Board) -> str:
     """Return a dashboard as Grafana's JSON."""
@@ -475,11 +299,15 @@ def board_text(board: Board) -> str:
 
 def main() -> int:
     """Write the files, or check them; return the exit code."""
-    files = {RULES: rules_text(), RULE_OBJECT: rule_object_text()} | {
+    parser = argparse.ArgumentParser(description="Write dashboards and rules.")
+    parser.add_argument("--check", action="store_true", help="fail if a file is out of date")
+    parser.add_argument("--runbook-url", default=RUNBOOK_URL, help="page with the runbooks (default: %(default)s)")
+    options = parser.parse_args()
+    files = {RULES: rules_text(options.runbook_url), RULE_OBJECT: rule_object_text(options.runbook_url)} | {
         GRAFANA / f"{board.name}.json": board_text(board) for board in BOARDS
     }
     stale = [path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
-    if "--check" in sys.argv[1:]:
+    if options.check:
         for path in stale:
             print(f"{path.relative_to(ROOT)}: out of date; run make dashboards", file=sys.stderr)
         return bool(stale)

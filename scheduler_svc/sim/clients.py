@@ -284,7 +284,7 @@ class Clients:
         if stream is None:
             name = StreamName(effect.frontend, effect.stream)
             raise ViolationError("stream.ends_once", f"{effect.reason.name} of a stream that is not live", name)
-        self._refused |= effect.reason is EndReason.QUEUE_FULL
+        self._refused |= effect.reason in (EndReason.QUEUE_FULL, EndReason.TENANT_LIMIT)
         stream.finish(effect, lambda reason: justified(stream, reason))
         self._gone(stream, effect.reason)
         if effect.reason in (EndReason.STOP, EndReason.LENGTH) and stream.tokens:

@@ -104,7 +104,7 @@ class CoreLink:
         self._hello_core = 0
         """Incarnation of the core whose `unknown` message the current hello answers."""
         self._last_heard = float("-inf")
-        self._away_since = self._ticked_at = time.monotonic()
+        self._created_at = self._away_since = self._ticked_at = time.monotonic()
         self._stalls: deque[tuple[float, float]] = deque(maxlen=16)
         """(begin, end) of the newest times in which this process did nothing."""
         self._state = link_pb2.ServiceState()
@@ -115,6 +115,8 @@ class CoreLink:
         self.protocol_version = LINK_VERSIONS.oldest
         """Negotiated protocol version; features of newer versions are not used."""
         self.malformed_messages = 0
+        self.num_restarts = 0
+        """Cores that have accepted this front end after the first one."""
 
     @property
     def connected(self) -> bool:
@@ -123,6 +125,11 @@ class CoreLink:
         Streams submitted during a handshake are sent after it.
         """
         return not self._refused and time.monotonic() - self._last_heard < SILENCE_TIMEOUT_S
+
+    @property
+    def silence_s(self) -> float:
+        """Time since the newest message of the core, or since this link was created if there was none."""
+        return time.monotonic() - max(self._last_heard, self._created_at)
 
     @property
     def ready(self) -> bool:
@@ -399,6 +406,7 @@ class CoreLink:
         if self._in_handshake or message.incarnation != self._core:
             self.protocol_version = message.protocol_version or LINK_VERSIONS.oldest
             if self._core not in (0, message.incarnation):
+                self.num_restarts += 1
                 get_logger().warning(
                     "scheduler core restarted; submitting live streams again", live_streams=len(self._streams)
                 )

@@ -30,7 +30,8 @@ from tests.deploy.manifests import (
     pods,
     rendered,
 )
-from tools.dashboards import BOARDS, RULES
+from tools.alerts import RULES
+from tools.dashboards import BOARDS
 
 pytestmark = needs_tools
 

@@ -30,7 +30,8 @@ from quire.v1 import generation_pb2_grpc
 from shared import metric_names
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import PATIENCE_S, Served, free_ports, serve
-from tools.dashboards import BOARDS, INTERVAL, RULES
+from tools.alerts import RULES
+from tools.dashboards import BOARDS, INTERVAL
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian package prometheus)")

@@ -44,6 +44,7 @@ CLASS_OF_REASON = {
     "ROW_FAILED": errors.ServerError,
     "SLOW_BODY": errors.StalledReaderError,
     "STALLED_READER": errors.StalledReaderError,
+    "TENANT_LIMIT": errors.QueueFullError,
     "UNAUTHENTICATED": errors.UnauthenticatedError,
     "UNSUPPORTED_FIELD": errors.UnsupportedFieldError,
     "UNSUPPORTED_MEDIA_TYPE": errors.InvalidRequestError,

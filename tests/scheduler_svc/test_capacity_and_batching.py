@@ -220,7 +220,7 @@ def test_tenant_limits_hold() -> None:
     refused = cluster.submit(3, [3, 1], 10, tenant="busy")
     other = cluster.submit(4, [4, 1], 10, tenant="other")
     assert refused.end is not None
-    assert refused.end.reason is ef.EndReason.QUEUE_FULL
+    assert refused.end.reason is ef.EndReason.TENANT_LIMIT
     cluster.plan()
     assert _running(cluster) == 3
     cluster.run()
@@ -287,13 +287,13 @@ def test_a_started_request_leaves_its_tenants_queue() -> None:
     cluster.submit(2, [2, 1], 20, tenant="a")
     refused = cluster.submit(3, [3, 1], 20, tenant="a")
     assert refused.end is not None
-    assert refused.end.reason is ef.EndReason.QUEUE_FULL
+    assert refused.end.reason is ef.EndReason.TENANT_LIMIT
     cluster.run()
     assert [reader.end.reason.name for reader in cluster.readers.values() if reader.end] == [
         "LENGTH",
         "LENGTH",
         "LENGTH",
-        "QUEUE_FULL",
+        "TENANT_LIMIT",
     ]
 
 

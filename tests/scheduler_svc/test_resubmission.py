@@ -76,7 +76,8 @@ def test_a_full_queue_does_not_refuse_what_was_accepted_before(limits: dict[str,
     assert _reasons(cluster) == {"LIVE": 16}
     new = cluster.submit(99, PROMPT, 5, tenant="a")
     assert new.end is not None
-    assert new.end.reason is EndReason.QUEUE_FULL
+    expected = EndReason.TENANT_LIMIT if "tenant_limits" in limits else EndReason.QUEUE_FULL
+    assert new.end.reason is expected
     del cluster.readers[99]
 
     cluster.join(_worker())

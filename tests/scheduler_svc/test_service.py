@@ -438,7 +438,31 @@ def test_a_workers_metrics_leave_with_it(stand: Stand) -> None:
     second.send(plan_pb2.WorkerMessage(goodbye=plan_pb2.Goodbye(reason="scaled down")))
     while frontend.until("state").state.ready:
         pass
-    assert not [sample for sample in frontend.metrics() if "worker" in sample.labels]
+    left = frontend.metrics()
+    assert not [sample for sample in left if "worker" in sample.labels]
+    values = {sample.name: sample.value for sample in left}
+    assert values["quire_workers_joined_total"] == 2
+    assert values["quire_workers_lost_total"] == 1, "the first one said no goodbye"
+
+
+def test_a_scheduler_without_the_record_that_it_should_have_says_so(tmp_path: Path) -> None:
+    """A folder that another scheduler records into: quire_record_writes is 0, and absent with --record-dir off."""
+    found = []
+    first = Stand(tmp_path, f"--record-dir={tmp_path / 'record'}")
+    for number, place in enumerate((str(tmp_path / "record"), "off")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        frontend = first.frontend()
+        frontend.hello()
+        frontend.metrics()  # the first one has its folder by now
+        second = Stand(folder, f"--record-dir={place}")
+        frontend = second.frontend()
+        frontend.hello()
+        found.append([sample.value for sample in frontend.metrics() if sample.name == "quire_record_writes"])
+        second.close()
+    first.close()
+
+    assert found == [[0.0], []]
 
 
 def test_sampling_parameters_reach_the_worker_as_the_front_end_encoded_them(stand: Stand) -> None:

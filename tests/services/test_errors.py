@@ -246,6 +246,7 @@ def test_every_end_of_the_core_has_its_status(tmp_path: Path) -> None:
         link_pb2.END_REASON_CANCELLED: (code.CANCELLED, "CANCELLED"),
         link_pb2.END_REASON_DEADLINE: (code.DEADLINE_EXCEEDED, "DEADLINE"),
         link_pb2.END_REASON_QUEUE_FULL: (code.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+        link_pb2.END_REASON_TENANT_LIMIT: (code.RESOURCE_EXHAUSTED, "TENANT_LIMIT"),
         link_pb2.END_REASON_INVALID: (code.INVALID_ARGUMENT, "INVALID_REQUEST"),
         link_pb2.END_REASON_NO_WORKER: (code.UNAVAILABLE, "NO_WORKER"),
         link_pb2.END_REASON_ROW_FAILED: (code.INTERNAL, "ROW_FAILED"),

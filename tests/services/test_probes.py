@@ -355,6 +355,31 @@ def test_metrics_without_a_core_are_the_front_ends_own(tmp_path: Path) -> None:
             response = await stack.http.get("/metrics")
 
             assert response.status_code == 200
-            assert 'quire_live_streams{frontend="frontend-0"} 0.0' in response.text.splitlines()
+            lines = response.text.splitlines()
+            assert 'quire_live_streams{frontend="frontend-0"} 0.0' in lines
+            assert 'quire_scheduler_connected{frontend="frontend-0"} 0.0' in lines
+            assert 'quire_scheduler_ready{frontend="frontend-0"} 0.0' in lines
+            (silence,) = [line for line in lines if line.startswith("quire_scheduler_silence_seconds{")]
+            assert float(silence.split()[-1]) > 0
+
+    asyncio.run(main())
+
+
+def test_a_front_end_counts_the_restarts_of_its_scheduler(tmp_path: Path) -> None:
+    """Two cores after the first one: connected and ready, with two restarts."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            for _ in range(2):
+                address = stack.core.address
+                await stack.generate(tokens_request(1))
+                stack.core.kill()
+                stack.core_or_none = TestCore(address)
+            await stack.generate(tokens_request(1))
+            lines = (await stack.http.get("/metrics")).text.splitlines()
+
+            assert 'quire_scheduler_connected{frontend="frontend-0"} 1.0' in lines
+            assert 'quire_scheduler_ready{frontend="frontend-0"} 1.0' in lines
+            assert 'quire_scheduler_restarts_total{frontend="frontend-0"} 2.0' in lines
 
     asyncio.run(main())

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from shared import metric_names
-from tools import dashboards
-from tools.dashboards import BOARDS, BURNS, GRAFANA, OBJECTIVES, RULES, rules, rules_text
+from tools import alerts, dashboards
+from tools.alerts import BURNS, OBJECTIVES, RULES, rules, rules_text
+from tools.dashboards import BOARDS, GRAFANA
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian package prometheus)")
@@ -59,8 +60,8 @@ def test_dashboards_and_rules_read_metrics_that_exist() -> None:
 
 def test_objectives_are_bounds_of_buckets() -> None:
     """A limit that is no bound of a bucket would count as if no event were in time."""
-    assert float(dashboards.TTFT_LIMIT_S) in metric_names.TIME_TO_FIRST_TOKEN.bounds
-    assert float(dashboards.ITL_LIMIT_S) in metric_names.VLLM_INTER_TOKEN_LATENCY.bounds
+    assert float(alerts.TTFT_LIMIT_S) in metric_names.TIME_TO_FIRST_TOKEN.bounds
+    assert float(alerts.ITL_LIMIT_S) in metric_names.VLLM_INTER_TOKEN_LATENCY.bounds
 
 
 @needs_promtool
@@ -90,11 +91,39 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
     [
         ("QuireDown", {'up{job="quire"}': "1 0x20"}, {'up{job="quire"}': "1x20"}, {"job": "quire"}),
         ("QuireDown", {'up{job="quire"}': "1 _x20"}, {'up{job="quire"}': "1x20"}, {"job": "quire"}),
-        ("QuireNoWorker", {"quire_workers": "0x20"}, {"quire_workers": "1x20"}, {}),
+        (
+            "QuireSchedulerDown",
+            {'quire_scheduler_connected{frontend="a"}': "0x20", 'quire_scheduler_connected{frontend="b"}': "0x20"},
+            {'quire_scheduler_connected{frontend="a"}': "0x20", 'quire_scheduler_connected{frontend="b"}': "1x20"},
+            {},
+        ),
+        (
+            "QuireSchedulerRestarts",
+            {'quire_scheduler_restarts_total{frontend="a"}': "0x5 1x2 2x15"},
+            {'quire_scheduler_restarts_total{frontend="a"}': "0x5 1x20"},
+            {},
+        ),
+        (
+            "QuireWorkersLost",
+            {"quire_workers": "1x10 0x10", "quire_workers_lost_total": "0x10 1x10"},
+            {"quire_workers": "1x10 0x10", "quire_workers_lost_total": "0x20"},
+            {},
+        ),
+        # A rollout of a cell with one worker takes some minutes.
+        ("QuireNoWorker", {"quire_workers": "0x20"}, {"quire_workers": "1x7 0x8 1x10"}, {}),
+        (
+            "QuireWorkerCrashes",
+            {"quire_workers_lost_total": "0x5 1x2 2x2 3x15"},
+            {"quire_workers_lost_total": "0x5 1x20"},
+            {},
+        ),
         (
             "QuireOverloaded",
             {_DURATIONS + '{error_type="QUEUE_FULL"}': "0+5x20"},
-            {_DURATIONS + '{error_type="CANCELLED"}': "0+5x20"},
+            {
+                _DURATIONS + '{error_type="CANCELLED"}': "0+5x20",
+                _DURATIONS + '{error_type="TENANT_LIMIT"}': "0+5x20",
+            },
             {},
         ),
         (
@@ -111,9 +140,17 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
         ),
         (
             "QuireKvCacheFull",
-            {"vllm:kv_cache_usage_perc": "0.99x20", 'quire_queue_requests{reason="room"}': "3x20"},
-            {"vllm:kv_cache_usage_perc": "0.99x20", 'quire_queue_requests{reason="room"}': "0x20"},
-            {},
+            {
+                'vllm:kv_cache_usage_perc{cell="a", model_name="m"}': "0.99x20",
+                'quire_queue_requests{cell="a", reason="room"}': "3x20",
+            },
+            {
+                'vllm:kv_cache_usage_perc{cell="a", model_name="m"}': "0.99x20",
+                'quire_queue_requests{cell="a", reason="room"}': "0x20",
+                'vllm:kv_cache_usage_perc{cell="b", model_name="m"}': "0.5x20",
+                'quire_queue_requests{cell="b", reason="room"}': "3x20",
+            },
+            {"cell": "a", "model_name": "m"},
         ),
         (
             "QuireSpansDropped",
@@ -143,6 +180,24 @@ def test_every_alert_has_a_unit_test() -> None:
     assert alerts == {case[0] for case in marks.args[1]} | set(_NAMES.values())
 
 
+def test_every_alert_has_a_runbook_with_commands() -> None:
+    """The link of an alert leads to a section of the page, which has commands."""
+    page = (GRAFANA.parents[1] / "docs" / "runbooks.md").read_text("utf-8")
+    sections = {part.split("\n", 1)[0].lower(): part for part in page.split("\n## ")[1:]}
+    found = [rule for group in rules()["groups"] for rule in group["rules"] if "alert" in rule]
+
+    for rule in found:
+        url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert (url, anchor) == (alerts.RUNBOOK_URL, rule["alert"].lower())
+        assert "```sh\n" in sections[anchor], rule["alert"]
+    assert sections.keys() == {rule["alert"].lower() for rule in found}
+
+
+def test_runbooks_may_lie_elsewhere() -> None:
+    """The address of the page is a setting."""
+    assert '"https://wiki/quire#quiredown"' in rules_text("https://wiki/quire")
+
+
 def _events(slo: str, good: str, bad: str) -> dict[str, str]:
     """Return series of good and bad events, per minute."""
     if slo == "availability":
@@ -151,10 +206,11 @@ def _events(slo: str, good: str, bad: str) -> dict[str, str]:
         return {
             f'{name}{{rpc_response_status_code="OK"}}': good,
             f'{name}{{rpc_response_status_code="UNAVAILABLE"}}': bad,
-            # Calls of operators count as neither.
+            # Calls of operators count as neither, and a tenant's own limit as no fault.
             f"{name}{{{operators}}}": "0+5000x80",
+            f'{name}{{rpc_response_status_code="RESOURCE_EXHAUSTED", error_type="TENANT_LIMIT"}}': "0+1x80",
         }
-    name, limit = (_FIRST, dashboards.TTFT_LIMIT_S) if slo == "ttft" else (_GAP, dashboards.ITL_LIMIT_S)
+    name, limit = (_FIRST, alerts.TTFT_LIMIT_S) if slo == "ttft" else (_GAP, alerts.ITL_LIMIT_S)
     return {
         f'{name}_bucket{{le="{limit}"}}': good,
         f'{name}_count{{kind="good"}}': good,

@@ -58,6 +58,7 @@ class EndReason(enum.Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     QUEUE_FULL = "queue_full"
+    TENANT_LIMIT = "tenant_limit"
     INVALID = "invalid"
     NO_WORKER = "no_worker"
     ROW_FAILED = "row_failed"

@@ -73,7 +73,7 @@ class AdmissionControl:
             return None
         if not self._tenants.may_queue(request):
             message = f"tenant {request.spec.tenant!r}: as many requests wait as its limit allows; try again later"
-            return TurnedAway(EndReason.QUEUE_FULL, message, self._retry_ms(num_competing))
+            return TurnedAway(EndReason.TENANT_LIMIT, message, self._retry_ms(num_competing))
         if self._queue_is_full(request, num_waiting, num_tokens):
             message = (
                 f"the waiting queue is full: {num_waiting} requests with {num_tokens} tokens wait; try again later"

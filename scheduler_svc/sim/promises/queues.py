@@ -22,7 +22,9 @@ class QueueLimits(Promise):
         self._new: Stream | None = None
         """The request that the present event submits, if it can be judged."""
         self._must = self._may = False
-        """Whether the request must be refused, and whether it may be."""
+        """Whether the request must be refused, and whether it may be because the queue is full."""
+        self._of_tenant = False
+        """Whether it must be refused because its tenant is at its limit."""
 
     def before(self, event: ev.Event) -> None:
         self._new = None
@@ -39,16 +41,19 @@ class QueueLimits(Promise):
         tenant = stream.demand.tenant
         limits = limits_of(self.config, tenant)
         queued = sum(each.demand.tenant == tenant for each in beside)
-        full = len(beside) >= self.config.max_queued_requests or 0 < limits.max_queued <= queued
-        self._must = full or (bool(beside) and fewest > self.config.max_queued_tokens)
+        self._of_tenant = 0 < limits.max_queued <= queued
+        full = len(beside) >= self.config.max_queued_requests
+        self._must = self._of_tenant or full or (bool(beside) and fewest > self.config.max_queued_tokens)
         self._may = full or (bool(beside) and most > self.config.max_queued_tokens)
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
-        if reason is not EndReason.QUEUE_FULL:
+        if reason not in (EndReason.QUEUE_FULL, EndReason.TENANT_LIMIT):
             return None
         self.seen(Limit.QUEUE)
         if stream is not self._new:
             return "it was accepted before"
+        if reason is EndReason.TENANT_LIMIT:
+            return None if self._of_tenant else "its tenant is not at its limit"
         return None if self._may else f"only {len(self.book.waiting)} requests were waiting"
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:

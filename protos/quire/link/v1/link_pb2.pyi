@@ -70,6 +70,8 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     """A request with this identity is live, or its log is kept."""
     END_REASON_EMBEDDED: _EndReason.ValueType  # 14
     """The embedding is complete."""
+    END_REASON_TENANT_LIMIT: _EndReason.ValueType  # 15
+    """As many requests of the tenant wait as its limit allows."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why a stream ended."""
@@ -106,6 +108,8 @@ END_REASON_DUPLICATE: EndReason.ValueType  # 13
 """A request with this identity is live, or its log is kept."""
 END_REASON_EMBEDDED: EndReason.ValueType  # 14
 """The embedding is complete."""
+END_REASON_TENANT_LIMIT: EndReason.ValueType  # 15
+"""As many requests of the tenant wait as its limit allows."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 @_typing.final
@@ -954,7 +958,7 @@ class StreamEnd(_message.Message):
     message: _builtins.str
     """For the error reasons: one line for the client."""
     retry_ms: _builtins.int
-    """For QUEUE_FULL: time after which to retry, milliseconds."""
+    """For QUEUE_FULL and TENANT_LIMIT: time after which to retry, milliseconds."""
     completion_tokens: _builtins.int
     """Number of generated tokens to keep."""
     stop_token_id: _builtins.int
