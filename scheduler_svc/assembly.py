@@ -1,5 +1,6 @@
 """Construction of the parts of the service from the configuration."""
 
+import dataclasses
 from pathlib import Path
 
 from quire import __version__
@@ -59,6 +60,15 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
         resume_keep_s=config.resume_keep_s,
         resume_keep_bytes=config.resume_keep_bytes,
     )
+
+
+def shown_settings(core: CoreConfig) -> dict[str, str]:
+    """Return the core's settings as text, without limits of tenants and classes."""
+    values = {each.name: getattr(core, each.name) for each in dataclasses.fields(core)}
+    shown = {name: value for name, value in values.items() if isinstance(value, str | int | float | bool)}
+    shown |= {f"batching.{name}": value for name, value in dataclasses.asdict(core.batching).items()}
+    unlimited = {"max_num_seqs": ALL_ROWS, "max_num_batched_tokens": NO_BUDGET}
+    return {name: "each worker's own" if unlimited.get(name) == value else str(value) for name, value in shown.items()}
 
 
 def open_journal(config: SchedulerConfig) -> Journal | None:

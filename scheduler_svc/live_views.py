@@ -22,6 +22,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.frontend_link import error_reply
 from scheduler_svc.operator import to_worker
+from scheduler_svc.present_limit import present_limit
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.recorder.step_view import RequestNumbers
 from shared.errors import (
@@ -160,6 +161,11 @@ class LiveViews:
         load.running_requests, load.waiting_requests = stats.running, stats.waiting
         load.waiting_by_reason.update(stats.waiting_by_reason)
         load.workers.extend(map(to_worker, stats.workers))
+        pressure = self._core.pressure(now)
+        limit = present_limit(pressure, load.rates.itl.p50)
+        load.limit.kind, load.limit.state = limit.kind.value, limit.state
+        load.limit.remedy, load.limit.waits = limit.remedy, limit.waits
+        load.limit.oldest_seconds = pressure.oldest_s
 
 
 def to_tables(tables: Tables, numbers: RequestNumbers, policy: str, now: float) -> admin.SchedulerTables:

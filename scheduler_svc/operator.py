@@ -5,7 +5,7 @@ cut to fit into a frame.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from protos.quire.link.v1 import link_pb2
+from quire import __version__
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.lifecycle.statistics import RequestStats, WorkerStats
@@ -52,7 +53,12 @@ class Operator:
     """Answers operator requests from the state of the core; changes it through events only."""
 
     def __init__(
-        self, core: Scheduler, *, apply: Callable[[ev.Event, float], None], set_log_level: Callable[[str], str]
+        self,
+        core: Scheduler,
+        *,
+        apply: Callable[[ev.Event, float], None],
+        set_log_level: Callable[[str], str],
+        settings: Mapping[str, str],
     ) -> None:
         """Create the API of a core.
 
@@ -60,10 +66,12 @@ class Operator:
             core: the scheduler core, which is only read here.
             apply: passes an event to the core at a time, and carries out the effects.
             set_log_level: sets the level of all processes, and returns the previous one.
+            settings: the core's settings as text, for operators.
         """
         self._core = core
         self._apply = apply
         self._set_log_level = set_log_level
+        self._settings = settings
 
     def reply(self, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply:
         """Carry out a request and return the reply to it."""
@@ -135,6 +143,8 @@ class Operator:
             frontends=stats.frontends,
             ended_requests={reason.value: count for reason, count in stats.ended.items()},
             workers=map(to_worker, stats.workers),
+            release=__version__,
+            settings=self._settings,
         )
 
     def _change_log_level(self, level: admin.LogLevel.ValueType) -> admin.SetLogLevelResponse:

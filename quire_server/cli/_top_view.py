@@ -73,6 +73,8 @@ class Top:
             f"quire {self.address}   {len(load.workers)} workers"
             + (f"   {self._dropped} steps were left out" if self._dropped else ""),
             "",
+            *_limit_lines(load.limit),
+            "",
             f"requests   {load.running_requests:>8} running   {load.waiting_requests:>8} waiting   "
             f"{sum(each.arrived_requests for each in rates) / seconds:>8.1f} arrived/s",
             f"completed  {sum(each.completed_requests for each in rates) / seconds:>8.1f} /s        "
@@ -144,6 +146,16 @@ class Top:
                         f"  {each.waits_for}"
                     )
         return lines
+
+
+def _limit_lines(limit: admin.PresentLimit) -> list[str]:
+    """Return what holds the service back, what helps, and who waits."""
+    lines = [f"now: {limit.state}"] if limit.state else []
+    if limit.remedy:
+        lines.append(f"     what helps: {limit.remedy}")
+    if limit.waits:
+        lines.append(f"     {limit.waits}")
+    return lines
 
 
 def batch_line(step: admin.WatchedStep) -> str:

@@ -30,6 +30,7 @@ from scheduler_svc.core.interface.effects import (
 from scheduler_svc.core.interface.errors import ProtocolViolationError
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import NoteKind, Notes, QueueNote
+from scheduler_svc.core.lifecycle.pressure import Pressure, pressure
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, worker_stats
 from scheduler_svc.core.lifecycle.tables import Tables, tables
@@ -208,6 +209,11 @@ class Scheduler:
             ended=dict(self._requests.ended),
             workers=[worker_stats(worker) for worker in self._fleet],
         )
+
+    def pressure(self, now: float) -> Pressure:
+        """Return what presses on the service at this moment."""
+        self.tidy()
+        return pressure(self._fleet, self._requests, self._config, now)
 
     def tables(self) -> Tables:
         """Return the queues and the KV blocks at this moment."""

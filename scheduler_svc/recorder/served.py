@@ -53,6 +53,8 @@ class Served:
         if reason not in _SERVED:
             return
         self._rates.completed_requests += 1
+        has_target = live is not None and (live.ttft_deadline is not None or live.total_deadline is not None)
+        self._rates.targeted_requests += has_target
         is_late = live is not None and (live.is_late or (live.total_deadline is not None and now > live.total_deadline))
         self._rates.good_requests += not is_late
 

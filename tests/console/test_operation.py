@@ -33,8 +33,9 @@ OLDEST = """() => {
   let step = steps.first
   while (!steps.get(step).decode[0].length) step += 1
   const [rows, numbers] = steps.get(step).decode
-  return {x: chart.x(step) + chart.columnWidth / 2, y: (rows[0] + .5) * chart.rowHeight, row: rows[0],
-          step: steps.get(step).number, name: quire.model.name(numbers[0])}
+  const {number, start, seconds} = steps.get(step)
+  return {x: chart.x(start + seconds / 2), y: (rows[0] + .5) * chart.rowHeight, row: rows[0],
+          step: number, name: quire.model.name(numbers[0])}
 }"""
 """The first request of the chart: where it decodes first."""
 COLOURS = """canvas => {
@@ -60,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @contextmanager
 def _console(served: Served) -> Iterator[Page]:
     """The page of an operator, who has typed the token."""
-    with opened(served.http, expected="status of 401") as page:
+    with opened(served.http, expected="status of 40") as page:
         page.locator("#refusal", has_text="missing credentials").wait_for()
         page.keyboard.type(OPERATOR)
         page.keyboard.press("Enter")
@@ -182,7 +183,7 @@ def test_a_click_on_the_chart_explains_the_request_there(served: Served) -> None
             client.generate("Once", max_tokens=30, ignore_eos=True, request_id=f"click-{name}").result()
         until(page, "[...quire.model.requests.values()].some(each => each.id.startsWith('click-second'))")
         until(page, "quire.model.load.running === 0")
-        until(page, "quire.gantt.steps.count - quire.gantt.shown < .01")
+        until(page, "quire.gantt.behind < .01")
         place = page.evaluate(OLDEST)
         page.locator("#gantt").hover(position={"x": place["x"], "y": place["y"]})
         until(page, "document.getElementById('hover').textContent.startsWith('Step ')")
@@ -199,6 +200,12 @@ def test_an_operator_drains_a_worker_and_others_cannot(served: Served) -> None:
     """A request waits while its only worker is drained, and is served when it is resumed; a caller gets 403."""
     with _console(served) as page:
         page.click("button[aria-label='Drain worker-0']")
+        page.locator("#confirm-text", has_text="the last worker that takes requests").wait_for()
+        page.keyboard.press("Escape")
+        assert not _is_draining(served)
+        assert page.evaluate(DRAIN, OPERATOR) == 400, "not the last one without a confirmation"
+        page.click("button[aria-label='Drain worker-0']")
+        page.click("#confirm button[value=drain]")
         page.locator("#order", has_text="worker-0 admits no new requests").wait_for()
         page.locator("#workers td", has_text="drained").wait_for()
         assert _is_draining(served)

@@ -865,6 +865,7 @@ class SchedulerLoad(_message.Message):
     WAITING_BY_TENANT_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that hold a row."""
     waiting_requests: _builtins.int
@@ -889,6 +890,10 @@ class SchedulerLoad(_message.Message):
     def rates(self) -> Global___ServiceRates:
         """What was served since the load before."""
 
+    @_builtins.property
+    def limit(self) -> Global___PresentLimit:
+        """What holds the service back at this moment."""
+
     def __init__(
         self,
         *,
@@ -899,14 +904,55 @@ class SchedulerLoad(_message.Message):
         waiting_by_tenant: _abc.Iterable[Global___TenantQueue] | None = ...,
         workers: _abc.Iterable[Global___Worker] | None = ...,
         rates: Global___ServiceRates | None = ...,
+        limit: Global___PresentLimit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "rates", b"rates", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates", "running_requests", b"running_requests", "time", b"time", "waiting_by_reason", b"waiting_by_reason", "waiting_by_tenant", b"waiting_by_tenant", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "rates", b"rates", "running_requests", b"running_requests", "time", b"time", "waiting_by_reason", b"waiting_by_reason", "waiting_by_tenant", b"waiting_by_tenant", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
+
+@_typing.final
+class PresentLimit(_message.Message):
+    """What holds the service back at one moment, in words."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REMEDY_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    OLDEST_SECONDS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"idle", "no worker", "draining", "rows", "memory", "prompt compute", "decode bandwidth", "readers", "tenant limit",
+    "grammar", "prefix", "batch", "suspect" or "none".
+    """
+    state: _builtins.str
+    """The present state: "64 of 64 rows busy, memory 17% used"."""
+    remedy: _builtins.str
+    """What would help, as settings or actions; empty if nothing needs help."""
+    waits: _builtins.str
+    """Who waits, and for how long; empty if nobody does."""
+    oldest_seconds: _builtins.float
+    """Age of the oldest waiting request, s; 0 without one."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        state: _builtins.str = ...,
+        remedy: _builtins.str = ...,
+        waits: _builtins.str = ...,
+        oldest_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "oldest_seconds", b"oldest_seconds", "remedy", b"remedy", "state", b"state", "waits", b"waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PresentLimit: _TypeAlias = PresentLimit  # noqa: Y015
 
 @_typing.final
 class ServiceRates(_message.Message):
@@ -922,6 +968,7 @@ class ServiceRates(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_FIELD_NUMBER: _builtins.int
     ITL_FIELD_NUMBER: _builtins.int
+    TARGETED_REQUESTS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
     """Length of the interval, s."""
     arrived_requests: _builtins.int
@@ -934,6 +981,8 @@ class ServiceRates(_message.Message):
     """Computed tokens of prompts."""
     output_tokens: _builtins.int
     """Generated tokens."""
+    targeted_requests: _builtins.int
+    """Completed requests that had a deadline or a target."""
     @_builtins.property
     def ttft(self) -> Global___Quantiles:
         """From the arrival at the scheduler to the first token."""
@@ -953,10 +1002,11 @@ class ServiceRates(_message.Message):
         output_tokens: _builtins.int = ...,
         ttft: Global___Quantiles | None = ...,
         itl: Global___Quantiles | None = ...,
+        targeted_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_requests", b"arrived_requests", "completed_requests", b"completed_requests", "good_requests", b"good_requests", "itl", b"itl", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_requests", b"arrived_requests", "completed_requests", b"completed_requests", "good_requests", b"good_requests", "itl", b"itl", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "targeted_requests", b"targeted_requests", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1269,17 +1319,41 @@ class GetSchedulerStateResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     FRONTENDS_FIELD_NUMBER: _builtins.int
     ENDED_REQUESTS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that hold a row."""
     waiting_requests: _builtins.int
     """Requests that wait."""
     frontends: _builtins.int
     """Live front ends."""
+    release: _builtins.str
+    """Release of the scheduler."""
     @_builtins.property
     def ended_requests(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Ended requests by reason ("stop", "length", "cancelled", …) since the scheduler was started."""
@@ -1287,6 +1361,10 @@ class GetSchedulerStateResponse(_message.Message):
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
         """The usable workers."""
+
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Its settings by name, without limits of tenants and classes."""
 
     def __init__(
         self,
@@ -1296,10 +1374,12 @@ class GetSchedulerStateResponse(_message.Message):
         frontends: _builtins.int = ...,
         ended_requests: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         workers: _abc.Iterable[Global___Worker] | None = ...,
+        release: _builtins.str = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests", b"ended_requests", "frontends", b"frontends", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests", b"ended_requests", "frontends", b"frontends", "release", b"release", "running_requests", b"running_requests", "settings", b"settings", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from protos.quire.link.v1 import link_pb2
+from quire import __version__
 from quire.admin.v1 import admin_pb2 as admin
 from services.access.principals import CURRENT
 from services.http.console.feed import Feed, comparison, worker
@@ -42,6 +43,7 @@ class ConsoleEndpoints:
         """Return method, path and handler of each endpoint."""
         return [
             ("POST", "/console/api/watch", self.watch),
+            ("POST", "/console/api/service", self.service),
             ("POST", "/console/api/drain", self.drain),
             ("POST", "/console/api/resume", self.resume),
             ("POST", "/console/api/explain", self.explain),
@@ -67,10 +69,30 @@ class ConsoleEndpoints:
                 part.dropped_steps += dropped
                 await _send(exchange, feed.message(part))
 
+    async def service(self, exchange: Exchange) -> None:
+        """Return the release and the settings."""
+        await _question(exchange)
+        state = await self._ask(admin.GetSchedulerStateRequest(), admin.GetSchedulerStateResponse())
+        await exchange.answer(
+            {"frontend": __version__, "scheduler": state.release, "settings": dict(sorted(state.settings.items()))}
+        )
+
     async def drain(self, exchange: Exchange) -> None:
-        """Drain a worker."""
+        """Drain a worker; the last one only if the caller says so.
+
+        Raises:
+            InvalidRequestError: it is the last worker that takes requests.
+        """
         asked = await _question(exchange)
         request = admin.DrainWorkerRequest(worker_id=_text(asked, "worker"), move_requests=bool(asked.get("move")))
+        if not asked.get("evenLast"):
+            listed = await self._ask(admin.ListWorkersRequest(), admin.ListWorkersResponse())
+            if {each.worker_id for each in listed.workers if not each.draining} == {request.worker_id}:
+                raise InvalidRequestError(
+                    FieldViolation(
+                        "worker", f"{request.worker_id} is the last worker that takes requests; confirm with evenLast"
+                    )
+                )
         response = await self._ask(request, admin.DrainWorkerResponse())
         await exchange.answer({"worker": worker(response.worker)})
 

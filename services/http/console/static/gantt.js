@@ -1,5 +1,5 @@
-// The batch as a moving Gantt chart: one pixel per row and step in a ring, drawn enlarged. So a frame costs the same for
-// eight rows and for a thousand.
+// The batch as a moving Gantt chart over time: one pixel per row and step in a ring, drawn as wide as the step took. So a
+// frame costs the same for eight rows and for a thousand.
 
 import { colour, pixel } from "./colours.js";
 import { MAX_STEPS, cell } from "./model.js";
@@ -10,6 +10,10 @@ const MAX_ROW = 20;
 const LABEL_ROW = 13;
 const LABEL_WIDTH = 0.18; // of the chart, for the names of the requests beside their rows
 const CATCH_UP = 6; // per second: how fast the chart moves to the newest step
+const AXIS = 26; // pixels below the rows: incidents and times
+const TICKS_S = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20];
+const TICK_WIDTH = 80;
+const REACH = 3; // pixels beside a step that still belong to it
 
 export class Gantt {
   /** `changed` gets the text of the cursor's step; `chosen` gets the number of a request. */
@@ -19,7 +23,7 @@ export class Gantt {
     this.readout = readout;
     this.chosen = chosen;
     this.worker = null;
-    this.columnWidth = 6;
+    this.seconds = 10; // time that the chart shows
     this.followed = new Set();
     this.ring = document.createElement("canvas");
     this.ring.width = MAX_STEPS;
@@ -56,21 +60,31 @@ export class Gantt {
     }
     if (steps.count < this.drawn) this.reset();
     this.catchUp(steps);
-    const behind = steps.count - this.shown;
-    if (this.shown < 0 || behind > MAX_STEPS / 2) this.shown = steps.count;
-    else this.shown += behind * Math.min(1, CATCH_UP * seconds);
+    if (this.shown < 0 || this.behind > this.seconds / 2) this.shown = this.newestTime;
+    else this.shown += this.behind * Math.min(1, CATCH_UP * seconds);
     this.paint(steps);
     this.report();
+  }
+
+  /** The time at the right edge when the chart has caught up: the end of the newest step, or the newest load. */
+  get newestTime() {
+    const step = this.steps.get(this.steps.count - 1);
+    return Math.max(step.start + step.seconds, this.model.load?.time ?? 0);
+  }
+
+  /** How far the chart is behind, in seconds. */
+  get behind() {
+    return this.newestTime - this.shown;
   }
 
   blank() {
     this.resize(8);
     const context = this.canvas.getContext("2d");
     context.fillStyle = colour("idle");
-    context.fillRect(0, 0, this.width, this.height);
+    context.fillRect(0, 0, this.width, this.height - AXIS);
     context.fillStyle = colour("quiet");
     context.font = "13px system-ui, sans-serif";
-    context.fillText("No step yet. Send a request, for example from the playground.", 10, 24);
+    context.fillText("No step yet. Send a request.", 10, 24, this.width - 20);
   }
 
   // ---------------------------------------------------------------- pixels
@@ -120,7 +134,7 @@ export class Gantt {
     const wanted = Math.max(1, Math.min(MAX_ROW, HEIGHT / rows));
     const rowHeight = wanted >= 2 ? Math.floor(wanted) : wanted;
     const width = this.canvas.parentElement.clientWidth;
-    const height = Math.round(rowHeight * rows) + 14;
+    const height = Math.round(rowHeight * rows) + AXIS;
     const scale = rows > 200 ? 1 : Math.min(2, devicePixelRatio || 1);
     if (this.width !== width || this.height !== height || this.scale !== scale) {
       [this.width, this.height, this.scale] = [width, height, scale];
@@ -133,40 +147,64 @@ export class Gantt {
     this.canvas.getContext("2d").setTransform(scale, 0, 0, scale, 0, 0);
   }
 
-  /** Returns the x of the left edge of a step. */
-  x(index) {
-    return this.plotWidth - (this.shown - index) * this.columnWidth;
+  /** Returns the x of a time. */
+  x(time) {
+    return this.plotWidth - ((this.shown - time) * this.plotWidth) / this.seconds;
   }
 
   paint(steps) {
     this.resize(this.rows);
     const context = this.canvas.getContext("2d");
-    context.imageSmoothingEnabled = false;
-    context.fillStyle = colour("idle");
-    context.fillRect(0, 0, this.plotWidth, this.height);
-    const first = Math.max(steps.first, Math.floor(this.shown - this.plotWidth / this.columnWidth));
-    const last = Math.min(steps.count, Math.ceil(this.shown));
     const bottom = this.rows * this.rowHeight;
-    for (let index = first; index < last; ) {
-      const place = index % MAX_STEPS;
-      const count = Math.min(last - index, MAX_STEPS - place);
-      context.drawImage(this.ring, place, 0, count, this.rows, this.x(index), 0, count * this.columnWidth, bottom);
-      index += count;
+    context.imageSmoothingEnabled = false;
+    context.clearRect(0, 0, this.width, this.height);
+    context.fillStyle = colour("idle");
+    // Steps that this page has dropped are left out, not shown as idle.
+    const known = steps.first ? Math.max(0, this.x(steps.get(steps.first).start)) : 0;
+    context.fillRect(known, 0, this.plotWidth - known, bottom);
+    const first = Math.max(steps.first, steps.at(this.shown - this.seconds));
+    const last = steps.at(this.shown);
+    let painted = -Infinity;
+    for (let index = first; index <= last; index += 1) {
+      const step = steps.get(index);
+      const [left, right] = [Math.max(0, this.x(step.start)), Math.min(this.plotWidth, this.x(step.start + step.seconds))];
+      if (right <= painted + 0.5) continue; // as narrow as others in this pixel
+      context.drawImage(this.ring, index % MAX_STEPS, 0, 1, this.rows, left, 0, Math.max(1, right - left), bottom);
+      painted = right;
     }
-    this.paintGrid(context, bottom);
-    context.clearRect(this.plotWidth, 0, this.width, this.height);
-    this.paintLabels(context, steps, last - 1);
+    this.paintGrid(context, steps, first, last, bottom);
+    context.clearRect(this.plotWidth, 0, this.width - this.plotWidth, this.height);
+    this.paintAxis(context, bottom);
+    this.paintLabels(context, steps, steps.count - 1);
     this.paintIncidents(context, steps, bottom);
-    this.paintCursor(context);
+    this.paintCursor(context, steps);
   }
 
-  paintGrid(context, bottom) {
+  paintGrid(context, steps, first, last, bottom) {
     if (this.rowHeight < 6) return;
     context.fillStyle = colour("grid");
     for (let row = 1; row < this.rows; row += 1) context.fillRect(0, row * this.rowHeight, this.plotWidth, 1);
-    if (this.columnWidth < 10) return;
-    const offset = (this.plotWidth - this.shown * this.columnWidth) % this.columnWidth;
-    for (let x = offset; x < this.plotWidth; x += this.columnWidth) context.fillRect(x, 0, 1, bottom);
+    let before = -Infinity;
+    for (let index = first; index <= last; index += 1) {
+      const x = this.x(steps.get(index).start);
+      if (x - before >= 6) context.fillRect(x, 0, 1, bottom);
+      before = x;
+    }
+  }
+
+  /** Draws the times below the rows, counted back from the right edge. */
+  paintAxis(context, bottom) {
+    const tick = TICKS_S.find((each) => (each / this.seconds) * this.plotWidth >= TICK_WIDTH) ?? TICKS_S.at(-1);
+    context.fillStyle = colour("quiet");
+    context.font = "11px system-ui, sans-serif";
+    context.textBaseline = "bottom";
+    for (let back = 0; back < this.seconds; back += tick) {
+      const x = this.plotWidth - (back / this.seconds) * this.plotWidth;
+      context.fillRect(x - (back ? 0 : 1), bottom, 1, 4);
+      context.textAlign = back ? "center" : "right";
+      if (x > 24) context.fillText(back ? `−${Number(back.toFixed(2))} s` : "now", x, this.height);
+    }
+    context.textAlign = "left";
   }
 
   paintLabels(context, steps, newest) {
@@ -194,26 +232,28 @@ export class Gantt {
     const earliest = steps.get(steps.first).start;
     for (const incident of this.model.incidents) {
       if (incident.time < earliest) continue;
-      const x = this.x(steps.at(incident.time) + 1);
+      const x = this.x(incident.time);
       if (x < 0 || x > this.plotWidth) continue;
       if (incident.kind !== "preempted") context.fillRect(x, 0, 2, bottom);
       context.beginPath();
-      context.moveTo(x - 5, this.height);
-      context.lineTo(x + 6, this.height);
+      context.moveTo(x - 5, bottom + 12);
+      context.lineTo(x + 6, bottom + 12);
       context.lineTo(x + 0.5, bottom + 2);
       context.fill();
     }
   }
 
-  paintCursor(context) {
+  paintCursor(context, steps) {
     const place = this.cursor ?? this.pointer;
-    if (!place) return;
+    const step = place && steps.get(place.step);
+    if (!step) return;
+    const x = this.x(step.start);
+    const width = (step.seconds * this.plotWidth) / this.seconds;
     context.strokeStyle = colour("text");
     context.lineWidth = 1;
-    const x = this.x(place.step);
-    context.strokeRect(x - 0.5, 0.5, Math.max(2, this.columnWidth), this.rows * this.rowHeight - 1);
+    context.strokeRect(x - 0.5, 0.5, Math.max(2, width), this.rows * this.rowHeight - 1);
     context.lineWidth = 2;
-    context.strokeRect(x - 1, place.row * this.rowHeight - 1, Math.max(4, this.columnWidth + 1), Math.max(4, this.rowHeight + 1));
+    context.strokeRect(x - 1, place.row * this.rowHeight - 1, Math.max(4, width + 1), Math.max(4, this.rowHeight + 1));
   }
 
   // ---------------------------------------------------------------- pointer and keys
@@ -233,9 +273,20 @@ export class Gantt {
   place(event) {
     if (!this.steps?.count) return null;
     const box = this.canvas.getBoundingClientRect();
-    const step = Math.floor(this.shown - (box.left + this.plotWidth - event.clientX) / this.columnWidth);
+    const time = this.shown - ((box.left + this.plotWidth - event.clientX) * this.seconds) / this.plotWidth;
     const row = Math.floor((event.clientY - box.top) / this.rowHeight);
-    return row >= 0 && row < this.rows && this.steps.get(step) ? { step, row } : null;
+    const step = this.stepAt(time);
+    return row >= 0 && row < this.rows && step >= 0 ? { step, row } : null;
+  }
+
+  /** Returns the index of the step at a time, or just beside it; -1 if the worker was idle. */
+  stepAt(time) {
+    const reach = (REACH * this.seconds) / this.plotWidth;
+    const at = this.steps.at(time);
+    const before = this.steps.get(at);
+    if (before && time <= before.start + before.seconds + reach) return at;
+    const after = this.steps.get(at < 0 ? this.steps.first : at + 1);
+    return after && after.start - time <= reach ? at + 1 : -1;
   }
 
   key(event) {
@@ -278,7 +329,7 @@ export class Gantt {
     const here = found ? `row ${place.row}: ${found[0]} of ${this.model.name(found[1])}` : `row ${place.row}: idle`;
     this.readout(
       `Step ${step.number}: ${step.decode[0].length} decode, ${step.prefill[0].length} prefill (${tokens} tokens), ` +
-        `${step.waiting[0].length} held out, ${(step.seconds * 1000).toFixed(2)} ms — ${here}`,
+        `${step.waiting[0].length} held out, ${(step.seconds * 1000).toFixed(2)} ms; ${here}`,
     );
   }
 }

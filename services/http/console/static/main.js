@@ -1,13 +1,15 @@
 // The console: reads the live view and lets each part of the page draw it.
 
-import { BlockMaps } from "./blocks.js";
+import { BlockMaps, cells } from "./blocks.js";
 import { Details } from "./details.js";
 import { Figures } from "./figures.js";
 import { Gantt, owners } from "./gantt.js";
+import { PresentLimit } from "./limit.js";
+import { Memory } from "./memory.js";
 import { Model, cell } from "./model.js";
 import { Playground } from "./playground.js";
 import { Queues } from "./queues.js";
-import { Refusal, events, send, setToken } from "./server.js";
+import { Refusal, ask, events, send, setToken } from "./server.js";
 import { Strategies } from "./strategies.js";
 import { chooseTheme } from "./theme.js";
 import { Workers } from "./workers.js";
@@ -25,7 +27,9 @@ const choose = (number) => details.show(number);
 const gantt = new Gantt(part("gantt"), model, { readout: (text) => say("hover", text), chosen: choose });
 const blocks = new BlockMaps(part("blocks"), model, { readout: (text) => say("block-hover", text), chosen: choose });
 const figures = new Figures(part("figures"), model);
-const workers = new Workers(part("workers"), part("order"), model);
+const limit = new PresentLimit(part("now"), model);
+const memory = new Memory(part("memory"), part("memory-by"), model, choose, (map) => cells(map.device));
+const workers = new Workers(part("workers"), part("order"), part("confirm"), model);
 const queues = new Queues(part("queues"), part("policy"), model, choose);
 const strategies = new Strategies(part("strategies"), {
   status: part("strategies-status"), result: part("strategies-result"), table: part("strategies-table"), charts: part("strategies-charts"),
@@ -104,13 +108,17 @@ document.addEventListener("visibilitychange", () => {
 
 function take(message) {
   model.take(message);
-  if (message.traceUrl !== undefined) say("model", message.model);
+  if (message.traceUrl !== undefined) {
+    say("model", message.model);
+    showService();
+  }
   if (gantt.worker === null && message.steps) gantt.show(message.steps[0].worker);
   if (message.load) {
     heardAt = performance.now();
     const missed = model.dropped ? `; ${model.dropped} steps were left out, because this page was too slow` : "";
     state(`Live: ${message.load.running} running, ${message.load.waiting} waiting${missed}`);
     listWorkers(message.load.workers);
+    limit.update();
     figures.update();
     workers.update();
     listRequests();
@@ -118,8 +126,28 @@ function take(message) {
   if (message.tables) {
     blocks.update();
     if (!isUsed(part("queues"))) queues.update();
+    if (!isUsed(part("memory").tBodies[0])) memory.update();
   }
   if (message.incidents) listIncidents();
+}
+
+/** Shows the release and the settings, which do not change while the scheduler runs. */
+async function showService() {
+  try {
+    const found = await ask("/console/api/service", {});
+    say("release", `Quire ${found.frontend}${found.scheduler === found.frontend ? "" : `, scheduler ${found.scheduler}`}`);
+    part("settings").replaceChildren(...Object.entries(found.settings).sort().map(([name, value]) => {
+      const line = document.createElement("tr");
+      const title = document.createElement("th");
+      title.scope = "row";
+      title.textContent = name;
+      line.append(title);
+      line.insertCell().textContent = value;
+      return line;
+    }));
+  } catch (error) {
+    say("release", `Settings: ${error.message}`);
+  }
 }
 
 // ---------------------------------------------------------------- lists
@@ -183,7 +211,7 @@ function listIncidents() {
 
 part("worker").addEventListener("change", (event) => gantt.show(event.target.value));
 part("zoom").addEventListener("input", (event) => {
-  gantt.columnWidth = Number(event.target.value);
+  gantt.seconds = Number(event.target.value);
 });
 part("pause").addEventListener("click", (event) => {
   paused = !paused;
@@ -203,7 +231,10 @@ chooseTheme(part("theme"), () => {
 });
 setInterval(() => {
   const seconds = (performance.now() - heardAt) / 1000;
-  if (model.load && !paused && seconds * 1000 > SILENT_MS) state(`No figures for ${seconds.toFixed(0)} s`, "bad");
+  const isSilent = model.load && seconds * 1000 > SILENT_MS;
+  part("figures").classList.toggle("stale", Boolean(isSilent));
+  limit.update(isSilent);
+  if (isSilent && !paused) state(`No figures for ${seconds.toFixed(0)} s`, "bad");
 }, 1000);
 setInterval(() => {
   const load = model.load;
@@ -224,4 +255,4 @@ requestAnimationFrame(frame);
 watch();
 
 // For tests and for curious people in the browser's tools; the page itself does not read it.
-globalThis.quire = { model, gantt, blocks, strategies, frames };
+globalThis.quire = { model, gantt, blocks, memory, strategies, frames };

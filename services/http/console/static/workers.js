@@ -19,9 +19,10 @@ export function drafts(loads, worker) {
 }
 
 export class Workers {
-  constructor(body, status, model) {
+  constructor(body, status, confirm, model) {
     this.body = body;
     this.status = status;
+    this.confirm = confirm;
     this.model = model;
     this.shown = new Map();
   }
@@ -56,7 +57,11 @@ export class Workers {
     name.textContent = id;
     row.append(name);
     const line = { row, draining: false };
-    for (const column of ["state", "rows", "blocks", "action", "device"]) row.append((line[column] = document.createElement("td")));
+    const titles = { state: "State", rows: "Rows", blocks: "KV blocks held", action: "Action", device: "Device" };
+    for (const [column, title] of Object.entries(titles)) {
+      row.append((line[column] = document.createElement("td")));
+      line[column].dataset.title = title; // a heading on a narrow screen
+    }
     line.button = document.createElement("button");
     line.button.type = "button";
     line.button.addEventListener("click", () => this.order(id, line));
@@ -66,11 +71,26 @@ export class Workers {
     return line;
   }
 
+  /** Asks whether to drain; resolves to whether the operator agrees. */
+  agrees(id, isLast) {
+    const running = this.model.load.workers.find((each) => each.id === id)?.running ?? 0;
+    const last = isLast ? " It is the last worker that takes requests: new requests will wait until one is resumed or joins." : "";
+    this.confirm.querySelector("#confirm-title").textContent = `Drain ${id}?`;
+    this.confirm.querySelector("#confirm-text").textContent = `It finishes its ${running} running requests and takes no new ones.${last}`;
+    this.confirm.returnValue = "cancel";
+    this.confirm.showModal();
+    return new Promise((done) => {
+      this.confirm.addEventListener("close", () => done(this.confirm.returnValue === "drain"), { once: true });
+    });
+  }
+
   async order(id, line) {
     const path = line.draining ? "resume" : "drain";
+    const isLast = !this.model.load.workers.some((each) => each.id !== id && !each.draining);
+    if (path === "drain" && !(await this.agrees(id, isLast))) return;
     line.button.disabled = true;
     try {
-      await ask(`/console/api/${path}`, { worker: id });
+      await ask(`/console/api/${path}`, path === "drain" ? { worker: id, evenLast: isLast } : { worker: id });
       this.status.textContent = path === "drain" ? `${id} admits no new requests.` : `${id} admits requests again.`;
     } catch (error) {
       this.status.textContent = `${path} ${id}: ${error.message}`;
