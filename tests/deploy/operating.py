@@ -3,20 +3,18 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from quire_server.cli.keys import add_principal
+from tests.deploy.cell import Cell
 from tests.deploy.manifests import ROOT
 from tests.deploy.node import until
-
-if TYPE_CHECKING:
-    from tests.deploy.drills import Cell
 
 _PATIENCE_S = 120
 
 
-def look_inside(cell: "Cell") -> None:
+def look_inside(cell: Cell) -> None:
     """`quire workers --tls-ca`, and the other commands, through each front end.
 
     Callers without the token are refused.
@@ -38,7 +36,7 @@ def look_inside(cell: "Cell") -> None:
     cell.load.more(12)
 
 
-def drain_a_worker(cell: "Cell") -> None:
+def drain_a_worker(cell: Cell) -> None:
     """`quire drain WORKER --tls-ca`, and back; requests continue on another worker."""
     cell.add("worker")
     name = cell.pods["worker"][0].name
@@ -50,7 +48,7 @@ def drain_a_worker(cell: "Cell") -> None:
     cell.load.more(12)
 
 
-def rotate_a_token(cell: "Cell") -> None:
+def rotate_a_token(cell: Cell) -> None:
     """`quire keys token`: both tokens are valid, then the new one only; no process restarts."""
     old = cell.operator_token
     starts = [each.process.pid for each in cell.pods["frontend"]]
@@ -72,15 +70,15 @@ def rotate_a_token(cell: "Cell") -> None:
     cell.load.more(12)
 
 
-def _accepts(cell: "Cell", address: str, token: str) -> bool:
+def _accepts(cell: Cell, address: str, token: str) -> bool:
     return _call(cell, ["workers"], address, token).returncode == 0
 
 
-def _refuses(cell: "Cell", address: str, token: str) -> bool:
+def _refuses(cell: Cell, address: str, token: str) -> bool:
     return not _accepts(cell, address, token)
 
 
-def _quire(cell: "Cell", *arguments: str, at: str = "", token: str | None = None, is_refused: bool = False) -> str:
+def _quire(cell: Cell, *arguments: str, at: str = "", token: str | None = None, is_refused: bool = False) -> str:
     """Return what a command prints, as an operator calls it through a port-forward."""
     done = _call(
         cell, arguments, at or cell.pods["frontend"][0].address, cell.operator_token if token is None else token
@@ -89,9 +87,7 @@ def _quire(cell: "Cell", *arguments: str, at: str = "", token: str | None = None
     return done.stderr if is_refused else done.stdout
 
 
-def _call(
-    cell: "Cell", arguments: "list[str] | tuple[str, ...]", address: str, token: str
-) -> "subprocess.CompletedProcess[str]":
+def _call(cell: Cell, arguments: Sequence[str], address: str, token: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "quire_server.entry", *arguments, "--target", f"{address}:50051"]
     known = os.environ | {"QUIRE_TOKEN": token, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     return subprocess.run(
