@@ -160,18 +160,18 @@ sim: setup ## simulate the scheduler with faults for ten minutes on all cores
 
 chaos: setup ## 60 faults strike workers under 200 streams: nothing lost or repeated; figures (a quarter of an hour)
 	@mkdir -p build
-	@$(BIN)/python -m tests.chaos --json build/chaos.json
-	@exec $(BIN)/python -m tests.chaos.fronts --json build/chaos-fronts.json
+	@$(BIN)/python -m checks.chaos --json build/chaos.json
+	@exec $(BIN)/python -m checks.chaos.fronts --json build/chaos-fronts.json
 
 # FRAMES is how many go into each socket.
 FRAMES ?= 1000000
 frames: setup ## a million mutated frames into each socket of the running processes (an hour)
 	@mkdir -p build
-	@exec $(BIN)/python -m tests.chaos.frames --count $(FRAMES) --json build/frames.json
+	@exec $(BIN)/python -m checks.chaos.frames --count $(FRAMES) --json build/frames.json
 
 overload: setup ## ten times the load that can be borne, for three minutes: figures and a plot
 	@mkdir -p build
-	@exec $(BIN)/python -m tests.chaos.overload --json build/overload.json --plot build/overload.svg
+	@exec $(BIN)/python -m checks.chaos.overload --json build/overload.json --plot build/overload.svg
 
 fuzz: setup ## frames and requests of every kind, with 100 times the examples of make test
 	@exec env QUIRE_EXAMPLES=$(EXAMPLES) $(BIN)/python -m tests.run --timeout=0 $(FUZZED)
@@ -196,7 +196,7 @@ gpu-wheels: ## collect wheels into build/gpu/wheels, to be carried to a GPU mach
 	@du -sh build/gpu/wheels
 
 mutants: setup ## change the scheduler core in 240 small ways; checks must notice 9 of 10 (about an hour, resumable)
-	@exec $(BIN)/python -m tools.mutation
+	@exec $(BIN)/python -m checks.mutation
 
 plots: setup ## draw the plots of docs/scheduling.md anew (two minutes)
 	@exec $(BIN)/python -m tools.plots

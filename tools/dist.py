@@ -8,7 +8,7 @@ Each wheel is built from a tree of its own under build/dist. The client's holds 
 The server's holds `quire_server`, with all other packages in its folder `_packages` (see `quire_server.entry`), the
 client's among them. So the server requires no distribution of ours, the two wheels have no file in common, and a
 package `quire` of somebody else does not disturb the server.
-Simulation, benchmarks of parts, ahead-of-time compilation and tuning are for developers and left out.
+The package `checks`, benchmarks of parts, ahead-of-time compilation and tuning are for developers and left out.
 
 pyproject.toml states the names of both wheels, in `project.name` and `tool.quire.client`.
 """
@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "build" / "dist"
 CLIENT_NEEDS = ("googleapis-common-protos", "grpcio", "grpcio-status", "opentelemetry-api", "protobuf")
-PRIVATE = ("kernels", "protos", "quire", "scheduler_svc", "services", "shared", "worker_svc")
+PRIVATE = ("kernels", "protos", "quire", "records", "scheduler_svc", "services", "shared", "worker_svc")
 """Packages that the server's wheel has in `quire_server/_packages`: common names, and the client."""
 LEFT_OUT = (
     "kernels/aot.py",
@@ -39,14 +39,10 @@ LEFT_OUT = (
     "quire_server/cli/bench_link.py",
     "quire_server/cli/bench_offline.py",
     "quire_server/cli/bench_scheduler.py",
-    "quire_server/cli/sim.py",
     "scheduler_svc/bench",
-    "scheduler_svc/sim/*",
     "services/bench",
 )
 """What only developers use; see `quire_server.cli.main` for the commands that need it."""
-NEEDED = tuple(f"scheduler_svc/sim/{name}.py" for name in ("__init__", "model_worker", "oracle", "violation"))
-"""Parts of what is left out that `quire replay` needs: it checks the plans of a record that other code has made."""
 
 
 def stage_client(root: Path, stage: Path) -> Path:
@@ -124,7 +120,7 @@ def _fresh(folder: Path) -> Path:
 
 
 def _copy(root: Path, target: Path, names: Sequence[str]) -> None:
-    left_out = {path for pattern in LEFT_OUT for path in root.glob(pattern)} - {root / name for name in NEEDED}
+    left_out = {path for pattern in LEFT_OUT for path in root.glob(pattern)}
 
     def ignored(folder: str, entries: list[str]) -> set[str]:
         built = {name for name in entries if name == "__pycache__" or name.endswith((".so", ".pyc"))}

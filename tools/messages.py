@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "messages.md"
 FOLDERS = ("services", "quire", "scheduler_svc", "worker_svc", "kernels", "shared")
-_LEFT_OUT = ("scheduler_svc/sim/", "_pb2")
+_LEFT_OUT = ("_pb2",)
 """The simulator's findings are for its developers; generated code has no messages of its own."""
 _LEVELS = ("warning", "error", "exception", "critical")
 _MESSAGE_CALLS = ("FieldViolation", "Refusal", "RefusedRequest")

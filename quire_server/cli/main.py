@@ -68,7 +68,7 @@ COMMANDS = (
     Command("record", "quire_server.cli.record", "list, show and export the scheduler's flight record"),
     Command("replay", "quire_server.cli.replay", "run the scheduler over a flight record and compare its plans"),
     Command("completion", "quire_server.cli.completion", "print a script that completes commands and flags in bash"),
-    Command("sim", "quire_server.cli.sim", "simulate the scheduler with faults and check its invariants"),
+    Command("sim", "checks.commands.sim", "simulate the scheduler with faults and check its invariants"),
 )
 
 

@@ -3,7 +3,7 @@
 A record that other code has made cannot be compared plan by plan. What must hold nevertheless:
 
 * every plan keeps the rules of the plan protocol: rows, blocks, budgets, and which KV a row may read or write; the
-  simulator's model worker (`scheduler_svc.sim.model_worker`) checks them, with the KV of every token;
+  simulator's model worker (`records.rules.model_worker`) checks them, with the KV of every token;
 * the core's own invariants hold;
 * every request ends exactly once, gets its tokens in order and none after its end, and ends naturally only with the
   number of tokens that it asked for.
@@ -13,14 +13,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from records.rules.model_worker import ModelWorker, Row
+from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.sim.model_worker import ModelWorker, Row
-from scheduler_svc.sim.violation import StreamName, ViolationError
 from scheduler_svc.whatif.figures import NATURAL_ENDS
 from scheduler_svc.whatif.load import Arrival
 from scheduler_svc.whatif.saved import Service

@@ -114,7 +114,7 @@ def under(kinds: list[str], served: Served, first: str) -> Load:
     command = [
         sys.executable,
         "-m",
-        "tests.chaos.attackers",
+        "checks.chaos.attackers",
         served.http,
         "mallory-token",
         ",".join(kinds),

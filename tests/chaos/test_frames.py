@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chaos.frames import MIN_BATCHES, TARGETS, attack, check_growth
+from checks.chaos.frames import MIN_BATCHES, TARGETS, attack, check_growth
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -6,9 +6,9 @@ import signal
 import socket
 from pathlib import Path
 
+from checks.chaos.fronts import Campaign, Kill, run
 from quire import AsyncClient
 from quire.aio import AsyncGeneration
-from tests.chaos.fronts import Campaign, Kill, run
 from tests.e2e.harness import Served, serve
 
 OPTIONS = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True, "logprobs": 1}

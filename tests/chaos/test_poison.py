@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from checks.chaos.campaign import HOOKS
 from quire import AsyncClient
 from quire.errors import QuireError
-from tests.chaos.campaign import HOOKS
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import serve
 from tests.e2e.load import Answer, draw_prompts, generate

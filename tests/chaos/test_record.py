@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from checks.chaos.mixed import Check, check, quantile, run_load
 from quire_server.cli.main import main
 from scheduler_svc.recorder.replay import replay
-from tests.chaos.mixed import Check, check, quantile, run_load
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(3600)]
 NUM_REQUESTS = 10_000

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from checks.chaos.load import Load, Streamed, check
 from quire import AsyncClient, SchedulingOptions
 from quire.errors import QueueFullError, QuireError, UnavailableError
-from tests.chaos.load import Load, Streamed, check
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
 from tests.e2e.oracle import Oracle, Tally

@@ -11,10 +11,10 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from checks.chaos.campaign import PATIENCE_S
+from checks.chaos.load import Load, check
 from quire import AsyncClient
 from quire.errors import QuireError
-from tests.chaos.campaign import PATIENCE_S
-from tests.chaos.load import Load, check
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
 from tests.e2e.oracle import Oracle, Tally

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.campaign import Campaign, Fault, preemptions, run
+from checks.chaos.campaign import Campaign, Fault, preemptions, run
 
 
 def test_faults_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:

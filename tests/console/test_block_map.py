@@ -9,9 +9,9 @@ import pytest
 
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.live_views import to_tables
 from scheduler_svc.recorder.step_view import RequestNumbers
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.console.browser import needs_chromium, opened, until
 from tests.scheduler_svc.block_states import states_of
 from tests.scheduler_svc.cluster import Cluster

@@ -8,6 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
     "benchmarks",
+    "checks",
+    "records",
     "tools",
     "quire",
     "quire_server",

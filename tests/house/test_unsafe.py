@@ -18,6 +18,8 @@ PACKAGES = (
     "protos",
     "tools",
     "benchmarks",
+    "checks",
+    "records",
 )
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CALLS = {"eval", "exec", "compile"}

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import Note, Notes, QueueNote, WaitReason
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.sim.model_worker import ModelWorker
 from shared.columns import to_column
 from shared.request_spec import Pooling, RequestSpec
 

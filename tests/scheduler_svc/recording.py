@@ -5,6 +5,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from checks.sim.coverage import Coverage
+from checks.sim.scenario import Scenario, draw
+from checks.sim.simulation import Result, Simulation
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect
 from scheduler_svc.core.interface.events import Event
@@ -17,9 +20,6 @@ from scheduler_svc.recorder.segments import FORMAT_VERSION, SegmentWriter
 from scheduler_svc.recorder.snapshot import dump
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
-from scheduler_svc.sim.coverage import Coverage
-from scheduler_svc.sim.scenario import Scenario, draw
-from scheduler_svc.sim.simulation import Result, Simulation
 
 
 class Recording:

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.workers.grammars import MAX_ASKED
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 from tests.scheduler_svc.requests import make_arrival
 

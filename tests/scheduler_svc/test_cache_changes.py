@@ -3,11 +3,11 @@
 import random
 from collections.abc import Iterable
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.cache_changes import CacheChanges, Change, Removed, Stored
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.workers.worker import Worker
-from scheduler_svc.sim.model_worker import ModelWorker
 from shared.prefix_keys import KEY_BYTES, SHARED_SCOPE, BlockKey, following_keys, root_key
 from tests.scheduler_svc.cluster import Cluster
 

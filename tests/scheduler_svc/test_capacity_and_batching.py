@@ -2,13 +2,13 @@
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig, TenantLimits
 from scheduler_svc.core.interface.errors import InvalidLimitsError
 from scheduler_svc.core.workers.capacity import Capacity
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 32}

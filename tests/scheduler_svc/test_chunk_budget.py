@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.workers.chunks import FIRST_CHUNKS, PREFILL_FACTOR, affordable_tokens, chunk_budget
 from scheduler_svc.core.workers.cost_model import CostModel, StepShape
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 
 TARGET_S = 0.5

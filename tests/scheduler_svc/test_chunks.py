@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.workers.chunks import chunk_cost, longest_chunk
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 
 BUDGET = 128

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.errors import InvalidLimitsError
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.operations import count_calls
 

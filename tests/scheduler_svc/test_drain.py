@@ -2,9 +2,9 @@
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.effects import EndReason
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 
 PEER = b"w1"

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_embedding
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import EndReason
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_embedding
 from shared.request_spec import Pooling
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 from tests.scheduler_svc.requests import make_arrival

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface.config import CAPACITY_MODES, BatchingLimits, TenantLimits
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.tenants import BURST_S, Tenants
@@ -12,7 +13,6 @@ from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
 from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 from scheduler_svc.core.workers.rows import RowTable
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.requests import make_request
 

@@ -2,13 +2,13 @@
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import EndReason, ServiceChanged, WorkerEmptied, WorkerWelcomed
 from scheduler_svc.core.queueing.backlog import MAX_ASSIGNED_S
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
 
 PREFIX = list(range(200, 240))

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output, grammar_key
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import GrammarFailure
 from scheduler_svc.core.workers.grammars import MAX_ASKED, MAX_FAILED, Grammars
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output, grammar_key
 from shared.frames import MAX_GRAMMARS
 from tests.scheduler_svc.cluster import Cluster, Reader
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS, PROBATION
-from scheduler_svc.sim.model_worker import ModelWorker
 from shared.frames import TOKEN_BYTES
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 

@@ -1,8 +1,8 @@
 """The stories and figures of live and ended requests, for operators."""
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.requests.history import MAX_ENDED
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 

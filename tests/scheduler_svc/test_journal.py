@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Log
@@ -25,8 +27,6 @@ from scheduler_svc.journal.recovery import replay, to_event
 from scheduler_svc.journal.segments import read_segment
 from scheduler_svc.journal.syncer import Syncer
 from scheduler_svc.segments import FolderInUseError
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from shared.columns import from_column, to_column
 from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.interface.records import Log
 from scheduler_svc.core.requests.kept import KeptLogs
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 from tests.scheduler_svc.requests import make_arrival
 

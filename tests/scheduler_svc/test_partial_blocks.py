@@ -2,11 +2,11 @@
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 
 BLOCK_SIZE = 8

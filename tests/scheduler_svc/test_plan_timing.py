@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.workers.plan_timing import EARLY_S, LEAD_S, TOLERATED_IDLE, PlanTiming
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 
 STEP_S = 0.1

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface.config import CoreConfig, RequestClass, TenantLimits
 from scheduler_svc.core.interface.records import NoteKind
@@ -29,7 +30,6 @@ from scheduler_svc.core.queueing.service_ledger import ServiceLedger
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.accounts import Account, AccountNumbers
 from scheduler_svc.core.requests.request import Request, RequestState, Wait
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.examples import examples
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.operations import count_calls

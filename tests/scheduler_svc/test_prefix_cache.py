@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from shared.prefix_keys import KEY_BYTES, following_keys, root_key
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 

@@ -1,10 +1,10 @@
 """Poison requests: a request that kills workers is found and rejected, and no other is."""
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS, PROVEN_BY, Quarantine
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.requests import make_request
 

@@ -1,9 +1,9 @@
 """Token rates of tenants: how many tokens they let through, and whom they hold."""
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.interface.effects import EndReason
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 
 RATE = 10.0

@@ -11,6 +11,8 @@ import pytest
 
 from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import grammar_key
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.recorder.decoding import Decoder
@@ -22,8 +24,6 @@ from scheduler_svc.recorder.snapshot import dump, load
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Cut, Handled, Planned, RecordedScheduler, Tape
 from scheduler_svc.recorder.values import Entry, PlanAsked, digest
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import grammar_key
 from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.many_steps import record_steps

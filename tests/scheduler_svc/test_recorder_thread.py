@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import zmq
 
+from checks.sim.coverage import Coverage
+from checks.sim.scenario import draw
+from checks.sim.simulation import Simulation
 from protos.quire.record.v1 import record_pb2
 from quire_server.cli.main import main
 from scheduler_svc.assembly import open_recorder
@@ -29,9 +32,6 @@ from scheduler_svc.recorder.segments import Ring, SegmentWriter, paths
 from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
 from scheduler_svc.segments import FolderInUseError, SegmentFile
 from scheduler_svc.service import SchedulerService
-from scheduler_svc.sim.coverage import Coverage
-from scheduler_svc.sim.scenario import draw
-from scheduler_svc.sim.simulation import Simulation
 from shared.config import SchedulerConfig
 from shared.frames import LINK_MAX_MESSAGE
 from shared.request_spec import RequestSpec

@@ -8,12 +8,12 @@ from collections import Counter, deque
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_embedding, expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.interface.records import EndReason
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_embedding, expected_output
 from shared.request_spec import Pooling
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from records.rules.model_worker import ModelWorker, Row
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.planning.row_failures import MAX_LOST_PREFIXES
 from scheduler_svc.core.workers.worker import Worker
-from scheduler_svc.sim.model_worker import ModelWorker, Row
-from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 
 PEER = b"w/1"

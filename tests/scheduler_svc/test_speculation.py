@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import EMPTY, extend, token_after
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
@@ -13,8 +15,6 @@ from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 from scheduler_svc.core.workers.rows import RowTable
 from scheduler_svc.core.workers.speculation import TOLERATED_LOSS, Speculation, choose_limits
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import EMPTY, extend, token_after
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.requests import make_request
 

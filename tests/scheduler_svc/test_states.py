@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from checks.sim.coverage import Coverage
+from checks.sim.scenario import draw
+from checks.sim.simulation import Simulation
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.lifecycle.states import RequestEvent, RequestStates
@@ -12,9 +15,6 @@ from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.policies import make_policy
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, RequestState, Wait
-from scheduler_svc.sim.coverage import Coverage
-from scheduler_svc.sim.scenario import draw
-from scheduler_svc.sim.simulation import Simulation
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.requests import make_request
 

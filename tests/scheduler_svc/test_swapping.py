@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.memory.swapping import SwapSpace
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 

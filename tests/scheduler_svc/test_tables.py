@@ -5,10 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.lifecycle import tables
 from scheduler_svc.core.lifecycle.tables import BlockMap, Blocks
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.block_states import states_of
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 

@@ -11,13 +11,13 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from quire_server.cli.main import main
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import Note, NoteKind, RequestEnded
 from scheduler_svc.recorder.reader import Segment, read
 from scheduler_svc.recorder.timeline import export
 from scheduler_svc.recorder.values import Entry, PlanAsked
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.recording import Recording, record
 

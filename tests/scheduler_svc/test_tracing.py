@@ -6,10 +6,10 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
-from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.tracing import SchedulerTracing
 from shared.request_spec import RequestSpec
 from shared.telemetry import Telemetry

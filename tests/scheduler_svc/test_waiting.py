@@ -1,9 +1,9 @@
 """What the core tells about requests that wait, and about those that leave their rows."""
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import BatchingLimits, TenantLimits
 from scheduler_svc.core.interface.records import Note, NoteKind, WaitReason
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 

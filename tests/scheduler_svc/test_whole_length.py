@@ -1,11 +1,11 @@
 """Requests and workers of different length: no answer is cut short because its worker was smaller than another one."""
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import EndReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.workers.kinds import LONGEST, Kind, Kinds
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster, Reader
 from tests.scheduler_svc.operations import count_calls
 from tests.scheduler_svc.requests import make_arrival, make_request

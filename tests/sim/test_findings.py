@@ -1,8 +1,8 @@
 """What the simulator found in the core, each as the smallest history that shows it."""
 
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output, grammar_key
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.sim.model_worker import ModelWorker
-from scheduler_svc.sim.oracle import expected_output, grammar_key
 from tests.scheduler_svc.cluster import Cluster
 
 

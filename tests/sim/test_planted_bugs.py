@@ -2,10 +2,10 @@
 
 import pytest
 
-from scheduler_svc.sim.coverage import Coverage
-from scheduler_svc.sim.scenario import draw
-from scheduler_svc.sim.simulation import Simulation
-from tests.sim.planted import BUGS, PlantedBug
+from checks.planted import BUGS, PlantedBug
+from checks.sim.coverage import Coverage
+from checks.sim.scenario import draw
+from checks.sim.simulation import Simulation
 
 MOST_SEEDS = 40
 STEPS = 500

@@ -9,14 +9,14 @@ import zlib
 
 import pytest
 
+from checks.sim.campaign import run_campaign, summary
+from checks.sim.coverage import Coverage, expected_kinds
+from checks.sim.faults import NONE
+from checks.sim.gaps import KNOWN
+from checks.sim.report import line, render
+from checks.sim.scenario import Scenario, draw
+from checks.sim.simulation import Simulation
 from scheduler_svc.core.interface.config import CoreConfig
-from scheduler_svc.sim.campaign import run_campaign, summary
-from scheduler_svc.sim.coverage import Coverage, expected_kinds
-from scheduler_svc.sim.faults import NONE
-from scheduler_svc.sim.gaps import KNOWN
-from scheduler_svc.sim.report import line, render
-from scheduler_svc.sim.scenario import Scenario, draw
-from scheduler_svc.sim.simulation import Simulation
 
 FIXED_SEEDS = range(20)
 STEPS = 1000

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from checks.mutation.mutators import mutant, mutations
 from quire_server.bench.svg import Series, bars, lines
 from scheduler_svc.core.interface.config import CoreConfig
-from tools.mutation.mutators import mutant, mutations
 from tools.plots.claims import CLAIMS
 from tools.plots.world import STEP_S, Job, run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.test_imports import imports
-from tools.dist import NEEDED, PRIVATE, ROOT, build, client_name, read_project, stage_client, stage_server
+from tools.dist import PRIVATE, ROOT, build, client_name, read_project, stage_client, stage_server
 
 _SHADOWS = ("services", "kernels", "shared", "protos")
 _OURS = ("quire", "__editable__", "_quire")
@@ -185,11 +185,10 @@ def test_the_installed_server_serves(installed: Environment) -> None:
 def test_developers_tools_are_left_out(wheels: tuple[Path, Path]) -> None:
     """Neither simulator nor benchmarks of parts are in the server's wheel; the one of a running service is."""
     names = _files(wheels[1])
-    needed = {f"quire_server/_packages/{name}" for name in NEEDED}
 
-    developers = ("/sim/", "_svc/bench/", "services/bench/", "bench_kernels", "bench_scheduler", "bench/offline")
-    assert not [name for name in names - needed for part in developers if part in name]
-    assert {"quire_server/cli/bench_serve.py", "quire_server/bench/run.py"} | needed <= names
+    developers = ("checks/", "_svc/bench/", "services/bench/", "bench_kernels", "bench_scheduler", "bench/offline")
+    assert not [name for name in names for part in developers if part in name]
+    assert {"quire_server/cli/bench_serve.py", "quire_server/bench/run.py"} <= names
     assert {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")} == {"quire_server"}
 
 

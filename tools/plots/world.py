@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.sim.model_worker import ModelWorker
 from shared.request_spec import RequestSpec
 
 STEP_S = 0.008

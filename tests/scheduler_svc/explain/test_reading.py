@@ -10,6 +10,7 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from quire_server.cli.main import main
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig, TenantLimits
@@ -20,7 +21,6 @@ from scheduler_svc.explain.facts import Life, StreamKey
 from scheduler_svc.explain.reading import Findings, study
 from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.tape import Reported, Tape
-from scheduler_svc.sim.model_worker import ModelWorker
 from shared.errors import InvalidRequestError, RequestNotFoundError
 from shared.prefix_keys import following_keys, root_key
 from tests.scheduler_svc.cluster import FRONTEND, Cluster

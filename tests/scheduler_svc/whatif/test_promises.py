@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from checks.planted import BUGS, PlantedBug
 from quire_server.cli._parser import OneLineParser
 from quire_server.cli.replay import configure, run
 from scheduler_svc.core.interface.config import CoreConfig
@@ -12,7 +13,6 @@ from scheduler_svc.whatif.answer import from_record
 from scheduler_svc.whatif.promises import check
 from tests.scheduler_svc import recording
 from tests.scheduler_svc.whatif.deterministic import record_run
-from tests.sim.planted import BUGS, PlantedBug
 
 LITTLE_MEMORY = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64, max_tokens_in_paged_kv_cache=400, policy="sjf")
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from checks.sim.scenario import draw
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recorder.reader import read
-from scheduler_svc.sim.scenario import draw
 from scheduler_svc.whatif.answer import Case, compare, from_record, read_service, save
 from scheduler_svc.whatif.arrivals import WhatIfError, read_load
 from scheduler_svc.whatif.figures import Figures

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from quire.admin.v1 import admin_pb2 as admin
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
-from scheduler_svc.sim.model_worker import ModelWorker
 from scheduler_svc.whatif.load import Arrival, Load, Member, traced
 from scheduler_svc.whatif.step_times import StepTimes
 from scheduler_svc.whatif.strategies import check_comparison, compare_strategies, newest, run_strategies

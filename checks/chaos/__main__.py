@@ -1,0 +1,38 @@
+"""The long form: 60 faults or more under 200 streams, with figures.
+
+python -m checks.chaos --json chaos.json
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from checks.chaos import command
+from checks.chaos.campaign import Campaign, run
+
+
+def main() -> int:
+    """Runs one campaign; prints and writes its figures."""
+    parser = command.parser("checks.chaos", __doc__)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--faults-of-each-kind", type=int, default=15)
+    parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each worker (tensor parallelism)")
+    parser.add_argument("--speculation", default="off", help="how workers propose draft tokens, such as ngram")
+    options = parser.parse_args()
+    campaign = Campaign(
+        num_streams=options.streams,
+        faults_of_each_kind=options.faults_of_each_kind,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        ranks=options.ranks,
+        speculation=options.speculation,
+    )
+    with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
+        command.tell(run(campaign, Path(folder)).figures(), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""Peers with valid keys that send malformed messages, one for each socket of `checks.chaos.frames`.
+
+Each starts the process that it attacks, sends batches of frames (`batch`), and between them asks whether that process
+still does its work (`check`).
+"""
+
+from checks.chaos.adversaries.base import Adversary
+from checks.chaos.adversaries.on_frontend import FalseCore
+from checks.chaos.adversaries.on_scheduler import FalseFrontend, FalseWorker
+from checks.chaos.adversaries.on_worker import FalseScheduler
+
+__all__ = ["Adversary", "FalseCore", "FalseFrontend", "FalseScheduler", "FalseWorker"]

@@ -1,0 +1,319 @@
+"""A service under load whose workers are struck down again and again, and what became of every stream.
+
+A fault strikes a random worker as soon as two of them serve, at most every `pause_s`. Which streams it hit, and when
+the scheduler noticed, is read from the scheduler's log; when they went on, from the streams.
+"""
+
+import asyncio
+import contextlib
+import enum
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from checks.chaos.load import Load, Streamed, check
+from checks.chaos.proxy import Wires
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import Served, serve
+from tests.e2e.oracle import Oracle, Tally
+
+HOOKS = Path(__file__).parent / "hooks"
+NUM_WORKERS = 3
+STEP_DEADLINE_S = 3.0
+WATCHDOG_S = 3.0
+SILENCE_TIMEOUT_S = 2.5
+"""How long a cut wire stays cut and a frozen process, every other time, frozen."""
+PATIENCE_S = 120.0
+
+
+class Fault(enum.Enum):
+    """What strikes a worker."""
+
+    KILL = "SIGKILL"
+    FREEZE = "SIGSTOP"
+    HANG = "hang"
+    CUT = "network cut"
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """How hard and how long."""
+
+    num_streams: int
+    faults_of_each_kind: int
+    max_tokens: int
+    pause_s: float = 2.0
+    seed: int = 0
+    frontends: int = 1
+    ranks: int = 1
+    """Processes of each worker. Faults other than a cut strike any of them."""
+    speculation: str = "off"
+    """How workers propose draft tokens."""
+
+
+@dataclass(slots=True)
+class Strike:
+    """One fault: its time and its target."""
+
+    fault: Fault
+    worker: str
+    time: float
+    noticed: float | None = None
+    """When the scheduler gave the worker up; all by `time.time()`."""
+    request_ids: list[str] = field(default_factory=list)
+    """Streams that were on it."""
+    served_again: float | None = None
+    """When the worker had joined again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """One stream that a fault hit, from the fault to its next token; seconds."""
+
+    to_notice: float
+    queued: float
+    """From the notice until another worker, or the same one again, has it in a plan."""
+    prefill: float
+    """From there until the token: computing prompt and output again, beside what else the worker computes."""
+
+    @property
+    def whole(self) -> float:
+        """From the fault to the token."""
+        return self.to_notice + self.queued + self.prefill
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a campaign came to."""
+
+    strikes: list[Strike]
+    streams: list[Streamed]
+    tally: Tally
+    seconds: float
+
+    def pauses(self, strikes: Sequence[Strike]) -> list[Pause]:
+        """Of every stream that these strikes hit, as far as its story is known and a token was still to come."""
+        by_id = {streamed.request_id: streamed for streamed in self.streams}
+        found = []
+        for strike in strikes:
+            for request_id in strike.request_ids:
+                pause = _pause(strike, by_id[request_id])
+                if pause is not None:
+                    found.append(pause)
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        """As JSON: times from fault to notice, to the next token of each stream it hit, and to the worker's return."""
+        return {
+            "faults": len(self.strikes),
+            "streams": len(self.streams),
+            "streams_by_kind": {
+                "greedy": sum(1 for each in self.streams if each.seed is None and each.schema is None),
+                "seeded": sum(1 for each in self.streams if each.seed is not None and each.schema is None),
+                "schema, greedy": sum(1 for each in self.streams if each.seed is None and each.schema is not None),
+                "schema, seeded": sum(1 for each in self.streams if each.seed is not None and each.schema is not None),
+            },
+            "tokens": sum(len(streamed.tokens) for streamed in self.streams),
+            "streams_hit": sum(1 for streamed in self.streams if preemptions(streamed)),
+            "schema_streams_hit": sum(1 for each in self.streams if preemptions(each) and each.schema is not None),
+            "failed": sum(1 for streamed in self.streams if streamed.error is not None),
+            "near_ties": self.tally.near_ties,
+            "seconds": round(self.seconds, 1),
+            "pauses": _itemised(self.pauses(self.strikes)),
+            "by_kind": {
+                kind.value: self._figures_of([each for each in self.strikes if each.fault is kind]) for kind in Fault
+            },
+        }
+
+    def _figures_of(self, strikes: Sequence[Strike]) -> dict[str, Any]:
+        return {
+            "faults": len(strikes),
+            "to_notice_s": quantiles([each.noticed - each.time for each in strikes if each.noticed is not None]),
+            "pauses": _itemised(self.pauses(strikes)),
+            "to_worker_back_s": quantiles(
+                [each.served_again - each.time for each in strikes if each.served_again is not None]
+            ),
+        }
+
+
+def _pause(strike: Strike, streamed: Streamed) -> Pause | None:
+    lost = f"lost {strike.worker}:"
+    story = iter(streamed.story)
+    noticed = next((at for at, what in story if at >= strike.time and what.startswith(lost)), None)
+    admitted = next((at for at, what in story if what.startswith("admitted to")), None)
+    if noticed is None or admitted is None:
+        return None
+    # What had been sent before the fault still arrives; what comes after the admission was computed anew.
+    token = streamed.next_token_after(admitted)
+    return None if token is None else Pause(noticed - strike.time, admitted - noticed, token - admitted)
+
+
+def _itemised(pauses: Sequence[Pause]) -> dict[str, Any]:
+    return {
+        "to_next_token_s": quantiles([pause.whole for pause in pauses]),
+        "without_prefill_s": quantiles([pause.to_notice + pause.queued for pause in pauses]),
+        "to_notice_s": quantiles([pause.to_notice for pause in pauses]),
+        "queued_s": quantiles([pause.queued for pause in pauses]),
+        "prefill_s": quantiles([pause.prefill for pause in pauses]),
+    }
+
+
+def quantiles(values: list[float]) -> dict[str, float | int]:
+    """Median, 99th percentile and maximum."""
+    if not values:
+        return {"n": 0}
+    ordered = sorted(values)
+    return {
+        "n": len(ordered),
+        "p50": round(statistics.median(ordered), 4),
+        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 4),
+        "max": round(ordered[-1], 4),
+    }
+
+
+def preemptions(streamed: Streamed) -> int:
+    """How often a stream was interrupted."""
+    return streamed.finished.usage.preemptions if streamed.finished is not None else 0
+
+
+@contextlib.contextmanager
+def service(checkpoint: Path, *flags: str, environ: dict[str, str] | None = None) -> Iterator[tuple[Served, Wires]]:
+    """Three workers behind wires, with hooks."""
+    # Unix sockets want short paths.
+    with tempfile.TemporaryDirectory(prefix="qc-", dir="/tmp") as folder:
+        target = Path(folder) / "scheduler"
+        wires = Wires(Path(folder), [f"worker-{index}" for index in range(NUM_WORKERS)], target)
+        environment = {"PYTHONPATH": str(HOOKS), "CHAOS_PROXIES": folder, **(environ or {})}
+        try:
+            with serve(
+                checkpoint,
+                "--dtype=float32",
+                f"--workers={NUM_WORKERS}",
+                f"--worker-address=ipc://{target}",
+                f"--step-deadline-s={STEP_DEADLINE_S}",
+                f"--watchdog-s={WATCHDOG_S}",
+                "--worker-silence-s=2",
+                *flags,
+                environ=environment,
+            ) as served:
+                yield served, wires
+        finally:
+            wires.close()
+
+
+def run(campaign: Campaign, folder: Path) -> Outcome:
+    """Runs a campaign and checks every stream; raises AssertionError for any that is not what it should be."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+    oracle = Oracle(checkpoint)
+    began = time.monotonic()
+    # The remaining workers have room for all streams: the figures show the time until streams continue, not the queue.
+    with service(
+        checkpoint,
+        f"--max-num-seqs={max(64, campaign.num_streams)}",
+        # Steps of a tiny model cost the same whatever they hold.
+        "--max-num-batched-tokens=2048",
+        f"--frontends={campaign.frontends}",
+        f"--tensor-parallel-size={campaign.ranks}",
+        f"--speculation={campaign.speculation}",
+    ) as (served, wires):
+        load = Load(served.grpc, campaign.num_streams, oracle.vocab_size, campaign.max_tokens, campaign.seed)
+        strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))
+        served.wait_until_empty()
+        for strike in strikes:
+            _read_log(served, strike)
+    tally = Tally()
+    for streamed in load.done:
+        check(oracle, streamed, tally)
+    assert tally.near_ties * 1000 < tally.tokens, tally
+    return Outcome(strikes, load.done, tally, time.monotonic() - began)
+
+
+async def _strike_under_load(campaign: Campaign, served: Served, wires: Wires, load: Load) -> list[Strike]:
+    rng = random.Random(campaign.seed)
+    faults = [kind for kind in Fault for _ in range(campaign.faults_of_each_kind)]
+    rng.shuffle(faults)
+    streaming = asyncio.create_task(load.run())
+    strikes: list[Strike] = []
+    healing: list[asyncio.Task[None]] = []
+    try:
+        await asyncio.wait_for(load.flows.wait(), PATIENCE_S)
+        for fault in faults:
+            workers = await _serving(served, streaming)
+            name, pid = rng.choice(workers)
+            if campaign.ranks > 1:
+                pid = rng.choice([pid, *(child.pid for child in psutil.Process(pid).children())])
+            strikes.append(Strike(fault, name, time.time()))
+            healing.append(asyncio.create_task(_strike(fault, name, pid, wires, stays=rng.random() < 0.5)))
+            await asyncio.wait({streaming}, timeout=campaign.pause_s)
+    finally:
+        load.stop()
+        await asyncio.gather(*healing)
+        await streaming
+    return strikes
+
+
+async def _serving(served: Served, streaming: "asyncio.Task[None]") -> list[tuple[str, int]]:
+    """The workers in a valid epoch and their process ids, once there are two."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end and not streaming.done():
+        found = {
+            line["worker"]: line["event"] == "worker joined"
+            for line in await asyncio.to_thread(served.log_lines)
+            if line["event"] in ("worker joined", "worker lost", "worker left")
+        }
+        pids = {_worker_name(child.cmdline()): child.pid for child in served.children("worker")}
+        serving = [(name, pids[name]) for name, joined in found.items() if joined and name in pids]
+        if len(serving) >= 2:
+            return serving
+        await asyncio.sleep(0.1)
+    raise AssertionError("no two workers serve")
+
+
+def _worker_name(arguments: list[str]) -> str:
+    return next((each.partition("=")[2] for each in arguments if each.startswith("--worker-id=")), "")
+
+
+async def _strike(fault: Fault, name: str, pid: int, wires: Wires, *, stays: bool) -> None:
+    """Strikes; what does not heal by itself, and was not left to the supervisor, is healed after a while."""
+    with contextlib.suppress(ProcessLookupError):
+        match fault:
+            case Fault.KILL:
+                os.kill(pid, signal.SIGKILL)
+            case Fault.HANG:
+                os.kill(pid, signal.SIGUSR1)
+            case Fault.FREEZE:
+                os.kill(pid, signal.SIGSTOP)
+                if not stays:
+                    await asyncio.sleep(SILENCE_TIMEOUT_S)
+                    os.kill(pid, signal.SIGCONT)
+            case Fault.CUT:
+                wires.cut(name)
+                await asyncio.sleep(SILENCE_TIMEOUT_S)
+                wires.mend(name)
+
+
+def _read_log(served: Served, strike: Strike) -> None:
+    """Find the time at which the scheduler noticed a strike, its target, and the time at which the worker was back."""
+    for line in served.log_lines():
+        if line.get("worker") != strike.worker or line.get("service") != "quire-scheduler":
+            continue
+        at = datetime.fromisoformat(line["timestamp"]).timestamp()
+        if at < strike.time:
+            continue
+        if line["event"] == "worker lost; its requests wait for another worker" and not strike.request_ids:
+            strike.request_ids = line["request_ids"]
+        elif line["event"] == "worker lost" and strike.noticed is None:
+            strike.noticed = at
+        elif line["event"] == "worker joined":
+            strike.served_again = at
+            return

@@ -1,0 +1,200 @@
+"""Front ends and schedulers that die under load, one by one and all together, while clients go on by Resume.
+
+    python -m checks.chaos.fronts --json fronts.json
+
+The service has two workers, two front ends and a journal. Once every live stream has received a token since the last
+kill, the campaign kills a front end, all of them, the scheduler, or scheduler and front ends at once. It checks each
+stream token by token.
+"""
+
+import asyncio
+import enum
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
+
+from checks.chaos import command
+from checks.chaos.campaign import PATIENCE_S, quantiles
+from checks.chaos.load import Load, Streamed, check
+from tests.checkpoints import make_checkpoint
+from tests.e2e.harness import Served, serve
+from tests.e2e.oracle import Oracle, Tally
+
+CONNECTIONS = 8
+
+
+class Kill(enum.Enum):
+    """The processes that are killed."""
+
+    FRONTEND = "a front end"
+    FRONTENDS = "all front ends"
+    SCHEDULER = "the scheduler"
+    BOTH = "scheduler and front ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """Size and duration of a campaign."""
+
+    num_streams: int
+    kills_of_each_kind: int
+    max_tokens: int
+    fsync: str = "none"
+    pause_s: float = 1.0
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class KillRecord:
+    """One kill, and the streams that were live."""
+
+    kill: Kill
+    time: float
+    """By `time.time()`."""
+    live: list[Streamed] = field(default_factory=list)
+    """Streams under way."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Result of a campaign."""
+
+    records: list[KillRecord]
+    streams: list[Streamed]
+    tally: Tally
+    seconds: float
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures as JSON.
+
+        The pause of a stream is its longest gap between two messages, from the last message before a kill until the
+        next kill. It is computed for each stream that ran at the kill.
+        """
+        pauses: dict[Kill, list[float]] = {kill: [] for kill in Kill}
+        for record, following in zip_longest(self.records, self.records[1:]):
+            until = following.time if following is not None else math.inf
+            for streamed in record.live:
+                gaps = [b - a for a, b in pairwise(streamed.times) if b > record.time and a < until]
+                pauses[record.kill].append(max(gaps, default=0.0))
+        return {
+            "kills": len(self.records),
+            "streams": len(self.streams),
+            "tokens": sum(len(streamed.tokens) for streamed in self.streams),
+            "tokens_compared": self.tally.tokens,
+            "near_ties": self.tally.near_ties,
+            "failed": sum(streamed.error is not None for streamed in self.streams),
+            "seconds": round(self.seconds, 1),
+            "pause_s": {kill.value: quantiles(values) for kill, values in pauses.items()},
+        }
+
+
+def run(campaign: Campaign, folder: Path) -> Outcome:
+    """Runs a campaign; raises AssertionError for a stream that is not what it should be."""
+    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+    oracle = Oracle(checkpoint)
+    began = time.monotonic()
+    with serve(
+        checkpoint,
+        "--dtype=float32",
+        "--workers=2",
+        "--frontends=2",
+        f"--max-num-seqs={max(64, campaign.num_streams)}",
+        f"--journal={folder / 'journal'}",
+        f"--journal-fsync={campaign.fsync}",
+    ) as served:
+        load = Load(
+            served.grpc,
+            campaign.num_streams,
+            oracle.vocab_size,
+            campaign.max_tokens,
+            campaign.seed,
+            resumable=True,
+            connections=CONNECTIONS,
+        )
+        records = asyncio.run(_kill_under_load(campaign, served, load))
+        served.wait_until_empty()
+        assert served.metric("quire_journal_failures_total") == 0
+    tally = Tally()
+    for streamed in load.done:
+        check(oracle, streamed, tally)
+    assert tally.near_ties * 1000 < tally.tokens, tally
+    return Outcome(records, load.done, tally, time.monotonic() - began)
+
+
+async def _kill_under_load(campaign: Campaign, served: Served, load: Load) -> list[KillRecord]:
+    rng = random.Random(campaign.seed)
+    kills = [kill for kill in Kill for _ in range(campaign.kills_of_each_kind)]
+    rng.shuffle(kills)
+    streaming = asyncio.create_task(load.run())
+    records: list[KillRecord] = []
+    try:
+        await asyncio.wait_for(load.flows.wait(), PATIENCE_S)
+        for kill in kills:
+            await _until_all_get_on(load, records[-1].time if records else time.time())
+            await asyncio.wait({streaming}, timeout=campaign.pause_s)
+            if streaming.done():
+                break
+            records.append(KillRecord(kill, time.time(), [each for each in load.live.values() if each.tokens]))
+            for pid in _victims(kill, served, rng):
+                os.kill(pid, signal.SIGKILL)
+        await _until_all_get_on(load, records[-1].time)
+    finally:
+        load.stop()
+        await streaming
+    return records
+
+
+def _victims(kill: Kill, served: Served, rng: random.Random) -> list[int]:
+    frontends = [child.pid for child in served.children("frontend")]
+    scheduler = [child.pid for child in served.children("scheduler")]
+    match kill:
+        case Kill.FRONTEND:
+            return [rng.choice(frontends)]
+        case Kill.FRONTENDS:
+            return frontends
+        case Kill.SCHEDULER:
+            return scheduler
+        case Kill.BOTH:
+            return scheduler + frontends
+
+
+async def _until_all_get_on(load: Load, moment: float) -> None:
+    """Waits until every stream that is live has got a token since a moment."""
+    end = time.monotonic() + PATIENCE_S
+    while not all(streamed.times and streamed.times[-1] > moment for streamed in load.live.values()):
+        if time.monotonic() > end:
+            raise AssertionError("streams do not get on")
+        await asyncio.sleep(0.05)
+
+
+def main() -> int:
+    """Runs one campaign; prints and writes its figures."""
+    parser = command.parser("checks.chaos.fronts", __doc__)
+    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--kills-of-each-kind", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=300)
+    parser.add_argument("--fsync", default="none")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    campaign = Campaign(
+        num_streams=options.streams,
+        kills_of_each_kind=options.kills_of_each_kind,
+        max_tokens=options.max_tokens,
+        fsync=options.fsync,
+        seed=options.seed,
+    )
+    with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
+        command.tell(run(campaign, Path(folder)).figures(), options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

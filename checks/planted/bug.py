@@ -1,0 +1,45 @@
+"""Planted bugs, and how a check reports one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from checks.sim.scenario import Scenario
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+Aim = Callable[[Scenario], Scenario]
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedBug:
+    """A bug, with the checks of which one must find it.
+
+    The check "core" is an assertion of the core's own. For a bug that needs a rare situation, scenarios are adapted to
+    meet it more often.
+    """
+
+    name: str
+    plant: Patch
+    found_by: frozenset[str]
+    aim: Aim
+
+
+BUGS: list[PlantedBug] = []
+
+
+def bug(*found_by: str, aim: Aim = lambda scenario: scenario) -> Callable[[Patch], Patch]:
+    """Registers a patch as a planted bug."""
+
+    def register(patch: Patch) -> Patch:
+        BUGS.append(PlantedBug(patch.__name__, patch, frozenset(found_by), aim))
+        return patch
+
+    return register
+
+
+def wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replaces a function by `around(original, *arguments)`."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *arguments, **keywords: around(original, *arguments, **keywords))

@@ -1,0 +1,177 @@
+"""Bugs of planning: limits of a step, the order of admission, the queue, grammars that are waited for."""
+
+from typing import Any
+
+import pytest
+
+from checks.planted.aims import CONTINUOUS, with_extras, with_limits, with_long_prompts, with_moves
+from checks.planted.bug import bug, wrap
+from scheduler_svc.core.lifecycle.admission_control import AdmissionControl
+from scheduler_svc.core.planning import batch_selection, planner
+from scheduler_svc.core.planning.batch_selection import Admission
+from scheduler_svc.core.planning.planner import Planner
+from scheduler_svc.core.queueing import policies
+from scheduler_svc.core.queueing.backlog import Backlog
+from scheduler_svc.core.queueing.policies import KeyedQueue
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.workers import chunks
+from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.cost_model import CostModel, StepShape
+from scheduler_svc.core.workers.grammars import Grammars
+from scheduler_svc.core.workers.worker import Worker
+
+
+@bug("limit.tokens", "plan.tokens", "limit.chunk")
+def budget_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """A step holds one token more than it may."""
+
+    def larger(init: Any, self: Planner, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self._budget += 1
+
+    wrap(patch, Planner, "__init__", larger)
+
+
+@bug("limit.chunk")
+def long_prefill_uncapped(patch: pytest.MonkeyPatch) -> None:
+    """One prompt may take the whole step whatever its limit."""
+
+    def uncapped(init: Any, self: Planner, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self._max_chunk = 1 << 30
+
+    wrap(patch, Planner, "__init__", uncapped)
+
+
+@bug("limit.attention")
+def attention_costs_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Chunks of a long prompt stay as long however far it has got."""
+    patch.setattr(planner, "longest_chunk", lambda budget, _context, _break_even: budget)
+
+
+@bug("limit.attention")
+def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
+    """The last chunk of a prompt is charged without its attention, so the next prompt gets too large a chunk."""
+    patch.setattr(planner, "chunk_cost", lambda chunk, _context, _break_even: chunk)
+
+
+@bug("limit.target", aim=with_long_prompts)
+def target_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Chunks take the whole budget, however long the decode rows beside them wait."""
+    patch.setattr(chunks, "affordable_tokens", lambda _target_s, _decode_s, _token_s: 1 << 30)
+
+
+@bug("limit.target", aim=with_long_prompts)
+def slow_steps_not_learned(patch: pytest.MonkeyPatch) -> None:
+    """The time of chunks is learned as if every step took as long as one without chunks."""
+
+    def forgetful(measured: Any, self: CostModel, shape: StepShape, duration: float, **more: Any) -> None:
+        without = self.expected_s(shape._replace(prompt_tokens=0))
+        measured(self, shape, min(duration, without or duration), **more)
+
+    wrap(patch, CostModel, "measured", forgetful)
+
+
+@bug("limit.rows", "core", "plan.admission")
+def one_row_too_many(patch: pytest.MonkeyPatch) -> None:
+    """One request more than max_num_seqs runs."""
+
+    def more(init: Any, self: Admission, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self._max_running += 1
+
+    wrap(patch, Admission, "__init__", more)
+
+
+@bug("limit.in_flight")
+def one_plan_too_many(patch: pytest.MonkeyPatch) -> None:
+    """One plan more than allowed is sent ahead."""
+    wrap(patch, Worker, "plan_due", lambda plan_due, self, most: plan_due(self, most + 1))
+
+
+@bug("limit.queue", "stream.reason")
+def queue_one_too_long(patch: pytest.MonkeyPatch) -> None:
+    """One request more than max_queued_requests waits."""
+
+    def longer(full: Any, self: AdmissionControl, request: Any, num_waiting: int, num_tokens: int) -> Any:
+        return full(self, request, num_waiting - 1, num_tokens)
+
+    wrap(patch, AdmissionControl, "_queue_is_full", longer)
+
+
+@bug("plan.admission", "core")
+def ended_stays_queued(patch: pytest.MonkeyPatch) -> None:
+    """A request that ends while it waits is still handed out by the queue."""
+
+    def pop(self: KeyedQueue) -> Any:
+        return self._heap.pop(0)[2] if self._heap else None
+
+    patch.setattr(KeyedQueue, "pop", pop)
+
+
+@bug(
+    "order.overtaken",
+    "order.policy",
+    "stream.deadline",
+    aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **CONTINUOUS),
+)
+def preempted_loses_place(patch: pytest.MonkeyPatch) -> None:
+    """A request that does not fit goes to the end of the queue."""
+
+    def to_the_end(put_back: Any, self: Backlog, request: Any) -> None:
+        request.sequence += 1000
+        put_back(self, request)
+
+    wrap(patch, Backlog, "put_back", to_the_end)
+
+
+@bug("plan.admission", "stream.order", "core", aim=with_moves)
+def unsettled_admitted(patch: pytest.MonkeyPatch) -> None:
+    """A request is admitted before the tokens of its last steps are known."""
+
+    def settled(is_eligible: Any, self: Admission, request: Any) -> Any:
+        request.unsettled = False
+        return is_eligible(self, request)
+
+    wrap(patch, Admission, "_is_eligible", settled)
+
+
+@bug("order.overtaken", "order.policy", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **CONTINUOUS))
+def overtaking_unbounded(patch: pytest.MonkeyPatch) -> None:
+    """Small requests may overtake a large one for ever."""
+    patch.setattr(batch_selection, "MAX_OVERTAKEN", 1 << 30)
+
+
+@bug("order.overtaken", "order.policy", aim=with_limits(policy="priority", num_workers=1, **CONTINUOUS))
+def ageing_off(patch: pytest.MonkeyPatch) -> None:
+    """Waiting does not count against priority."""
+    patch.setattr(policies, "AGEING_S", 1e-3)
+
+
+@bug("work.waiting", "finish", aim=with_limits(num_workers=1, **CONTINUOUS))
+def idle_with_work(patch: pytest.MonkeyPatch) -> None:
+    """An empty worker does not take a request that leaves it without a free block."""
+    wrap(
+        patch,
+        Capacity,
+        "admits",
+        lambda admits, self, rows, num_new, num_available, **other: (
+            num_available - num_new > 2 and admits(self, rows, num_new=num_new, num_available=num_available, **other)
+        ),
+    )
+
+
+@bug("grammar.compiled", aim=with_extras)
+def grammar_not_awaited(patch: pytest.MonkeyPatch) -> None:
+    """A request is planned before its grammar has been compiled."""
+    patch.setattr(Grammars, "is_ready", lambda self, key: True)
+
+
+@bug("grammar.wanted", aim=with_extras)
+def grammar_asked_for_twice(patch: pytest.MonkeyPatch) -> None:
+    """A worker is asked for a grammar again while it compiles it."""
+
+    def again(compile_: Any, self: Scheduler, worker: Any, requests: Any) -> None:
+        compile_(self, worker, [*requests, *requests])
+
+    wrap(patch, Scheduler, "_compile", again)

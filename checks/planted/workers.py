@@ -1,0 +1,60 @@
+"""Bugs about workers: accepted answers, removed and drained workers, and the fate of their requests."""
+
+from typing import Any
+
+import pytest
+
+from checks.planted.aims import with_faults, with_long_freezes
+from checks.planted.bug import bug, wrap
+from checks.sim.faults import Fault
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.planning import results
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.workers.fleet import Fleet
+
+
+@bug("worker.stale", "core", aim=with_faults(Fault.STALE_EPOCH))
+def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
+    """An answer of an epoch that is over is taken for one of the present epoch."""
+    wrap(patch, Scheduler, "_known", lambda known, self, event: self._fleet.get(event.worker) or known(self, event))
+
+
+@bug("worker.wrong", aim=with_faults(Fault.WRONG_ROWS))
+def wrong_rows_believed(patch: pytest.MonkeyPatch) -> None:
+    """An answer about other rows than the plan's is believed."""
+    patch.setattr(results, "_are_same", lambda planned, answered: len(planned) == len(answered))
+
+
+@bug("worker.blamed", aim=with_long_freezes)
+def stall_blamed(patch: pytest.MonkeyPatch) -> None:
+    """Workers are given up because the scheduler itself stood still."""
+
+    def no_excuse(time_passes: Any, self: Fleet, now: float) -> None:
+        allowances = [(step, step.allowance) for each in self for step in each.in_flight]
+        time_passes(self, now)
+        for step, allowance in allowances:
+            step.allowance = allowance
+
+    wrap(patch, Fleet, "time_passes", no_excuse)
+
+
+@bug("core", "finish", "empty", "work.running")
+def worker_loss_forgets(patch: pytest.MonkeyPatch) -> None:
+    """Requests of a lost worker whose last step was planned are forgotten."""
+    wrap(
+        patch,
+        Fleet,
+        "leave",
+        lambda leave, self, lost, now: [r for r in leave(self, lost, now) if r.state.name != "ENDING"],
+    )
+
+
+@bug("worker.draining", aim=with_faults(Fault.DRAIN))
+def drained_gets_work(patch: pytest.MonkeyPatch) -> None:
+    """A worker that is drained takes new requests."""
+
+    def undrained(drain: Any, self: Scheduler, event: ev.DrainRequested, now: float) -> None:
+        if event.move:
+            drain(self, event, now)
+
+    wrap(patch, Scheduler, "_drain_requested", undrained)

@@ -1,0 +1,19 @@
+"""Simulation of the production core with model workers, clients, network and clock, all drawn from one seed.
+
+`scenario.draw(seed)` decides everything about a simulation, and `Simulation.run` executes it in virtual time. It calls
+only the public methods of the core: `handle`, `plan`, `next_plan_due`, `stats`, `workers`, `validate` and
+`story`. The core cannot detect that it is simulated. After a phase with faults, a second phase heals everything and
+every request must end. The same seed gives the same run, so a seed replays a failure. TigerBeetle's VOPR and
+FoundationDB's simulation are the models.
+
+Read the modules in this order:
+
+* `records.rules` – a broken promise; arithmetic instead of a model; a worker that checks every rule of the protocol.
+* `gaps` – promises that are known to be broken.
+* `faults`, `scenario`, `traffic` – the values drawn from the seed: faults, limits and sizes, requests.
+* `coverage` – counts of what happened; `agenda`, `world` – virtual time and the state that all parts share.
+* `stream`, `clients` – requests as their front ends see them; `returns` – clients that reconnect.
+* `answers`, `sites`, `cluster` – workers, their links and epochs, and the checks on them.
+* `promises` – the guarantees of the core about requests, plans and limits, one class each.
+* `simulation` – the loop and the two phases; `report` – the result as text; `campaign` – many seeds in parallel.
+"""

@@ -1,0 +1,70 @@
+"""The content of an admission: the tokens, the worker, and the cached prefix."""
+
+from checks.sim.coverage import Limit
+from checks.sim.promises.base import Promise
+from checks.sim.sites import Epoch
+from checks.sim.stream import Stream
+from records.rules.oracle import grammar_key
+from records.rules.violation import ViolationError
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+
+
+class AdmissionsAreSound(Promise):
+    """A live request is admitted with all its tokens, on a worker that is open for requests and has its grammar."""
+
+    def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
+        row, demand = epoch.model.rows[admission.row], stream.demand
+        if epoch.draining and stream.home is not epoch:
+            raise ViolationError("worker.draining", f"an admission to {epoch.worker_id}", stream.name)
+        if demand.grammar and grammar_key(demand.grammar) not in epoch.compiled:
+            raise ViolationError("grammar.compiled", f"{epoch.worker_id} has not compiled its grammar", stream.name)
+        if admission.spec.grammar != demand.grammar:
+            raise ViolationError("plan.admission", f"grammar {admission.spec.grammar!r}", stream.name)
+        known = [*demand.prompt, *stream.tokens]
+        if row.tokens[: len(known)] != known or len(row.tokens) > len(known) + 1:
+            raise ViolationError("plan.admission", f"{len(row.tokens)} tokens, {len(known)} are known", stream.name)
+        if stream.num_known + 1 >= epoch.context:
+            self.seen(Limit.CONTEXT)
+
+
+class RowsLeave(Promise):
+    """A request that is over, or that has left its worker, is in no further plan of that row's generation."""
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        rows = epoch.model.rows
+        for row, generation, name in epoch.must_leave:
+            present = rows.get(row)
+            if present is not None and present.generation == generation and present.name == name:
+                raise ViolationError("plan.after_end", f"row {row} is planned although its request left", name)
+        epoch.must_leave.clear()
+
+
+class PrefixesAreShared(Promise):
+    """Cached tokens are used as the configuration says, and only those computed under the same salt."""
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        if len(plan.copy_sources) and self.config.prefix_cache != "radix":
+            raise ViolationError("prefix.copy", f"blocks are copied under {self.config.prefix_cache}")
+
+    def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
+        num_cached, row = admission.num_computed_tokens, epoch.model.rows[admission.row]
+        if not num_cached:
+            return
+        if stream.demand.scored and not plan.swap_ins:
+            raise ViolationError("prefix.whole", f"{num_cached} cached tokens", stream.name)
+        self.seen(Limit.SHARED)
+        if self.config.prefix_cache == "off" and not plan.swap_ins:
+            raise ViolationError("prefix.off", f"{num_cached} cached tokens", stream.name)
+        num_full, rest = divmod(num_cached, epoch.model.block_size)
+        self._check_salt(stream, row.blocks[:num_full], epoch)
+        if rest and row.blocks[num_full] in plan.copy_targets:
+            self.seen(Limit.COPIED)
+            sources = plan.copy_sources[plan.copy_targets == row.blocks[num_full]]
+            self._check_salt(stream, sources.tolist(), epoch)
+
+    def _check_salt(self, stream: Stream, blocks: list[int], epoch: Epoch) -> None:
+        for block in blocks:
+            name = epoch.model.writer(block)
+            writer = self.clients.find(name) if name is not None else None
+            if writer is not None and writer.demand.salt != stream.demand.salt:
+                raise ViolationError("prefix.salt", f"block {block} is {writer.name}'s", stream.name)

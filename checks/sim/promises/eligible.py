@@ -1,0 +1,141 @@
+"""Whether a waiting request could start on a worker now, as far as it is visible from outside.
+
+"Could" is strict: where the core may have a reason to let the request wait, the answer names an obstacle. So a request
+without an obstacle must not be overtaken, and no worker may stay idle while it waits.
+"""
+
+import enum
+from dataclasses import dataclass
+
+from checks.sim.promises.base import Promise, Watched
+from checks.sim.promises.blame import Suspects
+from checks.sim.promises.quotas import Quotas
+from checks.sim.sites import Epoch
+from checks.sim.stream import Stream
+from records.rules.oracle import grammar_key
+from scheduler_svc.core.queueing.backlog import MAX_ASSIGNED_S
+from scheduler_svc.core.queueing.placement import MAX_ASSIGNED
+from shared.request_spec import Pooling
+
+
+class Obstacle(enum.Enum):
+    """Reason for which a request may have to wait."""
+
+    CREDIT = "its reader has no credit"
+    UNSETTLED = "a step in flight still names it"
+    DRAINING = "the worker is drained"
+    CONTEXT = "the worker's context is too short"
+    GRAMMAR = "the worker has not compiled its grammar"
+    QUOTA = "its tenant's quota"
+    RIVALS = "others of its tenant may use up the quota"
+    SUSPECT = "a request is tried alone, or may be"
+    PREFIX = "another request computes its prefix"
+    MEMORY = "there may not be enough memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Free memory of a worker."""
+
+    available: int
+    """Number of blocks that can be allocated now."""
+    reserve: int
+    """Number of blocks that running requests may need until they are complete; 0 if all of them end."""
+    promised: int
+    """Number of blocks of the longest possible sequences of all running requests."""
+    total: int
+
+
+class Eligibility(Promise):
+    """Examines requests and workers for other promises; guarantees nothing itself."""
+
+    def __init__(self, watched: Watched, quotas: Quotas, suspects: Suspects) -> None:
+        super().__init__(watched)
+        self._quotas = quotas
+        self._suspects = suspects
+
+    def memory(self, epoch: Epoch, *, without: Stream | None = None) -> Memory:
+        """Return the memory of a worker; the blocks of `without`, a new stream, count as available."""
+        stats = next(each for each in self.stats().workers if each.worker_id == epoch.worker_id)
+        available = stats.blocks_free + stats.blocks_cached
+        growth = promised = 0
+        size = epoch.model.block_size
+        for row in epoch.model.rows.values():
+            stream = self.clients.live.get(row.name)
+            if stream is None or stream.epoch is not epoch:
+                continue
+            if stream is without:
+                # The blocks that it shares may have been in use, or retired.
+                available += len(row.blocks) - row.num_given // size
+                continue
+            longest = _blocks(min(stream.longest, epoch.context) - 1, size)
+            promised += longest
+            growth += max(0, longest - len(row.blocks))
+        return Memory(available, growth if epoch.in_flight else 0, promised, stats.blocks_total)
+
+    def obstacle(
+        self, stream: Stream, epoch: Epoch, memory: Memory, *, without: Stream | None = None
+    ) -> Obstacle | None:
+        """Return the obstacle of a waiting stream; None: it could start in the place of `without`."""
+        demand = stream.demand
+        if stream.starved:
+            return Obstacle.CREDIT
+        if epoch.draining:
+            return Obstacle.DRAINING
+        whole = len(demand.prompt) + demand.max_tokens
+        if stream.num_known >= epoch.context or epoch.context < min(whole, self.cluster.longest()):
+            return Obstacle.CONTEXT
+        if demand.grammar and grammar_key(demand.grammar) not in epoch.compiled:
+            return Obstacle.GRAMMAR
+        if self._suspects.may_try_alone:
+            return Obstacle.SUSPECT
+        if not self._quotas.may_start(stream):
+            return Obstacle.QUOTA
+        if stream.is_unsettled:
+            return Obstacle.UNSETTLED
+        size = epoch.model.block_size
+        needed = _blocks(stream.num_known, size)
+        if self.config.capacity == "guaranteed_no_evict":
+            longest = _blocks(min(stream.longest, epoch.context) - 1, size)
+            short = memory.promised > 0 and memory.promised + longest > memory.total
+        else:
+            short = needed + memory.reserve > memory.available
+        if short or needed > memory.available:
+            return Obstacle.MEMORY
+        return self.held_by(stream, epoch, without=without)
+
+    def has_quota(self, stream: Stream) -> bool:
+        """Return whether the quota of the stream's tenant may stop some of its requests."""
+        return self._quotas.has_any(stream)
+
+    def held_by(self, stream: Stream, epoch: Epoch, *, without: Stream | None = None) -> Obstacle | None:
+        """Return the reason for which a stream with credit may be held; no request overtakes it then."""
+        if self._prefix_is_computed(stream, epoch, without):
+            return Obstacle.PREFIX
+        return Obstacle.RIVALS if self._quotas.may_be_last(stream) else None
+
+    def _prefix_is_computed(self, stream: Stream, epoch: Epoch, without: Stream | None) -> bool:
+        """Return whether a started prompt may compute a block that the stream will share."""
+        if self.config.prefix_cache == "off" or stream.demand.scored or stream.demand.pooling is Pooling.MEAN:
+            return False
+        size = epoch.model.block_size
+        first = stream.first_tokens(size)
+        if len(first) < size:
+            return False
+        own = None if without is None else without.name
+        return any(
+            row.computed < row.num_admitted and row.name != own and row.tokens[:size] == first
+            for row in epoch.model.rows.values()
+        )
+
+
+def assigned_s(promise: Promise) -> float:
+    """Return how long a request may be assigned to workers that do not admit it, which may be dead or lost."""
+    if len(promise.cluster.epochs) == len(promise.cluster.sites) == 1:
+        return 0.0
+    pace = promise.world.scenario.pace
+    return MAX_ASSIGNED * (MAX_ASSIGNED_S + 2 * pace.tick + pace.turn)
+
+
+def _blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)

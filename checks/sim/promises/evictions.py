@@ -1,0 +1,98 @@
+"""Which cached blocks stay when memory is needed.
+
+The time at which the core evicts a cached block is not visible from outside; the time of its next use is. So the check
+compares two blocks: one that was reused, and one that had been unused for longer and is found later.
+"""
+
+from collections import Counter
+
+from checks.sim.coverage import Limit
+from checks.sim.promises.base import Promise, Watched
+from checks.sim.sites import Epoch
+from records.rules.violation import StreamName, ViolationError
+from scheduler_svc.core.interface.plan import Plan
+
+_APART = 2
+"""A block becomes unused at a moment between the plan before its report and the plan after it."""
+
+
+class _Blocks:
+    """The blocks of one worker in one epoch; times are steps."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, list[int]] = {}
+        """Blocks, by row."""
+        self.holders: Counter[int] = Counter()
+        self.unused_since: dict[int, int] = {}
+        """By block that no row holds: the step in which the last row left it."""
+        self.shared: set[int] = set()
+        """Blocks that were found in the cache, and were not given to a row to write since."""
+        self.newest_evicted = 0
+        """The latest time since which an evicted block had been unused."""
+
+    def leave(self, row: int, step: int) -> None:
+        """Record that a row is over."""
+        for block in self.tables.pop(row):
+            self.holders[block] -= 1
+            if not self.holders[block]:
+                self.unused_since[block] = step
+
+    def find(self, block: int) -> int | None:
+        """Record that a row shares a block; return since when the block was unused."""
+        self.holders[block] += 1
+        self.shared.add(block)
+        return self.unused_since.pop(block, None)
+
+    def write(self, block: int) -> None:
+        """Record that a row got a block to write."""
+        self.holders[block] += 1
+        since = self.unused_since.pop(block, 0)
+        if block in self.shared:
+            self.shared.discard(block)
+            self.newest_evicted = max(self.newest_evicted, since)
+
+
+class LeastRecentlyUsedGoFirst(Promise):
+    """No block that is found in the cache was unused for longer than an evicted one.
+
+    Failed rows, and KV that is swapped out, remove blocks from the cache for other reasons. So the check examines
+    workers without host memory, until their first row fails.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._applies = self.config.prefix_cache == "hash"
+        self._blocks: dict[Epoch, _Blocks] = {}
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        if not self._applies or epoch.failed or epoch.model.num_host_blocks:
+            return
+        blocks = self._blocks.get(epoch)
+        if blocks is None:
+            for other in [each for each in self._blocks if each.is_lost]:
+                del self._blocks[other]
+            blocks = self._blocks[epoch] = _Blocks()
+        for row in plan.leaves.tolist():
+            blocks.leave(row, plan.step)
+        given: list[int] = []
+        newest_evicted = blocks.newest_evicted
+        for admission in plan.admissions:
+            table: list[int] = admission.blocks.tolist()
+            num_shared = admission.num_computed_tokens // epoch.model.block_size
+            blocks.tables[admission.row] = table
+            for block in table[:num_shared]:
+                since = blocks.find(block)
+                if since is not None and newest_evicted:
+                    self.seen(Limit.FOUND_AFTER_EVICTION)
+                    if since + _APART <= newest_evicted:
+                        what = (
+                            f"block {block}, unused since step {since}, is found; one of step {newest_evicted} is gone"
+                        )
+                        raise ViolationError("evict.order", what, StreamName(admission.frontend, admission.stream))
+            given += table[num_shared:]
+        for row, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
+            blocks.tables[row].append(block)
+            given.append(block)
+        # A block that is shared in this plan is not evicted by the same plan.
+        for block in given:
+            blocks.write(block)

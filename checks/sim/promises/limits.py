@@ -1,0 +1,152 @@
+"""Limits of a step: rows, tokens, plans in flight, chunks of prompts."""
+
+from checks.sim.coverage import Limit
+from checks.sim.promises.base import Promise, Watched
+from checks.sim.promises.blame import Suspects
+from checks.sim.sites import Epoch
+from records.rules.model_worker import ModelWorker
+from records.rules.violation import ViolationError
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.workers.chunks import FIRST_CHUNKS
+
+_LARGE_CHUNK = FIRST_CHUNKS // 2
+"""Prompt tokens of a step from which the core learns the speed of a worker, whatever it knew before."""
+_LARGE_CHUNKS = 4
+"""Number of such steps after which it must know the speed."""
+_UNCERTAINTY = 8
+"""Factor by which a step may exceed its target: durations are random by three times, and faults delay answers."""
+
+
+class StepLimits(Promise):
+    """No step exceeds the limits of rows, tokens, tokens of one prompt, and plans in flight."""
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        config, model = self.config, epoch.model
+        num_rows, most_rows = len(model.rows), self._most_rows(model)
+        if num_rows > most_rows:
+            raise ViolationError("limit.rows", f"{num_rows} rows of at most {most_rows}")
+        if num_rows == most_rows:
+            self.seen(Limit.ROWS)
+        most_tokens = most_tokens_of(self, model)
+        num_drafts = drafts_of(model)
+        if plan.num_tokens + num_drafts > most_tokens:
+            what = f"{plan.num_tokens} tokens and {num_drafts} drafts of at most {most_tokens}"
+            raise ViolationError("limit.tokens", what)
+        if plan.num_tokens == most_tokens:
+            self.seen(Limit.TOKENS)
+        if len(epoch.in_flight) > config.max_plans_in_flight:
+            raise ViolationError("limit.in_flight", f"{len(epoch.in_flight)} plans in flight")
+        if len(epoch.in_flight) == config.max_plans_in_flight:
+            self.seen(Limit.IN_FLIGHT)
+        longest = config.long_prefill_token_threshold
+        if longest and len(plan.chunk_lengths):
+            if plan.chunk_lengths.max() > longest:
+                raise ViolationError("limit.chunk", f"chunk of {plan.chunk_lengths.max()}")
+            if plan.chunk_lengths.max() == longest:
+                self.seen(Limit.CHUNK)
+        if len(plan.holds):
+            self.seen(Limit.CREDIT)
+        if plan.swap_outs:
+            self.seen(Limit.SWAPPED_OUT)
+        if plan.swap_ins:
+            self.seen(Limit.SWAPPED_IN)
+
+    def _most_rows(self, model: ModelWorker) -> int:
+        batching = self.config.batching
+        most = min(self.config.max_num_seqs, model.max_rows)
+        return most if batching.mode == "continuous" else min(most, batching.max_batch_size)
+
+
+class AttentionIsCounted(Promise):
+    """A chunk is charged for its tokens and for its attention.
+
+    One token is always allowed, even if the budget that is left is smaller than its cost.
+    """
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        break_even = epoch.model.break_even_context
+        if not break_even:
+            return
+        left = (most_tokens_of(self, epoch.model) - plan.num_decodes) * break_even
+        for index, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
+            if left <= 0:
+                raise ViolationError("limit.attention", f"a chunk for row {index} in a step that is full")
+            left -= length * (break_even + epoch.model.rows[index].computed - length)
+            if left < 0:
+                self.seen(Limit.ATTENTION)
+                if length > 1:
+                    raise ViolationError("limit.attention", f"chunk of {length} for row {index}")
+
+
+class TargetIsKept(Promise):
+    """Chunks do not make a step with decode rows much longer than its target, once the worker's speed is known.
+
+    Steps without chunks may take longer than the target. Then chunks may double the time.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._plans: dict[Epoch, int] = {}
+        """Plans since the last of the large chunks from which the speed was learned; negative: large chunks to come."""
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        target_s = self.config.itl_target_s
+        if not target_s:
+            return
+        count = self._plans.get(epoch, -_LARGE_CHUNKS)
+        num_prefill = plan.num_tokens - plan.num_decodes
+        self._plans[epoch] = count + 1 if count >= 0 or num_prefill >= _LARGE_CHUNK else count
+        if not plan.num_decodes or num_prefill < 2:
+            return
+        if num_prefill < most_tokens_of(self, epoch.model) - plan.num_decodes:
+            row = epoch.model.rows[plan.chunk_rows[-1]]
+            if row.computed < row.num_admitted:
+                self.seen(Limit.TARGET)
+        pace = self.world.scenario.pace
+        decode_s = pace.step + pace.per_token * plan.num_decodes + 2 * pace.latency + pace.turn
+        expected_s = pace.step + pace.per_token * plan.num_tokens
+        if count > self.config.max_plans_in_flight and expected_s > _UNCERTAINTY * max(target_s, 2 * decode_s):
+            what = f"{num_prefill} prompt tokens make step {plan.step} {expected_s / target_s:.0f} times its target"
+            raise ViolationError("limit.target", what)
+
+
+class PromptsInOrder(Promise):
+    """Started prompts are computed in the order of their admission.
+
+    A later prompt gets a chunk only when every earlier one whose reader has credit got one. Only the last chunk of a
+    step is shorter than the prompt's rest and the limit of a chunk allow.
+    """
+
+    def __init__(self, watched: Watched, suspects: Suspects) -> None:
+        super().__init__(watched)
+        self._suspects = suspects
+        self._longest = self.config.long_prefill_token_threshold
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        chunk_rows: list[int] = plan.chunk_rows.tolist()
+        if not chunk_rows or self._suspects.may_try_alone:
+            return  # while a suspect is tried, the others wait
+        rows = epoch.model.rows
+        ages = [rows[index].admitted for index in chunk_rows]
+        if ages != sorted(ages):
+            raise ViolationError("order.prompts", f"chunks for rows {chunk_rows}, admitted in the order {ages}")
+        for index, length in zip(chunk_rows[:-1], plan.chunk_lengths.tolist(), strict=False):
+            row = rows[index]
+            if row.computed < row.num_admitted and length != self._longest:
+                rest = row.num_admitted - row.computed
+                raise ViolationError("order.prompts", f"{rest} tokens of row {index} wait for a later prompt", row.name)
+        for row in rows.values():
+            if row.computed < row.num_admitted and row.admitted < ages[-1] and row.index not in chunk_rows:
+                stream = self.clients.live.get(row.name)
+                if stream is not None and not stream.starved:
+                    raise ViolationError("order.prompts", f"row {row.index} gets no chunk, a later one does", row.name)
+
+
+def drafts_of(model: ModelWorker) -> int:
+    """Return the most drafts that the worker's newest step verifies."""
+    return sum(row.draft_limit for row in model.step_rows)
+
+
+def most_tokens_of(promise: Promise, model: ModelWorker) -> int:
+    """Return the maximum number of tokens of a step of the worker."""
+    return min(promise.config.max_num_batched_tokens, model.max_tokens_per_step)

@@ -1,0 +1,207 @@
+"""The order in which requests are admitted.
+
+A policy is an order by a key (see `core.queueing.policies`). The simulator knows each key, or two bounds of it where
+the key depends on what the core has learned. A request is *overtaken* when one with a larger key is admitted while it
+waits.
+"""
+
+import bisect
+import math
+
+from checks.sim.coverage import Limit
+from checks.sim.promises.base import Promise, Watched
+from checks.sim.promises.eligible import Eligibility, Obstacle, assigned_s
+from checks.sim.sites import Epoch
+from checks.sim.stream import Stream
+from records.rules.violation import StreamName, ViolationError
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
+from scheduler_svc.core.queueing.policies import AGEING_S, EDF_SLACK_S, SJF_S_PER_TOKEN
+from shared.request_spec import Pooling
+
+_Entry = tuple[float, int, Stream]
+
+
+class WaitingRoom:
+    """The waiting streams with credit, each in its queue, ordered by the largest key that each can have."""
+
+    def __init__(self, keys: "PolicyKeys") -> None:
+        self._keys = keys
+        self._queues: dict[tuple[str, str], list[_Entry]] = {}
+        self._entries: dict[Stream, _Entry] = {}
+
+    def __contains__(self, stream: Stream) -> bool:
+        return stream in self._entries
+
+    def enter(self, stream: Stream, sequence: int) -> None:
+        """Record that a stream begins to wait."""
+        self.leave(stream)
+        entry = self._entries[stream] = (self._keys.largest(stream), sequence, stream)
+        bisect.insort(self._queues.setdefault(self._keys.queue(stream), []), entry)
+
+    def leave(self, stream: Stream) -> None:
+        """Record that a stream no longer waits."""
+        entry = self._entries.pop(stream, None)
+        if entry is not None:
+            queue = self._queues[self._keys.queue(stream)]
+            del queue[bisect.bisect_left(queue, entry)]
+
+    def before(self, stream: Stream, sequence: int) -> list[Stream]:
+        """Return the streams that are certainly before `stream` in its queue."""
+        key = self._keys.smallest(stream), sequence
+        queue = self._queues.get(self._keys.queue(stream), [])
+        return [entry[2] for entry in queue[: bisect.bisect_left(queue, key)]]
+
+
+class PolicyKeys(Promise):
+    """Bounds of the keys by which policies order requests; guarantees nothing itself."""
+
+    def queue(self, stream: Stream) -> tuple[str, str]:
+        """Return the queue of a stream: that of its class, and under `fair` that of its tenant."""
+        name = stream.demand.tenant if stream.demand.tenant in self.config.classes else ""
+        return name, stream.demand.tenant if self._policy(stream) == "fair" else ""
+
+    def largest(self, stream: Stream) -> float:
+        """Return the largest key that the stream can have."""
+        demand = stream.demand
+        match self._policy(stream):
+            case "priority":
+                return stream.arrival - demand.priority * AGEING_S
+            case "sjf":
+                forecast = min(demand.expected_output_tokens or demand.max_tokens, demand.max_tokens)
+                return stream.arrival + self._length_penalty(stream, forecast)
+            case "edf":
+                wanted = [stream.deadline, stream.total_deadline, None if stream.tokens else stream.ttft_deadline]
+                # After its target is missed, a request ranks behind those that can still meet theirs.
+                has_target = any(time is not None for time in wanted)
+                return math.inf if has_target else stream.arrival + EDF_SLACK_S
+            case "lpm":
+                return math.inf
+        return stream.arrival
+
+    def smallest(self, stream: Stream) -> float:
+        """Return the smallest key that the stream can have."""
+        demand = stream.demand
+        match self._policy(stream):
+            case "sjf":
+                most = min(demand.max_tokens, stream.context - len(demand.prompt))
+                return stream.arrival + self._length_penalty(stream, min(demand.expected_output_tokens, most))
+            case "edf":
+                # A target that is already met may still count, because keys are fixed when a request is queued.
+                wanted = [stream.deadline, stream.total_deadline, stream.ttft_deadline]
+                soonest = min((time for time in wanted if time is not None), default=None)
+                if soonest is None:
+                    return stream.arrival + EDF_SLACK_S
+                steps = len(demand.prompt) + demand.max_tokens
+                return min(soonest - steps * self.cluster.longest_step, stream.arrival + EDF_SLACK_S)
+            case "lpm":
+                return -math.inf
+        return self.largest(stream)
+
+    @staticmethod
+    def _length_penalty(stream: Stream, forecast: float) -> float:
+        generates = stream.demand.pooling is Pooling.NONE
+        return SJF_S_PER_TOKEN * max(0, forecast - len(stream.tokens)) if generates else 0.0
+
+    def _policy(self, stream: Stream) -> str:
+        return self.config.policy_of(stream.demand.tenant)
+
+
+class AdmissionOrder(Promise):
+    """Requests are admitted in the order of their policy.
+
+    A request is overtaken only when it could not start. While it lacks memory, at most `MAX_OVERTAKEN` others overtake
+    it in one wait. With several workers it may also be assigned to a better placed one, for a bounded time.
+    """
+
+    def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
+        super().__init__(watched)
+        self._eligibility = eligibility
+        self._room = WaitingRoom(PolicyKeys(watched))
+        self._overtaken: dict[Stream, int] = {}
+        """By stream: the number of requests that overtook it in its present wait while it lacked memory."""
+        self._since: dict[Stream, float] = {}
+        """By stream: the time since which it has lacked memory."""
+        self._left: dict[Stream, tuple[float, float]] = {}
+        """By stream: the first and the last time at which others overtook it although it could start."""
+        self._just_displaced: set[Stream] = set()
+        """Streams preempted with the present event; they compete from the next plan on."""
+        self._just_left: set[str] = set()
+        """Tenants of waiting streams that ended with the present event; their quota is free from the next plan on."""
+
+    def before(self, event: ev.Event) -> None:
+        self._just_displaced.clear()
+        self._just_left.clear()
+
+    def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        if isinstance(event, ev.RequestArrived | ev.CreditGranted):
+            stream = self.clients.live.get(StreamName(event.frontend, event.stream))
+            if stream is not None and stream not in self._room and stream in self.book.waiting:
+                self._wait(stream)
+
+    def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
+        self._wait(stream)
+        if outcome == "preempted":
+            self._just_displaced.add(stream)
+
+    def ended(self, stream: Stream) -> None:
+        if stream.epoch is None:
+            self._just_left.add(stream.demand.tenant)
+        self._room.leave(stream)
+        self._forget(stream)
+
+    def _wait(self, stream: Stream) -> None:
+        if not stream.starved:
+            self._room.enter(stream, self.book.sequence[stream])
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        self._overtaken.pop(stream, None)
+        self._since.pop(stream, None)
+        self._left.pop(stream, None)
+
+    def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
+        if stream not in self._room:
+            raise ViolationError("plan.admission", "it was not waiting, or had no credit", stream.name)
+        self._room.leave(stream)
+        earlier = self._room.before(stream, self.book.sequence[stream])
+        if not earlier:
+            return
+        memory = self._eligibility.memory(epoch, without=stream)
+        for other in earlier:
+            if other in self._just_displaced:
+                continue
+            if other.demand.tenant in self._just_left and self._eligibility.has_quota(other):
+                continue
+            obstacle = self._eligibility.obstacle(other, epoch, memory, without=stream)
+            if obstacle is Obstacle.CREDIT:
+                self._forget(other)
+            elif obstacle is Obstacle.MEMORY and self._eligibility.held_by(other, epoch, without=stream) is None:
+                self._left.pop(other, None)
+                self._lacked_memory(other, stream)
+            elif obstacle is None:
+                self._could_start(other, stream)
+            elif other.num_known >= self.cluster.longest():
+                self._forget(other)  # it waits beside the queue for a larger worker
+            else:
+                self._left.pop(other, None)
+
+    def _lacked_memory(self, other: Stream, stream: Stream) -> None:
+        count = self._overtaken[other] = self._overtaken.get(other, 0) + 1
+        self.seen(Limit.OVERTAKEN)
+        if count == MAX_OVERTAKEN:
+            self.seen(Limit.OVERTAKEN_MOST)
+        since = self._since.setdefault(other, self.world.now)
+        if count > MAX_OVERTAKEN and self.world.now - since >= assigned_s(self):
+            self.world.broken("order.overtaken", f"overtaken {count} times, last by {stream.name}", other.name)
+
+    def _could_start(self, other: Stream, stream: Stream) -> None:
+        now, patience = self.world.now, assigned_s(self)
+        since, last = self._left.get(other, (now, now))
+        if now - last > patience:
+            since = now
+        self._left[other] = since, now
+        if now - since >= patience:
+            self.world.broken("order.policy", f"overtaken without need, last by {stream.name}", other.name)

@@ -1,0 +1,174 @@
+"""Clients that reconnect: requests with an identity are taken over, detached, resumed, submitted twice and dropped.
+
+The core reports when a log begins, ends and is dropped, as it reports to a journal. So the content that it keeps is
+known exactly, and also its answer to a client that resumes. After a restart, the core may get its logs back.
+"""
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from checks.sim.clients import Clients
+from checks.sim.stream import Stream
+from checks.sim.world import World
+from records.rules.violation import StreamName, ViolationError
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import EndReason, Log
+from shared.request_spec import RequestSpec
+
+_AGAIN = 0.5
+"""Probability of one more action on a request."""
+
+
+class Act(enum.Enum):
+    """An action on a request with an identity."""
+
+    RESUME = enum.auto()
+    DETACH = enum.auto()
+    TAKE_OVER = enum.auto()
+    SUBMIT_TWICE = enum.auto()
+    DROP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The content that the core must keep of a request that is over."""
+
+    spec: RequestSpec
+    stream: Stream
+    tokens: list[int]
+    end: ef.RequestEnded | None
+    since: float
+
+
+class Returns:
+    """All requests with an identity, and the logs that the core keeps of them."""
+
+    def __init__(self, world: World, clients: Clients) -> None:
+        self._world = world
+        self._clients = clients
+        self._newest: dict[bytes, Stream] = {}
+        """The stream that has each request, or had it last."""
+        self._live: dict[bytes, ef.LogBegun] = {}
+        """Requests whose logs have begun and not ended."""
+        self._kept: dict[bytes, _Kept] = {}
+        self._answers: list[ef.ResumeAnswered] = []
+        self._questions = 0
+
+    def began(self, stream: Stream) -> None:
+        """Schedule an action on a stream with an identity, after its submission."""
+        self._newest[stream.identity] = stream
+        world = self._world
+        delay = world.rng.uniform(0, 2 * stream.demand.max_tokens) * world.scenario.pace.step
+        world.agenda.after(delay, self._act, stream.identity)
+
+    def _act(self, identity: bytes) -> None:
+        world, stream = self._world, self._newest[identity]
+        if stream.end is None and not stream.known:
+            return  # the core has died and does not know it again yet
+        match world.rng.choice(list(Act)):
+            case Act.RESUME:
+                self._resume(identity)
+            case Act.DETACH if stream.end is None:
+                stream.cancel_sent = True
+                name = stream.name
+                world.feed(ev.RequestCancelled(frontend=name.frontend, stream=name.stream, keep=True))
+                self._must_be_over(stream)
+                world.agenda.after(world.latency(), self._resume, identity)
+            case Act.TAKE_OVER if stream.end is None:
+                stream.cancel_sent = True
+                self._clients.go_on(stream, list(stream.tokens))
+                self._must_be_over(stream)
+            case Act.SUBMIT_TWICE if stream.end is None:
+                twin = self._clients.submit_twin(stream)
+                if twin is not None and twin.end is not EndReason.DUPLICATE:
+                    raise ViolationError("resume.duplicate", f"a second request of one id: {twin.end}", twin.name)
+            case Act.DROP:
+                stream.cancel_sent = True
+                world.feed(ev.RequestsDropped(identities=(identity, b"nobody's")))
+                self._must_be_over(stream)
+                if identity in self._kept:
+                    raise ViolationError("resume.dropped", "a dropped request is kept", stream.name)
+        if world.rng.random() < _AGAIN and not world.healed:
+            world.agenda.after(world.scenario.pace.step * world.rng.uniform(0, 50), self._act, identity)
+
+    def _resume(self, identity: bytes) -> None:
+        """Resume a request, and continue it if it is not complete."""
+        stream, frontend = self._newest[identity], self._clients.any_frontend()
+        if frontend is None or (stream.end is None and not stream.known):
+            return
+        stream.cancel_sent = True
+        self._questions += 1
+        self._answers.clear()
+        self._world.feed(ev.ResumeAsked(frontend=frontend, number=self._questions, identity=identity))
+        self._must_be_over(stream)
+        if [(answer.frontend, answer.number) for answer in self._answers] != [(frontend, self._questions)]:
+            raise ViolationError("resume.answer", f"{len(self._answers)} answers to one question", stream.name)
+        log, kept = self._answers[0].log, self._kept.get(identity)
+        if (log is None) != (kept is None):
+            raise ViolationError("resume.kept", f"a log is {'not' * (log is None)} there against its word", stream.name)
+        if log is None or kept is None:
+            return
+        self._check(log, kept)
+        if log.end is None and not self._world.healed:
+            self._clients.go_on(stream, kept.tokens)
+
+    @staticmethod
+    def _check(log: Log, kept: _Kept) -> None:
+        """Check that the log holds the delivered tokens, and the log-probabilities of the newest ones."""
+        name, demand = kept.stream.name, kept.stream.demand
+        if np.frombuffer(log.tokens, np.int32).tolist() != [*demand.prompt, *kept.tokens]:
+            raise ViolationError("resume.tokens", "the log has other tokens than were delivered", name)
+        if (log.end is None) != (kept.end is None) or (log.end and kept.end and log.end.reason is not kept.end.reason):
+            raise ViolationError("resume.end", f"the log ends with {log.end}, the request with {kept.end}", name)
+        indices = [index for index, _ in log.scores]
+        if indices != list(range(len(kept.tokens)))[len(kept.tokens) - len(indices) :]:
+            raise ViolationError("resume.scores", f"scores of {indices} for {len(kept.tokens)} tokens", name)
+
+    @staticmethod
+    def _must_be_over(stream: Stream) -> None:
+        if stream.end is None:
+            raise ViolationError("resume.over", "it continues although another client has taken it over", stream.name)
+
+    # ---------------------------------------------------------------- what the core says
+
+    def answered(self, effect: ef.ResumeAnswered) -> None:
+        """Handle the answer to a client that resumes its request."""
+        self._answers.append(effect)
+
+    def log_begun(self, effect: ef.LogBegun) -> None:
+        """Record that a request with an identity is live."""
+        identity = effect.spec.identity
+        if identity in self._live:
+            raise ViolationError("log.begun", f"the log of {identity!r} begins twice")
+        self._live[identity] = effect
+
+    def log_ended(self, effect: ef.LogEnded) -> None:
+        """Record that the request is no longer live; the core keeps its log until it reports otherwise."""
+        begun = self._live.pop(effect.identity, None)
+        stream = self._clients.find(StreamName(effect.frontend, effect.stream))
+        if begun is None or stream is None or (begun.frontend, begun.stream) != stream.name:
+            raise ViolationError("log.ended", f"the log of {effect.identity!r} ends and never began")
+        self._kept[effect.identity] = _Kept(begun.spec, stream, list(stream.tokens), effect.end, self._world.now)
+
+    def log_dropped(self, effect: ef.LogDropped) -> None:
+        """Record that the core has dropped the log."""
+        if self._kept.pop(effect.identity, None) is None:
+            raise ViolationError("log.dropped", f"the log of {effect.identity!r} is dropped and was not kept")
+
+    def core_died(self) -> None:
+        """Give the new core the logs of the old one, or none."""
+        self._live.clear()
+        if self._world.rng.random() < 0.5:
+            self._kept.clear()
+        elif self._kept:
+            now = self._world.now
+            oldest_first = sorted(self._kept.values(), key=lambda kept: kept.since)
+            self._world.feed(ev.LogsRestored(logs=tuple((now - kept.since, _to_log(kept)) for kept in oldest_first)))
+
+
+def _to_log(kept: _Kept) -> Log:
+    tokens = np.array([*kept.stream.demand.prompt, *kept.tokens], np.int32)
+    return Log(spec=kept.spec, tokens=tokens.tobytes(), scores=(), end=kept.end)

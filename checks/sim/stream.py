@@ -1,0 +1,271 @@
+"""One request as its client and front end see it, with the checks on everything that the core sends about it.
+
+Every token is compared with the oracle's on arrival, so it costs O(1). Every end must have a reason that the stream's
+own history justifies.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from checks.sim.sites import Epoch
+from checks.sim.traffic import Demand
+from records.rules.oracle import (
+    SCORED,
+    expected_embedding,
+    extend,
+    scores_of,
+    token_after,
+    value_of,
+)
+from records.rules.violation import StreamName, ViolationError
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import EndReason
+from shared.columns import to_column
+from shared.frames import TOKEN_BYTES
+from shared.request_spec import Pooling, RequestSpec
+
+_TRACEPARENT = "00-11111111111111111111111111111111-2222222222222222-01"
+
+
+class Stream:
+    """A stream from its submission to its end."""
+
+    def __init__(self, name: StreamName, demand: Demand, now: float) -> None:
+        self.name = name
+        self.demand = demand
+        self.arrival = now
+        """Time at which a core last got it."""
+        self.known = False
+        """Whether the present core has it."""
+        self.was_accepted = False
+        """Whether an earlier core has accepted it."""
+        self.end: EndReason | None = None
+        self.identity = b""
+        """Identity under which a client resumes it; empty: none."""
+        self.is_twin = False
+        """Whether another stream of its identity is live."""
+        self.num_scored = 0
+        """Tokens whose log-probabilities have arrived."""
+        self.tokens: list[int] = []
+        self.allowed = demand.credit // TOKEN_BYTES
+        """Number of tokens that its credit covers."""
+        self._spare = demand.credit % TOKEN_BYTES
+        self._value = value_of(demand.prompt)
+        self.last_move = now
+        """Time of its last token or credit."""
+        self.must_end = False
+        """Whether its newest token was its last."""
+        self.deadline = _after(now, demand.deadline_s)
+        self.ttft_deadline = _after(now, demand.ttft_s)
+        self.total_deadline = _after(now, demand.total_s)
+        self.cancel_sent = False
+        self.stop_sent = False
+        self.row_failed = False
+        """Whether a row of it was reported as failed."""
+        self.context = math.inf
+        """Context of the worker on which it ran last."""
+        self.epoch: Epoch | None = None
+        """The worker that has it, in a row or in its last step."""
+        self.row: tuple[int, int] | None = None
+        """Its (row, generation) on that worker."""
+        self.home: Epoch | None = None
+        """The worker that had it before its last admission."""
+        self.placements = 0
+        self.killed_workers = 0
+        """Number of workers that it killed."""
+        self.preemptions = 0
+        self.preempted_at = -1
+        """Number of its tokens at its last preemption."""
+        self.eventful = demand.take_s is not None or demand.cancel_at is not None or demand.stop_string_at is not None
+        """Whether its front end is about to act on its tokens."""
+        self.untaken = 0
+        """Bytes that the reader has not read."""
+        self.granting = False
+        """Whether its reader is about to read them."""
+        self.unsettled_until: tuple[Epoch, int] | None = None
+        """Its newest tokens are unknown until that step is answered."""
+
+    @property
+    def num_known(self) -> int:
+        """Number of prompt tokens and received tokens."""
+        return len(self.demand.prompt) + len(self.tokens)
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of its longest possible sequence, on the worker on which it ran last."""
+        longest = len(self.demand.prompt) + self.demand.max_tokens
+        return longest if longest < self.context else int(self.context)
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Return whether a step in flight still names a row that it has left."""
+        if self.unsettled_until is None:
+            return False
+        epoch, step = self.unsettled_until
+        return not epoch.is_lost and epoch.model.answered_step < step
+
+    def first_tokens(self, count: int) -> list[int]:
+        """Return the first tokens of its sequence."""
+        return [*self.demand.prompt, *self.tokens][:count]
+
+    @property
+    def starved(self) -> bool:
+        """Whether its reader has no credit left."""
+        return len(self.tokens) >= self.allowed
+
+    def go_on_from(self, tokens: list[int]) -> None:
+        """Begin with tokens that were already delivered; the credit is for further tokens."""
+        self.tokens = tokens
+        self.allowed += len(tokens)
+        self._value = value_of([*self.demand.prompt, *tokens])
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it was accepted and cannot be refused any more."""
+        return self.was_accepted or self.placements > 0 or len(self.tokens) > 0
+
+    def begin(self, now: float, *, accepted: bool) -> None:
+        """Give the stream to a core; `accepted`: an earlier core has accepted it."""
+        self.known = True
+        self.was_accepted = accepted
+        self.num_scored = len(self.tokens)
+        self.arrival = self.last_move = now
+        self.context = math.inf
+        self.epoch = None
+        self.placements = self.preemptions = self.killed_workers = 0
+        self.preempted_at = -1
+        self.unsettled_until = None
+
+    def submission(self, *, again: bool = False, accepted: bool = False) -> ev.RequestArrived:
+        """Return its submission to a core that does not know it.
+
+        Args:
+            again: whether the core may know the request.
+            accepted: whether an earlier core has accepted it.
+        """
+        demand = self.demand
+        credit = (self.allowed - len(self.tokens)) * TOKEN_BYTES + self._spare
+        return ev.RequestArrived(
+            frontend=self.name.frontend,
+            stream=self.name.stream,
+            spec=RequestSpec(
+                request_id=f"r{self.name.stream}",
+                num_prompt_tokens=len(demand.prompt),
+                max_tokens=demand.max_tokens,
+                stop_token_ids=to_column(sorted(demand.stops)),
+                sampling=SCORED if demand.scored else b"",
+                grammar=demand.grammar,
+                pooling=demand.pooling,
+                computes_whole_prompt=demand.scored,
+                tenant=demand.tenant,
+                request_class=demand.tenant,
+                priority=demand.priority,
+                expected_output_tokens=demand.expected_output_tokens,
+                cache_scope=demand.salt,
+                identity=self.identity,
+                traceparent=_TRACEPARENT if demand.traced else "",
+            ),
+            token_ids=np.array([*demand.prompt, *self.tokens], np.int32),
+            credit=credit,
+            deadline=self.deadline,
+            ttft_deadline=self.ttft_deadline,
+            total_deadline=self.total_deadline,
+            again=again,
+            accepted=accepted,
+        )
+
+    def take_scores(self, effect: ef.ScoresReady) -> None:
+        """Check log-probabilities from the core: of its prompt, or of the next token without any."""
+        if self.end is not None or not self.known or not self.demand.scored:
+            raise ViolationError("scores.unasked", f"scores of token {effect.first_index}", self.name)
+        if effect.of_prompt:
+            sound = (effect.first_index, effect.scores) == (1, scores_of(self.demand.prompt[1:]))
+        else:
+            index, value = max(self.num_scored, len(self.tokens)), self._value
+            for position in range(len(self.tokens), index):
+                value = extend(value, token_after(value), len(self.demand.prompt) + position)
+            sound = (effect.first_index, effect.scores) == (index, scores_of([token_after(value)]))
+            self.num_scored = index + 1
+        if not sound:
+            raise ViolationError("scores.wrong", f"{effect} after {len(self.tokens)} tokens", self.name)
+
+    def grant(self, credit: int, now: float) -> None:
+        """Return `credit` bytes of credit, which its reader has read."""
+        tokens, self._spare = divmod(self._spare + credit, TOKEN_BYTES)
+        self.allowed += tokens
+        self.last_move = now
+
+    def forget(self, count: int) -> None:
+        """Remove the last `count` tokens, which never reached the front end."""
+        del self.tokens[len(self.tokens) - count :]
+        self._value = value_of([*self.demand.prompt, *self.tokens])
+
+    def take(self, index: int, token: int, now: float) -> None:
+        """Check a token from the core."""
+        if self.end is not None or self.must_end or not self.known:
+            raise ViolationError("stream.after_end", f"token {index} after the end", self.name)
+        if index != len(self.tokens):
+            raise ViolationError("stream.order", f"token {index} after {len(self.tokens)} tokens", self.name)
+        if self.demand.pooling is not Pooling.NONE:
+            raise ViolationError("stream.token", "a token of a request for an embedding", self.name)
+        expected = token_after(self._value)
+        if token != expected:
+            raise ViolationError("stream.token", f"token {index} is {token}, not {expected}", self.name)
+        self._value = extend(self._value, token, len(self.demand.prompt) + index)
+        self.tokens.append(token)
+        if self.demand.scored and self.num_scored < len(self.tokens):
+            raise ViolationError("scores.missing", f"token {index} came without", self.name)
+        self.last_move = now
+        self.must_end = token in self.demand.stops or len(self.tokens) >= self.demand.max_tokens
+
+    def finish(self, effect: ef.RequestEnded, justified: Callable[[EndReason], str | None]) -> None:
+        """Check the end of the stream.
+
+        Args:
+            effect: the end as the core reports it.
+            justified: what contradicts a reason that depends on more than the stream; None: nothing.
+        """
+        if self.end is not None or not self.known:
+            raise ViolationError("stream.ends_once", f"{effect.reason} after {self.end}", self.name)
+        if self.num_scored > len(self.tokens):
+            what = f"scores of {self.num_scored} tokens, {len(self.tokens)} were delivered"
+            raise ViolationError("scores.discarded", what, self.name)
+        objection = self._objection(effect) or justified(effect.reason)
+        if objection is not None:
+            raise ViolationError("stream.reason", f"{effect.reason.name} ({effect.message}): {objection}", self.name)
+        self.end = effect.reason
+
+    def _objection(self, effect: ef.RequestEnded) -> str | None:
+        """Return what contradicts the core's reason of the end, as far as the stream itself can tell."""
+        count = len(self.tokens)
+        stopped = bool(self.tokens) and self.tokens[-1] in self.demand.stops
+        if effect.reason is not EndReason.STOP_STRING and effect.completion_tokens != count:
+            return f"{effect.completion_tokens} tokens counted, {count} delivered"
+        if effect.preemptions != self.preemptions and self.demand.traced:
+            return f"{effect.preemptions} preemptions counted, {self.preemptions} seen"
+        if not 0 <= effect.cached_prompt_tokens <= len(self.demand.prompt):
+            return f"{effect.cached_prompt_tokens} of {len(self.demand.prompt)} prompt tokens from the cache"
+        match effect.reason:
+            case EndReason.STOP:
+                return None if stopped and effect.stop_token_id == self.tokens[-1] else "no stop token"
+            case EndReason.LENGTH:
+                return "a stop token" if stopped or self.demand.pooling is not Pooling.NONE else None
+            case EndReason.EMBEDDED:
+                if self.demand.pooling is Pooling.NONE:
+                    return "it wants tokens"
+                same = effect.embedding == expected_embedding(self.demand.prompt, self.demand.pooling)
+                return None if same else "another embedding"
+            case EndReason.STOP_STRING:
+                return None if self.stop_sent and effect.completion_tokens == self.demand.keep_tokens else "not found"
+            case EndReason.DUPLICATE:
+                return None if self.is_twin else "no other stream has its identity"
+            case EndReason.ROW_FAILED:
+                return None if self.row_failed else "no row of it failed"
+        return None
+
+
+def _after(now: float, seconds: float | None) -> float | None:
+    return None if seconds is None else now + seconds

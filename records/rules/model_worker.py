@@ -1,0 +1,517 @@
+"""A worker that checks every rule of plan.proto, with arithmetic instead of a model.
+
+KV is modelled slot by slot: each slot holds the value of the sequence up to the token written there (see `oracle`). A
+step executes in the order that the protocol prescribes. The worker checks that a row reads only what it or its prefix
+wrote. The cost of the checks is proportional to the changes of a step:
+
+* A block has one writer: the row that got it when no block table named it. Other rows share it with its KV computed.
+* Blocks that a row gets with computed KV are compared slot by slot, after the step's writes.
+* A block that a row gets to write, or that is copied to, is named by no unanswered step. The same holds for host
+  blocks. The copies of a step are made before its other operations.
+
+By induction, no slot that a row relies on ever changes.
+
+With `max_draft_tokens`, decode rows also verify drafts. The generator decides how many drafts are proposed and which of
+them equal the row's next tokens. The KV of a rejected draft is invalid, and must be written again before it is read.
+
+Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails as well. Without
+it, only their sampling fails. After the scheduler knows of a failure with NaN, no row may get KV that the failed row
+wrote.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from records.rules.oracle import EMPTY, SCORED, VOCAB, embedding_of, extend, scores_of, token_after
+from records.rules.violation import StreamName, ViolationError
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from shared.request_spec import Pooling
+
+_NOTHING = -1
+"""Content of a slot that was never written."""
+_SPOILT = -2
+_REJECTED = -3
+"""Content of a slot that a rejected draft has written."""
+_ACCEPTED_SHARE = 0.7
+
+
+@dataclass(slots=True, eq=False)
+class Spoil:
+    """Invalid KV (NaN), and everything that was computed from it."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of the worker's table."""
+
+    index: int
+    generation: int
+    name: StreamName
+    tokens: list[int]
+    values: list[int]
+    """Value of the sequence up to each token."""
+    blocks: list[int]
+    computed: int
+    admitted: int
+    """Number of the admission: smaller is earlier."""
+    num_prompt: int
+    pooling: Pooling = Pooling.NONE
+    num_admitted: int = 0
+    """Number of tokens at admission."""
+    num_given: int = 0
+    """Number of those tokens whose KV was already computed."""
+    decoding: bool = False
+    held: bool = False
+    draft_limit: int = 0
+    drafted_step: int = 0
+    """The last step in which it may have verified drafts."""
+    fails: bool = False
+    spoil: Spoil | None = None
+    reported_step: int | None = None
+    """The first step whose answer reported the row as failed with NaN."""
+    scored: bool = False
+    """Whether the request asks for log-probabilities."""
+    num_prompt_unscored: int = 0
+    """Number of prompt tokens whose log-probabilities are not yet sent; all are sent with the first token."""
+
+    def append(self, token: int) -> None:
+        """Append a sampled token."""
+        self.values.append(extend(self.values[-1], token, len(self.tokens)))
+        self.tokens.append(token)
+
+
+@dataclass(slots=True)
+class ModelWorker:
+    """A worker that executes plans; every broken rule raises a `ViolationError`."""
+
+    peer: ev.Peer
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_tokens_per_step: int = 64
+    max_model_len: int = 4096
+    fingerprint: str = "f"
+    break_even_context: int = 0
+    epoch: int = 0
+    last_step: int = 0
+    answered_step: int = 0
+    """The newest step whose answer the scheduler has; set by the code that delivers answers."""
+    num_host_blocks: int = 0
+    copy_s: float = 0.0
+    """Seconds to copy one block; 0: the worker does not report it."""
+    max_draft_tokens: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    """Decides about drafts."""
+    num_usable: int = 0
+    """Number of blocks that the scheduler has agreed to use; 0: all."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    step_rows: list[Row] = field(default_factory=list)
+    """The rows for which the newest plan computed something."""
+    _admissions: int = 0
+    _generations: dict[int, int] = field(default_factory=dict)
+    _values: list[int] = field(default_factory=list)
+    """[num_blocks * block_size]: the content of each slot."""
+    _holders: list[int] = field(default_factory=list)
+    """Per block, the number of rows whose tables name it."""
+    _writer: list[Row | None] = field(default_factory=list)
+    """Per block, the row that may write it."""
+    _last_named: list[int] = field(default_factory=list)
+    """Per block, the last step that used it, excluding tables that still name it."""
+    _spoils: dict[int, Spoil] = field(default_factory=dict)
+    """By block, while one of its slots is invalid; host blocks are numbered after the device's."""
+
+    def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
+        """Return the worker's first message."""
+        return ev.WorkerHello(
+            worker=self.peer,
+            worker_id=worker_id,
+            model=ev.ModelFacts(
+                name="m",
+                architecture="Model",
+                fingerprint=self.fingerprint,
+                max_model_len=self.max_model_len,
+                vocab_size=VOCAB,
+                dtype="float32",
+                eos_token_ids=(),
+                hidden_size=1,
+                break_even_context=self.break_even_context,
+            ),
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_rows=self.max_rows,
+            max_tokens_per_step=self.max_tokens_per_step,
+            num_host_blocks=self.num_host_blocks,
+            max_draft_tokens=self.max_draft_tokens,
+            reason=reason,
+        )
+
+    def welcome(self, epoch: int) -> None:
+        """Start an epoch: the rows are forgotten."""
+        self.epoch, self.last_step, self.answered_step = epoch, 0, 0
+        self.rows.clear()
+        self._generations.clear()
+        self._spoils.clear()
+        # Host blocks are numbered after the device's.
+        num_all = self.num_blocks + self.num_host_blocks
+        self._values = [_NOTHING] * (num_all * self.block_size)
+        self._holders = [0] * num_all
+        self._writer = [None] * num_all
+        self._last_named = [0] * num_all
+
+    def fail(self, row: int, *, spoil: bool) -> None:
+        """Let the row fail when it samples next; with `spoil`, its KV is invalid from the next step on."""
+        self.rows[row].fails = True
+        if spoil and self.rows[row].spoil is None:
+            self.rows[row].spoil = Spoil()
+
+    def writer(self, block: int) -> StreamName | None:
+        """Return the stream whose KV the block holds."""
+        row = self._writer[block]
+        return row.name if row is not None else None
+
+    def execute(self, plan: Plan) -> ev.StepDone:
+        """Execute one step; return the answer."""
+        if plan.epoch != self.epoch or plan.worker != self.peer:
+            raise ViolationError("plan.epoch", f"a plan of epoch {plan.epoch} in epoch {self.epoch}")
+        if plan.step != self.last_step + 1:
+            raise ViolationError("plan.step", f"step {plan.step} after {self.last_step}")
+        self.last_step = plan.step
+        for index in plan.leaves.tolist():
+            self._leave(index)
+        host = self.num_blocks
+        outs = [(copy.sources.tolist(), (copy.targets + host).tolist()) for copy in plan.swap_outs]
+        ins = [((copy.sources + host).tolist(), copy.targets.tolist()) for copy in plan.swap_ins]
+        # Before the admissions: a row admitted in this plan may share the blocks that are swapped in.
+        for _, targets in outs + ins:
+            self._check_unused(targets)
+        for sources, targets in outs:
+            self._copy(sources, targets)
+        self._copy_on_device(plan.copy_sources.tolist(), plan.copy_targets.tolist())
+        admitted = [(self._admit(admission), admission.num_computed_tokens) for admission in plan.admissions]
+        for index, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
+            row = self._row(index, "append")
+            row.blocks.append(block)
+            self._name_block(row, block, fresh=True)
+        for index in plan.holds.tolist():
+            row = self._row(index, "hold")
+            if row.held or not row.decoding:
+                raise ViolationError("plan.hold", f"row {index} is held already or in prefill", row.name)
+            row.held = True
+        for index in plan.releases.tolist():
+            row = self._row(index, "release")
+            if not row.held:
+                raise ViolationError("plan.hold", f"release of row {index}, which is not held", row.name)
+            row.held = False
+        for index, limit in zip(plan.draft_rows.tolist(), plan.draft_limits.tolist(), strict=True):
+            row = self._row(index, "draft limit")
+            if not 0 <= limit <= self.max_draft_tokens or limit == row.draft_limit:
+                what = f"draft limit {limit} of row {index}, of at most {self.max_draft_tokens}"
+                raise ViolationError("plan.drafts", what, row.name)
+            row.draft_limit = limit
+        for sources, targets in ins:
+            self._copy(sources, targets)
+            for row, _ in admitted:
+                self._own(row, targets)
+        return self._forward(plan, admitted)
+
+    # ---------------------------------------------------------------- rows and tables
+
+    def _row(self, index: int, what: str) -> Row:
+        row = self.rows.get(index)
+        if row is None:
+            raise ViolationError("plan.row", f"{what} for row {index}, which is not occupied")
+        return row
+
+    def _leave(self, index: int) -> None:
+        row = self._row(index, "leave")
+        del self.rows[index]
+        for block in row.blocks:
+            self._holders[block] -= 1
+            self._last_named[block] = self.last_step - 1
+
+    def _admit(self, admission: RowAdmission) -> Row:
+        index, spec, name = admission.row, admission.spec, StreamName(admission.frontend, admission.stream)
+        if index in self.rows or not 0 <= index < self.max_rows:
+            raise ViolationError("plan.admission", f"row {index} is occupied or does not exist", name)
+        if admission.generation <= self._generations.get(index, 0):
+            raise ViolationError("plan.admission", f"generation {admission.generation} of row {index} is not new", name)
+        self._generations[index] = admission.generation
+        tokens: list[int] = admission.token_ids.tolist()
+        if not 0 < spec.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_model_len:
+            raise ViolationError("plan.admission", f"{len(tokens)} tokens", name)
+        if not 0 <= admission.num_computed_tokens < len(tokens):
+            raise ViolationError("plan.admission", f"{admission.num_computed_tokens} of {len(tokens)} computed", name)
+        if spec.pooling == Pooling.MEAN and admission.num_computed_tokens:
+            raise ViolationError("plan.pooling", f"{admission.num_computed_tokens} tokens are left out of a mean", name)
+        value, values = EMPTY, []
+        for position, token in enumerate(tokens):
+            value = extend(value, token, position)
+            values.append(value)
+        computed = admission.num_computed_tokens
+        blocks = admission.blocks.tolist()
+        self._admissions += 1
+        row = Row(
+            index=index,
+            generation=admission.generation,
+            name=name,
+            tokens=tokens,
+            values=values,
+            blocks=blocks,
+            computed=computed,
+            admitted=self._admissions,
+            num_prompt=spec.num_prompt_tokens,
+            pooling=Pooling(spec.pooling),
+            num_admitted=len(tokens),
+            num_given=computed,
+        )
+        if spec.sampling == SCORED:
+            row.scored, row.num_prompt_unscored = True, spec.num_prompt_tokens if computed == 0 else 0
+        self.rows[index] = row
+        for number, block in enumerate(row.blocks):
+            self._name_block(row, block, fresh=(number + 1) * self.block_size > computed)
+        return row
+
+    def _name_block(self, row: Row, block: int, *, fresh: bool) -> None:
+        """Record that a table names a block; `fresh`: the row is going to write it."""
+        if not 0 <= block < (self.num_usable or self.num_blocks):
+            raise ViolationError("plan.block", f"block {block} does not exist", row.name)
+        self._holders[block] += 1
+        if not fresh:
+            return
+        if self._holders[block] > 1:
+            raise ViolationError("kv.exclusive", f"block {block} is given to two rows", row.name)
+        self._writer[block] = row
+        if self._last_named[block] > self.answered_step:
+            raise ViolationError(
+                "kv.reuse",
+                f"block {block} is reused in step {self.last_step}; step {self._last_named[block]}, which may write it,"
+                f" is not answered",
+                row.name,
+            )
+
+    def _own(self, row: Row, targets: list[int]) -> None:
+        """Make the row the writer of the blocks that were swapped in for it."""
+        for number, block in enumerate(row.blocks[: len(targets)]):
+            if block == targets[number]:
+                self._writer[block] = row
+
+    def _check_unused(self, blocks: list[int]) -> None:
+        """Check that no row reads the blocks and no unanswered step names them."""
+        for block in blocks:
+            if self._holders[block] or self._last_named[block] > self.answered_step:
+                raise ViolationError(
+                    "kv.reuse", f"block {block} is copied to; step {self._last_named[block]} may use it"
+                )
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        if len(sources) != len(set(targets)) or max(sources + targets) >= len(self._holders):
+            raise ViolationError("plan.copy", f"blocks {sources} to {targets}")
+        for block in sources + targets:
+            self._last_named[block] = self.last_step
+        self._copy_values(sources, targets)
+
+    def _copy_on_device(self, sources: list[int], targets: list[int]) -> None:
+        """Copy between device blocks; tables name the targets only after this."""
+        if not sources and not targets:
+            return
+        if len(sources) != len(set(targets)) or not set(sources).isdisjoint(targets):
+            raise ViolationError("plan.copy", f"blocks {sources} to {targets}")
+        if max(sources + targets) >= (self.num_usable or self.num_blocks):
+            raise ViolationError("plan.copy", f"blocks {sources} to {targets} of the device")
+        self._check_unused(targets)
+        for source in sources:
+            self._last_named[source] = self.last_step
+        self._copy_values(sources, targets)
+
+    def _copy_values(self, sources: list[int], targets: list[int]) -> None:
+        size = self.block_size
+        for source, target in zip(sources, targets, strict=True):
+            self._values[target * size : (target + 1) * size] = self._values[source * size : (source + 1) * size]
+            self._spoils.pop(target, None)
+            if source in self._spoils:
+                self._spoils[target] = self._spoils[source]
+
+    # ---------------------------------------------------------------- forward and sample
+
+    def _forward(self, plan: Plan, admitted: list[tuple[Row, int]]) -> ev.StepDone:
+        work = [(row, 1) for row in self.rows.values() if row.decoding and not row.held]
+        if len(work) != plan.num_decodes:
+            raise ViolationError("plan.decodes", f"{len(work)} rows decode, the plan counts on {plan.num_decodes}")
+        num_tokens = len(work)
+        chunk_rows: list[int] = plan.chunk_rows.tolist()
+        if len(set(chunk_rows)) != len(chunk_rows):
+            raise ViolationError("plan.chunk", f"two chunks for one row in {chunk_rows}")
+        for index, length in zip(chunk_rows, plan.chunk_lengths.tolist(), strict=True):
+            row = self._row(index, "chunk")
+            if row.decoding or length < 1 or row.computed + length > len(row.tokens):
+                raise ViolationError("plan.chunk", f"chunk of {length} for row {index} at {row.computed}", row.name)
+            work.append((row, length))
+            num_tokens += length
+        if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step:
+            raise ViolationError("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
+        num_drafts = sum(row.draft_limit for row, _ in work if row.decoding)
+        if num_tokens + num_drafts > self.max_tokens_per_step:
+            raise ViolationError("plan.tokens", f"{num_tokens} tokens and {num_drafts} drafts in a step")
+        if not num_tokens and not plan.swap_outs and not len(plan.leaves):
+            raise ViolationError("plan.tokens", "a plan without work")
+        # As in every layer of a real model, all KV of the batch is written before any of it is read.
+        for row, length in work:
+            self._write(row, length)
+        for row, given in admitted:
+            self._read_prefix(row, given)
+        self.step_rows = [row for row, _ in work]
+        return self._sample(plan, [row for row in self.step_rows if row.computed == len(row.tokens)])
+
+    def _write(self, row: Row, length: int) -> None:
+        size = self.block_size
+        position = row.computed
+        row.computed += length
+        if row.computed > self.max_model_len:
+            raise ViolationError("plan.length", f"token {row.computed} of at most {self.max_model_len}", row.name)
+        while position < row.computed:
+            number, offset = divmod(position, size)
+            if number >= len(row.blocks):
+                raise ViolationError("kv.capacity", f"token {position} beyond the {len(row.blocks)} blocks", row.name)
+            block = row.blocks[number]
+            if self._writer[block] is not row:
+                raise ViolationError("kv.exclusive", f"a write to block {block}, which is shared", row.name)
+            count = min(size - offset, row.computed - position)
+            slot = block * size + offset
+            if row.spoil is None:
+                self._values[slot : slot + count] = row.values[position : position + count]
+                if offset == 0:
+                    self._spoils.pop(block, None)
+            else:
+                self._values[slot : slot + count] = [_SPOILT] * count
+                self._spoils[block] = row.spoil
+            position += count
+
+    def _next_token(self, row: Row) -> int:
+        return token_after(row.values[-1])
+
+    def _propose(self, row: Row) -> int:
+        """Return the number of drafts of a row: at most its limit, and as many as its blocks and positions hold."""
+        return min(self.rng.randint(0, row.draft_limit), self._room(row))
+
+    def _room(self, row: Row) -> int:
+        return min(len(row.blocks) * self.block_size, self.max_model_len) - row.computed
+
+    def _num_accepted(self, row: Row, num_drafts: int) -> int:
+        """Return how many drafts of a row are accepted."""
+        num_accepted = 0
+        while num_accepted < num_drafts and self.rng.random() < _ACCEPTED_SHARE:
+            num_accepted += 1
+        return num_accepted
+
+    def _verify(self, row: Row, num_drafts: int) -> int:
+        """Write the KV of drafts behind the row's newest token; return how many of them were accepted."""
+        num_accepted = self._num_accepted(row, num_drafts)
+        for _ in range(num_accepted):
+            self._write(row, 1)
+            row.append(self._next_token(row))
+        for position in range(row.computed, row.computed + num_drafts - num_accepted):
+            block = row.blocks[position // self.block_size]
+            if self._writer[block] is not row:
+                raise ViolationError("kv.exclusive", f"a draft in block {block}, which is shared", row.name)
+            self._values[block * self.block_size + position % self.block_size] = _REJECTED
+        return num_accepted
+
+    def _read_prefix(self, row: Row, given: int) -> None:
+        """Compare the KV of the `given` tokens, which the row did not have to compute, with the expected values."""
+        size = self.block_size
+        for number in range(-(-given // size)):
+            block = row.blocks[number]
+            end = min(size, given - number * size)
+            held = self._values[block * size : block * size + end]
+            if held == row.values[number * size : number * size + end]:
+                continue
+            spoil = self._spoils.get(block) if _SPOILT in held else None
+            if spoil is None:
+                raise ViolationError("kv.prefix", f"block {block} does not hold tokens {number * size}…", row.name)
+            writer = self._writer[block]
+            if writer is not None and writer.reported_step is not None and writer.reported_step <= self.answered_step:
+                raise ViolationError(
+                    "kv.spoilt",
+                    f"block {block} was spoilt by a row that failed in step {writer.reported_step}",
+                    row.name,
+                )
+            row.fails, row.spoil = True, spoil
+            # The KV that the row has written in this step is invalid too.
+            for position in range(given, row.computed):
+                own = row.blocks[position // size]
+                self._values[own * size + position % size] = _SPOILT
+                self._spoils[own] = spoil
+            return
+
+    @staticmethod
+    def _scores(row: Row, token: int) -> Iterator[ev.RowScores]:
+        if row.num_prompt_unscored > 1:
+            prompt = scores_of(row.tokens[1 : row.num_prompt_unscored])
+            yield ev.RowScores(row=row.index, generation=row.generation, prompt_index=1, scores=prompt)
+        row.num_prompt_unscored = 0
+        yield ev.RowScores(row=row.index, generation=row.generation, prompt_index=0, scores=scores_of([token]))
+
+    def _sample(self, plan: Plan, rows: list[Row]) -> ev.StepDone:
+        step = plan.step
+        copies = plan.swap_outs + plan.swap_ins
+        copied = sum(len(copy.sources) for copy in copies)
+        rows.sort(key=lambda row: row.index)
+        sampled: list[int] = []
+        tokens: list[int] = []
+        counts: list[int] = []
+        draft_counts: list[int] = []
+        failures: list[ev.FailedRow] = []
+        scores: list[ev.RowScores] = []
+        embeddings: list[ev.RowEmbedding] = []
+        for row in rows:
+            is_decode = row.decoding
+            row.decoding = row.pooling is Pooling.NONE
+            token = self._next_token(row)
+            if row.fails:
+                kind = ev.FailureKind.INTERNAL if row.spoil is None else ev.FailureKind.NOT_FINITE
+                failures.append(ev.FailedRow(row=row.index, generation=row.generation, kind=kind, reason=kind.name))
+                if row.spoil is not None:
+                    row.reported_step = row.reported_step or step
+            elif not row.decoding:
+                values = embedding_of(row.values, row.pooling)
+                embeddings.append(ev.RowEmbedding(row=row.index, generation=row.generation, values=values))
+            else:
+                sampled.append(row.index)
+                tokens.append(token)
+                if row.scored:
+                    scores += self._scores(row, token)
+            if not row.decoding:
+                continue
+            row.append(token)
+            if row.draft_limit:
+                row.drafted_step = step
+            if row.fails:
+                continue
+            num_drafts = self._propose(row) if is_decode and row.draft_limit else 0
+            num_accepted = self._verify(row, num_drafts)
+            if num_accepted:
+                tokens += row.tokens[-num_accepted:]
+                if row.scored:
+                    for accepted in row.tokens[-num_accepted:]:
+                        scores += self._scores(row, accepted)
+            counts.append(num_accepted + 1)
+            draft_counts.append(num_drafts)
+        return ev.StepDone(
+            worker=self.peer,
+            epoch=self.epoch,
+            step=step,
+            rows=np.array(sampled, np.int32),
+            tokens=np.array(tokens, np.int32),
+            counts=np.array(counts, np.int32) if any(draft_counts) else None,
+            draft_counts=np.array(draft_counts, np.int32) if any(draft_counts) else None,
+            failures=tuple(failures),
+            scores=scores,
+            embeddings=embeddings,
+            completed_copies=[copy.copy_id for copy in copies],
+            copied_blocks=copied if self.copy_s else 0,
+            copy_s=copied * self.copy_s,
+        )
