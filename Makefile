@@ -120,10 +120,10 @@ test-levels: setup ## the tests that compute, by every set of instructions that 
 	@exec $(BIN)/python -m tests.levels $(ARGS)
 
 cpu-levels: setup ## speed of every set of instructions that the processor has, beside oneDNN (three minutes)
-	@exec $(BIN)/python -m tools.cpu_levels $(ARGS)
+	@exec $(BIN)/python -m measure.cpu.levels $(ARGS)
 
 load-tools: setup ## the same load by quire bench serve, GuideLLM and vllm bench serve in turn: do they agree
-	@TORCH="$(TORCH)" exec $(BIN)/python -m benchmarks.load_tools $(ARGS)
+	@TORCH="$(TORCH)" exec $(BIN)/python -m measure.studies.load_tools $(ARGS)
 
 clients: setup ## foreign clients, each in an environment of its own, try what they can: a table of clients and features
 	@TORCH="$(TORCH)" exec $(BIN)/python -m tests.clients $(ARGS)
@@ -182,11 +182,11 @@ schemas: setup ## answers to 200 generated JSON schemas, validated (a few minute
 kernels-all: setup ## kernels at every type and size: interpreted, and compiled for sm_80 and sm_90 (40 minutes)
 	$(BIN)/python -m tests.run tests/kernels
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest --timeout=0 tests/kernels/interpreted/every_size.py
-	$(BIN)/python -W ignore -m kernels.aot --all
+	$(BIN)/python -W ignore -m measure.kernels.aot --all
 
 # PART is kernels, decode, workloads or peers; ARGS=--rehearse runs the same with a tiny model. Run a part again to go on.
 gpu: ## measure on a GPU what only a GPU can tell: make gpu PART=kernels | steps | decode | workloads | peers (8 minutes each)
-	@exec tools/gpu/run.sh $(PART) $(ARGS)
+	@exec measure/gpu/run.sh $(PART) $(ARGS)
 
 # What Quire needs on a machine that has only torch, triton, transformers, grpcio, protobuf and numpy.
 gpu-wheels: ## collect wheels into build/gpu/wheels, to be carried to a GPU machine that cannot install any
@@ -199,7 +199,7 @@ mutants: setup ## change the scheduler core in 240 small ways; checks must notic
 	@exec $(BIN)/python -m checks.mutation
 
 plots: setup ## draw the plots of docs/scheduling.md anew (two minutes)
-	@exec $(BIN)/python -m tools.plots
+	@exec $(BIN)/python -m measure.plots
 
 # The library that makes the dashboards has an environment of its own: nothing else needs it.
 dashboards: ## make deploy/grafana and deploy/prometheus anew, from tools/dashboards.py

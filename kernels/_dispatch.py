@@ -2,8 +2,8 @@
 
 An operation calls `runs_on_triton`. Three kinds of tensors go to the kernel: CUDA tensors; CPU tensors, if
 ``TRITON_INTERPRET=1`` was set before this module was imported (in tests); and meta tensors inside `record_launches`,
-which records launches instead of executing them. `kernels.aot` compiles recorded launches without a GPU. A meta tensor
-has no values, so recording also proves that an operation reads no value back to the host.
+which records launches instead of executing them. `measure.kernels.aot` compiles recorded launches without a GPU. A meta
+tensor has no values, so recording also proves that an operation reads no value back to the host.
 
 The operation then imports its kernels from `kernels.gpu`, and with them triton, which takes 0.2 s and 75 MiB. A process
 without a GPU never imports them.

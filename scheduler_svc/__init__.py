@@ -12,5 +12,4 @@ admission_file  reads limits of tenants and request classes
 assembly        builds the parts of the service from the configuration
 main            the process; collector: settings of its garbage collector
 explain         explains slow requests from the record
-bench           benchmarks
 """

@@ -15,7 +15,6 @@ Read the packages in this order; each imports only those before it:
 * `grpc` – the gRPC services.
 * `http` – OpenAI's API, probes and metrics over HTTP.
 * `frontend` – the process around all of this: start and shutdown.
-* `bench` – the benchmark of the front end.
 
 One request passes them as follows: `grpc.boundary` (bytes to message) → `grpc.generation` → `calls.generation` →
 `requests.validation` → `requests.prompts` → `streams.stream` → `link.core_link` → the core. Its tokens come back

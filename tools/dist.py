@@ -8,7 +8,7 @@ Each wheel is built from a tree of its own under build/dist. The client's holds 
 The server's holds `quire_server`, with all other packages in its folder `_packages` (see `quire_server.entry`), the
 client's among them. So the server requires no distribution of ours, the two wheels have no file in common, and a
 package `quire` of somebody else does not disturb the server.
-The package `checks`, benchmarks of parts, ahead-of-time compilation and tuning are for developers and left out.
+The package `checks`, and of `measure` all but load on a running service, are for developers and left out.
 
 pyproject.toml states the names of both wheels, in `project.name` and `tool.quire.client`.
 """
@@ -27,22 +27,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = ROOT / "build" / "dist"
 CLIENT_NEEDS = ("googleapis-common-protos", "grpcio", "grpcio-status", "opentelemetry-api", "protobuf")
-PRIVATE = ("kernels", "protos", "quire", "records", "scheduler_svc", "services", "shared", "worker_svc")
+PRIVATE = ("kernels", "measure", "protos", "quire", "records", "scheduler_svc", "services", "shared", "worker_svc")
 """Packages that the server's wheel has in `quire_server/_packages`: common names, and the client."""
-LEFT_OUT = (
-    "kernels/aot.py",
-    "kernels/bench.py",
-    "kernels/tune.py",
-    "quire_server/bench/offline.py",
-    "quire_server/cli/bench_frontend.py",
-    "quire_server/cli/bench_kernels.py",
-    "quire_server/cli/bench_link.py",
-    "quire_server/cli/bench_offline.py",
-    "quire_server/cli/bench_scheduler.py",
-    "scheduler_svc/bench",
-    "services/bench",
-)
+LEFT_OUT = ("measure/*", "measure/commands/*")
 """What only developers use; see `quire_server.cli.main` for the commands that need it."""
+_COMMANDS = ("__init__", "_load", "bench_serve", "bench_sweep", "replay")
+TAKEN = (
+    "measure/__init__.py",
+    "measure/commands",
+    "measure/load",
+    *(f"measure/commands/{name}.py" for name in _COMMANDS),
+)
+"""What the wheel has of that: load on a running service, and what-if replays, which read traces of load."""
 
 
 def stage_client(root: Path, stage: Path) -> Path:
@@ -120,7 +116,7 @@ def _fresh(folder: Path) -> Path:
 
 
 def _copy(root: Path, target: Path, names: Sequence[str]) -> None:
-    left_out = {path for pattern in LEFT_OUT for path in root.glob(pattern)}
+    left_out = {path for pattern in LEFT_OUT for path in root.glob(pattern)} - {root / name for name in TAKEN}
 
     def ignored(folder: str, entries: list[str]) -> set[str]:
         built = {name for name in entries if name == "__pycache__" or name.endswith((".so", ".pyc"))}

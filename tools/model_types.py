@@ -32,7 +32,7 @@ from worker_svc.model.llama import LlamaModel
 from worker_svc.model.registry import check_supported
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "model_types.json"
+RESULT = ROOT / "measure" / "results" / "model_types.json"
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- types -->", "<!-- /types -->"
 _PROMPTS = (1, 5, 33, 130)

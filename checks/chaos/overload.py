@@ -25,9 +25,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checks.chaos import command
 from checks.chaos.campaign import quantiles
+from measure.load.svg import Series, lines
 from quire import AsyncClient, SchedulingOptions
 from quire.errors import QueueFullError, QuireError
-from quire_server.bench.svg import Series, lines
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
 

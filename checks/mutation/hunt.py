@@ -33,7 +33,7 @@ MEMORY_BYTES = 6 << 30
 _TESTS = ("tests/scheduler_svc", "tests/sim/test_findings.py", "tests/sim/test_block_pool.py")
 _PLANTED = "tests/sim/test_planted_bugs.py"
 """An oracle that accepts everything passes every simulation of the unchanged core, but it misses planted bugs."""
-_LEFT_OUT = ("tests/scheduler_svc/test_bench_link.py",)
+_LEFT_OUT = ("tests/measure/test_bench_link.py",)
 """These start processes of their own, which would run the unchanged core."""
 
 

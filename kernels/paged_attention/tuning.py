@@ -1,8 +1,8 @@
 """Tile sides and launch options of the attention kernels: a table in a file beside this module, and a safe default.
 
-The table is measured offline on a GPU (`python -m kernels.tune`) and checked in; there is no tuning while serving. An
-entry applies to one kernel on one architecture, to heads of up to ``dim_tile`` dimensions, and to a number of bytes per
-cache element. Without an entry a default applies, which fits into the GPU's registers and shared memory.
+The table is measured offline on a GPU (`python -m measure.kernels.tune`) and checked in; there is no tuning while
+serving. An entry applies to one kernel on one architecture, to heads of up to ``dim_tile`` dimensions, and to a number
+of bytes per cache element. Without an entry a default applies, which fits into the GPU's registers and shared memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Key:
 
 
 tried: dict[Key, Tuning] = {}
-"""Candidates that `kernels.tune` is measuring; empty while serving."""
+"""Candidates that `measure.kernels.tune` is measuring; empty while serving."""
 
 
 def tuning_for(key: Key, group_size: int) -> Tuning:

@@ -2,7 +2,7 @@
 
 make clients                                        # all clients; the outcomes are in build/clients/outcomes.json
 make clients ARGS="--only openai_python"            # the clients of some folders
-make clients ARGS="--publish"                       # also write benchmarks/results/clients.json and docs/clients.md
+make clients ARGS="--publish"                       # also write measure/results/clients.json and docs/clients.md
 .venv/bin/python -m tests.clients --relock openai_python      # newest versions into the locks of some folders
 """
 
@@ -21,7 +21,7 @@ from tests.clients.matrix import Outcome, matrix_of, tables, to_json
 from tests.e2e.harness import ROOT, Served, serve
 from tests.e2e.reciting_model import EOS, make_reciter
 
-PUBLISHED = ROOT / "benchmarks" / "results" / "clients.json"
+PUBLISHED = ROOT / "measure" / "results" / "clients.json"
 PAGE = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- begin: make clients ARGS=--publish -->", "<!-- end -->"
 PROGRAM_S = 1800

@@ -11,8 +11,8 @@ import time
 
 import zmq
 
+from measure.scheduler import echo_worker
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc.bench import echo_worker
 from shared.frames import PLAN_VERSIONS
 from shared.ids import draw_incarnation
 

@@ -198,7 +198,7 @@ def test_a_browser_shows_the_pages_without_errors(demo: Served, tmp_path: Path) 
     quire("bench", "serve", target, "--concurrency=2", "--requests=4", "--output=4", f"--html={serve}")
     flags = ("--users", "--loads=1,2", "--duration=0.5", "--warmup=0", "--max-repeats=1", "--output=4")
     quire("bench", "sweep", target, *flags, f"--html={sweep}")
-    results = ROOT / "benchmarks" / "results" / "strategies.json"
+    results = ROOT / "measure" / "results" / "strategies.json"
     quire("bench", "strategies", f"--from={results}", f"--html={strategies}")
 
     shown = {file: _shown(file, tmp_path / "profile") for file in (serve, sweep, strategies)}

@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
-    "benchmarks",
     "checks",
+    "measure",
     "records",
     "tools",
     "quire",

@@ -17,8 +17,8 @@ PACKAGES = (
     "shared",
     "protos",
     "tools",
-    "benchmarks",
     "checks",
+    "measure",
     "records",
 )
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import aot, machine_code
 from kernels._dispatch import record_launches
 from kernels.activation import silu_mul
 from kernels.paged_attention.tuning import Key, tuning_for
 from kernels.sampling_triton.launch import TILE, TILES_PER_PROGRAM
+from measure.kernels import aot, machine_code
 
 pytest.importorskip("triton", reason="compiling kernels needs triton")
 
@@ -110,7 +110,7 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
     report = tmp_path / "aot.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "kernels.aot", "--json", str(report)],
+        [sys.executable, "-W", "ignore", "-m", "measure.kernels.aot", "--json", str(report)],
         cwd=ROOT,
         env=environment,
         capture_output=True,

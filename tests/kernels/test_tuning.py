@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kernels import tune
-from kernels.aot import SHARED_BYTES
 from kernels.paged_attention import tuning
 from kernels.paged_attention.tuning import Key, Tuning, default_tuning, tuning_for
+from measure.kernels import tune
+from measure.kernels.aot import SHARED_BYTES
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_default_tiles_fit_into_99_kib(architecture: int) -> None:
     """Queries, scores, and all stages but one of keys and values fit into shared memory.
 
     Triton allocates no more than that, and up to 128 bytes, if matrix products are not asynchronous. For bf16 this
-    gives the figures for sm_80 in `benchmarks/results/kernels-compiled.json`.
+    gives the figures for sm_80 in `measure/results/kernels-compiled.json`.
     """
     for kernel, dim_tile, kv_bytes in product(("decode", "prefill"), (64, 128, 256, 512), (1, 2, 4)):
         tile = default_tuning(Key(kernel, architecture, dim_tile, kv_bytes))

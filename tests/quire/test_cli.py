@@ -219,7 +219,7 @@ def test_help_does_not_wait_for_grpc() -> None:
     "module",
     [
         "quire", "quire.client", "quire.aio", "quire_server.cli.main", "quire_server.cli.serve",
-        "quire_server.serve.service", "quire_server.bench.offline", "quire_server.cli.worker", "services.frontend",
+        "quire_server.serve.service", "measure.offline", "quire_server.cli.worker", "services.frontend",
         "scheduler_svc.main", "shared.config",
         "shared.telemetry",
     ],

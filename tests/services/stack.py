@@ -12,10 +12,10 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer
 
+from measure.frontend.echo_core import EchoCore, EchoFrontend, EchoStream
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
-from services.bench.echo_core import EchoCore, EchoFrontend, EchoStream
 from services.frontend import Frontend
 from services.parsers import model_format
 from services.text.tokenizer import load_tokenizer

@@ -9,10 +9,10 @@ import grpc
 from google.protobuf.message import Message
 from grpc import aio
 
+from measure.frontend.echo_core import EchoFrontend, EchoStream
 from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import model_pb2
-from services.bench.echo_core import EchoFrontend, EchoStream
 from shared.columns import from_column
 from tests.examples import FACTOR
 from tests.services.stack import PATIENCE_S, Stack, TestCore, joined_ids, running_stack, tokens_request

@@ -60,7 +60,7 @@ def frontend(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]
 @contextmanager
 def echo_core(folder: Path) -> Iterator[None]:
     """An echo core process."""
-    process = start("services.bench.echo_core", f"--address=ipc://{folder}/core", f"--vocab-size={MODEL.vocab_size}")
+    process = start("measure.frontend.echo_core", f"--address=ipc://{folder}/core", f"--vocab-size={MODEL.vocab_size}")
     try:
         first_line(process)
         yield

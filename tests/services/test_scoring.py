@@ -11,9 +11,9 @@ import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from measure.frontend.echo_core import EchoFrontend
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
-from services.bench.echo_core import EchoFrontend
 from services.calls import scoring
 from services.calls.scoring import MAX_DOCUMENTS
 from services.text.judge import Judge

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from checks.mutation.mutators import mutant, mutations
-from quire_server.bench.svg import Series, bars, lines
+from measure.load.svg import Series, bars, lines
+from measure.plots.claims import CLAIMS
+from measure.plots.world import STEP_S, Job, run
 from scheduler_svc.core.interface.config import CoreConfig
-from tools.plots.claims import CLAIMS
-from tools.plots.world import STEP_S, Job, run
 
 SOURCE = '''
 """A module."""

@@ -186,9 +186,9 @@ def test_developers_tools_are_left_out(wheels: tuple[Path, Path]) -> None:
     """Neither simulator nor benchmarks of parts are in the server's wheel; the one of a running service is."""
     names = _files(wheels[1])
 
-    developers = ("checks/", "_svc/bench/", "services/bench/", "bench_kernels", "bench_scheduler", "bench/offline")
+    developers = ("checks/", "measure/kernels", "measure/scheduler", "measure/results", "bench_kernels", "offline")
     assert not [name for name in names for part in developers if part in name]
-    assert {"quire_server/cli/bench_serve.py", "quire_server/bench/run.py"} <= names
+    assert {"measure/commands/bench_serve.py", "measure/load/run.py"} <= names
     assert {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")} == {"quire_server"}
 
 

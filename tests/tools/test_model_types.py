@@ -6,7 +6,7 @@ from tools.model_types import PAGE, Finding, read_result, section, survey, writt
 
 
 def test_the_page_has_the_result_of_the_survey() -> None:
-    """The lists are those of benchmarks/results/model_types.json: run `python -m tools.model_types`."""
+    """The lists are those of measure/results/model_types.json: run `python -m tools.model_types`."""
     page = PAGE.read_text("utf-8")
 
     assert written(page, section(*read_result())) == page

@@ -15,10 +15,10 @@ from google.protobuf.message import DecodeError, Message
 
 from checks.chaos.adversaries.base import BATCH, PATIENCE_S, PROMPT, Adversary
 from checks.chaos.mutation import Frames
+from measure.frontend.echo_core import EchoCore
 from protos.quire.link.v1 import link_pb2
 from quire import AsyncClient, Client
 from quire.errors import QuireError
-from services.bench.echo_core import EchoCore
 from shared.columns import to_column
 from shared.frames import MalformedFrameError
 from shared.sockets import SendOutcome, send_to

@@ -2,7 +2,7 @@
 
 Too long for `make test`, which takes a sample of these in `test_paged_attention`; the name keeps pytest from collecting
 this file unless it is asked for. bfloat16 is missing: the interpreter computes with numpy, which has none, and takes
-its bits for integers. `kernels.aot --all` compiles it.
+its bits for integers. `measure.kernels.aot --all` compiles it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.aot import BLOCK_SIZES, HEAD_DIMS
+from measure.kernels.aot import BLOCK_SIZES, HEAD_DIMS
 from tests.kernels.batches import paged_batch
 from tests.kernels.interpreted.test_paged_attention import assert_equals_reference
 

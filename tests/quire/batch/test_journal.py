@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from measure.offline import read_requests
 from quire_server.batch.jobs import BatchError, Job, make_answer, read_ids, read_jobs
 from quire_server.batch.journal import Journal
-from quire_server.bench.offline import read_requests
 from shared.config import ConfigError
 
 OPENAI = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [], "stream": True}}

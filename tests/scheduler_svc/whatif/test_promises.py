@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from checks.planted import BUGS, PlantedBug
+from measure.commands.replay import configure, run
 from quire_server.cli._parser import OneLineParser
-from quire_server.cli.replay import configure, run
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.workers import plan_timing
 from scheduler_svc.whatif.answer import from_record

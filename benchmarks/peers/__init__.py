@@ -1,1 +1,0 @@
-"""Quire and other CPU servers on one machine, in turn: `python -m benchmarks.peers`."""

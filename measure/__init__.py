@@ -1,0 +1,11 @@
+"""Programs that measure Quire. The server's wheel has `load` with its commands; the rest is for developers.
+
+load        `quire bench serve` and `quire bench sweep`: load on a running service
+offline     `quire bench offline`: fixed requests to a service that it starts
+strategies  `quire bench strategies`: static, dynamic and continuous batching
+scheduler, frontend, kernels, cpu, gpu: one part alone
+studies     comparisons for the documentation, in virtual time in plots
+peers       Quire and other servers in turn
+commands    the commands of the command line
+results, notes: measurements, as files and as text
+"""

@@ -1,0 +1,197 @@
+"""Speed of every level of the CPU kernels that this processor has, beside oneDNN: `make cpu-levels`.
+
+`python -m measure.cpu.levels [--rows 1,16,128] [--inputs 1024] [--outputs 4096] [--seconds 3]` measures products over
+packed weights. All levels and a peer compute in turn, each with the next of many weights. The peer is oneDNN (packed
+products of torch), and torch's own product for int4 weights with bf16 activations. So a weight comes from memory, and
+other work on the machine slows all alike. The output is the median of each, and the median ratio of the peer's time to
+the time of the best level in the same turn. The levels start from float32 activations, and the peer from activations
+that are converted already.
+
+The last column is for one row, which waits for memory: the time that all threads take to read the bytes of a weight and
+do nothing else, divided by the time of the best level. Above 1, the product reads faster than that plain loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kernels.linear import PackedLinear, empty_weight, pack, quantise, quantise_int4
+from kernels.native.library import Native, native_levels
+from kernels.native.selftest import failure
+from kernels.native.structures import STORE_FLOAT
+from worker_svc.device.choice import set_threads
+
+_WEIGHTS = 24
+_FEWEST_TURNS = 5
+_CALLS = 4
+"""Calls in a turn; the first is not counted, because the threads of the one before may still wait for work."""
+_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
+
+Product = Callable[[int], object]
+"""Computes the product with the weight of this number."""
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and print a table for each format of weights."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,4,5,8,16,32,64,128,256,512")
+    parser.add_argument("--inputs", type=int, default=1024)
+    parser.add_argument("--outputs", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=3.0, help="least time for each number of rows")
+    parser.add_argument("--num-threads", type=int, default=0, help="0: all cores")
+    options = parser.parse_args()
+    set_threads(options.num_threads)
+    levels = _serving_levels()
+    if not levels:
+        raise SystemExit("cpu-levels: no level of the CPU kernels serves here; install Quire where there is a compiler")
+    print(f"{_processor()}, {options.num_threads or len(os.sched_getaffinity(0))} threads")
+    for name, own, peer_name, peer in (
+        ("bf16", _bf16, "oneDNN", _onednn_bf16),
+        ("int8", _int8, "oneDNN", _onednn_int8),
+        ("int4", _int4, "torch", _torch_int4),
+    ):
+        weights = [torch.randn(options.outputs, options.inputs).bfloat16() for _ in range(_WEIGHTS)]
+        packed, beside = own(weights, levels[0]), peer(weights)
+        print(f"\n{name}: {options.inputs} inputs, {options.outputs} outputs, {_WEIGHTS} weights; µs (GFLOP/s)")
+        names = [*(level.level_name for level in levels), peer_name, "ratio", "of read"]
+        print("rows  " + "".join(f"{each:>18}" for each in names))
+        for rows in map(int, options.rows.split(",")):
+            x = torch.randn(rows, options.inputs)
+            products = [_by_level(packed, level, x) for level in levels]
+            times = _in_turn([*products, beside(x), _read(packed, levels[0])], options.seconds)
+            _print_line(rows, 2e-3 * rows * options.inputs * options.outputs, packed[0].tensors[0].nbytes, times)
+
+
+def _serving_levels() -> list[Native]:
+    """Return the levels that could serve here, the best one last."""
+    return [level for level in native_levels() if level.level_name != "portable" and failure(level) is None]
+
+
+def _processor() -> str:
+    fields = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
+    values = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = [flag for flag in _FLAGS if flag in values.get("flags", "").split()]
+    return f"{values.get('model name', 'unknown processor')}: {' '.join(flags)}"
+
+
+def _bf16(weights: list[torch.Tensor], kernels: Native) -> list[PackedLinear]:
+    packed = []
+    for weight in weights:
+        destination = empty_weight(weight.shape[0], weight.shape[1], weight.dtype)
+        destination.copy_(weight)
+        packed.append(pack(destination, kernels=kernels))
+    return packed
+
+
+def _int8(weights: list[torch.Tensor], kernels: Native) -> list[PackedLinear]:
+    return [quantise(weight, kernels=kernels) for weight in weights]
+
+
+def _int4(weights: list[torch.Tensor], kernels: Native) -> list[PackedLinear]:
+    return [quantise_int4(weight, kernels=kernels) for weight in weights]
+
+
+def _read(packed: list[PackedLinear], kernels: Native) -> Product:
+    bytes_of = [(linear.tensors[0].data_ptr(), linear.tensors[0].nbytes) for linear in packed]
+    return lambda i: kernels.library.quire_read(*bytes_of[i])
+
+
+def _by_level(packed: list[PackedLinear], kernels: Native, x: torch.Tensor) -> Product:
+    first = packed[0]
+    out = torch.empty(len(x), first.outputs)
+    work = torch.empty(kernels.work_bytes(first.structure.format, len(x), first.inputs), dtype=torch.uint8)
+    return lambda i: kernels.linear(packed[i].structure, x, work, out, STORE_FLOAT, first.outputs)
+
+
+def _onednn_bf16(weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Product]:
+    def product(x: torch.Tensor) -> Product:
+        packed = [torch.ops.mkldnn._reorder_linear_weight(weight, len(x)) for weight in weights]
+        narrow = x.bfloat16()
+        return lambda i: torch.ops.mkldnn._linear_pointwise(narrow, packed[i], None, "none", [], "")
+
+    return product
+
+
+def _onednn_int8(weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Product]:
+    scales = [weight.float().abs().amax(1) / 127 for weight in weights]
+    rounded = [
+        (weight.float() / scale[:, None]).round().to(torch.int8) for weight, scale in zip(weights, scales, strict=True)
+    ]
+    zeros = torch.zeros(len(weights[0]), dtype=torch.int32)
+
+    def product(x: torch.Tensor) -> Product:
+        packed = [torch.ops.onednn.qlinear_prepack(weight, list(x.shape)) for weight in rounded]
+        scale = float(x.abs().amax()) / 127
+        narrow = ((x / scale).round() + 128).to(torch.uint8)
+        pointwise = torch.ops.onednn.qlinear_pointwise
+        return lambda i: pointwise(
+            narrow, scale, 128, packed[i], scales[i], zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+
+    return product
+
+
+def _torch_int4(weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Product]:
+    group = 64
+    packed = []
+    for weight in weights:
+        groups = weight.float().view(len(weight), -1, group)
+        scales = groups.abs().amax(-1) / 7
+        values = (groups / scales[..., None]).round().int() + 8
+        both = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1).contiguous().bfloat16()
+        packed.append((torch.ops.aten._convert_weight_to_int4pack_for_cpu(values.flatten(1), 1), both))
+
+    def product(x: torch.Tensor) -> Product:
+        narrow = x.bfloat16()
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return lambda i: multiply(narrow, packed[i][0], group, packed[i][1])
+
+    return product
+
+
+def _in_turn(products: list[Product], seconds: float) -> list[list[float]]:
+    """Return the microseconds of each product in each turn."""
+    times: list[list[float]] = [[] for _ in products]
+    end, turn = time.perf_counter() + seconds, 0
+    while turn < _FEWEST_TURNS or time.perf_counter() < end:
+        for place, product in enumerate(products):
+            # Levels share the weights: each starts elsewhere, so that it does not find what another has just read.
+            first = turn * _CALLS + place * _WEIGHTS // len(products)
+            calls = [_microseconds(product, (first + call) % _WEIGHTS) for call in range(_CALLS)]
+            times[place].append(statistics.median(calls[1:]))
+        turn += 1
+    return times
+
+
+def _microseconds(product: Product, number: int) -> float:
+    began = time.perf_counter()
+    product(number)
+    return (time.perf_counter() - began) * 1e6
+
+
+def _print_line(rows: int, kiloflop: float, weight_bytes: int, times: list[list[float]]) -> None:
+    """Print one line; `times` are those of the levels, of the peer, and of reading a weight."""
+    *levels, peer, read = times
+    best = min(levels, key=statistics.median)
+    cells = [f"{statistics.median(each):,.0f} ({kiloflop / statistics.median(each):,.0f})" for each in (*levels, peer)]
+    cells.append(f"{_median_ratio(peer, best):.2f}")
+    if rows == 1:
+        read_speed = weight_bytes / statistics.median(read) / 1e3
+        cells.append(f"{_median_ratio(read, best):.2f} of {read_speed:.1f} GB/s")
+    print(f"{rows:>4}  " + "".join(f"{cell:>18}" for cell in cells), flush=True)
+
+
+def _median_ratio(first: list[float], second: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(first, second, strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Ahead-of-time compilation of all kernel specialisations that the worker uses, without a GPU.
+
+Triton compiles a kernel for the types of its arguments and the values of its compile-time parameters, normally at the
+first launch. Here each case calls an operation's public function with meta tensors, and `record_launches` records the
+launches. Each launch is compiled to a cubin for an architecture, and its figures are reported
+(`measure.kernels.machine_code`). A kernel that does not compile, or that spills, is thus found on any machine. The
+compiled launches are the real ones, because they come from the public functions.
+
+    python -m measure.kernels.aot                 the cases of CI
+    python -m measure.kernels.aot --all           every case (half an hour on two cores)
+    python -m measure.kernels.aot --json FILE     the table as JSON as well
+
+Specialisation follows Triton's rule for launches: an integer 1 becomes a constant; integers divisible by 16 and all
+tensors (which the allocator aligns) are marked as divisible, unless the kernel declares the argument as varying.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels._dispatch import HAVE_TRITON, Launch, record_launches
+from kernels.activation import silu_mul
+from kernels.block_copy import BlockPool, copy_blocks
+from kernels.decode_inputs import DecodeInputs, prepare_decode
+from kernels.experts import mix_experts
+from kernels.kv_cache import write_kv
+from kernels.kv_quantised import cached_size
+from kernels.norm import rms_norm
+from kernels.paged_attention import paged_attention
+from kernels.qkv import rotate_and_cache
+from kernels.rotary import apply_rotary
+from kernels.sampling import SamplingTensors, sample
+from kernels.scatter import scatter_words
+from kernels.split_sampling import best_in_part
+from kernels.token_masks import mask_tokens
+from measure.kernels.machine_code import copies_ahead, disassemble, loop_instructions, num_instructions, resource_usage
+
+ARCHITECTURES = (80, 90)
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+"""Limit of shared memory per program in bytes, by architecture; 89 and 120 have that of 86."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+GROUP_SIZES = (1, 4, 8)
+BLOCK_SIZES = (8, 16, 32, 128)
+
+_TYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.uint16: "u16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of an operation; ``call`` runs it on meta tensors."""
+
+    name: str
+    call: Callable[[], object]
+    in_ci: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Resources of one kernel specialisation on one architecture."""
+
+    case: str
+    kernel: str
+    architecture: int  # compute capability, 90 for sm_90
+    registers: int  # per thread
+    spill_bytes: int  # per thread; local memory, which these kernels use only for spills
+    shared_bytes: int  # per program
+    num_warps: int
+    copies_ahead: int | None
+    """Groups of copies that may be unfinished when a pipelined loop continues; None without such a loop."""
+    loop_instructions: tuple[int, ...]
+    """Instructions of each innermost loop that copies into shared memory."""
+    instructions: int
+    """Instructions of the whole kernel, each counted once."""
+
+
+def cases() -> list[Case]:
+    """Return the specialisations that the worker uses.
+
+    They cover every type, head dimension, group size and block size of attention, and one or two sizes of each other
+    operation.
+    """
+    found = []
+    for dtype, head_dim, group_size, block_size in product(DTYPES, HEAD_DIMS, GROUP_SIZES, BLOCK_SIZES):
+        name = f"{_TYPE_NAMES[dtype]}, head_dim {head_dim}, group {group_size}, page {block_size}"
+        in_ci = dtype is torch.bfloat16 and head_dim in (64, 128, 256, 512) and (group_size, block_size) == (4, 16)
+        in_ci = in_ci or (dtype is torch.float32 and (head_dim, group_size, block_size) == (128, 4, 16))
+        call = partial(_attention, head_dim, group_size, block_size, dtype=dtype)
+        found.append(Case(f"attention {name}", call, in_ci))
+    gemma = partial(_attention, 256, 2, 16, sliding_window=4096, soft_cap=50.0)
+    found.append(Case("attention head_dim 256, group 2, page 16, window, cap", gemma, True))
+    sinks = partial(_attention, 64, 8, 16, sliding_window=128, with_sinks=True)
+    found.append(Case("attention head_dim 64, group 8, page 16, window, sinks", sinks, True))
+    few = partial(_attention, 128, 4, 16, num_tokens=100)
+    found.append(Case("attention bf16, head_dim 128, group 4, page 16, few tokens", few, True))
+    for head_dim in HEAD_DIMS:
+        for kind, kv_dtype in (("fp8", torch.uint8), ("int8", torch.int8)):
+            call = partial(_attention, head_dim, 4, 16, kv_dtype=kv_dtype)
+            name = f"attention bf16 over {kind}, head_dim {head_dim}, group 4, page 16"
+            found.append(Case(name, call, head_dim == 128 or (head_dim, kind) == (64, "fp8")))
+    found.append(Case("write_kv 8x128, page 16", _write_kv, True))
+    found.append(Case("write_kv 8x128, page 16, fp8", partial(_write_kv, torch.uint8), True))
+    found.append(Case("write_kv 8x128, page 16, int8", partial(_write_kv, torch.int8), True))
+    found.append(Case("rms_norm 4096, residual", partial(_rms_norm, (4096,), True, 0.0), True))
+    found.append(Case("rms_norm 1024", partial(_rms_norm, (1024,), False, 0.0), False))
+    found.append(Case("rms_norm heads of 128", partial(_rms_norm, (32, 128), False, 0.0), False))
+    found.append(Case("rms_norm 2304, residual, gemma", partial(_rms_norm, (2304,), True, 1.0), False))
+    found.append(Case("rotary 32+8 heads of 128", partial(_rotary, 128), True))
+    found.append(Case("rotary 32+8 heads of 80, partial", partial(_rotary, 80), False))
+    found.append(Case("qkv 32+8 heads of 128, page 16", partial(_qkv, 32, False), True))
+    found.append(Case("qkv 32+8 heads of 128, page 16, fp8", partial(_qkv, 32, False, torch.uint8), False))
+    found.append(Case("qkv 32+8 heads of 128, page 16, int8", partial(_qkv, 32, False, torch.int8), True))
+    found.append(Case("qkv 16+8 heads of 128, page 16, norms", partial(_qkv, 16, True), True))
+    found.append(Case("silu_mul 14336", _silu_mul, True))
+    for tokens in (8, 512, 8192):
+        in_ci = tokens == 512
+        found.append(Case(f"experts 128 of 2048x768, 8 of {tokens} tokens", partial(_experts, 128, 8, tokens), in_ci))
+    found.append(Case("experts fp32 8 of 2048x768, 2 of 64 tokens", partial(_experts, 8, 2, 64, torch.float32), False))
+    found.append(Case("sample 128256", _sample, True))
+    found.append(Case("sample 128256, no truncation", partial(_sample, any_truncation=False), True))
+    found.append(Case("sample 128256, greedy", partial(_sample, any_random=False), True))
+    found.append(Case("sample 64128 of 128256, no truncation", _sample_part, True))
+    found.append(Case("mask_tokens 128256", _mask_tokens, True))
+    found.append(Case("copy_blocks", _copy_blocks, True))
+    found.append(Case("scatter_words", _scatter_words, True))
+    found.append(Case("prepare_decode, page 16", _prepare_decode, True))
+    return found
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention(
+    head_dim: int,
+    group_size: int,
+    block_size: int,
+    *,
+    num_tokens: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    with_sinks: bool = False,
+) -> None:
+    kept = kv_dtype or dtype
+    cache = _meta(1024, 8, block_size, cached_size(head_dim, kept), dtype=kept)
+    paged_attention(
+        _meta(num_tokens, 8 * group_size, head_dim, dtype=dtype),
+        cache,
+        cache,
+        _meta(4, 4096 // block_size, dtype=torch.int32),
+        _meta(5, dtype=torch.int32),
+        _meta(4, dtype=torch.int32),
+        max_query_len=num_tokens - 3,
+        scale=head_dim**-0.5,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=_meta(8 * group_size, dtype=torch.float32) if with_sinks else None,
+    )
+
+
+def _write_kv(kv_dtype: torch.dtype = torch.bfloat16) -> None:
+    cache = _meta(1024, 8, 16, cached_size(128, kv_dtype), dtype=kv_dtype)
+    write_kv(_meta(32, 8, 128), _meta(32, 8, 128), cache, cache, _meta(32, dtype=torch.int64))
+
+
+def _rms_norm(shape: tuple[int, ...], with_residual: bool, weight_offset: float) -> None:
+    x, weight = _meta(32, *shape), _meta(shape[-1])
+    if with_residual:
+        rms_norm(x, weight, 1e-5, residual=_meta(32, *shape), weight_offset=weight_offset)
+    else:
+        rms_norm(x, weight, 1e-5, weight_offset=weight_offset)
+
+
+def _rotary(head_dim: int) -> None:
+    angles = _meta(32, 32 if head_dim < 128 else 64, dtype=torch.float32)
+    apply_rotary(_meta(32, 32, head_dim), _meta(32, 8, head_dim), angles, angles)
+
+
+def _qkv(num_heads: int, normed: bool, kv_dtype: torch.dtype = torch.bfloat16) -> None:
+    norm = _meta(128) if normed else None
+    angles, cache = _meta(32, 64, dtype=torch.float32), _meta(1024, 8, 16, cached_size(128, kv_dtype), dtype=kv_dtype)
+    slots = _meta(32, dtype=torch.int64)
+    rotate_and_cache(_meta(32, (num_heads + 16) * 128), norm, norm, 1e-5, angles, angles, cache, cache, slots)
+
+
+def _silu_mul() -> None:
+    silu_mul(_meta(32, 2 * 14336))
+
+
+def _experts(count: int, top_k: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    gate_up, down = _meta(count, 2 * 768, 2048, dtype=dtype), _meta(count, 2048, 768, dtype=dtype)
+    x, logits = _meta(num_tokens, 2048, dtype=dtype), _meta(num_tokens, count, dtype=dtype)
+    mix_experts(x, logits, gate_up, down, top_k=top_k, renormalise=True)
+
+
+def _sample(any_random: bool = True, any_truncation: bool = True) -> None:
+    sample(_meta(32, 128256), _sampling(any_random, any_truncation))
+
+
+def _sample_part() -> None:
+    best_in_part(_meta(32, 64128), _sampling(any_random=True, any_truncation=False), 64128)
+
+
+def _sampling(any_random: bool, any_truncation: bool) -> SamplingTensors:
+    floats = _meta(32, dtype=torch.float32)
+    ints = _meta(32, dtype=torch.int32)
+    return SamplingTensors(
+        temperature=floats,
+        top_k=ints,
+        top_p=floats,
+        min_p=floats,
+        seed=_meta(32, dtype=torch.int64),
+        choice=ints,
+        position=ints,
+        any_random=any_random,
+        any_truncation=any_truncation,
+    )
+
+
+def _mask_tokens() -> None:
+    places, lines = _meta(2, 3, dtype=torch.int64)
+    mask_tokens(_meta(32, 128256), places, _meta(64, 4008, dtype=torch.int32), lines)
+
+
+def _copy_blocks() -> None:
+    pool = BlockPool([_meta(64, 8, 16, 128)], torch.device("meta"))
+    copy_blocks(pool, pool, _meta(2, 5, dtype=torch.int64))
+
+
+def _scatter_words() -> None:
+    scatter_words(_meta(1 << 20, dtype=torch.int32), _meta(2, 700, dtype=torch.int32))
+
+
+def _prepare_decode() -> None:
+    narrow, wide = _meta(32, dtype=torch.int32), _meta(32, dtype=torch.int64)
+    tables = _meta(32, 8193, dtype=torch.int32)
+    out = DecodeInputs(wide, wide, wide, wide, narrow, tables)
+    prepare_decode(narrow, narrow, _meta(65, dtype=torch.int64), tables, 16, out)
+
+
+def compile_cases(chosen: Iterable[Case], architectures: Iterable[int] = ARCHITECTURES) -> Iterator[Compiled]:
+    """Compile the launches of each case for each architecture; raise if a kernel does not compile."""
+    if not HAVE_TRITON:
+        raise RuntimeError("triton: not installed; install it to compile the kernels")
+    targets = list(architectures)
+    seen: set[str] = set()
+    for case, architecture in product(chosen, targets):
+        with record_launches(architecture) as launches:
+            case.call()
+        for launch in launches:
+            source, options = _source_of(launch)
+            key = f"{architecture} {source.hash()} {options}"
+            if key not in seen:
+                seen.add(key)
+                yield _compile(case.name, launch, source, options, architecture)
+
+
+def _source_of(launch: Launch) -> tuple[Any, dict[str, Any]]:
+    """Return the inputs of Triton's compiler for a launch: the source with types and constants, and the options."""
+    from triton.compiler import ASTSource
+
+    function = launch.kernel.function
+    names = function.arg_names
+    values = dict(zip(names, launch.args, strict=False))
+    values |= {name: value for name, value in launch.options.items() if name in names}
+    options = {name: value for name, value in launch.options.items() if name not in names}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, (parameter, name) in enumerate(zip(function.params, names, strict=True)):
+        value = values[name]
+        varies = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and not varies):
+            signature[name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _TYPE_NAMES[value.dtype]
+            if not varies:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32"
+            if value % 16 == 0 and not varies:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(function, signature, constants, attributes), options
+
+
+def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], architecture: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    binary = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    registers, spill_bytes = resource_usage(binary.asm["cubin"])
+    listing = disassemble(binary.asm["cubin"])
+    return Compiled(
+        case=case,
+        kernel=launch.kernel.name,
+        architecture=architecture,
+        registers=registers,
+        spill_bytes=spill_bytes,
+        shared_bytes=binary.metadata.shared,
+        num_warps=binary.metadata.num_warps,
+        copies_ahead=copies_ahead(binary.asm["ttgir"]),
+        loop_instructions=loop_instructions(listing),
+        instructions=num_instructions(listing),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile and print the table; return 0 if all kernels compile and fit into the shared memory of their GPU."""
+    parser = argparse.ArgumentParser(
+        prog="python -m measure.kernels.aot", description="Compile the kernels without a GPU."
+    )
+    parser.add_argument("--all", action="store_true", help="compile every case, not only those of CI")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
+    options = parser.parse_args(arguments)
+
+    rows = []
+    print(
+        f"{'sm':>3} {'regs':>5} {'spill B':>8} {'shared B':>9} {'warps':>6} {'ahead':>6} {'in loops':>12} {'in all':>6}"
+        "  kernel"
+    )
+    for row in compile_cases(case for case in cases() if options.all or case.in_ci):
+        rows.append(row)
+        print(
+            f"{row.architecture:>3} {row.registers:>5} {row.spill_bytes:>8} {row.shared_bytes:>9} {row.num_warps:>6}"
+            f" {'' if row.copies_ahead is None else row.copies_ahead:>6}"
+            f" {' '.join(map(str, row.loop_instructions)):>12} {row.instructions:>6}  {row.kernel} ({row.case})",
+            flush=True,
+        )
+    if options.json:
+        import triton
+
+        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
+        command = " ".join(["python -m measure.kernels.aot", *["--all"] * options.all, "--json FILE"])
+        head = json.dumps({"command": command, "triton": triton.__version__})
+        options.json.write_text(f'{head[:-1]}, "kernels": [\n{lines}\n]}}\n')
+    too_large = [row for row in rows if row.shared_bytes > SHARED_BYTES[row.architecture]]
+    for row in too_large:
+        print(f"{row.kernel} ({row.case}) cannot be launched: sm_{row.architecture} has too little shared memory")
+    return 1 if too_large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

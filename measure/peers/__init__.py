@@ -1,0 +1,1 @@
+"""Quire and other CPU servers on one machine, in turn: `python -m measure.peers`."""

@@ -1,0 +1,97 @@
+"""From the times at which tokens came to the figures that peers are compared by."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from measure.peers.workloads import LONG_ARRIVES_S, Workload
+
+HIGHER_IS_BETTER = {"out_tok_per_s": True, "decode_tok_per_s": True, "max_gap_s": False, "long_ttft_s": False}
+HEADLINE = {"W1": "out_tok_per_s", "W2": "decode_tok_per_s", "W3": "out_tok_per_s", "W3w": "out_tok_per_s",
+            "W4": "max_gap_s"}  # fmt: skip
+"""The figure that a workload is about."""
+
+Figures = dict[str, float]
+
+
+class DifferentWorkError(Exception):
+    """A peer did not produce the tokens it was asked for, so its time says nothing."""
+
+
+def figures(workload: Workload, times: Sequence[Sequence[float]]) -> Figures:
+    """The figures of one run.
+
+    Args:
+        workload: what was served.
+        times: for each of its requests that is not `prime`, in order, when each token came, in seconds since the start.
+
+    Raises:
+        DifferentWorkError: tokens are missing or too many.
+    """
+    timed = [request for request in workload.requests if not request.prime]
+    if [len(each) for each in times] != [request.max_tokens for request in timed]:
+        raise DifferentWorkError(f"{workload.name}: asked for {[r.max_tokens for r in timed]} tokens, "
+                                 f"got {[len(each) for each in times]}")  # fmt: skip
+    wall_s = max(each[-1] for each in times)
+    result = {"out_tok_per_s": sum(map(len, times)) / wall_s, "wall_s": wall_s}
+    result["ttft_p50_s"] = statistics.median(
+        each[0] - request.arrive_s for each, request in zip(times, timed, strict=True)
+    )
+    if workload.name == "W2":
+        (only,) = times
+        result["decode_tok_per_s"] = (len(only) - 1) / (only[-1] - only[0])
+    if workload.name == "W4":
+        *decoders, long = times
+        gaps = [(after, after - before) for each in decoders for before, after in pairwise(each)]
+        result["max_gap_s"] = max(gap for at, gap in gaps if at > LONG_ARRIVES_S)
+        result["long_ttft_s"] = long[0] - LONG_ARRIVES_S
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One peer under one workload: a figure's median and range over the rounds, and Quire's ratio to it."""
+
+    workload: str
+    figure: str
+    peer: str
+    median: float
+    low: float
+    high: float
+    ratio: float
+    """How many times better Quire is, by the medians; 1 for Quire itself."""
+
+
+def compare(runs: Mapping[str, Mapping[str, Sequence[Figures]]], us: str = "quire") -> list[Row]:
+    """Rows for the headline figures.
+
+    Args:
+        runs: by workload and peer: the figures of each round.
+        us: the peer that the others are compared with.
+    """
+    rows = []
+    for workload, by_peer in runs.items():
+        shown = [HEADLINE[workload], "long_ttft_s", "out_tok_per_s"] if workload == "W4" else [HEADLINE[workload]]
+        for figure in shown:
+            medians = {
+                peer: statistics.median(each[figure] for each in each_round) for peer, each_round in by_peer.items()
+            }
+            for peer, each_round in by_peer.items():
+                values = [each[figure] for each in each_round]
+                ratio = float("nan")
+                if us in medians:
+                    ratio = medians[us] / medians[peer] if HIGHER_IS_BETTER[figure] else medians[peer] / medians[us]
+                rows.append(Row(workload, figure, peer, medians[peer], min(values), max(values), ratio))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows for people."""
+    lines = [f"{'workload':9}{'figure':18}{'peer':16}{'median':>9}  {'range':>19}  {'Quire is':>9}"]
+    lines += [
+        f"{row.workload:9}{row.figure:18}{row.peer:16}{row.median:9.2f}  {row.low:8.2f} .. {row.high:7.2f}"
+        f"  {row.ratio:8.2f}x"
+        for row in rows
+    ]
+    return "\n".join(lines)

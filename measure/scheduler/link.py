@@ -1,0 +1,392 @@
+"""Time between a worker and its next plan: the real scheduler process over ZeroMQ, with echo workers.
+
+There are three processes: the scheduler as `quire scheduler` starts it, one process of echo workers (`echo_worker`)
+whose steps take a given time, and this process as the front end (`token_sink`). All rows of all workers are in decode.
+In a case with a burst, some rows stay free until the measurement starts; then requests for all of them arrive at once.
+The benchmark measures steps per second, the share of time that workers wait for a plan, and the duration of turns of
+the scheduler's loop. The rounds of all cases are interleaved, so that other load affects all cases. Linux only.
+"""
+
+import contextlib
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from measure.scheduler import echo_worker
+from measure.scheduler.echo_worker import EchoReport
+from measure.scheduler.token_sink import SinkError, TokenSink
+from shared.config import SchedulerConfig, to_flags
+
+PROMPT_TOKENS = 2 * echo_worker.BLOCK_SIZE
+SETUP_S = 40.0
+"""Timeout of the set-up, until every row is in decode."""
+_NAP_S = 0.002
+"""Interval at which the front end polls its socket."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class LinkBenchError(Exception):
+    """A run failed; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Case:
+    """Case to measure: workers, rows per worker, time of a step in ms, plans in flight, requests of the burst."""
+
+    workers: int
+    rows: int
+    step_ms: float
+    in_flight: int
+    burst: int = 0
+
+
+BURST = 2_000
+DEFAULT_CASES = (
+    Case(workers=1, rows=256, step_ms=5.0, in_flight=1),
+    Case(workers=1, rows=256, step_ms=5.0, in_flight=2),
+    Case(workers=1, rows=256, step_ms=1.0, in_flight=1),
+    Case(workers=1, rows=256, step_ms=1.0, in_flight=2),
+    Case(workers=64, rows=256, step_ms=20.0, in_flight=2),
+    Case(workers=64, rows=64, step_ms=20.0, in_flight=2),
+    Case(workers=64, rows=64, step_ms=20.0, in_flight=2, burst=BURST),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measurement of one case."""
+
+    report: EchoReport
+    tokens_per_s: float
+    """Tokens that the front end received, per second."""
+    scheduler_cpu_s: float
+    """CPU time of all threads of the scheduler process during the measurement."""
+    longest_turn_s: float
+    """Longest turn of the scheduler's loop, as the upper bound of its histogram bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkResult:
+    """Medians over the rounds of one case; `worker_wait_share` is of all workers' time together."""
+
+    workers: int
+    rows: int
+    step_ms: float
+    in_flight: int
+    rounds: int
+    steps_per_s: float
+    """Steps of all workers, per second."""
+    worker_wait_share: float
+    worker_wait_share_min: float
+    worker_wait_share_max: float
+    worst_worker_wait_share: float
+    """Share of time of the worker that waited longest."""
+    wait_us_p50: float
+    wait_us_p99: float
+    late_us_p50: float
+    """Median delay from the end of a step to sending its result, in the echo worker."""
+    tokens_per_s: float
+    scheduler_cpu_us_per_step: float
+    scheduler_cpu_share: float
+    """CPU time of the scheduler process, as a share of one core."""
+    burst: int
+    """Requests that arrived at once at the start of the measurement."""
+    rows_at_end: int
+    """Rows in decode at the end, in the round with the fewest; fewer than all if the time was too short."""
+    longest_turn_ms: float
+    """Upper bound of the longest turn of the scheduler's loop in any round, including time without a core."""
+
+
+def cases_for(
+    *, workers: int | None = None, rows: int | None = None, step_ms: float | None = None, burst: int | None = None
+) -> tuple[Case, ...]:
+    """Return the default cases, or those for the given options, with one and two plans in flight."""
+    if workers is rows is step_ms is burst is None:
+        return DEFAULT_CASES
+    workers = workers or 1
+    steps = (step_ms,) if step_ms is not None else (5.0, 1.0) if workers == 1 else (20.0,)
+    return tuple(Case(workers, rows or 256, step, in_flight, burst or 0) for step in steps for in_flight in (1, 2))
+
+
+def run_rounds(
+    cases: Sequence[Case],
+    *,
+    rounds: int,
+    seconds: float,
+    folder: Path,
+    environment: Mapping[str, str],
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[LinkResult]:
+    """Measure every case `rounds` times.
+
+    Args:
+        cases: the cases.
+        rounds: measurements per case.
+        seconds: duration of a measurement, without set-up.
+        folder: folder for sockets and the scheduler's log; its path must be short enough for a Unix socket.
+        environment: environment of the child processes; names this process as their supervisor.
+        progress: called with a description of each measurement before it starts.
+
+    Raises:
+        LinkBenchError: a run failed.
+    """
+    runs: dict[Case, list[Run]] = {case: [] for case in cases}
+    for number in range(1, rounds + 1):
+        for case in cases:
+            progress(f"round {number} of {rounds}: {case}")
+            runs[case].append(measure(case, seconds, folder, environment))
+    return [_result(case, repeated) for case, repeated in runs.items()]
+
+
+def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, str]) -> Run:
+    """Run one measurement.
+
+    Raises:
+        LinkBenchError: the run failed.
+    """
+    num_rows = case.workers * case.rows
+    if case.burst >= num_rows:
+        raise LinkBenchError(
+            f"--burst: {case.burst} requests need more than {num_rows} rows; raise --workers or --rows"
+        )
+    # More steps than possible, because no request may end during the measurement.
+    max_tokens = 1000 + int(1000 * (SETUP_S + echo_worker.WARM_UP_S + seconds) / case.step_ms)
+    max_model_len = PROMPT_TOKENS + max_tokens
+    # Tokens per request while all rows decode: the measurement, and a margin for the set-up.
+    expected_len = PROMPT_TOKENS + int(1000 * (5 + 2 * seconds) / case.step_ms)
+    config = SchedulerConfig(
+        frontend_address=f"ipc://{folder}/frontends",
+        worker_address=f"ipc://{folder}/workers",
+        max_num_seqs=case.rows,
+        max_num_batched_tokens=case.rows * PROMPT_TOKENS,
+        max_queued_requests=num_rows,
+        max_plans_in_flight=case.in_flight,
+    )
+    echo_flags = {
+        "address": config.worker_address,
+        "workers": case.workers,
+        "rows": case.rows,
+        "begin-rows": num_rows - case.burst,
+        "step-ms": case.step_ms,
+        "max-model-len": max_model_len,
+        "num-blocks": case.rows * (expected_len // echo_worker.BLOCK_SIZE + 1),
+        "max-tokens-per-step": config.max_num_batched_tokens,
+        "seconds": seconds,
+        "give-up-s": SETUP_S,
+    }
+    with ExitStack() as stack:
+        scheduler = stack.enter_context(
+            _Process(["quire_server.cli.main", "scheduler", *to_flags(config)], folder / "scheduler.log", environment)
+        )
+        echo = stack.enter_context(
+            _Process(
+                ["measure.scheduler.echo_worker", *(f"--{name}={value}" for name, value in echo_flags.items())],
+                folder / "echo.log",
+                environment,
+            )
+        )
+        context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
+        sink = TokenSink(context, config.frontend_address)
+        stack.callback(sink.close)
+        stand = _Stand(scheduler, echo, sink, time.monotonic() + 2 * SETUP_S + seconds)
+        stand.expect("joined")
+        submit = partial(
+            sink.submit,
+            max_tokens=max_tokens,
+            prompt_tokens=PROMPT_TOKENS,
+            block_size=echo_worker.BLOCK_SIZE,
+            fingerprint=echo_worker.FINGERPRINT,
+            vocab_size=echo_worker.VOCAB,
+        )
+        submit(num_rows - case.burst)
+        stand.expect("measuring")
+        sink.ask_for_metrics()
+        submit(case.burst)
+        turns_before = stand.turns()
+        cpu_s, tokens = scheduler.cpu_seconds(), sink.num_tokens
+        report = EchoReport(**json.loads(stand.line()))
+        scheduler_cpu_s, tokens = scheduler.cpu_seconds() - cpu_s, sink.num_tokens - tokens
+        sink.ask_for_metrics()
+        return Run(
+            report=report,
+            tokens_per_s=tokens / report.elapsed_s,
+            scheduler_cpu_s=scheduler_cpu_s,
+            longest_turn_s=longest_turn(turns_before, stand.turns()),
+        )
+
+
+def longest_turn(before: Mapping[float, float], after: Mapping[float, float]) -> float:
+    """Return the upper bound of the last bucket with new turns; the arguments are cumulative histograms."""
+    total = {bound: after[bound] - before.get(bound, 0.0) for bound in after}
+    return min((bound for bound in total if total[bound] >= max(total.values())), default=0.0)
+
+
+class _Process:
+    """A child process that ends with this one: by its lifeline or when its standard input is closed."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self._name, self._log = command[0], log
+        with log.open("wb") as stderr:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-m", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                # `select` does not see a line in a buffer of this process.
+                bufsize=0,
+            )
+
+    def __enter__(self) -> "_Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.terminate()
+        try:
+            self._child.wait(5)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        for stream in (self._child.stdin, self._child.stdout):
+            if stream is not None:
+                stream.close()
+
+    def has_line(self, timeout_s: float) -> bool:
+        """Wait for output or its end; return whether there is some."""
+        assert self._child.stdout is not None
+        return bool(select.select([self._child.stdout], [], [], timeout_s)[0])
+
+    def line(self) -> str:
+        """Return the next line of output.
+
+        Raises:
+            LinkBenchError: the process has ended.
+        """
+        assert self._child.stdout is not None
+        line: bytes = self._child.stdout.readline()
+        if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(1)
+            raise self._ended()
+        return line.decode().strip()
+
+    def check(self) -> None:
+        """Check that the process is running.
+
+        Raises:
+            LinkBenchError: the process has ended.
+        """
+        if self._child.poll() is not None:
+            raise self._ended()
+
+    def _ended(self) -> LinkBenchError:
+        last_words = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+        return LinkBenchError(f"{self._name} ended with status {self._child.poll()}: {last_words}")
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of all threads so far, in seconds."""
+        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """Processes and front end of one measurement; waits end at `give_up`."""
+
+    scheduler: _Process
+    echo: _Process
+    sink: TokenSink
+    give_up: float
+
+    def line(self) -> str:
+        """Return the next line of the echo workers; drain tokens meanwhile.
+
+        Raises:
+            LinkBenchError: a process has ended, or the timeout has expired.
+        """
+        while not self.echo.has_line(_NAP_S):
+            try:
+                self.sink.drain()
+            except SinkError as error:
+                raise LinkBenchError(str(error)) from None
+            self.scheduler.check()
+            if time.monotonic() > self.give_up:
+                raise LinkBenchError("timeout: no output from the echo workers")
+        return self.echo.line()
+
+    def turns(self) -> dict[float, float]:
+        """Return the cumulative histogram of the loop's turns, by upper bound in seconds, from the scheduler's metrics.
+
+        Raises:
+            LinkBenchError: the scheduler does not answer.
+        """
+        while (snapshot := self.sink.metrics) is None:
+            try:
+                self.sink.drain()
+            except SinkError as error:
+                raise LinkBenchError(str(error)) from None
+            self.scheduler.check()
+            if time.monotonic() > self.give_up:
+                raise LinkBenchError("timeout: no metrics from the scheduler")
+            time.sleep(_NAP_S)
+        return {
+            float(sample.labels["le"]): sample.value
+            for family in snapshot.families
+            if family.name == "quire_scheduler_turn_seconds"
+            for sample in family.samples
+            if "le" in sample.labels
+        }
+
+    def expect(self, line: str) -> None:
+        """Read the next line, and check that it equals `line`."""
+        said = self.line()
+        if said != line:
+            raise LinkBenchError(f"the echo workers printed {said!r}, expected {line!r}")
+
+
+def _result(case: Case, runs: Sequence[Run]) -> LinkResult:
+    reports = [run.report for run in runs]
+
+    def median(figure: Callable[[EchoReport], float], digits: int) -> float:
+        return round(statistics.median(figure(report) for report in reports), digits)
+
+    shares = [report.wait_s / (case.workers * report.elapsed_s) for report in reports]
+    return LinkResult(
+        workers=case.workers,
+        rows=case.rows,
+        step_ms=case.step_ms,
+        in_flight=case.in_flight,
+        rounds=len(runs),
+        steps_per_s=median(lambda report: report.steps / report.elapsed_s, 1),
+        worker_wait_share=round(statistics.median(shares), 5),
+        worker_wait_share_min=round(min(shares), 5),
+        worker_wait_share_max=round(max(shares), 5),
+        worst_worker_wait_share=median(lambda report: report.worst_wait_s / report.elapsed_s, 5),
+        wait_us_p50=median(lambda report: report.wait_p50_s * 1e6, 1),
+        wait_us_p99=median(lambda report: report.wait_p99_s * 1e6, 1),
+        late_us_p50=median(lambda report: report.late_p50_s * 1e6, 1),
+        tokens_per_s=round(statistics.median(run.tokens_per_s for run in runs), 1),
+        scheduler_cpu_us_per_step=round(
+            statistics.median(run.scheduler_cpu_s / run.report.steps * 1e6 for run in runs), 1
+        ),
+        scheduler_cpu_share=round(statistics.median(run.scheduler_cpu_s / run.report.elapsed_s for run in runs), 3),
+        burst=case.burst,
+        rows_at_end=min(report.num_rows for report in reports),
+        longest_turn_ms=round(max(run.longest_turn_s for run in runs) * 1e3, 3),
+    )
+
+
+def as_json(results: Sequence[LinkResult]) -> dict[str, list[dict[str, object]]]:
+    """Return the results in the format of `quire bench link --json`."""
+    return {"results": [asdict(result) for result in results]}

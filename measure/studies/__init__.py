@@ -1,0 +1,1 @@
+"""Comparisons for the documentation, one program each."""

@@ -1,6 +1,0 @@
-"""Benchmarks of the front end, `quire bench frontend`, and of traces, `python -m services.bench.tracing`.
-
-`frontend` and `tracing` run the scenarios. The other modules are their processes, which `child` starts: `client`,
-`echo_core` in place of a scheduler, and `servicer_bare_echo`, the baseline. Tests of the front end use `echo_core` as
-well.
-"""
