@@ -11,5 +11,5 @@ operator        requests of operators; metrics, tracing: Prometheus metrics and 
 admission_file  reads limits of tenants and request classes
 assembly        builds the parts of the service from the configuration
 main            the process; collector: settings of its garbage collector
-explain         explains slow requests from the record
+recorder        writes the flight record; explanations: starts processes that answer questions about it
 """

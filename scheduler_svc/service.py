@@ -18,7 +18,7 @@ from scheduler_svc.assembly import open_journal, protector, shown_settings, to_c
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.explain.live import LiveExplanations
+from scheduler_svc.explanations import LiveExplanations
 from scheduler_svc.frontend_hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.kv_events import KvEvents

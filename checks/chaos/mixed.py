@@ -25,9 +25,9 @@ from grpc import RpcError, aio
 from checks.chaos.command import parser, tell
 from quire.v1 import generation_pb2 as v1
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
-from scheduler_svc.explain.accounting import Account, account
-from scheduler_svc.explain.reading import study
-from scheduler_svc.recorder.reader import Segment, read
+from records.explain.accounting import Account, account
+from records.explain.reading import study
+from records.reader import Segment, read
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.e2e.harness import Served, serve
 

@@ -18,7 +18,7 @@ from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
 
 if TYPE_CHECKING:
-    from scheduler_svc.whatif.answer import Case
+    from records.whatif.answer import Case
 
 EXAMPLES = """
   quire replay ~/.local/state/quire/record/50051
@@ -64,13 +64,13 @@ def run(options: Namespace) -> int:
 
 
 def _what_if(options: Namespace) -> int:
-    from scheduler_svc.recorder.replay import ReplayError
+    from records.replay import ReplayError
+    from records.whatif.answer import compare, from_record, save
+    from records.whatif.arrivals import WhatIfError
+    from records.whatif.page import as_json, as_text
+    from records.whatif.simulate import SimulationError
+    from records.whatif.step_times import StepTimesError
     from scheduler_svc.recorder.segments import UnreadableRecordError
-    from scheduler_svc.whatif.answer import compare, from_record, save
-    from scheduler_svc.whatif.arrivals import WhatIfError
-    from scheduler_svc.whatif.page import as_json, as_text
-    from scheduler_svc.whatif.simulate import SimulationError
-    from scheduler_svc.whatif.step_times import StepTimesError
 
     if options.to is not None:
         raise CommandError("--to: a simulation serves the whole record; remove --to")
@@ -89,8 +89,8 @@ def _what_if(options: Namespace) -> int:
 
 def _from_trace(options: Namespace) -> "Case":
     from measure.load.traces import BLOCK_TOKENS, read_trace
-    from scheduler_svc.whatif.answer import Case, read_service
-    from scheduler_svc.whatif.load import traced
+    from records.whatif.answer import Case, read_service
+    from records.whatif.load import traced
 
     if options.step_times is None:
         raise CommandError("step-times: a trace has none; learn them with quire replay RECORD --learn-step-times FILE")
@@ -114,9 +114,9 @@ def _from_trace(options: Namespace) -> "Case":
 
 
 def _replay(options: Namespace) -> int:
+    from records.reader import read
+    from records.replay import ReplayError, replay
     from scheduler_svc.recorder.code import code_hash
-    from scheduler_svc.recorder.reader import read
-    from scheduler_svc.recorder.replay import ReplayError, replay
     from scheduler_svc.recorder.segments import UnreadableRecordError
     from scheduler_svc.recorder.snapshot import SnapshotError
 
@@ -146,12 +146,12 @@ def _replay(options: Namespace) -> int:
 
 def _promises(options: Namespace) -> int:
     """Serve the recorded requests again and check the core's promises; 1 if one is broken."""
-    from scheduler_svc.recorder.replay import ReplayError
-    from scheduler_svc.whatif.answer import from_record
-    from scheduler_svc.whatif.arrivals import WhatIfError
-    from scheduler_svc.whatif.promises import check
-    from scheduler_svc.whatif.simulate import SimulationError
-    from scheduler_svc.whatif.step_times import StepTimesError
+    from records.replay import ReplayError
+    from records.rules.replayed import check
+    from records.whatif.answer import from_record
+    from records.whatif.arrivals import WhatIfError
+    from records.whatif.simulate import SimulationError
+    from records.whatif.step_times import StepTimesError
 
     try:
         case = from_record(options.place)

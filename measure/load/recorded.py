@@ -7,10 +7,10 @@ of the run alone, and an idle time before the run does not count. The record mus
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from records.reader import read
+from records.values import Entry, PlanAsked
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Peer, RequestEnded
-from scheduler_svc.recorder.reader import read
-from scheduler_svc.recorder.values import Entry, PlanAsked
 
 FLUSH_S = 1.5
 """Time after which a recorder has written what happened, s."""

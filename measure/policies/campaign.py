@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from quire_server.bench.traces import Recorded
+
 from measure.policies.arena import Workload, run
 from measure.policies.metrics import Result, metrics
 from measure.policies.schedulers import Setup, Specification, make
 from measure.policies.workloads import DRAWN, Agents, Drawing, traced
-from quire_server.bench.traces import Recorded
 
 MakeWorkload = Callable[[float, int], Workload]
 """Makes a workload of a load and a seed."""

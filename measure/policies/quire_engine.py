@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from scheduler_svc.whatif.rows import Admitted, Rows
 
 from measure.policies.costs import Costs, Work
 from measure.policies.engine import Ended, Engine, News, Step
@@ -18,7 +19,6 @@ from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.whatif.rows import Admitted, Rows
 from scheduler_svc.worker_hub import PING_INTERVAL_S
 from shared.prefix_keys import following_keys, root_key
 from shared.request_spec import RequestSpec

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from quire_server.bench.traces import BLOCK_TOKENS, Recorded, read_trace
+
 from measure.policies.costs import Costs, Work
 from measure.policies.jobs import Job, Piece
-from quire_server.bench.traces import BLOCK_TOKENS, Recorded, read_trace
 from shared.config import ConfigError
 
 _OWN, _OUTPUTS, _COPIES = 1 << 40, 1 << 41, 1 << 42

@@ -30,7 +30,7 @@ from quire.admin.v1 import admin_pb2, admin_pb2_grpc
 from quire.aio import AsyncClient
 from quire_server.serve.layout import ServeConfig
 from quire_server.serve.service import Service
-from scheduler_svc.recorder.reader import read
+from records.reader import read
 from shared.config import FrontendConfig, SchedulerConfig, WorkerConfig
 from shared.model_path import DEMO_MODEL, resolve_model
 

@@ -7,8 +7,8 @@ blocks. Every other row with a complete prompt computes one token.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from records.values import Entry, PlanAsked, PlanDigest
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.recorder.values import Entry, PlanAsked, PlanDigest
 
 
 @dataclass(frozen=True, slots=True)

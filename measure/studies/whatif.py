@@ -31,8 +31,8 @@ from typing import Any
 
 from measure.strategies import other_work
 from quire import AsyncClient
-from scheduler_svc.whatif.answer import Case, compare, from_record
-from scheduler_svc.whatif.figures import Figures
+from records.whatif.answer import Case, compare, from_record
+from records.whatif.figures import Figures
 from tests.e2e.harness import serve
 
 SETTINGS: tuple[tuple[str, ...], ...] = (

@@ -13,8 +13,7 @@ from scheduler_svc.core.interface.records import Note, NoteKind, Peer, QueueNote
 from scheduler_svc.recorder.step_view import About, StepView
 from scheduler_svc.recorder.steps import NS, WorkerState, write_answer, write_plan
 from scheduler_svc.recorder.tags import Tagger
-from scheduler_svc.recorder.tape import Handled, Item, Planned, Reported
-from scheduler_svc.recorder.values import Facts
+from scheduler_svc.recorder.tape import Facts, Handled, Item, Planned, Reported
 from shared.columns import to_column
 from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import RequestSpec

@@ -6,6 +6,7 @@ changed, so they can be encoded later, in another thread.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from protos.quire.link.v1 import link_pb2
@@ -19,8 +20,19 @@ from scheduler_svc.core.interface.records import Note, Notes, Peer, QueueNote
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.recorder.values import Facts
 from shared.prefix_keys import BlockKey
+
+
+@dataclass(slots=True)
+class Facts:
+    """What the core learnt from token ids during a call."""
+
+    keys: bytes = b""
+    """Block keys, joined: as computed in a tape, as tags in a record."""
+    partial: Sequence[PartialMatch | None] = ()
+    stopped: Sequence[int] = ()
+    held: Sequence[int] = ()
+    """Rare conditions that were true: the number of false ones before each since the last true one."""
 
 
 class Handled(NamedTuple):

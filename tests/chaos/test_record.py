@@ -6,7 +6,7 @@ import pytest
 
 from checks.chaos.mixed import Check, check, quantile, run_load
 from quire_server.cli.main import main
-from scheduler_svc.recorder.replay import replay
+from records.replay import replay
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(3600)]
 NUM_REQUESTS = 10_000

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from records.reader import read
+from records.replay import entries, replay
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.recorder.reader import read
-from scheduler_svc.recorder.replay import entries, replay
 from tests.e2e.harness import QUIRE, serve
-from tests.scheduler_svc.test_timeline import Timeline
+from tests.records.test_timeline import Timeline
 
 
 def test_a_service_records_itself_without_text(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from quire import Client
+from records.reader import read
+from records.replay import entries, replay
+from records.whatif.answer import compare, from_record
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.recorder.reader import read
-from scheduler_svc.recorder.replay import entries, replay
-from scheduler_svc.whatif.answer import compare, from_record
 from shared.model_path import resolve_model
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import QUIRE, serve

@@ -11,19 +11,19 @@ import pytest
 
 from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
+from records.decoding import Decoder
+from records.reader import Segment, read
+from records.replay import RecordedFacts, entries, replay
 from records.rules.model_worker import ModelWorker
 from records.rules.oracle import grammar_key
+from records.values import Entry, PlanAsked, digest
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
-from scheduler_svc.recorder.decoding import Decoder
 from scheduler_svc.recorder.encoding import Encoder
-from scheduler_svc.recorder.reader import Segment, read
-from scheduler_svc.recorder.replay import RecordedFacts, entries, replay
 from scheduler_svc.recorder.segments import UnreadableRecordError
 from scheduler_svc.recorder.snapshot import dump, load
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Cut, Handled, Planned, RecordedScheduler, Tape
-from scheduler_svc.recorder.values import Entry, PlanAsked, digest
 from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.many_steps import record_steps

@@ -19,15 +19,15 @@ from checks.sim.scenario import draw
 from checks.sim.simulation import Simulation
 from protos.quire.record.v1 import record_pb2
 from quire_server.cli.main import main
+from records.reader import read
+from records.replay import entries, replay
 from scheduler_svc.assembly import open_recorder
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect
 from scheduler_svc.core.interface.events import Event, FrontendJoined, RequestArrived, RequestCancelled, TimePassed
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recorder import recorder as recorder_module
-from scheduler_svc.recorder.reader import read
 from scheduler_svc.recorder.recorder import Recorder
-from scheduler_svc.recorder.replay import entries, replay
 from scheduler_svc.recorder.segments import Ring, SegmentWriter, paths
 from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
 from scheduler_svc.segments import FolderInUseError, SegmentFile

@@ -1,0 +1,50 @@
+"""Answer one question about a recording: the process of `scheduler_svc.explanations`.
+
+    python -m records.answer FOLDER QUESTION MOMENT
+
+QUESTION is a serialized `Any` in base64. MOMENT is the monotonic time at which the caller gives up, in seconds. The
+reply is a serialized `OperatorReply` on stdout.
+"""
+
+import base64
+import os
+import sys
+from pathlib import Path
+
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import DecodeError, Message
+
+from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2 as admin
+from records.explain.answers import answer
+from records.whatif.strategies import compare_strategies
+from scheduler_svc.frontend_link import error_reply
+from scheduler_svc.recorder.segments import UnreadableRecordError
+from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError
+
+
+def _answer(call: AnyMessage, place: Path, ends_at: float) -> Message:
+    if call.Is(admin.CompareStrategiesRequest.DESCRIPTOR):
+        return compare_strategies(admin.CompareStrategiesRequest.FromString(call.value), place, ends_at)
+    return answer(admin.ExplainRequest.FromString(call.value), place).message()
+
+
+def main() -> int:
+    """Answer the question of the command line."""
+    os.nice(10)
+    place, question, ends_at = Path(sys.argv[1]), base64.b64decode(sys.argv[2]), float(sys.argv[3])
+    reply = link_pb2.OperatorReply()
+    try:
+        reply.response.Pack(_answer(AnyMessage.FromString(question), place, ends_at))
+    except DecodeError:
+        reply = error_reply(0, InvalidRequestError(FieldViolation("request", "not a valid message")))
+    except QuireError as error:
+        reply = error_reply(0, error)
+    except (OSError, UnreadableRecordError) as error:
+        reply = error_reply(0, OverloadedError(f"explain: the record cannot be read: {error}"))
+    sys.stdout.buffer.write(reply.SerializeToString())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

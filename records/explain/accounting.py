@@ -1,0 +1,577 @@
+"""Division of a request's life into causes.
+
+The life is walked once from its beginning to its end. Each moment is charged to exactly one cause, so the durations sum
+to the end-to-end time by construction. Four kinds of time follow each other:
+
+* at the front end before the submission: tokenising, the check of a grammar, the rest;
+* waiting: charged to the reason that the core noted, or to what threw the request out of its row before;
+* in a row: charged step by step, see `_Walk._step`;
+* after the end: the way to the front end, detokenising, the client.
+
+What follows a preemption, a move, or the loss of a worker or scheduler is charged to it until the request decodes
+again. That is the wait, and the computation of tokens that had been computed before.
+
+A request that waits for its turn waits for whatever holds its queue back: rows, memory, the budget of a step. The
+planner notes that per worker. Once a request that arrived later has been admitted first, the order of the policy is the
+cause of the rest. The requests that held the rows meanwhile are named.
+
+The forward pass of a step that also holds chunks of other prompts is divided. A decoding request would have needed the
+usual time of a step without prompts; the rest is charged to the other prompts. A request in prefill is charged in
+proportion to the tokens. The time that a decode step takes beyond the usual time of the smallest one is charged to the
+other rows of the step. If a step took more than `SLOW` times the usual time, the excess is charged to the worker.
+
+Time in which the scheduler made no entry at all is charged to the scheduler, whatever the request waited for.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from records.explain.facts import Life, Step, StreamKey
+from scheduler_svc.core.interface.records import Note, NoteKind, WaitReason
+
+SLOW = 2.0
+"""Multiple of the usual time of a step from which on the worker is the cause of the rest."""
+_LAG_S = 0.01
+"""Time from a plan to the beginning of its step that is not yet late, however short the step."""
+_FROZEN = "the scheduler made no entry in its record"
+_NUM_NOTES_REFUSED = 2
+"""Notes of a request that was refused at its arrival."""
+MAX_NEIGHBOURS = 8
+"""Neighbours that are named in the worst step and for each cause."""
+
+
+class CauseKind(enum.Enum):
+    """Causes, in the order of a request's life; the value is the name in texts and JSON."""
+
+    FRONT_END = "front end"
+    TOKENISING = "tokenising"
+    GRAMMAR_CHECK = "checking the grammar"
+    REFUSED = "refused"
+    QUEUE = "waiting for its turn"
+    ORDER = "waiting behind later requests"
+    BUDGET = "waiting for room in a step that other prompts fill"
+    MEMORY = "waiting for memory"
+    ROWS = "waiting for a free row"
+    TENANT = "waiting for its tenant's limit"
+    GRAMMAR = "waiting for its grammar's compilation"
+    PREFIX = "waiting for a prefix that another request computes"
+    BATCH = "waiting for a batch"
+    PLACEMENT = "waiting for another worker's plan"
+    ALONE = "waiting for a step of its own"
+    NO_WORKER = "waiting for a worker"
+    STEP_BEFORE = "waiting for the step before"
+    OWN_PREFILL = "own prefill"
+    COLD_PREFIX = "own prefill of a prefix that was known before"
+    OTHER_PROMPTS = "other prompts' chunks in its steps"
+    OWN_DECODE = "own decode"
+    NEIGHBOURS = "other requests in its steps"
+    SLOW_WORKER = "slow worker"
+    SAMPLING = "sampling"
+    COPIES = "block copies in its steps"
+    PREEMPTED = "preempted"
+    SWAPPED = "swapped out"
+    WORKER_LOST = "worker lost"
+    WORKER_SILENT = "worker frozen"
+    SCHEDULER_LOST = "scheduler restarted"
+    SCHEDULER_STALLED = "scheduler frozen"
+    SUBMITTED_AGAIN = "connection to the scheduler lost"
+    MOVED = "moved to another worker"
+    PREFIX_FAILED = "shared prefix failed"
+    HELD_CREDIT = "held out: its reader took no output"
+    HELD_MEMORY = "held out: no free block"
+    LINK = "link and scheduler"
+    DETOKENISING = "detokenising"
+    CLIENT = "the client's own slowness"
+
+
+_OF_REASON = {
+    WaitReason.TURN: CauseKind.QUEUE,
+    WaitReason.MEMORY: CauseKind.MEMORY,
+    WaitReason.ROWS: CauseKind.ROWS,
+    WaitReason.TENANT_LIMIT: CauseKind.TENANT,
+    WaitReason.TENANT_RATE: CauseKind.TENANT,
+    WaitReason.GRAMMAR: CauseKind.GRAMMAR,
+    WaitReason.PREFIX: CauseKind.PREFIX,
+    WaitReason.CREDIT: CauseKind.HELD_CREDIT,
+    WaitReason.BATCH: CauseKind.BATCH,
+    WaitReason.ANSWER: CauseKind.STEP_BEFORE,
+    WaitReason.ELSEWHERE: CauseKind.PLACEMENT,
+    WaitReason.ALONE: CauseKind.ALONE,
+    WaitReason.NO_WORKER: CauseKind.NO_WORKER,
+    WaitReason.BUDGET: CauseKind.BUDGET,
+}
+_OF_QUEUE = frozenset((WaitReason.TURN, WaitReason.ROWS, WaitReason.BUDGET))
+"""Reasons that the note about the worker's queue replaces."""
+_OF_ORDER = frozenset((CauseKind.QUEUE, CauseKind.ROWS, CauseKind.BUDGET))
+"""Waits that an admission of a later request would have ended."""
+_REFUSALS = frozenset(("queue_full", "tenant_limit", "invalid", "no_worker", "deadline", "duplicate", "shutdown"))
+"""Reasons of an end that refuse a request, if it comes at once."""
+_OF_DEPARTURE = {
+    NoteKind.PREEMPTED: CauseKind.PREEMPTED,
+    NoteKind.SWAPPED: CauseKind.SWAPPED,
+    NoteKind.LOST: CauseKind.WORKER_LOST,
+    NoteKind.SILENT: CauseKind.WORKER_SILENT,
+    NoteKind.SCHEDULER_LOST: CauseKind.SCHEDULER_LOST,
+    NoteKind.SUBMITTED_AGAIN: CauseKind.SUBMITTED_AGAIN,
+    NoteKind.MOVED: CauseKind.MOVED,
+    NoteKind.PREFIX_FAILED: CauseKind.PREFIX_FAILED,
+}
+
+
+@dataclass(slots=True)
+class Cause:
+    """One cause with its share of the time."""
+
+    kind: CauseKind
+    seconds: float = 0.0
+    details: list[str] = field(default_factory=list)
+    """What the core noted about it."""
+    by: "Counter[StreamKey]" = field(default_factory=Counter)
+    """Requests that took part, with a weight: tokens of their prompts, or 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorstStep:
+    """The step for whose answer the request waited longest."""
+
+    step: Step
+    seconds: float
+    """Time from the answer before it to its own."""
+    neighbours: tuple[tuple[StreamKey, int], ...]
+    """The other requests of the step with their tokens, most tokens first."""
+    num_neighbours: int
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The explanation of one life."""
+
+    life: Life
+    causes: tuple[Cause, ...]
+    """Largest first."""
+    total_s: float
+    worst: WorstStep | None
+    error_s: float | None
+    """Bound of the error of dividing the link's time between its directions; None without a front end's report."""
+
+
+def account(life: Life) -> Account:
+    """Divide a request's life into causes."""
+    walk = _Walk(life)
+    if life.end in _REFUSALS and len(life.notes) == _NUM_NOTES_REFUSED:
+        total = walk.refused()
+    else:
+        walk.front_end()
+        walk.core()
+        total = walk.after_end()
+    causes = sorted((each for each in walk.causes.values() if each.seconds > 0), key=lambda each: -each.seconds)
+    return Account(life, tuple(causes), total, walk.worst, walk.error_s)
+
+
+class _Walk:
+    """One walk through a life; `_at` is the moment up to which all time is charged."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._key = life.key
+        self._at = life.notes[0].time
+        self.causes: dict[CauseKind, Cause] = {}
+        self.worst: WorstStep | None = None
+        self.error_s: float | None = None
+        self._total = 0.0
+        self._steps = list(life.steps)
+        self._next = 0
+        """Index of the first step that was answered after `_at`."""
+        self._departure: Note | None = None
+        """What threw it out of its row last, until it decodes again."""
+        self._held: Note | None = None
+        """Why it is held out of steps, until its next step."""
+        self._has_decoded = False
+        self._num_computed = life.num_cached_tokens
+
+    def refused(self) -> float:
+        """Charge the whole time to the refusal."""
+        life, report = self._life, self._life.report
+        in_core = life.notes[-1].time - life.notes[0].time
+        seconds = in_core if report is None else max(in_core, report.submitted_s + report.finished_s)
+        self.error_s = None if report is None else 0.0
+        self._charge(CauseKind.REFUSED, seconds, life.notes[-1].text.removeprefix("ended: "))
+        return self._total
+
+    # ---------------------------------------------------------------- front end
+
+    def front_end(self) -> None:
+        """Charge the time before the submission."""
+        report = self._life.report
+        if report is None:
+            return
+        rest = report.submitted_s
+        for kind, seconds in (
+            (CauseKind.TOKENISING, report.tokenise_s),
+            (CauseKind.GRAMMAR_CHECK, report.grammar_s),
+            (CauseKind.SCHEDULER_LOST, report.no_scheduler_s),
+        ):
+            part = min(max(seconds, 0.0), rest)
+            self._charge(kind, part)
+            rest -= part
+        self._charge(CauseKind.FRONT_END, rest)
+
+    def after_end(self) -> float:
+        """Charge the time that the core does not see, and return the end-to-end time."""
+        report, life = self._life.report, self._life
+        if report is None or life.until is not None:
+            return self._total
+        in_core = self._at - life.notes[0].time
+        link = max(0.0, report.ended_s - in_core)
+        self.error_s = link / 2
+        first = life.notes[0].time
+        frozen = min(link, sum(end - begin for begin, end in self._stalls_between(first - link, first)))
+        self._charge(CauseKind.SCHEDULER_STALLED, frozen, _FROZEN)
+        self._charge(CauseKind.LINK, link - frozen)
+        rest = max(0.0, report.finished_s - max(report.ended_s, in_core))
+        for kind, seconds in ((CauseKind.CLIENT, report.client_s), (CauseKind.DETOKENISING, report.detokenise_s)):
+            part = min(max(seconds, 0.0), rest)
+            self._charge(kind, part)
+            rest -= part
+        self._charge(CauseKind.FRONT_END, rest)
+        self._charge_stalled_front_end(report.stalled_s)
+        return self._total
+
+    def _charge_stalled_front_end(self, seconds: float) -> None:
+        """Charge a stall of the front end's process to it, instead of the causes that the others saw."""
+        moved = 0.0
+        for kind in (CauseKind.SUBMITTED_AGAIN, CauseKind.LINK, CauseKind.HELD_CREDIT, CauseKind.CLIENT):
+            cause = self.causes.get(kind)
+            if cause is not None:
+                part = min(cause.seconds, seconds - moved)
+                cause.seconds -= part
+                moved += part
+        self._total -= moved
+        self._charge(CauseKind.FRONT_END, moved, "its process did nothing for a while")
+
+    # ---------------------------------------------------------------- core
+
+    def core(self) -> None:
+        """Charge the time from the arrival at the core to the end, or to the present."""
+        life = self._life
+        reason, in_row = WaitReason.TURN, False
+        for note in life.notes[1:]:
+            if in_row:
+                self._run_until(note.time, lost=note if note.kind in _LOSSES else None)
+            else:
+                self._wait_until(note.time, reason)
+            match note.kind:
+                case NoteKind.WAITS:
+                    reason = WaitReason(note.text)
+                case NoteKind.HELD:
+                    self._held = note
+                case NoteKind.ARRIVED:
+                    reason, self._departure = WaitReason.TURN, None
+                case NoteKind.ADMITTED:
+                    in_row = True
+                    self._skip_steps()
+                case kind if kind in _OF_DEPARTURE:
+                    reason, in_row = WaitReason.TURN, False
+                    self._departure, self._held = note, None
+        if life.until is not None:
+            if in_row:
+                self._run_until(life.until, lost=None)
+            else:
+                self._wait_until(life.until, reason)
+
+    def _wait_until(self, end: float, reason: WaitReason) -> None:
+        for begin, finish in self._stalls_between(self._at, end):
+            self._wait_awake(begin, reason)
+            self._charge(CauseKind.SCHEDULER_STALLED, finish - self._at, _FROZEN)
+            self._at = max(self._at, finish)
+        self._wait_awake(end, reason)
+
+    def _wait_awake(self, end: float, reason: WaitReason) -> None:
+        """Charge a wait in which the scheduler was alive."""
+        if end <= self._at:
+            return
+        if self._departure is not None and reason is not WaitReason.CREDIT:
+            self._charge_departure(end - self._at)
+        elif reason in _OF_QUEUE:
+            self._wait_in_queue(end, reason)
+        else:
+            kind = _OF_REASON[reason]
+            detail = "" if kind.value.endswith(reason.value) else reason.value
+            self._charge(kind, end - self._at, detail, self._holders(kind, self._at, end))
+        self._at = end
+
+    def _wait_in_queue(self, end: float, reason: WaitReason) -> None:
+        """Charge a wait for its turn to what held back the queue of the worker that admitted it, or of any worker."""
+        life = self._life
+        worker_id = next((worker for time, worker in life.placements if time >= end - _LAG_S), None)
+        known = [each for each in life.obstacles if worker_id is None or each.worker_id == worker_id]
+        before = [each for each in known if each.time <= self._at]
+        changes = [(self._at, before[-1].reason)] if before else [(self._at, reason)]
+        changes += [(each.time, each.reason) for each in known if self._at < each.time < end]
+        overtaken = min((each.time for each in life.went_first if each.is_later), default=end)
+        for (begin, obstacle), finish in zip(changes, [time for time, _ in changes[1:]] + [end], strict=True):
+            kind = _OF_REASON[obstacle if obstacle is not None else WaitReason.TURN]
+            parts = [(begin, finish, kind)]
+            if kind in _OF_ORDER and overtaken < finish:
+                middle = max(begin, overtaken)
+                parts = [(begin, middle, kind), (middle, finish, CauseKind.ORDER)]
+            for since, until, each in parts:
+                detail = f"the policy is {life.policy}" if each is CauseKind.ORDER and life.policy else ""
+                self._charge(each, until - since, detail, self._holders(each, since, until, worker_id))
+
+    def _holders(
+        self, kind: CauseKind, since: float, until: float, worker_id: str | None = None
+    ) -> "Counter[StreamKey]":
+        """Return the requests that held what this one waited for, with weights."""
+        life, found = self._life, Counter[StreamKey]()
+        if until <= since:
+            return found
+        if kind in (CauseKind.ROWS, CauseKind.MEMORY, CauseKind.TENANT, CauseKind.ALONE):
+            for each in life.holdings:
+                overlap = min(each.until, until) - max(each.since, since)
+                is_meant = each.tenant == life.tenant if kind is CauseKind.TENANT else True
+                if overlap > 0 and is_meant and worker_id in (None, each.worker_id):
+                    weight = each.num_tokens if kind is CauseKind.MEMORY else 1
+                    found[each.key] += max(1, round(1e3 * overlap * weight))
+        elif kind is CauseKind.BUDGET:
+            for step in life.steps:
+                if step.planned < until and step.answered > since and worker_id in (None, step.worker_id):
+                    found.update(step.chunks)
+            found.pop(self._key, None)
+        elif kind is CauseKind.ORDER:
+            found.update(each.key for each in life.went_first if each.is_later and each.time <= until)
+        elif kind is CauseKind.QUEUE:
+            found.update(each.key for each in life.went_first if since <= each.time <= until)
+        elif kind is CauseKind.PREFIX and life.known_by is not None:
+            found[life.known_by] = 1
+        return found
+
+    def _stalls_between(self, begin: float, end: float) -> list[tuple[float, float]]:
+        """Return the parts of the scheduler's stalls that lie in an interval."""
+        return [(max(a, begin), min(b, end)) for a, b in self._life.stalls if min(b, end) > max(a, begin)]
+
+    def _charge_link(self, end: float) -> None:
+        """Charge the time up to `end`, in which the request was on its way between processes."""
+        for begin, finish in self._stalls_between(self._at, end):
+            self._charge(CauseKind.LINK, begin - self._at)
+            self._charge(CauseKind.SCHEDULER_STALLED, finish - begin, _FROZEN)
+            self._at = finish
+        self._charge(CauseKind.LINK, end - self._at)
+        self._at = max(self._at, end)
+
+    def _skip_steps(self) -> None:
+        """Skip steps that were answered before the request was admitted."""
+        while self._next < len(self._steps) and self._steps[self._next].answered <= self._at:
+            self._next += 1
+
+    def _run_until(self, end: float, *, lost: Note | None) -> None:
+        """Charge time in a row; with `lost`, the worker was found to be lost at the end of it."""
+        steps = self._steps
+        others: list[Step] = []
+        while self._next < len(steps) and steps[self._next].answered <= end:
+            step = steps[self._next]
+            self._next += 1
+            if step.holds(self._key):
+                self._step(step, others)
+                others = []
+            else:
+                others.append(step)
+        if lost is not None:
+            self._charge(_OF_DEPARTURE[lost.kind], end - self._at, lost.text)
+            self._at = max(self._at, end)
+        else:
+            # Steps that are answered later may already occupy the worker.
+            self._gap(end, others + [step for step in steps[self._next :] if step.planned < end])
+
+    def _step(self, step: Step, others: list[Step]) -> None:
+        """Charge the time up to the answer of a step with the request."""
+        before = self._at
+        begin, finish = _execution(step)
+        begin = min(max(begin, self._at), step.answered)
+        self._gap(begin, others, step)
+        self._held = None
+        finish = min(max(finish, begin), step.answered)
+        busy = step.busy_s
+        # The worker may have begun before the last answer came: only the rest of the step delays the request.
+        share = (finish - begin) / busy if busy > 0 else 0.0
+        is_chunk = self._key in step.chunks
+        if not is_chunk:
+            self._departure, self._has_decoded = None, True
+        if busy > 0:
+            self._charge(CauseKind.COPIES, step.copy_s * share)
+            usual = self._charge_excess(step, share)
+            theirs = self._charge_neighbours(step, share, usual)
+            self._charge(CauseKind.SAMPLING, step.sample_s * share * (usual - theirs))
+            self._forward(step, (step.forward_s + step.prepare_s) * share * (usual - theirs), theirs)
+        else:
+            self._forward(step, finish - begin)
+        self._at = finish
+        self._charge_link(step.answered)
+        seconds = step.answered - before
+        if self.worst is None or seconds > self.worst.seconds:
+            self.worst = _worst(step, seconds, self._key)
+        self._num_computed += step.chunks.get(self._key, 0)
+
+    def _charge_excess(self, step: Step, share: float) -> float:
+        """Charge the time that a step took beyond the usual; return the usual part of its time, 0 to 1."""
+        usual = self._life.usual.step_s(step) if self._life.usual is not None else None
+        if usual is None or step.computing_s <= SLOW * usual:
+            return 1.0
+        part = usual / step.computing_s
+        times = f"a step of {step.num_tokens} tokens on {step.worker_id} usually takes {usual * 1e3:.1f} ms"
+        self._charge(CauseKind.SLOW_WORKER, step.computing_s * share * (1.0 - part), times)
+        return part
+
+    def _charge_neighbours(self, step: Step, share: float, usual: float) -> float:
+        """Charge the time that the other decode rows cost; return its part of the step's time, 0 to `usual`."""
+        others = sorted(key for key in step.decodes if key != self._key)
+        known = self._life.usual
+        if known is None or not others or self._key in step.chunks or self._departure is not None:
+            return 0.0
+        alone, together = known.alone_s(1 + len(others)), known.decode_s(len(step.decodes))
+        if alone is None or together is None or step.computing_s <= 0:
+            return 0.0
+        part = min(usual, max(0.0, min(together, step.computing_s * usual) - alone) / step.computing_s)
+        self._charge(CauseKind.NEIGHBOURS, step.computing_s * share * part, by=others)
+        return part
+
+    def _forward(self, step: Step, seconds: float, neighbours: float = 0.0) -> None:
+        """Divide the time of a forward pass; `neighbours` is the part of the step that the other rows took."""
+        others = {key: tokens for key, tokens in step.chunks.items() if key != self._key}
+        theirs = 0.0
+        if others:
+            theirs = seconds * self._share_of_others(step, sum(others.values()), neighbours)
+            self._charge(CauseKind.OTHER_PROMPTS, theirs, by=others)
+        own = seconds - theirs
+        if self._departure is not None:
+            self._charge_departure(own)
+        elif self._key not in step.chunks:
+            self._charge(CauseKind.OWN_DECODE, own)
+        else:
+            self._charge_prefill(own, step.chunks[self._key])
+
+    def _share_of_others(self, step: Step, num_tokens: int, neighbours: float) -> float:
+        """Return the share of a forward pass, without the part of the other rows, that other prompts take."""
+        without = None
+        if self._key not in step.chunks and self._life.usual is not None:
+            without = self._life.usual.decode_s(len(step.decodes))
+        if without is None or step.computing_s <= 0:
+            return num_tokens / step.num_tokens
+        rest = step.computing_s * (1.0 - neighbours)
+        return max(0.0, 1.0 - max(0.0, without - step.computing_s * neighbours) / rest) if rest > 0 else 0.0
+
+    def _charge_prefill(self, seconds: float, num_tokens: int) -> None:
+        """Charge own prefill; tokens that an earlier request had as well count as a cold prefix."""
+        life = self._life
+        known = min(max(life.known_tokens - self._num_computed, 0), num_tokens)
+        cold = seconds * known / num_tokens
+        if cold:
+            by = (life.known_by,) if life.known_by is not None else ()
+            self._charge(CauseKind.COLD_PREFIX, cold, by=by)
+        self._charge(CauseKind.OWN_PREFILL, seconds - cold)
+
+    def _gap(self, end: float, others: list[Step], before: Step | None = None) -> None:
+        """Charge the time up to `end`, in which no step computed the request.
+
+        Args:
+            end: the end of the gap.
+            others: the worker's other steps.
+            before: the step with the request that begins at `end`. A worker that was free and began late was slow.
+        """
+        if end <= self._at:
+            return
+        if self._held is not None and self._held.time < end:
+            since = max(self._at, self._held.time)
+            self._charge_busy(since, others)
+            kind = _HELD.get(self._held.text, CauseKind.HELD_MEMORY)
+            self._charge(kind, end - since, self._held.text)
+        else:
+            self._charge_busy(end, others)
+            if self._departure is not None:
+                self._charge_departure(end - self._at)
+            else:
+                self._charge_lag(end, before)
+        self._at = end
+
+    def _charge_lag(self, end: float, step: Step | None) -> None:
+        """Charge the time from a plan to the beginning of its step, which ends at `end`."""
+        for begin, finish in self._stalls_between(self._at, end):
+            self._charge(CauseKind.LINK, begin - self._at)
+            self._charge(CauseKind.SCHEDULER_STALLED, finish - begin, _FROZEN)
+            self._at = finish
+        seconds = end - self._at
+        usual = self._life.usual.step_s(step) if self._life.usual is not None and step is not None else None
+        if step is not None and usual is not None and seconds > SLOW * max(usual, _LAG_S):
+            late = f"{step.worker_id} began late with a step"
+            self._charge(CauseKind.SLOW_WORKER, seconds - max(usual, _LAG_S), late)
+            seconds = max(usual, _LAG_S)
+        self._charge(CauseKind.LINK, seconds)
+
+    def _charge_busy(self, end: float, others: list[Step]) -> None:
+        """Charge the time in which the worker was busy with other steps, as far as it lies before `end`."""
+        for step in others:
+            begin, finish = _execution(step)
+            self._charge_idle(min(begin, end))
+            seconds = min(finish, end) - self._at
+            if seconds <= 0:
+                continue
+            if self._departure is not None:
+                self._charge_departure(seconds)
+            elif step.chunks:
+                self._charge(CauseKind.OTHER_PROMPTS, seconds, by=step.chunks)
+            else:
+                self._charge(CauseKind.STEP_BEFORE, seconds, by=tuple(step.decodes)[:MAX_NEIGHBOURS])
+            self._at = min(finish, end)
+        if self._held is not None:
+            self._charge_idle(end)
+
+    def _charge_idle(self, end: float) -> None:
+        if end > self._at:
+            self._charge_link(end)
+
+    # ----------------------------------------------------------------
+
+    def _charge_departure(self, seconds: float) -> None:
+        note = self._departure
+        assert note is not None
+        by = () if note.by is None else (StreamKey(*note.by),)
+        self._charge(_OF_DEPARTURE[note.kind], seconds, note.text, by)
+
+    def _charge(
+        self,
+        kind: CauseKind,
+        seconds: float,
+        detail: str = "",
+        by: Mapping[StreamKey, int] | Iterable[StreamKey] = (),
+    ) -> None:
+        if seconds <= 0:
+            return
+        cause = self.causes.get(kind)
+        if cause is None:
+            cause = self.causes[kind] = Cause(kind)
+        cause.seconds += seconds
+        self._total += seconds
+        if detail and detail not in cause.details and len(cause.details) < MAX_NEIGHBOURS:
+            cause.details.append(detail)
+        cause.by.update(by)
+
+
+_LOSSES = frozenset((NoteKind.LOST, NoteKind.SILENT))
+_HELD = {WaitReason.CREDIT.value: CauseKind.HELD_CREDIT, WaitReason.MEMORY.value: CauseKind.HELD_MEMORY}
+
+
+def _execution(step: Step) -> tuple[float, float]:
+    """Return when the worker began and finished a step, within what the core saw."""
+    if step.started is None:
+        return step.planned, step.answered
+    begin = min(max(step.started, step.planned), step.answered)
+    return begin, min(begin + step.busy_s, step.answered)
+
+
+def _worst(step: Step, seconds: float, key: StreamKey) -> WorstStep:
+    tokens = dict.fromkeys(step.decodes, 1) | dict(step.chunks)
+    tokens.pop(key, None)
+    most = sorted(tokens.items(), key=lambda each: -each[1])
+    return WorstStep(step, seconds, tuple(most[:MAX_NEIGHBOURS]), len(most))

@@ -1,0 +1,147 @@
+"""One sentence on what would have helped a request: a setting or an action, from its largest cause."""
+
+from collections.abc import Callable
+
+from records.explain.accounting import Account, Cause, CauseKind
+from records.explain.facts import Life
+from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES
+
+_UNAVOIDABLE = frozenset((CauseKind.LINK, CauseKind.FRONT_END, CauseKind.STEP_BEFORE))
+"""Causes that take some milliseconds of every request."""
+_SHORT_S = 0.1
+_ADVICE: dict[CauseKind, str] = {
+    CauseKind.FRONT_END: "the front end itself was slow: start more of them (--frontends) or give them more cores",
+    CauseKind.TOKENISING: "tokenise on the client and send token ids, or start more front ends (--frontends)",
+    CauseKind.GRAMMAR_CHECK: "reuse the same grammar in many requests: a checked one is not checked again",
+    CauseKind.QUEUE: (
+        "more requests arrive than are served: add a worker, or lower --max-queued-requests so that callers are"
+        " refused early; a priority or a deadline lets urgent requests go first"
+    ),
+    CauseKind.ORDER: (
+        "the policy served requests first that arrived later: give this one a higher priority, an earlier deadline or"
+        " a smaller expected_output_tokens, or use --policy fcfs"
+    ),
+    CauseKind.BUDGET: (
+        "other prompts filled the steps: bound their chunks with --long-prefill-token-threshold, or add a worker"
+    ),
+    CauseKind.ROWS: "all rows are taken: raise --max-num-seqs if memory allows, or add a worker",
+    CauseKind.MEMORY: (
+        "KV memory is full: give workers more of it (--kv-cache-memory, --gpu-memory-utilization), add a worker, or"
+        " lower the max_tokens of requests"
+    ),
+    CauseKind.TENANT: (
+        "its tenant is at its own limit: raise max_running or tokens_per_s of the tenant in the admission file, or"
+        " spread the tenant's requests over time"
+    ),
+    CauseKind.GRAMMAR: "a new grammar is compiled once per worker: reuse grammars, or make this one simpler",
+    CauseKind.PREFIX: "",
+    CauseKind.BATCH: "the batching mode collects requests: use --batching continuous, or a shorter --max-wait-ms",
+    CauseKind.PLACEMENT: "it waited for another worker's plan; if that is frequent, add rows or workers",
+    CauseKind.ALONE: "workers died while they computed it, so it runs alone; see the workers' logs for the reason",
+    CauseKind.NO_WORKER: "no worker could serve it: start one, or see why none is ready (`quire workers`)",
+    CauseKind.STEP_BEFORE: "steps of other requests were long: lower --max-num-batched-tokens for shorter steps",
+    CauseKind.OWN_PREFILL: "its own prompt takes this long: send a shorter one, or share a prefix that is cached",
+    CauseKind.COLD_PREFIX: (
+        "its prefix had been computed before and was gone: give workers more KV memory (--kv-cache-memory), or send"
+        " requests with the same prefix close together"
+    ),
+    CauseKind.OTHER_PROMPTS: (
+        "bound other prompts' chunks in each step: set --long-prefill-token-threshold or lower --max-num-batched-tokens"
+    ),
+    CauseKind.OWN_DECODE: ("its own tokens take this long: ask for fewer, or use faster workers"),
+    CauseKind.NEIGHBOURS: (
+        "the other requests in its steps made each token slower: lower --max-num-seqs, or add a worker"
+    ),
+    CauseKind.SLOW_WORKER: (
+        "one worker is slower than usual: drain it (`quire drain`) and see what else runs on its machine"
+    ),
+    CauseKind.SAMPLING: "sampling takes long: penalties, log-probabilities and grammars cost time per token",
+    CauseKind.COPIES: "blocks were copied between device and host: give workers more KV memory",
+    CauseKind.WORKER_SILENT: (
+        "its worker did nothing for a while, and its process did not end: see what stopped the process, or what else"
+        " used its machine; spare workers shorten the wait"
+    ),
+    CauseKind.SCHEDULER_STALLED: (
+        "the scheduler did nothing for a while, and its process did not end: see what stopped the process, or what else"
+        " used its machine"
+    ),
+    CauseKind.SUBMITTED_AGAIN: (
+        "its front end and the scheduler lost each other: see the network between them, and the load of the front"
+        " end's machine"
+    ),
+    CauseKind.REFUSED: "it was refused: see the message that its client got",
+    CauseKind.PREEMPTED: (
+        "a more urgent request took its place: give it the same priority or class, raise --preempt-threshold, or give"
+        " workers more rows or KV memory"
+    ),
+    CauseKind.SWAPPED: (
+        "its KV was moved to host memory for another request: give workers more KV memory or rows, or give it the"
+        " same priority"
+    ),
+    CauseKind.WORKER_LOST: "its worker was lost: see why that process ended; spare workers shorten the wait",
+    CauseKind.SCHEDULER_LOST: "the scheduler ended and was started again: see its log for the reason",
+    CauseKind.MOVED: "its worker was drained with --move: drain without it, so that requests finish where they are",
+    CauseKind.PREFIX_FAILED: "a row whose KV it shared failed; see the worker's log",
+    CauseKind.HELD_CREDIT: "its client read too slowly: read the stream without pauses, or raise --stream-credit",
+    CauseKind.HELD_MEMORY: (
+        "no block was free for its next token: give workers more KV memory, or use --capacity guaranteed_no_evict"
+    ),
+    CauseKind.LINK: "time passed between processes: see the load of the scheduler's machine and of the network",
+    CauseKind.DETOKENISING: "read token ids instead of text, or start more front ends (--frontends)",
+    CauseKind.CLIENT: "its client took the answer slowly: read the stream without pauses, from a faster network",
+}
+
+
+def advice(found: Account) -> str:
+    """Return what would have helped; empty if no setting and no action would."""
+    if not found.causes:
+        return ""
+    first = found.causes[0]
+    if first.kind in _UNAVOIDABLE and first.seconds < _SHORT_S:
+        return ""
+    special = _SPECIAL.get(first.kind)
+    return (special(first, found.life) if special is not None else "") or _ADVICE[first.kind]
+
+
+def _tenant(cause: Cause, life: Life) -> str:
+    which = "tokens_per_s" if any("rate" in detail for detail in cause.details) else "max_running"
+    tenant = f"tenant {life.tenant!r}" if life.tenant else "its tenant"
+    return f"{tenant} is at its own limit: raise its {which} in the admission file, or spread its requests over time"
+
+
+def _worker(cause: Cause, life: Life) -> str:
+    workers = sorted({step.worker_id for step in life.steps if step.holds(life.key)})
+    return f"{' and '.join(workers)} is slower than usual: drain it (`quire drain`) and see what else runs there"
+
+
+def _preempted(_cause: Cause, life: Life) -> str:
+    """Return the advice for a request that was preempted by memory only, because the policy preempts for nothing else.
+
+    Empty if a priority may have been the reason.
+    """
+    if not life.policy or life.policy in PREEMPTIVE_POLICIES:
+        return ""
+    return (
+        "the KV memory was full and it arrived last: give workers more of it (--kv-cache-memory), lower --max-num-seqs,"
+        " or use --capacity guaranteed_no_evict"
+    )
+
+
+def _refused(_cause: Cause, life: Life) -> str:
+    tenant = f"tenant {life.tenant!r}" if life.tenant else "its tenant"
+    return {
+        "tenant_limit": f"{tenant} is at its own limit: raise its max_queued in the admission file",
+        "queue_full": "the queue was full: add a worker, raise --max-queued-requests, or let the client retry later",
+        "deadline": "its deadline could not be met: allow more time, or add a worker",
+        "no_worker": "no worker could serve it: start one, or see why none is ready (`quire workers`)",
+        "shutdown": "the service was shutting down: let the client try again",
+    }.get(life.end, "")
+
+
+_SPECIAL: dict[CauseKind, Callable[[Cause, Life], str]] = {
+    CauseKind.TENANT: _tenant,
+    CauseKind.SLOW_WORKER: _worker,
+    CauseKind.PREEMPTED: _preempted,
+    CauseKind.SWAPPED: _preempted,
+    CauseKind.REFUSED: _refused,
+}

@@ -1,0 +1,138 @@
+"""Answers to the questions of `quire explain` from a record's files: one request, the slowest ones, or a step."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.admin.v1 import admin_pb2 as admin
+from records.explain.accounting import account
+from records.explain.facts import Life
+from records.explain.page import as_json, page, seconds_text, step_json, step_page
+from records.explain.reading import Findings, slowest, study
+from records.reader import Segment, read
+from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
+from shared.request_names import may_mean, meant
+
+MAX_SLOWEST = 100
+DEFAULT_SINCE_S = 600.0
+_MAX_LIVES = 16
+"""Requests with one id that are explained: choices of one request, and uses of the id; the newest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An explanation."""
+
+    text: str
+    values: dict[str, Any]
+
+    def message(self) -> admin.ExplainResponse:
+        """Return the answer of the operator API."""
+        return admin.ExplainResponse(text=self.text, json=json.dumps(self.values))
+
+
+def check(question: admin.ExplainRequest) -> None:
+    """Check a question, as far as that is possible without the record.
+
+    Raises:
+        InvalidRequestError: the question is not valid.
+    """
+    if not (question.request_id or question.slowest or question.step):
+        raise InvalidRequestError(
+            FieldViolation("request_id", "missing; give the id of a request, a number of slowest requests, or a step")
+        )
+    if question.step:
+        _step_named(question.step)
+
+
+def answer(question: admin.ExplainRequest, place: Path) -> Answer:
+    """Answer a question from the record in a folder or file.
+
+    Raises:
+        InvalidRequestError: the question is not valid.
+        RequestNotFoundError: the record has no such request or step.
+        UnreadableRecordError: a file is not a record.
+        OSError: a file cannot be read.
+    """
+    check(question)
+    segments = read(place)
+    if question.request_id:
+        return _of_request(question.request_id, segments)
+    if question.step:
+        return _of_step(question.step, segments)
+    since_s = question.since.ToMilliseconds() / 1e3 if question.HasField("since") else DEFAULT_SINCE_S
+    return _of_slowest(min(question.slowest, MAX_SLOWEST), since_s, segments)
+
+
+def _of_request(request_id: str, segments: list[Segment]) -> Answer:
+    """Look for a request in the newest segments first: a record is large, and most questions are about the present."""
+    count = 1
+    while True:
+        found = study(segments[-count:], wanted=lambda _key, name: may_mean(request_id, name))
+        ids = meant(request_id, (life.request_id for life in found.lives))
+        found.lives = [life for life in found.lives if life.request_id in ids]
+        is_whole = (
+            found.lives
+            and not found.needs_earlier
+            and all(life.notes[0].time >= found.first_time for life in found.lives)
+        )
+        if is_whole or count >= len(segments):
+            break
+        count *= 2
+    if not found.lives:
+        raise RequestNotFoundError(
+            "request_id: no request with this id is in the record; the oldest requests are dropped from it"
+        )
+    accounts = [account(life) for life in found.lives[-_MAX_LIVES:]]
+    note = f"Times within steps are known to {seconds_text(found.clock_error_s)}: the error of the workers' clocks.\n"
+    text = "\n".join(page(each) for each in accounts) + note
+    return Answer(text, {"requests": [as_json(each) for each in accounts], "clock_error_s": found.clock_error_s})
+
+
+def _of_slowest(most: int, since_s: float, segments: list[Segment]) -> Answer:
+    times = [_written_at(segment) for segment in segments]
+    newest = max(times, default=0.0)
+    recent = [segment for segment, time in zip(segments, times, strict=True) if time >= newest - since_s]
+    chosen = slowest(study(recent), most, since_s)
+    wanted = {(each.key, each.request_id) for each in chosen}
+    found = study(recent, wanted=lambda key, name: (key, name) in wanted)
+    lives: dict[tuple[object, str], Life] = {(life.key, life.request_id): life for life in found.lives}
+    row = "{:>10}  {:<32} {:<12} {:>6}  {}".format
+    lines, values = [row("time", "request", "end", "share", "first cause")], []
+    for each in chosen:
+        life = lives.get((each.key, each.request_id))
+        if life is None:
+            continue
+        explained = account(life)
+        first = explained.causes[0] if explained.causes else None
+        share = f"{first.seconds / explained.total_s:.0%}" if first is not None else ""
+        name = first.kind.value if first is not None else ""
+        lines.append(row(seconds_text(explained.total_s), each.request_id, each.reason, share, name))
+        values.append({"ended_unix_s": each.ended_at, "end": each.reason, **as_json(explained)})
+    lines.append("`quire explain REQUEST` explains one of them.")
+    return Answer("\n".join(lines) + "\n", {"slowest": values})
+
+
+def _written_at(segment: Segment) -> float:
+    """Return when a segment was last written; 0 if the recorder has deleted it meanwhile."""
+    try:
+        return segment.path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _of_step(name: str, segments: list[Segment]) -> Answer:
+    worker_id, number = _step_named(name)
+    found: Findings = study(segments, wanted_step=(worker_id, number))
+    if not found.steps:
+        raise RequestNotFoundError(f"step: the record has no answered step {number} of a worker {worker_id!r}")
+    text = "\n".join(step_page(step, found.names) for step in found.steps)
+    return Answer(text, {"steps": [step_json(step, found.names) for step in found.steps]})
+
+
+def _step_named(name: str) -> tuple[str, int]:
+    worker_id, _, number = name.rpartition(":")
+    if not worker_id or not number.isdigit():
+        raise InvalidRequestError(FieldViolation("step", "not of the form WORKER:NUMBER, for example worker-0:1234"))
+    return worker_id, int(number)

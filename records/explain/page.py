@@ -1,0 +1,147 @@
+"""An explanation as a page of text and as JSON."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from records.explain.accounting import MAX_NEIGHBOURS, Account, Cause, WorstStep
+from records.explain.advice import advice
+from records.explain.facts import Life, Step, StreamKey
+
+_WIDTH = 24
+
+
+def page(found: Account) -> str:
+    """Return the explanation as text."""
+    life = found.life
+    lines = [_headline(found), ""]
+    for cause in found.causes:
+        share = cause.seconds / found.total_s if found.total_s else 0.0
+        bar = "#" * max(1, round(share * _WIDTH))
+        lines.append(f"  {seconds_text(cause.seconds):>10}  {share:>5.1%}  {bar:<{_WIDTH}}  {cause.kind.value}")
+        lines += [f"{'':>23}{detail}" for detail in _details(cause, life)]
+    if found.worst is not None:
+        lines += ["", *_worst(found.worst, life)]
+    helps = advice(found)
+    lines += ["", f"What would have helped: {helps}." if helps else "No setting would have made it faster."]
+    if found.error_s is not None:
+        lines.append(
+            f"The way to and from the front end is divided with an error of at most {seconds_text(found.error_s)}."
+        )
+    else:
+        lines.append("The front end has not reported on this call, so its part of the time is missing.")
+    return "\n".join(lines) + "\n"
+
+
+def as_json(found: Account) -> dict[str, Any]:
+    """Return the explanation as JSON's values."""
+    life, worst = found.life, found.worst
+    return {
+        "request_id": life.request_id,
+        "live": life.until is not None,
+        "tenant": life.tenant,
+        "prompt_tokens": life.num_prompt_tokens,
+        "cached_prompt_tokens": life.num_cached_tokens,
+        "completion_tokens": life.num_generated,
+        "draft_tokens": life.num_drafted,
+        "accepted_draft_tokens": life.num_accepted,
+        "total_s": found.total_s,
+        "link_error_s": found.error_s,
+        "causes": [
+            {
+                "cause": cause.kind.value,
+                "seconds": cause.seconds,
+                "details": cause.details,
+                "requests": [life.name(key) for key, _ in cause.by.most_common(MAX_NEIGHBOURS)],
+            }
+            for cause in found.causes
+        ],
+        "worst_step": None
+        if worst is None
+        else {"seconds": worst.seconds, "num_neighbours": worst.num_neighbours, **step_json(worst.step, life.names)},
+        "would_have_helped": advice(found),
+    }
+
+
+def step_json(step: Step, names: Mapping[StreamKey, str]) -> dict[str, Any]:
+    """Return a step as JSON's values; `names` are the ids of requests."""
+
+    def name(key: StreamKey) -> str:
+        return names.get(key, f"stream {key.stream}")
+
+    return {
+        "worker": step.worker_id,
+        "step": step.number,
+        "tokens": step.num_tokens,
+        "decodes": [name(key) for key in sorted(step.decodes)],
+        "chunks": {name(key): tokens for key, tokens in step.chunks.items()},
+        "swapped_blocks": step.swapped_blocks,
+        "plan_to_answer_s": step.answered - step.planned,
+        "prepare_s": step.prepare_s,
+        "forward_s": step.forward_s,
+        "sample_s": step.sample_s,
+        "copy_s": step.copy_s,
+        "idle_before_s": step.idle_s,
+    }
+
+
+def step_page(step: Step, names: Mapping[StreamKey, str]) -> str:
+    """Return a step as text."""
+    values = step_json(step, names)
+    lines = [
+        f"step {step.number} of {step.worker_id}: {step.num_tokens} tokens,"
+        f" {seconds_text(step.answered - step.planned)} from plan to answer",
+        f"  idle before {seconds_text(step.idle_s)}, prepare {seconds_text(step.prepare_s)},"
+        f" copies {seconds_text(step.copy_s)} ({step.swapped_blocks} blocks),"
+        f" forward {seconds_text(step.forward_s)}, sample {seconds_text(step.sample_s)}",
+    ]
+    for name, tokens in values["chunks"].items():
+        lines.append(f"  {tokens:>6} tokens of the prompt of {name}")
+    lines += [f"  {1:>6} token of {name}" for name in values["decodes"]]
+    return "\n".join(lines) + "\n"
+
+
+def _headline(found: Account) -> str:
+    life = found.life
+    so_far = " so far" if life.until is not None else ""
+    cached = f" ({life.num_cached_tokens} cached)" if life.num_cached_tokens else ""
+    ended = "" if life.until is not None else f", {life.notes[-1].text}"
+    prompt = f"prompt of {life.num_prompt_tokens} tokens{cached}"
+    drafts = f", {life.num_accepted} of {life.num_drafted} drafts accepted" if life.num_drafted else ""
+    return f"{life.request_id}: {seconds_text(found.total_s)}{so_far}; {prompt}{drafts}{ended}"
+
+
+def _details(cause: Cause, life: Life) -> list[str]:
+    lines = list(cause.details[:MAX_NEIGHBOURS])
+    if cause.by:
+        names = [life.name(key) for key, _ in cause.by.most_common(MAX_NEIGHBOURS)]
+        more = len(cause.by) - len(names)
+        lines.append(f"requests: {_listed(names, more)}")
+    return lines
+
+
+def _worst(worst: WorstStep, life: Life) -> list[str]:
+    step = worst.step
+    lines = [
+        f"Longest wait for a step: {seconds_text(worst.seconds)}, step {step.number} of {step.worker_id}"
+        f" ({step.num_tokens} tokens; forward {seconds_text(step.forward_s)})"
+    ]
+    if worst.neighbours:
+        names = [
+            f"{life.name(key)} ({tokens} prompt tokens)" if key in step.chunks else life.name(key)
+            for key, tokens in worst.neighbours
+        ]
+        more = worst.num_neighbours - len(names)
+        lines.append(f"  with {_listed(names, more)}")
+    return lines
+
+
+def _listed(names: list[str], more: int) -> str:
+    """Return names as text; the choices of a request have one name, which appears once with their number."""
+    found = [name if count == 1 else f"{name} ({count} choices)" for name, count in Counter(names).items()]
+    return ", ".join(found) + (f" and {more} more" if more else "")
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration with its unit."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

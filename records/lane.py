@@ -1,0 +1,283 @@
+"""One worker of a timeline: its steps, its rows and what occupies them, its blocks, preemptions and copies.
+
+A plan takes effect here when its step begins on the worker, which is known from the answer. So the slices of a row
+nest, and those of the steps follow one another, although plans are made ahead.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from records.decoding import RowAtStart
+from records.perfetto import TraceWriter, Value
+from records.values import AdmissionDigest, PlanDigest, Timings
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.records import RequestArrived
+from scheduler_svc.recorder.worker_clock import WorkerClock
+
+_HELD = "held out"
+_FIRST_ROW_RANK = 10
+
+
+@dataclass(slots=True)
+class Request:
+    """A request of a timeline."""
+
+    name: str
+    flow: bytes
+    """Connects its arrival, its rows and its steps."""
+    event: RequestArrived | None = None
+    """None: it arrived before the record began, and has ended since."""
+    is_running: bool | None = None
+    """Whether it has a worker; None: the core has not accepted it yet."""
+    worker_id: str = ""
+    """Worker of its last admission."""
+
+    def about(self) -> dict[str, Value]:
+        """Return what is shown of it."""
+        if self.event is None:
+            return {}
+        spec = self.event.spec
+        values: dict[str, Value] = {
+            "prompt_tokens": spec.num_prompt_tokens,
+            "max_tokens": spec.max_tokens,
+            "tenant": spec.tenant,
+            "request_class": spec.request_class,
+            "priority": spec.priority,
+        }
+        return {name: value for name, value in values.items() if value}
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a timeline holds."""
+
+    requests: int = 0
+    """Arrivals."""
+    steps: int = 0
+    admissions: int = 0
+    num_bytes: int = 0
+
+
+class Tracks:
+    """The tracks of a worker's name; a worker that connects again goes on with them."""
+
+    def __init__(self, trace: TraceWriter, worker_id: str, num_blocks: int, rank: int) -> None:
+        self._trace = trace
+        self._worker = trace.track(worker_id, rank=rank)
+        self.steps = trace.track("steps", parent=self._worker, rank=0)
+        self.blocks = trace.track(f"blocks held, of {num_blocks}", parent=self._worker, rank=1, counts=True)
+        self.moves = trace.track("preemptions and copies", parent=self._worker, rank=2)
+        self._rows: dict[int, int] = {}
+
+    def row(self, number: int) -> int:
+        """Return the track of a row."""
+        track = self._rows.get(number)
+        if track is None:
+            track = self._trace.track(f"row {number}", parent=self._worker, rank=_FIRST_ROW_RANK + number)
+            self._rows[number] = track
+        return track
+
+
+@dataclass(slots=True)
+class _Row:
+    request: Request
+    track: int
+    about: dict[str, Value]
+    prefill_left: int
+    is_held: bool = False
+    blocks: list[int] = field(default_factory=list)
+    phase: str = ""
+    """Name of the slice that is open inside that of the request; empty: none."""
+
+
+class Lane:
+    """A connected worker, from its welcome to its loss."""
+
+    def __init__(self, trace: TraceWriter, tracks: Tracks, counts: Counts, now: float) -> None:
+        self._trace, self._tracks, self._counts = trace, tracks, counts
+        self._rows: dict[int, _Row] = {}
+        self._plans: deque[tuple[PlanDigest, Sequence[Request], float]] = deque()
+        """Plans without an answer, oldest first, with the requests of their admissions and their times."""
+        self._clock = WorkerClock()
+        self._block_users: Counter[int] = Counter()
+        """Number of rows that use each block."""
+        self._num_blocks = 0
+        """Last value of the counter."""
+        self._end = now
+        """End of the last step."""
+        self._decode_flows: bytes | None = None
+        """Flows of the rows that decode; None: the rows have changed."""
+
+    def take_over(self, row: RowAtStart, request: Request, now: float) -> None:
+        """Add a row that was there at the beginning of the record; its blocks are not known."""
+        track = self._tracks.row(row.row)
+        self._rows[row.row] = taken = _Row(request, track, request.about(), row.prefill_left, row.held)
+        self._begin(taken, now)
+
+    def begin_here(self, now: float) -> None:
+        """Show from now on what is open."""
+        self._end = max(self._end, now)
+        for row in self._rows.values():
+            self._begin(row, self._end)
+            if row.phase:
+                self._trace.begin(row.track, self._end, row.phase)
+        self._trace.count(self._tracks.blocks, self._end, self._num_blocks)
+
+    def planned(self, plan: PlanDigest, admitted: Sequence[Request], now: float) -> None:
+        """Keep a plan until its step is answered; `admitted` are the requests of its admissions."""
+        self._plans.append((plan, admitted, now))
+
+    def answered(self, done: ev.StepDone, timings: Timings | None, now: float) -> None:
+        """Show the step of an answer."""
+        if not self._plans or self._plans[0][0].step != done.step:
+            return
+        plan, admitted, planned = self._plans.popleft()
+        start, end = planned, now
+        times: dict[str, Value] = {"copy_us": round(done.copy_s * 1e6), "idle_us": round(done.idle_s * 1e6)}
+        if timings is not None:
+            start, end = self._clock.place(
+                planned,
+                now,
+                received=timings.received_unix_us / 1e6,
+                forward_began=timings.started_unix_us / 1e6,
+                before_s=timings.prepare_us / 1e6 + done.copy_s,
+                busy_s=(timings.forward_us + timings.sample_us) / 1e6,
+            )
+            times |= {"prepare_us": timings.prepare_us, "forward_us": timings.forward_us}
+            times |= {"sample_us": timings.sample_us}
+        start = max(start, self._end)
+        self._step(plan, admitted, start, max(start, end), times)
+
+    def leave(self, now: float) -> None:
+        """End all slices: the worker is lost, or the record ends. Steps without an answer end here too."""
+        end = max(now, self._end)
+        while self._plans:
+            plan, admitted, planned = self._plans.popleft()
+            self._step(plan, admitted, max(planned, self._end), end, {"unanswered": 1})
+        for row in self._rows.values():
+            self._close(row, end)
+        self._block_users.clear()
+        self._count_blocks(end)
+
+    # ---------------------------------------------------------------- steps
+
+    def _step(
+        self, plan: PlanDigest, admitted: Sequence[Request], start: float, end: float, times: dict[str, Value]
+    ) -> None:
+        """Show a step: first the changes of its plan, at its start."""
+        for number in plan.leaves:
+            self._vacate(number, start)
+        for admission, request in zip(plan.admissions, admitted, strict=True):
+            self._vacate(admission.row, start)
+            self._admit(admission, request, start)
+        for number, block in zip(plan.append_rows, plan.append_blocks, strict=True):
+            if number in self._rows:
+                self._rows[number].blocks.append(block)
+                self._block_users[block] += 1
+        for column, is_held in ((plan.holds, True), (plan.releases, False)):
+            for number in column:
+                if number in self._rows:
+                    self._rows[number].is_held = is_held
+        if plan.leaves or plan.admissions or plan.holds or plan.releases or self._decode_flows is None:
+            self._decode_flows = self._change_phases(start)
+        chunks = [
+            (self._rows[number], length)
+            for number, length in zip(plan.chunk_rows, plan.chunk_lengths, strict=True)
+            if number in self._rows
+        ]
+        flows = self._decode_flows + b"".join([row.request.flow for row, _ in chunks])
+        self._show(plan, start, end, times, flows)
+        for row, length in chunks:
+            row.prefill_left = max(0, row.prefill_left - length)
+            if not row.prefill_left:
+                self._decode_flows = None
+            about = {"step": plan.step, "tokens": length, "tokens_left": row.prefill_left}
+            self._trace.begin(row.track, start, "prefill", about)
+            self._trace.end(row.track, end)
+        self._end = end
+
+    def _show(self, plan: PlanDigest, start: float, end: float, times: dict[str, Value], flows: bytes) -> None:
+        trace = self._trace
+        if trace.is_muted:
+            return
+        num_prefill_tokens = sum(plan.chunk_lengths)
+        arguments: dict[str, Value] = {
+            "step": plan.step,
+            "rows": plan.num_decodes + len(plan.chunk_rows),
+            "decode_tokens": plan.num_decodes,
+            "prefill_tokens": num_prefill_tokens,
+        }
+        rare: dict[str, Value] = {
+            "admitted": len(plan.admissions),
+            "left": len(plan.leaves),
+            "held_out": len(plan.holds),
+            "new_blocks": len(plan.append_blocks) + sum(len(each.blocks) for each in plan.admissions),
+            "swapped_out_blocks": sum(len(copy.sources) for copy in plan.swap_outs),
+            "swapped_in_blocks": sum(len(copy.sources) for copy in plan.swap_ins),
+        }
+        arguments |= {name: value for name, value in (rare | times).items() if value}
+        name = "decode" if not num_prefill_tokens else "mixed" if plan.num_decodes else "prefill"
+        trace.begin(self._tracks.steps, start, name if plan.num_tokens else "no tokens", arguments, flows)
+        trace.end(self._tracks.steps, end)
+        self._counts.steps += 1
+        self._counts.admissions += len(plan.admissions)
+        for what, copies in (("swap out", plan.swap_outs), ("swap in", plan.swap_ins)):
+            for copy in copies:
+                trace.instant(self._tracks.moves, start, what, {"blocks": len(copy.sources), "step": plan.step})
+        self._count_blocks(start)
+
+    def _count_blocks(self, now: float) -> None:
+        if len(self._block_users) != self._num_blocks:
+            self._num_blocks = len(self._block_users)
+            self._trace.count(self._tracks.blocks, now, self._num_blocks)
+
+    # ---------------------------------------------------------------- rows
+
+    def _admit(self, admission: AdmissionDigest, request: Request, start: float) -> None:
+        about = request.about() | {
+            "known_tokens": admission.num_tokens,
+            "computed_tokens": admission.num_computed_tokens,
+            "attempt": admission.attempt,
+        }
+        prefill_left = admission.num_tokens - admission.num_computed_tokens
+        row = _Row(request, self._tracks.row(admission.row), about, prefill_left, blocks=list(admission.blocks))
+        self._rows[admission.row] = row
+        self._block_users.update(row.blocks)
+        self._begin(row, start)
+
+    def _vacate(self, number: int, start: float) -> None:
+        row = self._rows.pop(number, None)
+        if row is None:
+            return
+        self._close(row, start)
+        for block in row.blocks:
+            self._block_users[block] -= 1
+            if not self._block_users[block]:
+                del self._block_users[block]
+
+    def _change_phases(self, start: float) -> bytes:
+        """End the slices of rows that do something else from now on, begin new ones, and return the decoding flows."""
+        flows = []
+        for row in self._rows.values():
+            phase = _HELD if row.is_held else "" if row.prefill_left else "decode"
+            if phase == "decode":
+                flows.append(row.request.flow)
+            if phase != row.phase:
+                self._end_phase(row, start)
+                row.phase = phase
+                if phase:
+                    self._trace.begin(row.track, start, phase)
+        return b"".join(flows)
+
+    def _begin(self, row: _Row, start: float) -> None:
+        self._trace.begin(row.track, start, row.request.name, row.about, row.request.flow)
+
+    def _close(self, row: _Row, end: float) -> None:
+        self._end_phase(row, end)
+        self._trace.end(row.track, end)
+
+    def _end_phase(self, row: _Row, end: float) -> None:
+        """End the inner slice: of decoding at the end of its last step, otherwise at the given time."""
+        if row.phase:
+            self._trace.end(row.track, end if row.phase == _HELD else self._end)

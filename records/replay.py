@@ -1,0 +1,287 @@
+"""Replay: the core run over a record, and its plans compared with the recorded ones."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from records.reader import Segment
+from records.values import (
+    Entry,
+    FrontendReported,
+    PlanAsked,
+    PlanDigest,
+    digest,
+)
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig, RequestClass, TenantLimits
+from scheduler_svc.core.interface.effects import Effect
+from scheduler_svc.core.interface.records import Note, QueueNote, RequestEnded
+from scheduler_svc.core.memory.partial_blocks import PartialMatch
+from scheduler_svc.core.memory.token_facts import TokenFacts
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.recorder.snapshot import load
+from scheduler_svc.recorder.tags import TAG_BYTES, to_keys
+from scheduler_svc.recorder.tape import Facts
+from shared.prefix_keys import KEY_BYTES, BlockKey
+
+
+class ReplayError(ValueError):
+    """A record cannot be replayed."""
+
+
+class FactsRunOutError(Exception):
+    """The core asks for more facts than were recorded: its decisions differ."""
+
+
+class RecordedFacts(TokenFacts):
+    """Token facts read back from a record, in order."""
+
+    def __init__(self) -> None:
+        self._keys = bytearray()
+        self._partial: list[PartialMatch | None] = []
+        self._num_partial = 0
+        self._stopped: list[int] = []
+        self._held: list[int] = []
+        self._num_held = 0
+        self._num_false = 0
+
+    def add(self, facts: Facts | None) -> None:
+        """Add the facts of the next entry."""
+        self._stopped = []
+        if facts is None:
+            return
+        self._keys += facts.keys
+        if self._num_partial:
+            del self._partial[: self._num_partial]
+            self._num_partial = 0
+        self._partial += facts.partial
+        if self._num_held:
+            del self._held[: self._num_held]
+            self._num_held = 0
+        self._held += facts.held
+        self._stopped = list(facts.stopped)
+
+    def cut(self) -> None:
+        """Begin to count anew, as the recorder does in a new segment."""
+        self._num_false = 0
+
+    def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
+        """See the base class."""
+        size = len(tokens) // (4 * block_size) * TAG_BYTES
+        if len(self._keys) < size:
+            raise FactsRunOutError(f"block keys: {size // TAG_BYTES} asked, {len(self._keys) // TAG_BYTES} recorded")
+        keys = bytes(self._keys[:size])
+        del self._keys[:size]
+        return to_keys(keys)
+
+    def partial(self, match: PartialMatch | None) -> PartialMatch | None:
+        """See the base class."""
+        if self._num_partial >= len(self._partial):
+            raise FactsRunOutError("partial matches: more asked than recorded")
+        self._num_partial += 1
+        return self._partial[self._num_partial - 1]
+
+    def stopped(self, positions: IndexArray) -> IndexArray:
+        """See the base class."""
+        stopped, self._stopped = self._stopped, []
+        return np.array(stopped, np.intp)
+
+    def holds(self, condition: bool) -> bool:
+        """See the base class."""
+        if self._num_held < len(self._held) and self._held[self._num_held] == self._num_false:
+            self._num_held += 1
+            self._num_false = 0
+            return True
+        self._num_false += 1
+        return False
+
+
+assert KEY_BYTES >= TAG_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference between a record and its replay."""
+
+    index: int
+    """Entry of the record."""
+    time: float
+    what: str
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Outcome of a replay."""
+
+    entries: int = 0
+    calls: int = 0
+    """Calls of the core."""
+    plans: int = 0
+    """Plans compared."""
+    steps: int = 0
+    """Answers of workers."""
+    ends: int = 0
+    """Ends of requests compared."""
+    difference: Difference | None = None
+    skipped: int = 0
+    """Segments before the first one with a snapshot."""
+
+
+def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
+    """Run the core over segments, in order, up to the entry `to`; stop at the first difference.
+
+    A segment of a new core begins anew. Where entries are missing, the replay goes on at the next segment with a
+    snapshot.
+
+    Raises:
+        ReplayError: no segment can be replayed.
+        SnapshotError: a snapshot does not fit this code.
+    """
+    outcome = Outcome()
+    run: _Run | None = None
+    for segment in segments:
+        if run is not None and not run.goes_on_with(segment):
+            run = None
+        if run is None:
+            run = _begin(segment)
+            if run is None:
+                outcome.skipped += 1
+                continue
+        else:
+            run.facts.cut()
+        for entry in segment:
+            if to is not None and entry.index > to:
+                return outcome
+            outcome.difference = run.step(entry, outcome)
+            if outcome.difference is not None:
+                return outcome
+        if segment.left_out:
+            run = None
+    if not outcome.entries:
+        raise ReplayError(
+            "record: no segment has the beginning of a core or a complete snapshot; give earlier ones too"
+        )
+    return outcome
+
+
+def _begin(segment: Segment) -> "_Run | None":
+    facts = RecordedFacts()
+    if segment.opening.fresh:
+        return _Run(Scheduler(to_config(segment.opening.config), segment.opening.incarnation, facts), facts, segment)
+    return _Run(load(segment.snapshot, facts), facts, segment) if segment.snapshot else None
+
+
+class _Run:
+    """One core under replay."""
+
+    def __init__(self, core: Scheduler, facts: RecordedFacts, segment: Segment) -> None:
+        self._core = core
+        self.facts = facts
+        self._incarnation = segment.opening.incarnation
+        self._next_index = segment.opening.first_index
+        self._expected: list[Effect] = []
+        """Recorded effects of the last call that the core must repeat."""
+
+    def goes_on_with(self, segment: Segment) -> bool:
+        """Return whether a segment follows without a gap."""
+        opening = segment.opening
+        return opening.incarnation == self._incarnation and opening.first_index == self._next_index
+
+    def step(self, entry: Entry, outcome: Outcome) -> Difference | None:
+        """Repeat an entry; return what differs."""
+        outcome.entries += 1
+        self._next_index = entry.index + 1
+        what = entry.what
+        if isinstance(what, Note | QueueNote | FrontendReported):
+            return None
+        if isinstance(what, RequestEnded | ef.WorkerWelcomed):
+            return self._effect(entry, what, outcome)
+        missing = self._missing(entry)
+        if missing is not None:
+            return missing
+        self.facts.add(entry.facts)
+        if what is None:
+            self._core.tidy()
+            return None
+        outcome.calls += 1
+        try:
+            if isinstance(what, PlanAsked):
+                plan, effects = self._core.plan(what.worker, entry.time)
+                found = None if plan is None else digest(plan)
+                if found != what.plan:
+                    return Difference(entry.index, entry.time, _compare(what.plan, found))
+                outcome.plans += found is not None
+            else:
+                effects = self._core.handle(what, entry.time)
+                outcome.steps += type(what).__name__ == "StepDone"
+        except FactsRunOutError as error:
+            return Difference(entry.index, entry.time, str(error))
+        self._expected = [each for each in effects if isinstance(each, RequestEnded | ef.WorkerWelcomed)]
+        return None
+
+    def _effect(self, entry: Entry, what: RequestEnded | ef.WorkerWelcomed, outcome: Outcome) -> Difference | None:
+        recorded = _essence(what)
+        found = _essence(self._expected.pop(0)) if self._expected else "nothing"
+        if found != recorded:
+            return Difference(entry.index, entry.time, f"recorded {recorded}, replayed {found}")
+        outcome.ends += isinstance(what, RequestEnded)
+        return None
+
+    def _missing(self, entry: Entry) -> Difference | None:
+        if not self._expected:
+            return None
+        return Difference(entry.index, entry.time, f"recorded nothing, replayed {_essence(self._expected[0])}")
+
+
+def _essence(effect: Effect | str) -> str:
+    if isinstance(effect, RequestEnded):
+        return (
+            f"the end of stream {effect.stream} of {effect.frontend!r}: {effect.reason.value},"
+            f" {effect.completion_tokens} tokens, {effect.preemptions} preemptions"
+        )
+    assert isinstance(effect, ef.WorkerWelcomed)
+    return f"welcome of {effect.worker!r} with epoch {effect.epoch}"
+
+
+def _compare(recorded: PlanDigest | None, found: PlanDigest | None) -> str:
+    if recorded is None or found is None:
+        present, absent = ("replayed", "recorded") if recorded is None else ("recorded", "replayed")
+        plan = found if recorded is None else recorded
+        assert plan is not None
+        return f"step {plan.step} of {plan.worker!r} was {present}, none {absent}"
+    lines = [
+        f"{name}: recorded {one}, replayed {other}"
+        for name, one, other in (
+            (each.name, getattr(recorded, each.name), getattr(found, each.name))
+            for each in dataclasses.fields(PlanDigest)
+        )
+        if one != other
+    ]
+    return f"step {recorded.step} of {recorded.worker!r}: " + "; ".join(lines)
+
+
+def to_config(text: str) -> CoreConfig:
+    """Return a core's configuration from its JSON.
+
+    Raises:
+        ReplayError: it has settings that this release does not know.
+    """
+    values: dict[str, Any] = json.loads(text)
+    try:
+        values["batching"] = BatchingLimits(**values["batching"])
+        values["classes"] = {name: RequestClass(**each) for name, each in values["classes"].items()}
+        values["tenant_limits"] = {name: TenantLimits(**each) for name, each in values["tenant_limits"].items()}
+        return CoreConfig(**values)
+    except (TypeError, KeyError) as error:
+        raise ReplayError(f"record: made with other settings than this release has ({error})") from None
+
+
+def entries(segments: Iterable[Segment]) -> Iterator[Entry]:
+    """Yield the entries of all segments."""
+    for segment in segments:
+        yield from segment

@@ -1,0 +1,159 @@
+"""What a record holds, as values: the core's own events, digests of plans, and facts of workers and front ends."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.interface.plan import BlockCopy, Plan
+from scheduler_svc.core.interface.records import Note, Peer, QueueNote
+from scheduler_svc.recorder.tape import Facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyDigest:
+    """Blocks that a plan copies between device and host."""
+
+    copy_id: int
+    sources: list[int]
+    targets: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionDigest:
+    """Admission of a request to a row, without its tokens."""
+
+    row: int
+    generation: int
+    frontend: Peer
+    stream: int
+    num_tokens: int
+    """All known tokens of the request."""
+    num_computed_tokens: int
+    """Those of them whose KV exists already, or is copied by the plan."""
+    attempt: int
+    """Number of earlier attempts to run the request."""
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDigest:
+    """Composition of a plan: all its columns, without token ids."""
+
+    worker: Peer
+    epoch: int
+    step: int
+    num_decodes: int
+    num_tokens: int
+    """Tokens that the step computes without drafts: one per decode row, and the chunks."""
+    leaves: list[int]
+    admissions: list[AdmissionDigest]
+    append_rows: list[int]
+    append_blocks: list[int]
+    chunk_rows: list[int]
+    chunk_lengths: list[int]
+    holds: list[int]
+    """Rows that are held out from this step on."""
+    releases: list[int]
+    swap_outs: list[CopyDigest]
+    swap_ins: list[CopyDigest]
+    copy_sources: list[int]
+    copy_targets: list[int]
+    draft_rows: list[int]
+    """Rows whose draft limit changes with this step."""
+    draft_limits: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """A worker's own timings of a step; its clock is the wall clock of its machine."""
+
+    received_unix_us: int
+    """The plan was received, microseconds since 1970."""
+    started_unix_us: int
+    """Its forward pass began."""
+    prepare_us: int
+    forward_us: int
+    sample_us: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAsked:
+    """The core was asked for a plan."""
+
+    worker: Peer
+    plan: PlanDigest | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendReported:
+    """A front end's report of a finished call, serialized."""
+
+    frontend: Peer
+    report: bytes
+
+
+What = ev.Event | PlanAsked | ef.RequestEnded | ef.WorkerWelcomed | Note | QueueNote | FrontendReported
+
+
+@dataclass(slots=True)
+class Entry:
+    """One entry of a record, in order."""
+
+    index: int
+    """Position in the record of one core, from 0; each segment continues the count."""
+    time: float
+    """Core time, s."""
+    what: What | None
+    """An event or a question for a plan, which a replay repeats; a result or a report; None: only facts."""
+    facts: Facts | None = None
+    timings: Timings | None = None
+    """For StepDone: the worker's timings."""
+
+
+def digest(plan: Plan) -> PlanDigest:
+    """Return the composition of a plan."""
+    return PlanDigest(
+        worker=plan.worker,
+        epoch=plan.epoch,
+        step=plan.step,
+        num_decodes=plan.num_decodes,
+        num_tokens=plan.num_tokens,
+        leaves=plan.leaves.tolist(),
+        admissions=[
+            AdmissionDigest(
+                row=admission.row,
+                generation=admission.generation,
+                frontend=admission.frontend,
+                stream=admission.stream,
+                num_tokens=len(admission.token_ids),
+                num_computed_tokens=admission.num_computed_tokens,
+                attempt=admission.attempt,
+                blocks=admission.blocks.tolist(),
+            )
+            for admission in plan.admissions
+        ],
+        append_rows=plan.append_rows.tolist(),
+        append_blocks=plan.append_blocks.tolist(),
+        chunk_rows=plan.chunk_rows.tolist(),
+        chunk_lengths=plan.chunk_lengths.tolist(),
+        holds=plan.holds.tolist(),
+        releases=plan.releases.tolist(),
+        swap_outs=_copies(plan.swap_outs),
+        swap_ins=_copies(plan.swap_ins),
+        copy_sources=_list(plan.copy_sources),
+        copy_targets=_list(plan.copy_targets),
+        draft_rows=_list(plan.draft_rows),
+        draft_limits=_list(plan.draft_limits),
+    )
+
+
+def _copies(copies: Sequence[BlockCopy]) -> list[CopyDigest]:
+    return [CopyDigest(copy_id=c.copy_id, sources=_list(c.sources), targets=_list(c.targets)) for c in copies]
+
+
+def _list(values: IndexArray) -> list[int]:
+    found: list[int] = values.tolist()
+    return found

@@ -1,0 +1,153 @@
+"""The question of `quire replay --set`: from files to a comparison."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from records.reader import read
+from records.whatif.arrivals import read_load
+from records.whatif.figures import Figures
+from records.whatif.load import Arrival, Member, most_members
+from records.whatif.page import Comparison
+from records.whatif.saved import Service, from_json, to_json
+from records.whatif.settings import Changed, change
+from records.whatif.simulate import Simulated, simulate
+from records.whatif.step_times import StepTimesError, learn
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.errors import InvalidLimitsError
+from shared.config import ConfigError
+
+MOST_WORKERS = 1000
+_FEW_POSITIONS = 200
+"""Known outcomes of drafts below which the page warns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Requests, what serves them, and how they were served."""
+
+    arrivals: Sequence[Arrival]
+    service: Service
+    recorded: Figures | None = None
+    """None: the requests are those of a trace."""
+    notes: tuple[str, ...] = ()
+
+
+def from_record(place: Path, step_times: Path | None = None) -> Case:
+    """Return the case in a record.
+
+    Args:
+        place: segment, or folder of segments.
+        step_times: file with step times to use instead of those of the record.
+
+    Raises:
+        ValueError: a file cannot be read or simulated; subclasses say why.
+        OSError: a file cannot be read.
+    """
+    recorded = read_load(read(place))
+    load = recorded.load
+    if step_times is None:
+        times, acceptance = learn(recorded.samples, recorded.begin), recorded.acceptance
+    else:
+        other = read_service(step_times)
+        times, acceptance = other.times, recorded.acceptance or other.acceptance
+        if not times.largest.drafts:
+            acceptance = None
+    notes = []
+    if recorded.skipped_parts:
+        notes.append(f"note: {recorded.skipped_parts} parts of the record are not used: other runs, or before a gap")
+    return Case(
+        arrivals=load.arrivals,
+        service=Service(config=load.config, members=load.members, times=times, acceptance=acceptance),
+        recorded=recorded.figures,
+        notes=tuple(notes),
+    )
+
+
+def read_service(path: Path) -> Service:
+    """Return the service in a file that `save` wrote.
+
+    Raises:
+        StepTimesError: the file is something else.
+        OSError: the file cannot be read.
+    """
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise StepTimesError(f"{path}: not a file of step times; write one with --learn-step-times") from None
+
+
+def save(service: Service, path: Path) -> None:
+    """Write a service into a file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    # Another load meets other disturbances.
+    service = dataclasses.replace(service, times=dataclasses.replace(service.times, pace=()))
+    path.write_text(to_json(service) + "\n", encoding="utf-8")
+
+
+def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, seed: int = 0) -> Comparison:
+    """Simulate a case with its own settings and with changed ones.
+
+    Args:
+        case: the requests and the service.
+        settings: changes of the form `name=value`.
+        workers: number of workers; None: those of the case, joining and leaving as they did.
+        seed: seed of the scatter of step times.
+
+    Raises:
+        ConfigError: a setting is invalid.
+        SimulationError: the case cannot be served with these settings.
+    """
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise ConfigError(f"workers: {workers} is out of range; give 1 to {MOST_WORKERS}")
+    service = case.service
+
+    def run(members: Sequence[Member], config: CoreConfig) -> Simulated:
+        return simulate(case.arrivals, members, config, service.times, acceptance=service.acceptance, seed=seed)
+
+    try:
+        changed = change(service.config, settings)
+    except InvalidLimitsError as error:
+        raise ConfigError(f"set: {error}") from None
+    members = fleet(service.members, workers, changed)
+    notes = [*case.notes, *_notes_on_drafts(service, changed)]
+    is_changed = bool(settings) or workers is not None
+    return Comparison(
+        changes=list(settings),
+        workers=(most_members(service.members), most_members(members)),
+        recorded=case.recorded,
+        simulated=run(service.members, service.config),
+        changed=run(members, changed.config) if is_changed else None,
+        times=service.times,
+        notes=notes,
+    )
+
+
+def _notes_on_drafts(service: Service, changed: Changed) -> Iterator[str]:
+    """Return what the reader must know about drafts.
+
+    Raises:
+        ConfigError: nothing is known of the drafts that the settings ask for.
+    """
+    if service.acceptance is None:
+        if changed.of_workers.get("max_draft_tokens"):
+            raise ConfigError(
+                "set: speculative_tokens: neither the acceptance nor the time of drafts is known; use a record of"
+                " workers with --speculation, or the --step-times of one"
+            )
+        if any(member.hello.max_draft_tokens for member in service.members):
+            yield "note: simulated without drafts: the record or the step times have none"
+    elif service.acceptance.positions < _FEW_POSITIONS:
+        yield f"caution: the acceptance of drafts was learned from {service.acceptance.positions} positions only"
+
+
+def fleet(recorded: Sequence[Member], workers: int | None, changed: Changed) -> list[Member]:
+    """Return the workers of a simulation: like the recorded ones, in turn."""
+    if workers is None:
+        return [dataclasses.replace(member, hello=changed.apply(member.hello)) for member in recorded]
+    hellos = list({member.hello.worker_id: changed.apply(member.hello) for member in recorded}.values())
+    return [Member(hello=hellos[number % len(hellos)]) for number in range(workers)]

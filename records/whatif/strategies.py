@@ -1,0 +1,364 @@
+"""The requests of the last minutes under static, dynamic and continuous batching, side by side.
+
+All three have the same workers with the same rows, and the step times of the record. As in `quire bench strategies`, a
+static batch waits up to ten seconds until it is full, a dynamic one 50 ms.
+
+The answer comes in time also from a busy machine, on which this process gets little of the processor. The newest
+segments are read first. A few of the newest requests are simulated first, which shows how many more there is time for.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.admin.v1 import admin_pb2 as admin
+from records.reader import Segment, read
+from records.whatif.acceptance import Acceptance
+from records.whatif.answer import fleet
+from records.whatif.arrivals import Recorded, WhatIfError, read_load
+from records.whatif.figures import Latency
+from records.whatif.load import Arrival, Load, Member
+from records.whatif.settings import change
+from records.whatif.simulate import START_S, Simulated, SimulationError, simulate
+from records.whatif.step_times import StepTimes, StepTimesError, learn
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.effects import Effect
+from scheduler_svc.core.interface.errors import InvalidLimitsError
+from scheduler_svc.core.interface.events import Event, StepDone
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.interface.records import Peer, RequestEnded
+from scheduler_svc.core.memory.token_facts import TokenFacts
+from scheduler_svc.core.scheduler import Scheduler
+from shared.config import ConfigError
+from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
+
+DEFAULT_SINCE_S, MAX_SINCE_S = 180.0, 900.0
+DEFAULT_ROWS, MAX_ROWS = 8, 256
+MAX_REQUESTS = 1000
+MAX_OUTPUTS = 60_000
+"""Most generated tokens of all requests together: three simulations of as many take 5 to 20 s of one core."""
+_FIRST_OUTPUTS = 4_000
+"""Generated tokens of the requests that are simulated first."""
+_READING_SHARE = 0.4
+"""Share of the time for reading the record."""
+_SIMULATING_SHARE = 0.7
+"""Share of the time left after the first simulation for which the second one is planned."""
+MAX_STAYS = 2000
+STRATEGIES = {
+    "static": ("batching=static", "max_wait_ms=10000"),
+    "dynamic": ("batching=dynamic", "max_wait_ms=50"),
+    "continuous": ("batching=continuous",),
+}
+
+Clock = Callable[[], float]
+IsLate = Callable[[], bool]
+
+
+def check_comparison(question: admin.CompareStrategiesRequest) -> None:
+    """Check a question.
+
+    Raises:
+        InvalidRequestError: it is not valid.
+    """
+    if question.rows > MAX_ROWS:
+        raise InvalidRequestError(FieldViolation("rows", f"must be at most {MAX_ROWS}"))
+    if question.HasField("since") and not 0 < question.since.ToMilliseconds() <= MAX_SINCE_S * 1e3:
+        raise InvalidRequestError(FieldViolation("since", f"must be more than 0 and at most {MAX_SINCE_S:g} s"))
+
+
+def compare_strategies(
+    question: admin.CompareStrategiesRequest, place: Path, ends_at: float
+) -> admin.CompareStrategiesResponse:
+    """Answer a question from the record in a folder or file.
+
+    Args:
+        question: which requests, and how many rows.
+        place: the record.
+        ends_at: monotonic time at which the caller gives up, s.
+
+    Raises:
+        InvalidRequestError: the question is not valid.
+        RequestNotFoundError: the record has too little to simulate.
+        UnreadableRecordError: a file is not a record.
+        OSError: a file cannot be read.
+    """
+    check_comparison(question)
+    since_s = question.since.ToMilliseconds() / 1e3 if question.HasField("since") else DEFAULT_SINCE_S
+    try:
+        recorded, is_whole = _read(_recent(read(place), since_s), ends_at)
+        times = dataclasses.replace(learn(recorded.samples), pace=())
+        response = run_strategies(
+            recorded.load,
+            times,
+            acceptance=recorded.acceptance,
+            since_s=since_s,
+            rows=question.rows or DEFAULT_ROWS,
+            ends_at=ends_at,
+        )
+    except (WhatIfError, StepTimesError, SimulationError, ConfigError, InvalidLimitsError) as error:
+        raise RequestNotFoundError(f"compare: {error}") from None
+    response.older_left_out |= not is_whole
+    return response
+
+
+def run_strategies(
+    load: Load,
+    times: StepTimes,
+    *,
+    since_s: float,
+    acceptance: Acceptance | None = None,
+    rows: int,
+    ends_at: float = math.inf,
+    clock: Clock = time.monotonic,
+) -> admin.CompareStrategiesResponse:
+    """Serve the newest requests of a load under each strategy.
+
+    Args:
+        load: requests and workers.
+        times: the model of step times.
+        acceptance: which drafts are accepted; None: workers verify none.
+        since_s: how long before the end of the load the first request arrives, s.
+        rows: rows of each worker.
+        ends_at: time at which the caller gives up, s.
+        clock: the clock of this time.
+
+    Raises:
+        WhatIfError: no request arrived in this time.
+        SimulationError: the load cannot be served with so many rows.
+    """
+    since = load.duration - since_s
+    num_asked = sum(1 for each in load.arrivals if each.at >= since and not each.left_out)
+    if not num_asked:
+        raise WhatIfError(f"no request has arrived in the last {since_s:g} s; send some, or ask for a longer time")
+    members = [dataclasses.replace(each, joined=0.0) for each in load.members if each.lost is None]
+    if not members:
+        raise WhatIfError("the record has no worker that is still there; wait for one")
+
+    def simulated(arrivals: list[Arrival], ends_at: float) -> admin.CompareStrategiesResponse:
+        response = admin.CompareStrategiesResponse(
+            requests=len(arrivals),
+            arrival_seconds=arrivals[-1].at - arrivals[0].at,
+            rows=rows,
+            older_left_out=len(arrivals) < num_asked,
+        )
+        for name, settings in STRATEGIES.items():
+            run = _run(arrivals, members, load.config, times, acceptance, settings, rows, lambda: clock() > ends_at)
+            _fill(response.runs.add(name=name), run, rows)
+        return response
+
+    few = newest(load.arrivals, since, max_outputs=_FIRST_OUTPUTS)
+    began = clock()
+    first = simulated(few, math.inf)
+    now = clock()
+    fitting = (ends_at - now) / max(now - began, 1e-9) * _SIMULATING_SHARE * sum(each.num_outputs for each in few)
+    arrivals = newest(load.arrivals, since, max_outputs=min(MAX_OUTPUTS, fitting))
+    if len(arrivals) <= len(few):
+        return first
+    with contextlib.suppress(_OutOfTimeError):
+        return simulated(arrivals, now + (ends_at - now) * (1 + _SIMULATING_SHARE) / 2)
+    return first
+
+
+def newest(arrivals: list[Arrival], since: float, max_outputs: float = MAX_OUTPUTS) -> list[Arrival]:
+    """Return the requests that arrived from a time on, the newest within the limits; the first one arrives at 0."""
+    found: list[Arrival] = []
+    outputs = 0
+    for each in reversed(arrivals):
+        if each.at < since or len(found) == MAX_REQUESTS:
+            break
+        if each.left_out:
+            continue
+        outputs += each.num_outputs
+        if found and outputs > max_outputs:
+            break
+        found.append(each)
+    return [dataclasses.replace(each, at=each.at - found[-1].at) for each in reversed(found)]
+
+
+def _read(segments: list[Segment], ends_at: float) -> tuple[Recorded, bool]:
+    """Read the newest segments that have enough requests and that there is time for; return whether these are all.
+
+    Raises:
+        WhatIfError: the record has no request, or no worker.
+    """
+    began = time.monotonic()
+    count = 1
+    while True:
+        is_whole = count >= len(segments)
+        try:
+            recorded = read_load(segments[-count:])
+        except WhatIfError:
+            if is_whole:
+                raise
+            recorded = None
+        # The next turn reads twice as many.
+        is_late = 3 * (time.monotonic() - began) > _READING_SHARE * (ends_at - began)
+        if recorded is not None and (is_whole or is_late or _is_enough(recorded.load)):
+            return recorded, is_whole
+        count *= 2
+
+
+def _is_enough(load: Load) -> bool:
+    arrivals = [each for each in load.arrivals if not each.left_out]
+    return len(arrivals) > MAX_REQUESTS or sum(each.num_outputs for each in arrivals) > MAX_OUTPUTS
+
+
+def _recent(segments: list[Segment], since_s: float) -> list[Segment]:
+    """Return the segments that were written in the last `since_s` seconds of the record."""
+    times = [_written_at(segment) for segment in segments]
+    limit = max(times, default=0.0) - since_s
+    return [segment for segment, written in zip(segments, times, strict=True) if written >= limit]
+
+
+def _written_at(segment: Segment) -> float:
+    """Return when a segment was last written; 0 if the recorder has deleted it meanwhile."""
+    try:
+        return segment.path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+class _OutOfTimeError(Exception):
+    """A simulation takes too long."""
+
+
+@dataclass(slots=True)
+class _Run:
+    simulated: Simulated
+    stays: "list[_Stay]"
+
+
+@dataclass(slots=True)
+class _Stay:
+    """A request's time in a row of the first worker; times on the core's clock."""
+
+    row: int
+    request: int
+    begin: float
+    decode: float = 0.0
+    """When its last chunk was answered; 0: not yet."""
+    end: float = 0.0
+
+
+@dataclass(slots=True)
+class _Chart:
+    """The rows of the first worker over time."""
+
+    stays: list[_Stay] = field(default_factory=list)
+    worker: Peer = b""
+    rows: dict[int, _Stay] = field(default_factory=dict)
+    chunks: dict[int, list[int]] = field(default_factory=dict)
+    """By step without an answer: rows with a chunk of their prompt."""
+
+    def planned(self, plan: Plan, now: float) -> None:
+        self.worker = self.worker or plan.worker
+        if plan.worker != self.worker:
+            return
+        for row in plan.leaves.tolist():
+            self._left(row, now)
+        for admission in plan.admissions:
+            self._left(admission.row, now)
+            self.rows[admission.row] = stay = _Stay(admission.row, admission.stream, now)
+            if len(self.stays) < MAX_STAYS:
+                self.stays.append(stay)
+        if len(plan.chunk_rows):
+            self.chunks[plan.step] = plan.chunk_rows.tolist()
+
+    def answered(self, done: StepDone, now: float) -> None:
+        if done.worker == self.worker:
+            for row in self.chunks.pop(done.step, ()):
+                if row in self.rows:
+                    self.rows[row].decode = now
+
+    def ended(self, end: RequestEnded, now: float) -> None:
+        for row, stay in self.rows.items():
+            if stay.request == end.stream:
+                self._left(row, now)
+                return
+
+    def _left(self, row: int, now: float) -> None:
+        stay = self.rows.pop(row, None)
+        if stay is not None:
+            stay.end = now
+
+
+class _ChartedScheduler(Scheduler):
+    """The core, with a chart of its first worker's rows, and with a limit of time."""
+
+    def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, chart: _Chart, is_late: IsLate) -> None:
+        super().__init__(config, incarnation, facts)
+        self._chart = chart
+        self._is_late = is_late
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """See the base class."""
+        if isinstance(event, StepDone):
+            self._chart.answered(event, now)
+        effects = super().handle(event, now)
+        for effect in effects:
+            if isinstance(effect, RequestEnded):
+                self._chart.ended(effect, now)
+        return effects
+
+    def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
+        """See the base class."""
+        if self._is_late():
+            raise _OutOfTimeError
+        plan, effects = super().plan(peer, now)
+        if plan is not None:
+            self._chart.planned(plan, now)
+        return plan, effects
+
+
+def _run(
+    arrivals: list[Arrival],
+    members: list[Member],
+    recorded: CoreConfig,
+    times: StepTimes,
+    acceptance: Acceptance | None,
+    settings: tuple[str, ...],
+    rows: int,
+    is_late: IsLate,
+) -> _Run:
+    changed = change(recorded, [*settings, f"max_batch_size={rows}", f"max_num_seqs={rows}"])
+    chart = _Chart()
+    simulated = simulate(
+        arrivals,
+        fleet(members, None, changed),
+        changed.config,
+        times,
+        acceptance=acceptance,
+        make_core=lambda config, incarnation, facts: _ChartedScheduler(config, incarnation, facts, chart, is_late),
+    )
+    return _Run(simulated, chart.stays)
+
+
+def _fill(message: admin.StrategyRun, run: _Run, rows: int) -> None:
+    figures = run.simulated.figures
+    message.seconds = figures.duration_s
+    message.output_tokens_per_second = figures.output_tokens_per_s
+    message.row_share = min(1.0, figures.rows_per_step / rows)
+    for into, latency in (
+        (message.ttft, figures.ttft),
+        (message.itl, figures.itl),
+        (message.latency, figures.e2e),
+    ):
+        _fill_quantiles(into, latency)
+    for stay in run.stays:
+        end = max(stay.end, stay.begin)
+        message.stays.add(
+            row=stay.row,
+            request=stay.request,
+            begin=round(stay.begin - START_S, 6),
+            decode=round(min(stay.decode or end, end) - START_S, 6),
+            end=round(end - START_S, 6),
+        )
+
+
+def _fill_quantiles(message: admin.Quantiles, latency: Latency) -> None:
+    message.p50, message.p99 = latency.p50, latency.p99
+    message.count = int(latency.p99 > 0)

@@ -1,0 +1,148 @@
+"""Operators' questions about the recording of a running service: explanations, and comparisons of strategies.
+
+Reading a recording takes seconds, so a short-lived process of low priority does it (`records.answer`). The process gets
+the question as an argument and writes the reply to a file. The loop only starts the process and checks whether it has
+exited. The process is killed when its caller leaves.
+"""
+
+import base64
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2 as admin
+from scheduler_svc.core.interface.records import Peer
+from scheduler_svc.frontend_link import error_reply
+from shared.errors import OverloadedError, QuireError, UnsupportedMethodError
+
+_MAX_WAITING = 8
+_MAX_S = 55.0
+"""Longest time from a question to its reply, s; a little less than the front end waits for it."""
+
+_FAILED = (
+    "record: reading it took too long or failed; ask for less, see the scheduler's log, or read the files with"
+    " --record-dir"
+)
+_QUESTIONS = (admin.ExplainRequest, admin.CompareStrategiesRequest)
+
+
+@dataclass(slots=True)
+class _Question:
+    peer: Peer
+    number: int
+    payload: bytes
+    """The serialized call."""
+    ends_at: float
+
+
+@dataclass(slots=True)
+class _Process:
+    question: _Question
+    child: "subprocess.Popen[bytes]"
+    output: IO[bytes]
+    is_killed: bool = False
+    is_wanted: bool = True
+    """Whether its caller still waits."""
+
+
+class LiveExplanations:
+    """The questions about one record; one at a time is answered."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Create without questions; `folder` is where the record is, or None if there is none."""
+        self._folder = folder
+        self._waiting: deque[_Question] = deque()
+        self._process: _Process | None = None
+
+    @staticmethod
+    def asked(request: link_pb2.OperatorRequest) -> bool:
+        """Return whether an operator asks for an explanation or a comparison."""
+        return request.HasField("call") and any(request.call.Is(each.DESCRIPTOR) for each in _QUESTIONS)
+
+    def ask(self, peer: Peer, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply | None:
+        """Take a question; return a reply only if it is refused."""
+        try:
+            if self._folder is None:
+                raise UnsupportedMethodError("explain: the scheduler keeps no record; start it with --record-dir")
+            if len(self._waiting) >= _MAX_WAITING:
+                raise OverloadedError("explain: too many explanations are asked for at once; try again later")
+        except QuireError as error:
+            return error_reply(request.number, error)
+        self._waiting.append(_Question(peer, request.number, request.call.SerializeToString(), now + _MAX_S))
+        return None
+
+    def replies(self, now: float) -> list[tuple[Peer, link_pb2.OperatorReply]]:
+        """Return the replies that have become ready, and begin with the next question."""
+        found = []
+        process = self._process
+        if process is not None and process.child.poll() is not None:
+            reply = _reply(process)
+            if process.is_wanted:
+                found.append((process.question.peer, reply))
+            self._process = None
+        elif process is not None and now > process.question.ends_at:
+            _kill(process)
+        while self._waiting and now > self._waiting[0].ends_at:
+            question = self._waiting.popleft()
+            found.append((question.peer, error_reply(question.number, OverloadedError(_FAILED))))
+        if self._process is None and self._waiting:
+            self._process = self._start(self._waiting.popleft(), now)
+        return found
+
+    def end(self, peer: Peer, numbers: Iterable[int]) -> None:
+        """Drop questions of a front end whose callers have left."""
+        self._drop({(peer, number) for number in numbers}.__contains__)
+
+    def forget(self, peer: Peer) -> None:
+        """Drop all questions of a front end that is lost."""
+        self._drop(lambda key: key[0] == peer)
+
+    def _drop(self, is_dropped: Callable[[tuple[Peer, int]], bool]) -> None:
+        self._waiting = deque(each for each in self._waiting if not is_dropped((each.peer, each.number)))
+        process = self._process
+        if process is not None and is_dropped((process.question.peer, process.question.number)):
+            process.is_wanted = False
+            _kill(process)
+
+    def close(self) -> None:
+        """End the process that reads."""
+        if self._process is not None:
+            self._process.child.kill()
+            self._process.child.wait()
+
+    def _start(self, question: _Question, now: float) -> _Process:
+        output = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [sys.executable, "-m", "records.answer", str(self._folder)]
+        # A moment, and not a duration: on a busy machine it takes long until the process has loaded its modules.
+        ends_at = time.monotonic() + question.ends_at - now
+        command += [base64.b64encode(question.payload).decode(), f"{ends_at:.1f}"]
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
+        return _Process(question, child, output)
+
+
+def _kill(process: _Process) -> None:
+    """Kill a process. It may take a while to end, for example while it waits for the disk; the loop does not wait."""
+    if not process.is_killed:
+        process.child.kill()
+        process.is_killed = True
+
+
+def _reply(process: _Process) -> link_pb2.OperatorReply:
+    """Return what a process that has ended has written; an error if it was killed or has failed."""
+    process.output.seek(0)
+    written = process.output.read()
+    process.output.close()
+    reply = link_pb2.OperatorReply()
+    if process.child.returncode == 0:
+        reply.ParseFromString(written)
+    else:
+        reply = error_reply(0, OverloadedError(_FAILED))
+    reply.number = process.question.number
+    return reply

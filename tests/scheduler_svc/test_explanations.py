@@ -1,0 +1,120 @@
+"""Explanations of a running service: bounded in time from the question on, and never waited for by the loop."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2 as admin
+from scheduler_svc.core.interface.records import Peer
+from scheduler_svc.explanations import LiveExplanations
+
+PEER = b"front/1"
+PATIENCE_S = 60.0
+
+
+def _question(number: int) -> link_pb2.OperatorRequest:
+    request = link_pb2.OperatorRequest(number=number)
+    request.call.Pack(admin.ExplainRequest(slowest=3))
+    return request
+
+
+def _replies(explanations: LiveExplanations, now: float) -> list[tuple[Peer, link_pb2.OperatorReply]]:
+    """Asks for replies until there is one."""
+    end = time.monotonic() + PATIENCE_S
+    while not (found := explanations.replies(now)):
+        assert time.monotonic() < end, f"no reply after {PATIENCE_S} s"
+        time.sleep(0.01)
+    return found
+
+
+def test_a_file_that_is_no_record_is_named_in_the_refusal(tmp_path: Path) -> None:
+    """A record that cannot be read is refused with the reason and the file's name."""
+    (tmp_path / "000000000001.record").write_bytes(b"something else")
+    explanations = LiveExplanations(tmp_path)
+    assert explanations.ask(PEER, _question(7), 0.0) is None
+
+    ((peer, reply),) = _replies(explanations, 0.0)
+
+    assert (peer, reply.number) == (PEER, 7)
+    assert "000000000001.record: not a flight record" in reply.error.message
+
+
+def test_a_question_that_waited_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit counts from the question: it includes the wait for another explanation.
+
+    The process that is too slow is ended, and its reply is taken only once it has ended.
+    """
+    explanations = LiveExplanations(tmp_path)
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **pipes: popen(["sleep", "600"], **pipes))
+    explanations.ask(PEER, _question(1), 0.0)
+    explanations.ask(PEER, _question(2), 1.0)
+    explanations.ask(PEER, _question(3), 100.0)
+    assert explanations.replies(2.0) == []
+    assert explanations._process is not None
+    child = explanations._process.child
+
+    ((_, waited),) = explanations.replies(100.0)
+    ((_, slow),) = _replies(explanations, 100.0)
+
+    assert (waited.number, slow.number) == (2, 1)
+    assert waited.error.reason == slow.error.reason == "OVERLOADED"
+    assert child.returncode == -signal.SIGKILL
+    assert explanations._process is not None
+    assert explanations._process.question.number == 3
+    explanations.close()
+
+
+def test_the_loop_does_not_wait_for_a_process_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that does not end when it is killed delays its own reply only."""
+    explanations = LiveExplanations(tmp_path)
+    popen = subprocess.Popen
+
+    class Unkillable(popen):  # type: ignore[misc,valid-type]
+        def kill(self) -> None:
+            pass
+
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda _command, **pipes: Unkillable(command, **pipes | {"stdin": subprocess.PIPE})
+    )
+    explanations.ask(PEER, _question(1), 0.0)
+    explanations.replies(0.0)
+    assert explanations._process is not None
+    child = explanations._process.child
+
+    assert explanations.replies(100.0) == []
+    assert child.stdin is not None
+    child.stdin.close()
+    ((_, reply),) = _replies(explanations, 100.0)
+    assert reply.number == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_caller_that_leaves_ends_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+    """The process of a question is killed, and waiting ones are dropped; those of other front ends are answered."""
+    explanations = LiveExplanations(tmp_path)
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **pipes: popen(["sleep", "600"], **pipes))
+    explanations.ask(PEER, _question(1), 0.0)
+    assert explanations.replies(0.0) == []
+    explanations.ask(PEER, _question(2), 0.0)
+    explanations.ask(b"front/2", _question(2), 0.0)
+    monkeypatch.undo()
+    assert explanations._process is not None
+    child = explanations._process.child
+
+    if is_lost:
+        explanations.forget(PEER)
+    else:
+        explanations.end(PEER, [1, 2])
+    ((peer, reply),) = _replies(explanations, 1.0)
+
+    assert child.returncode == -signal.SIGKILL
+    assert (peer, reply.number) == (b"front/2", 2)
+    explanations.close()
