@@ -1,29 +1,31 @@
-"""docs/messages.md holds every message that can reach a user."""
+"""docs/messages.md lists every reason of an error, with its gRPC code and HTTP status."""
 
-from tools.messages import PAGE, ROOT, messages, page
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
-SOURCE = """
-def f(path, number):
-    if number:
-        raise ConfigError("model", f"{path} holds no config.json; " "give a folder")
-    log.warning("journal: invalid request ignored", path=path)
-    log.info("worker joined again")
-    yield FieldViolation("grammar", "must not be empty")
-    requests.end(request, message=f"the prompt has {number} tokens")
-    raise KeyError(path)
-"""
+import services.errors
+import services.frontend  # noqa: F401  # defines all errors of the front end
+from services.http.errors import status_of
+from shared.errors import QuireError
 
-
-def test_messages_of_errors_fields_ends_and_warnings_are_found() -> None:
-    """Errors, refused fields, ends of requests and warnings count; logs at info and errors without a text do not."""
-    assert {each.text for each in messages("m.py", SOURCE)} == {
-        "model: {path} holds no config.json; give a folder",
-        "journal: invalid request ignored",
-        "grammar: must not be empty",
-        "the prompt has {number} tokens",
-    }
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "messages.md"
+_ROW = re.compile(r"^\| `([A-Z_]+)` \| ([A-Z_]+) \| (\d+) \| (.+?) \| (.+?) \| (?:yes|no) \|$", re.MULTILINE)
 
 
-def test_the_page_is_up_to_date() -> None:
-    """A message that changes appears on the page: run `python -m tools.messages`."""
-    assert PAGE.read_text("utf-8") == page(ROOT)
+def _errors(base: type[QuireError]) -> Iterator[type[QuireError]]:
+    """Yield a class of errors and all that derive from it."""
+    yield base
+    for each in base.__subclasses__():
+        yield from _errors(each)
+
+
+def test_every_reason_is_listed_with_its_codes() -> None:
+    """The page has one row for each reason; code and status are those that clients get."""
+    classes = list(_errors(QuireError))
+    of_reason = {each.reason: (each.code, str(status_of(each.__new__(each)))) for each in classes}
+    rows = _ROW.findall(PAGE.read_text("utf-8"))
+
+    assert services.errors.RequestCancelledError in classes
+    assert {reason: (code, status) for reason, code, status, *_ in rows} == of_reason
+    assert len(rows) == len(of_reason)
