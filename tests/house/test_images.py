@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.images import Instruction, context, dockerfile, filled, read, sources
+from tools.dist import PRIVATE
 from tools.lock import BUILD, IMAGES, TORCH, lock_of, locked, wanted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ def sent(image: str) -> set[str]:
 def test_an_image_is_sent_all_packages(image: str) -> None:
     """Every package that is installed, and what the project's description names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    packages = {*PRIVATE, "quire_server"}
     named = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
 
     assert packages | named <= sent(image)

@@ -80,6 +80,9 @@ def _may_import() -> dict[str, set[str]]:
 
 
 _MAY_IMPORT = _may_import()
+ABOVE_SERVING = ("records", "measure", "checks")
+"""Packages that read recordings, measure and verify, each above all before it; what serves lies below."""
+_SERVING = ("quire", "quire_server", "services", "scheduler_svc", "worker_svc", "kernels", "shared", "protos")
 _STUBS = ("quire.v1", "quire.admin.v1", "quire.__version__")
 
 
@@ -95,6 +98,18 @@ def test_a_folder_imports_only_what_the_architecture_page_allows(folder: str) ->
             stubs_only = folder not in ("services", "scheduler_svc") or top != "quire" or name.startswith(_STUBS)
             if not (allowed and stubs_only):
                 against.append(f"{path.relative_to(ROOT)} imports {name}")
+
+    assert against == []
+
+
+def test_serving_lies_below_what_reads_records_measures_and_verifies() -> None:
+    """The order is serving, records, measure, checks: no module imports one of a package that comes later."""
+    against = []
+    for folder in (*_SERVING, *ABOVE_SERVING):
+        later = ABOVE_SERVING[ABOVE_SERVING.index(folder) + 1 :] if folder in ABOVE_SERVING else ABOVE_SERVING
+        for path in (ROOT / folder).rglob("*.py"):
+            names = _imported(path.read_text("utf-8"))
+            against += [f"{path.relative_to(ROOT)} imports {name}" for name in names if name.startswith(later)]
 
     assert against == []
 
