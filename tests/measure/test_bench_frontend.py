@@ -49,7 +49,7 @@ def test_a_child_that_says_nothing_is_an_error(tmp_path: Path) -> None:
     address = f"--address=ipc://{tmp_path}/core"
     with Child(tmp_path, "measure.frontend.echo_core", address, "--vocab-size=9") as child:
         assert child.line().startswith("listening")
-        with pytest.raises(ChildError, match=r"services\.bench\.echo_core printed nothing for 0\.01 s"):
+        with pytest.raises(ChildError, match=r"measure\.frontend\.echo_core printed nothing for 0\.01 s"):
             child.line(0.01)
     with pytest.raises(ChildError, match="ended with status 0"):
         child.line()
