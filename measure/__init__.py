@@ -3,6 +3,7 @@
 load        `quire bench serve` and `quire bench sweep`: load on a running service
 offline     `quire bench offline`: fixed requests to a service that it starts
 strategies  `quire bench strategies`: static, dynamic and continuous batching
+policies    `quire bench policies`: scheduling policies in virtual time
 scheduler, frontend, kernels, cpu, gpu: one part alone
 studies     comparisons for the documentation, in virtual time in plots
 peers       Quire and other servers in turn

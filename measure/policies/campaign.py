@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from quire_server.bench.traces import Recorded
-
+from measure.load.traces import Recorded
 from measure.policies.arena import Workload, run
 from measure.policies.metrics import Result, metrics
 from measure.policies.schedulers import Setup, Specification, make

@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from scheduler_svc.whatif.rows import Admitted, Rows
 
 from measure.policies.costs import Costs, Work
 from measure.policies.engine import Ended, Engine, News, Step
 from measure.policies.jobs import Job, first_token
 from quire import __version__
+from records.whatif.rows import Admitted, Rows
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quire_server.bench.traces import BLOCK_TOKENS, Recorded, read_trace
-
+from measure.load.traces import BLOCK_TOKENS, Recorded, read_trace
 from measure.policies.costs import Costs, Work
 from measure.policies.jobs import Job, Piece
 from shared.config import ConfigError
