@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 
+from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import BatchingLimits, TenantLimits
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.lifecycle.pressure import Pressure, WorkerPressure
 from scheduler_svc.present_limit import Limit, LimitKind, present_limit
-from scheduler_svc.sim.model_worker import ModelWorker
 from tests.scheduler_svc.cluster import Cluster
 
 
