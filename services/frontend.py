@@ -116,7 +116,16 @@ class Frontend:
             tail = TailTracing(telemetry.forced_tracer, telemetry.forced_ids, self.link.trace)
         written = model_format(config.parser, tokenizer.chat_template_source, tokenizer.special_tokens)
         services = Services(
-            config, self.link, tokenizer, written, defaults, self._grammars, self._metrics, telemetry.tracer, tail
+            config,
+            self.link,
+            tokenizer,
+            written,
+            defaults,
+            self._grammars,
+            self._metrics,
+            shares.slices,
+            telemetry.tracer,
+            tail,
         )
         prompts = Prompts(tokenizer, telemetry.tracer)
         self._live = LiveRequests(self._metrics)

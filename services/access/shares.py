@@ -18,10 +18,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services.errors import RETRY_MS
 from shared.errors import OverloadedError
 from shared.logging import get_logger
+
+Result = TypeVar("Result")
 
 _LOG_EVERY_S = 60.0
 """Minimum interval of log lines about refusals of one resource, seconds."""
@@ -156,6 +159,36 @@ class Turns:
                 del self._waiting[principal]
 
 
+class Slices:
+    """Long work on the event loop in slices: one slice at a time, in turn by principal, with a pause after each."""
+
+    SLICE_S = 0.002
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+
+    async def run(self, principal: str, steps: Iterator[Result]) -> list[Result]:
+        """Return what all steps yield. Each step is short. The first slice runs at once."""
+        results: list[Result] = []
+        is_done = self._run(steps, results)
+        while not is_done:
+            await self._turns.acquire(principal)
+            try:
+                is_done = self._run(steps, results)
+            finally:
+                asyncio.get_running_loop().call_later(self.SLICE_S, self._turns.release)
+        return results
+
+    def _run(self, steps: Iterator[Result], results: list[Result]) -> bool:
+        """Run a slice; return whether it was the last one."""
+        end = time.perf_counter() + self.SLICE_S
+        for step in steps:
+            results.append(step)
+            if time.perf_counter() > end:
+                return False
+        return True
+
+
 class Pace:
     """Time of the event loop that each address may take: half of it, and a burst."""
 
@@ -194,6 +227,8 @@ class Shares:
     """Bytes of HTTP bodies that are being received, or wait to be parsed."""
     large_bodies: Turns
     """The event loop, for parsing a large body."""
+    slices: Slices
+    """The event loop, for large answers."""
     connections: Share
     """HTTP connections, by address."""
     parsing: Pace
@@ -222,6 +257,7 @@ def make_shares(max_calls: int, max_connections: int) -> Shares:
         calls=Share("calls in progress", max_calls, weight=MOST),
         body_bytes=Share("bytes of bodies", _MAX_BODY_BYTES, weight=_HALF),
         large_bodies=Turns(),
+        slices=Slices(),
         connections=Share("connections", max_connections, weight=MOST),
         parsing=Pace(),
         trials=Share("grammars on trial", _MAX_TRIALS, weight=_HALF),

@@ -11,6 +11,7 @@ from opentelemetry.trace import Span, Tracer
 
 from protos.quire.link.v1 import link_pb2
 from services.access.principals import CURRENT
+from services.access.shares import Slices
 from services.calls.tracing import Operation, rpc
 from services.errors import RETRY_MS
 from services.grammars.checker import GrammarChecker
@@ -42,6 +43,8 @@ class Services:
     """Sampling options of requests that do not give them."""
     grammars: GrammarChecker
     metrics: FrontendMetrics
+    slices: Slices
+    """Runs long work on the event loop."""
     tracer: Tracer
     tail: TailTracing | None
     """The tail rule; None: calls that are not sampled make no spans."""

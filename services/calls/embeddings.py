@@ -78,11 +78,16 @@ class Embedder:
         response.usage.prompt_tokens = embedded.prompt_tokens
         response.usage.cached_prompt_tokens = embedded.cached_prompt_tokens
         response.usage.preemptions = embedded.preemptions
-        for vector in embedded.vectors:
-            response.embeddings.add().values.extend(vector.tolist())
+
+        def fill() -> Iterator[None]:
+            for vector in embedded.vectors:
+                response.embeddings.add().values.extend(vector.tolist())
+                yield
+
+        await self._services.slices.run(CURRENT.get().name, fill())
         return response
 
-    async def vectors(self, request: v1.EmbedRequest, caller: Caller) -> "Embedded":
+    async def vectors(self, request: v1.EmbedRequest, caller: Caller) -> Embedded:
         """Return one vector for each input, in order; see `run`."""
         services = self._services
         with request_span(services.tracer, caller.traceparent, caller.operation, services.tail) as span:

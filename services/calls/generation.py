@@ -7,7 +7,7 @@ each draws its own random noise.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span
@@ -305,11 +305,16 @@ class Generator:
             failure = failure_of([stream])
             if failure is not None and not stream.num_generated:
                 raise failure
-            for index, token_id in enumerate(prompt):
-                scores = stream.prompt_scores.get(index)
-                message.logprobs.append(
-                    v1.TokenLogprobs() if scores is None else token_logprobs(token_id, scores, tokenizer)
-                )
+
+            def score() -> Iterator[None]:
+                for index, token_id in enumerate(prompt):
+                    scores = stream.prompt_scores.get(index)
+                    message.logprobs.append(
+                        v1.TokenLogprobs() if scores is None else token_logprobs(token_id, scores, tokenizer)
+                    )
+                    yield
+
+            await self._services.slices.run(CURRENT.get().name, score())
         await send(v1.GenerateResponse(prompt=message))
 
 

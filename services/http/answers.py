@@ -11,7 +11,9 @@ from typing import Any, NotRequired, TypedDict
 
 from quire import __version__
 from quire.v1 import generation_pb2 as v1
-from services.http.logprobs import Logprobs, TextOffsets, prompt_logprobs
+from services.access.principals import CURRENT
+from services.access.shares import Slices
+from services.http.logprobs import Logprobs, TextOffsets, joined_steps, prompt_logprobs
 from services.http.schema import StreamOptions
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
@@ -38,6 +40,14 @@ class PromptUsage:
     completion_tokens: int = 0
     cached_tokens: int | None = None
     """Prompt tokens read from the prefix cache; None until the prompt's last choice has ended."""
+
+
+@dataclass(slots=True)
+class ReadPrompt:
+    """Fields with the log-probabilities of a prompt."""
+
+    echo: Json = field(default_factory=dict)
+    scores: Json = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -82,9 +92,11 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     _choices: dict[int, ChoiceState] = field(default_factory=dict)
     _usage: list[PromptUsage] = field(init=False)
+    _read: list[ReadPrompt] = field(init=False)
 
     def __post_init__(self) -> None:
         self._usage = [PromptUsage() for _ in range(self.prompts)]
+        self._read = [ReadPrompt() for _ in range(self.prompts)]
 
     @property
     def object(self) -> str:
@@ -107,6 +119,14 @@ class Answer:
                     usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens
                 )
                 yield from self._end(prompt, 0, finished)
+
+    async def read_prompt(self, prompt: int, event: v1.Prompt, slices: Slices) -> None:
+        """Read the log-probabilities of a prompt, of which there may be very many; call it before `chunks`."""
+        read, principal = self._read[prompt], CURRENT.get().name
+        if self.echo and self.logprobs is not None and event.logprobs:
+            read.echo["logprobs"] = joined_steps(await slices.run(principal, self.logprobs.echo_steps(event)))
+        if self.prompt_logprobs:
+            read.scores["prompt_logprobs"] = await slices.run(principal, prompt_logprobs(event))
 
     def begin_prompt(self, prompt: int, token_ids: Sequence[int]) -> None:
         """Record the tokens of a prompt."""
@@ -158,15 +178,13 @@ class Answer:
                 choice["text"] = event.text
                 if self.logprobs is not None:
                     state.offsets = self.logprobs.offsets(len(event.text))
-                    if event.logprobs:
-                        choice["logprobs"] = self.logprobs.of_echo(event)
+                    choice |= self._read[prompt].echo
             else:
                 choice |= {"delta": {"role": "assistant", "content": ""}} if self.chat else {"text": ""}
                 state.role_sent = self.chat
             if self.return_token_ids:
                 choice["prompt_token_ids"] = list(event.token_ids)
-            if self.prompt_logprobs:
-                choice["prompt_logprobs"] = prompt_logprobs(event)
+            choice |= self._read[prompt].scores
             yield self._chunk(choice)
 
     # Middle

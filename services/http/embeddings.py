@@ -1,13 +1,16 @@
 """`/v1/embeddings` and `/pooling`: `Embed` in the forms of OpenAI and vLLM."""
 
 import base64
-import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.v1 import generation_pb2 as v1
+from services.access.principals import CURRENT
 from services.calls.context import Services
 from services.calls.embeddings import Embedder
 from services.http.bodies import parse
@@ -73,20 +76,20 @@ class EmbeddingEndpoint:
         answer_of: AnswerOf,
     ) -> None:
         try:
-            response = await self._embedder.run(request, exchange.caller())
+            embedded = await self._embedder.vectors(request, exchange.caller())
         except QuireError as error:
             raise with_http_names(error, names) from None
-        encode = _to_base64 if body.encoding_format == "base64" else list[float]
-        usage = response.usage
+        encode = _to_base64 if body.encoding_format == "base64" else _to_list
+        vectors = await self._services.slices.run(CURRENT.get().name, map(encode, embedded.vectors))
         await exchange.answer(
             {
                 "object": "list",
-                **answer_of([encode(embedding.values) for embedding in response.embeddings], exchange.request_id),
+                **answer_of(vectors, exchange.request_id),
                 "model": model,
                 "usage": {
-                    "prompt_tokens": usage.prompt_tokens,
-                    "total_tokens": usage.prompt_tokens,
-                    "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+                    "prompt_tokens": embedded.prompt_tokens,
+                    "total_tokens": embedded.prompt_tokens,
+                    "prompt_tokens_details": {"cached_tokens": embedded.cached_prompt_tokens},
                 },
             }
         )
@@ -118,5 +121,10 @@ def _names(count: int, is_one: bool) -> FieldNames:
     return field_names(names)
 
 
-def _to_base64(values: Sequence[float]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode("ascii")
+def _to_list(vector: npt.NDArray[np.float32]) -> Vector:
+    values: list[float] = vector.tolist()
+    return values
+
+
+def _to_base64(vector: npt.NDArray[np.float32]) -> Vector:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")

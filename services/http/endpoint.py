@@ -17,12 +17,13 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from services.access.principals import CURRENT, Principals
-from services.access.shares import Shares
+from services.access.shares import Shares, Slices
 from services.calls.context import Caller
 from services.calls.delivery import FINAL_WRITE_TIMEOUT_S
 from services.calls.tracing import TRACEPARENT_KEY, Operation
 from services.errors import RETRY_MS, InternalError
 from services.http import errors
+from services.http.json_pieces import json_pieces
 from services.http.query import Query
 from services.http.server import ABORT_KEY, NAMES_KEY
 from shared.errors import (
@@ -100,6 +101,8 @@ class Exchange:
         self._body_pending = _has_body(self.headers)
         self._admit: Callable[[], None] = lambda: None
         self._principal = ""
+        self._slices: Slices | None = None
+        """Runs long work of the caller; None until the caller is known."""
         self.started = False
         self._streaming = False
         self._num_events = 0
@@ -157,7 +160,7 @@ class Exchange:
         Raises:
             OverloadedError: there is no body, and the principal has its share of calls already.
         """
-        self._shares, self._principal = shares, principal
+        self._shares, self._principal, self._slices = shares, principal, shares.slices
         self._admit = lambda: held.enter_context(shares.calls.holding(principal))
         if not self._body_pending:
             self._admit()
@@ -271,17 +274,31 @@ class Exchange:
 
     async def answer(self, content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """Send a complete answer as JSON."""
-        body = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
+        body = (await self._json(content)).encode(errors="replace")
         await self._start(status, _JSON, {"content-length": str(len(body)), **(headers or {})})
         await self._send({"type": "http.response.body", "body": body})
         self._ended = True
 
-    async def event(self, content: Any) -> None:
-        """Send one server-sent event; return when the next one can be sent."""
+    async def _json(self, content: Any) -> str:
+        pieces = json_pieces(content)
+        if self._slices is None:
+            return "".join(pieces)
+        return "".join(await self._slices.run(self._principal, pieces))
+
+    async def event(self, content: Any, *, large: bool = False) -> None:
+        """Send one server-sent event; return when the next one can be sent.
+
+        Args:
+            content: the event.
+            large: it may take long to write.
+        """
         if not self.started:
             self._streaming = True
             await self._start(200, _EVENTS, {"cache-control": "no-cache", "x-accel-buffering": "no"})
-        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        if large:
+            text = await self._json(content)
+        else:
+            text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         self._num_events += 1
         name = f"event: {content['type']}\n" if self._dialect.names_events else ""
         body = f"{name}data: {text}\n\n".encode(errors="replace")

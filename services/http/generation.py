@@ -25,6 +25,9 @@ from shared.errors import FieldViolation, InvalidRequestError, QuireError
 DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of completions that do not set it, as in OpenAI's API and vLLM: a bare prompt may have no end."""
 
+MAX_REPEATED_LOGPROBS = 1024
+"""Maximum number of log-probabilities for each prompt token, over all prompts and choices of a request."""
+
 
 class GenerationEndpoints:
     """Endpoints of completions and chat completions."""
@@ -68,6 +71,7 @@ class GenerationEndpoints:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError(FieldViolation("stream_options", "requires stream; set stream to true"))
         choose_model(self._services, body.model)
+        _check_size(body, len(prepared), top_logprobs if echo else None)
         logprobs = None
         if top_logprobs is not None:
             tokenizer = self._services.tokenizer
@@ -98,9 +102,12 @@ class GenerationEndpoints:
         whole = WholeAnswer(answer)
 
         async def write(prompt: int, response: v1.GenerateResponse) -> None:
+            is_prompt = response.HasField("prompt")
+            if is_prompt:
+                await answer.read_prompt(prompt, response.prompt, self._services.slices)
             for chunk in answer.chunks(prompt, response):
                 if body.stream:
-                    await exchange.event(chunk)
+                    await exchange.event(chunk, large=is_prompt)
                 else:
                     whole.add(chunk)
 
@@ -136,3 +143,19 @@ class GenerationEndpoints:
             await self._generator.run(prepared.request, caller, send, prompt_encoded=prompt_encoded, shorten=shorten)
         except QuireError as error:
             raise with_http_names(error, prepared.names) from None
+
+
+def _check_size(body: SamplingBody, num_prompts: int, echoed_logprobs: int | None) -> None:
+    """Check that the log-probabilities of prompts, which each choice repeats, are not too many.
+
+    Raises:
+        InvalidRequestError: they are.
+    """
+    field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    top = echoed_logprobs if body.prompt_logprobs is None else body.prompt_logprobs
+    if top is not None and (count := body.n * num_prompts * (top + 1)) > MAX_REPEATED_LOGPROBS:
+        what = (
+            f"too many log-probabilities of prompts: n x prompts x ({field} + 1) is {count}; "
+            f"ask for at most {MAX_REPEATED_LOGPROBS}"
+        )
+        raise InvalidRequestError(FieldViolation(field, what))

@@ -1,6 +1,6 @@
 """Log-probabilities in the forms of OpenAI's chat, OpenAI's completions and vLLM's `prompt_logprobs`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +74,13 @@ class Logprobs:
             "text_offset": offsets,
         }
 
-    def of_echo(self, prompt: v1.Prompt) -> dict[str, Any]:
-        """Return the form of completions for an echoed prompt; its first token has no log-probability."""
-        positions = list(prompt.logprobs)
-        for token_id, position in zip(prompt.token_ids, positions, strict=True):
+    def echo_steps(self, prompt: v1.Prompt) -> Iterator[dict[str, Any]]:
+        """Yield the form of completions for each token of an echoed prompt; the first has no log-probability."""
+        offsets = self.offsets()
+        for token_id, position in zip(prompt.token_ids, prompt.logprobs, strict=True):
             if not position.HasField("token"):
                 position.token.token_id, position.token.bytes = token_id, self.token_bytes(token_id)
-        return self.of_text(positions, self.offsets().of(prompt.token_ids))
+            yield self.of_text((position,), offsets.of((token_id,)))
 
     def _position(self, position: v1.TokenLogprobs) -> dict[str, Any]:
         top = [self._scored(token) for token in position.top[: self.top]]
@@ -93,9 +93,16 @@ class Logprobs:
         return f"token_id:{token.token_id}" if self.tokens_as_ids else token.bytes.decode(errors="replace")
 
 
-def prompt_logprobs(prompt: v1.Prompt) -> list[dict[str, Any] | None]:
-    """Return vLLM's form: alternatives by token id; None for the first token."""
-    return [_by_id(each) if each.token.rank else None for each in prompt.logprobs]
+def joined_steps(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the form of completions for a text, from those of its tokens."""
+    return {
+        name: None if steps[0][name] is None else [value for step in steps for value in step[name]] for name in steps[0]
+    }
+
+
+def prompt_logprobs(prompt: v1.Prompt) -> Iterator[dict[str, Any] | None]:
+    """Yield vLLM's form for each token: alternatives by token id; None for the first token."""
+    return (_by_id(each) if each.token.rank else None for each in prompt.logprobs)
 
 
 def _by_id(position: v1.TokenLogprobs) -> dict[str, Any]:

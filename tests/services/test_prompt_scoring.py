@@ -95,3 +95,29 @@ def test_no_tokens_without_the_prompt_is_an_error_that_names_the_remedy(tmp_path
             assert not stack.core.submissions
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 20, "n": 128}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 20, "n": 128}, "logprobs"),
+        ("/v1/completions", {"prompt": [PROMPT] * 256, "prompt_logprobs": 4}, "prompt_logprobs"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 20, "n": 128},
+            "prompt_logprobs",
+        ),
+    ],
+)
+def test_log_probabilities_of_prompts_are_bounded(tmp_path: Path, path: str, body: dict[str, Any], field: str) -> None:
+    """Each choice repeats them, so a small request could have an answer of any size."""
+
+    async def check() -> None:
+        async with running_stack(tmp_path) as stack:
+            response = await stack.http.post(path, json={"max_tokens": 1, **body})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, field)
+            assert error["message"].startswith(f"{field}: too many log-probabilities of prompts: n x prompts x ")
+
+    asyncio.run(check())

@@ -1,6 +1,7 @@
 """Shares of limited resources."""
 
 import asyncio
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.access.shares import Pace, Share, Turns, make_shares
+from services.access.shares import Pace, Share, Slices, Turns, make_shares
 from services.text.tokenizer import TextTokenizer
 from shared.errors import OverloadedError
 from tests.services.tokenizers_for_tests import byte_level
@@ -124,6 +125,45 @@ def test_a_task_that_is_cancelled_when_its_turn_comes_loses_no_place() -> None:
         return list(map(type, outcomes)), turns._free
 
     assert asyncio.run(main()) == ([asyncio.CancelledError, type(None), asyncio.CancelledError], 1)
+
+
+def test_long_work_leaves_the_loop_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tasks run between its slices, two principals take turns, and short work is done at once."""
+    monkeypatch.setattr(Slices, "SLICE_S", 0.0)
+
+    async def main() -> tuple[list[str], list[int], int]:
+        slices, order = Slices(), []
+
+        def steps(name: str, count: int) -> Iterator[int]:
+            for number in range(count):
+                order.append(name)
+                yield number
+
+        async def tick() -> None:
+            while True:
+                order.append(".")
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        long = asyncio.gather(
+            slices.run("greedy", steps("g", 3)),
+            slices.run("greedy", steps("h", 3)),
+            slices.run("modest", steps("m", 3)),
+        )
+        results = await long
+        ticking.cancel()
+        monkeypatch.setattr(Slices, "SLICE_S", 60.0)
+        before = len(order)
+        await slices.run("modest", steps("m", 100))
+        return order, results[0], len(order) - before
+
+    order, result, short = asyncio.run(main())
+
+    worked = "".join(each for each in order if each != ".")
+    assert worked[:9] == "gghmgmhmh"
+    assert result == [0, 1, 2]
+    assert short == 100
+    assert "".join(order[order.index("m") :]).count(".") >= 5
 
 
 def test_an_address_that_took_too_much_time_waits() -> None:
