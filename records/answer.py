@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from records.explain.answers import answer
+from records.whatif.predict import predict
 from records.whatif.strategies import compare_strategies
 from scheduler_svc.frontend_link import error_reply
 from scheduler_svc.recorder.segments import UnreadableRecordError
@@ -26,6 +27,8 @@ from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, 
 def _answer(call: AnyMessage, place: Path, ends_at: float) -> Message:
     if call.Is(admin.CompareStrategiesRequest.DESCRIPTOR):
         return compare_strategies(admin.CompareStrategiesRequest.FromString(call.value), place, ends_at)
+    if call.Is(admin.PredictRequest.DESCRIPTOR):
+        return predict(admin.PredictRequest.FromString(call.value), place, ends_at)
     return answer(admin.ExplainRequest.FromString(call.value), place).message()
 
 

@@ -27,10 +27,10 @@ _MAX_S = 55.0
 """Longest time from a question to its reply, s; a little less than the front end waits for it."""
 
 _FAILED = (
-    "record: reading it took too long or failed; ask for less, see the scheduler's log, or read the files with"
-    " --record-dir"
+    "record: reading it took too long or failed; ask for fewer minutes, try again when the machine is less busy, or see"
+    " the scheduler's log"
 )
-_QUESTIONS = (admin.ExplainRequest, admin.CompareStrategiesRequest)
+_QUESTIONS = (admin.ExplainRequest, admin.CompareStrategiesRequest, admin.PredictRequest)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ Of drafts, the limits are in the plans, and the verified and accepted ones in th
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -83,8 +84,12 @@ class _Worker:
     answered: float = 0.0
 
 
-def read_load(segments: Iterable[Segment]) -> Recorded:
+def read_load(segments: Iterable[Segment], since_unix_s: float = -math.inf) -> Recorded:
     """Return the largest run in a record.
+
+    Args:
+        segments: the record, oldest first.
+        since_unix_s: wall clock, s; requests that arrived before are in no figure.
 
     Raises:
         WhatIfError: the record has no request, or no worker.
@@ -93,7 +98,7 @@ def read_load(segments: Iterable[Segment]) -> Recorded:
     found: list[_Pass] = []
     for segment in segments:
         if not found or not found[-1].goes_on_with(segment.opening):
-            found.append(_Pass(segment.opening))
+            found.append(_Pass(segment.opening, since_unix_s))
         found[-1].read(iter(segment))
     best = max(found, key=lambda each: each.num_requests, default=None)
     if best is None or not best.num_requests:
@@ -108,8 +113,9 @@ def read_load(segments: Iterable[Segment]) -> Recorded:
 class _Pass:
     """One pass over the contiguous segments of one core."""
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, opening: Opening, since_unix_s: float) -> None:
         self._config = to_config(opening.config)
+        self._since = opening.core_time + since_unix_s - opening.unix_ns / 1e9
         self._incarnation, self._next_index = opening.incarnation, opening.first_index
         self._begin = self._now = opening.core_time
         self._timeline = Timeline()
@@ -167,7 +173,14 @@ class _Pass:
         name = _Name(event.frontend, event.stream)
         if name in self._live:
             return  # submitted twice: the core keeps the first one
-        number = self._timeline.arrived(at, event.spec.num_prompt_tokens, left_out=left_out)
+        left_out |= at < self._since
+        number = self._timeline.arrived(
+            at,
+            event.spec.num_prompt_tokens,
+            left_out=left_out,
+            first_by=event.ttft_deadline,
+            last_by=event.total_deadline,
+        )
         delivered = len(event.token_ids) - event.spec.num_prompt_tokens
         request = _Request(number, event, at, left_out, delivered, delivered)
         self._requests.append(request)

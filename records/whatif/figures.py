@@ -41,6 +41,10 @@ class Figures:
     """Requests that were served completely."""
     others: dict[str, int]
     """Requests that ended otherwise, by reason."""
+    good: int = 0
+    """Requests that were served completely and met their own targets; one without any counts."""
+    targeted: int = 0
+    """Requests that were served completely and had targets."""
     duration_s: float
     """From the first arrival to the last end."""
     requests_per_s: float
@@ -79,6 +83,9 @@ class Timeline:
         self._gaps = np.zeros(_NUM_BINS, np.int64)
         self._gap_sum = 0.0
         self._e2e: list[float] = []
+        self._targets: dict[int, tuple[float, float]] = {}
+        """By request that has targets: when its first and its last token are wanted."""
+        self._num_late = self._num_targeted = 0
         self._others: Counter[str] = Counter()
         self._num_ended = self._num_outputs = self._num_cached = self._num_prompts = self._preemptions = 0
         self._begin = self._end = 0.0
@@ -86,10 +93,23 @@ class Timeline:
         self._busy_s = 0.0
         self.num_requests = 0
 
-    def arrived(self, at: float, num_prompt: int, *, left_out: bool = False) -> int:
+    def arrived(
+        self,
+        at: float,
+        num_prompt: int,
+        *,
+        left_out: bool = False,
+        first_by: float | None = None,
+        last_by: float | None = None,
+    ) -> int:
         """Record an arrival; return the number of the request.
 
-        With `left_out` it is in no figure, for example because it had arrived before the record began.
+        Args:
+            at: the time, s.
+            num_prompt: tokens of the prompt.
+            left_out: whether it is in no figure, for example because it had arrived before the record began.
+            first_by: time by which its first token is wanted; None: it has no such target.
+            last_by: time by which its last token is wanted.
         """
         number = self.num_requests
         self.num_requests += 1
@@ -101,6 +121,9 @@ class Timeline:
         self._num_prompt[number] = num_prompt
         self._live[number] = True
         self._left_out[number] = left_out
+        if first_by is not None or last_by is not None:
+            never = float("inf")
+            self._targets[number] = never if first_by is None else first_by, never if last_by is None else last_by
         if not left_out:
             self._begin = self._begin or at
         return number
@@ -121,6 +144,7 @@ class Timeline:
     def ended(self, number: int, at: float, reason: EndReason, *, outputs: int, cached: int, preemptions: int) -> None:
         """Record an end."""
         self._live[number] = False
+        targets = self._targets.pop(number, None)
         if self._left_out[number]:
             return
         self._end = max(self._end, at)
@@ -132,6 +156,9 @@ class Timeline:
         if reason in NATURAL_ENDS:
             self._num_ended += 1
             self._e2e.append(at - float(self._arrived[number]))
+            if targets is not None:
+                self._num_targeted += 1
+                self._num_late += self._first[number] > targets[0] or at > targets[1]
         else:
             self._others[reason.value] += 1
 
@@ -164,6 +191,8 @@ class Timeline:
         return Figures(
             requests=self._num_ended,
             others=dict(sorted(self._others.items())),
+            good=self._num_ended - int(self._num_late),
+            targeted=self._num_targeted,
             duration_s=duration,
             requests_per_s=self._num_ended / duration,
             output_tokens_per_s=self._num_outputs / duration,

@@ -35,6 +35,10 @@ _DRAFT_LINES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
 _FEW_EXTRAPOLATED = 0.01
 """Share of extrapolated steps from which on the page warns."""
 
+_DISTURBED = 1.3
+"""Multiple of the usual pace from which on the machine was disturbed."""
+_MUCH_DISTURBED = 0.1
+"""Share of the time from which on the page says so."""
 _BUSY_SCHEDULER = 0.4
 """Share of a core from which on the page warns that the scheduler itself may be too slow."""
 
@@ -134,7 +138,26 @@ def _explanations(comparison: Comparison) -> list[str]:
             lines.append(f"ended otherwise, {name}: {reasons}")
     runs = [run for run in (comparison.simulated, comparison.changed) if run is not None]
     speed = sum(run.steps for run in runs) / max(1e-9, sum(run.seconds for run in runs))
+    lines += disturbance(comparison.times)
     return [*lines, *comparison.notes, f"simulation: {speed:,.0f} steps per second of one core"]
+
+
+def disturbance(times: StepTimes) -> list[str]:
+    """Return a warning if the machine was slower than usual for a part of the record; empty if it was not.
+
+    The usual pace is that of the fastest tenth of the time.
+    """
+    pace = sorted(times.pace)
+    if not pace:
+        return []
+    usual = pace[len(pace) // 10]
+    slow = [each for each in pace if each > _DISTURBED * usual]
+    if len(slow) < _MUCH_DISTURBED * len(pace):
+        return []
+    return [
+        f"caution: for {len(slow) / len(pace):.0%} of the record's time, steps took {sum(slow) / len(slow) / usual:.1f}"
+        " times as long as usual: other work kept the machine busy; an undisturbed machine is faster than simulated"
+    ]
 
 
 def _figures(run: Simulated | None) -> Figures | None:

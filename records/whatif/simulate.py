@@ -255,7 +255,13 @@ class _Simulation:
         self._next_arrival += 1
         self._schedule_arrival()
         now, spec = self._now, arrival.spec
-        number = self._timeline.arrived(now, spec.num_prompt_tokens, left_out=arrival.left_out)
+        number = self._timeline.arrived(
+            now,
+            spec.num_prompt_tokens,
+            left_out=arrival.left_out,
+            first_by=_moved(arrival.ttft_deadline, now),
+            last_by=_moved(arrival.total_deadline, now),
+        )
         if arrival.following_keys:
             self._facts.following[number] = arrival.following_keys
         if arrival.end is EndReason.STOP:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.admin.v1 import admin_pb2 as admin
-from records.reader import Segment, read
 from records.whatif.acceptance import Acceptance
 from records.whatif.answer import fleet
-from records.whatif.arrivals import Recorded, WhatIfError, read_load
+from records.whatif.arrivals import WhatIfError
 from records.whatif.figures import Latency
 from records.whatif.load import Arrival, Load, Member
+from records.whatif.recent import MAX_OUTPUTS, MAX_REQUESTS, OutOfTimeError, read_recent
 from records.whatif.settings import change
 from records.whatif.simulate import START_S, Simulated, SimulationError, simulate
 from records.whatif.step_times import StepTimes, StepTimesError, learn
@@ -38,13 +38,8 @@ from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundEr
 
 DEFAULT_SINCE_S, MAX_SINCE_S = 180.0, 900.0
 DEFAULT_ROWS, MAX_ROWS = 8, 256
-MAX_REQUESTS = 1000
-MAX_OUTPUTS = 60_000
-"""Most generated tokens of all requests together: three simulations of as many take 5 to 20 s of one core."""
 _FIRST_OUTPUTS = 4_000
 """Generated tokens of the requests that are simulated first."""
-_READING_SHARE = 0.4
-"""Share of the time for reading the record."""
 _SIMULATING_SHARE = 0.7
 """Share of the time left after the first simulation for which the second one is planned."""
 MAX_STAYS = 2000
@@ -89,7 +84,7 @@ def compare_strategies(
     check_comparison(question)
     since_s = question.since.ToMilliseconds() / 1e3 if question.HasField("since") else DEFAULT_SINCE_S
     try:
-        recorded, is_whole = _read(_recent(read(place), since_s), ends_at)
+        recorded, is_whole = read_recent(place, since_s, ends_at)
         times = dataclasses.replace(learn(recorded.samples), pace=())
         response = run_strategies(
             recorded.load,
@@ -158,7 +153,7 @@ def run_strategies(
     arrivals = newest(load.arrivals, since, max_outputs=min(MAX_OUTPUTS, fitting))
     if len(arrivals) <= len(few):
         return first
-    with contextlib.suppress(_OutOfTimeError):
+    with contextlib.suppress(OutOfTimeError):
         return simulated(arrivals, now + (ends_at - now) * (1 + _SIMULATING_SHARE) / 2)
     return first
 
@@ -177,53 +172,6 @@ def newest(arrivals: list[Arrival], since: float, max_outputs: float = MAX_OUTPU
             break
         found.append(each)
     return [dataclasses.replace(each, at=each.at - found[-1].at) for each in reversed(found)]
-
-
-def _read(segments: list[Segment], ends_at: float) -> tuple[Recorded, bool]:
-    """Read the newest segments that have enough requests and that there is time for; return whether these are all.
-
-    Raises:
-        WhatIfError: the record has no request, or no worker.
-    """
-    began = time.monotonic()
-    count = 1
-    while True:
-        is_whole = count >= len(segments)
-        try:
-            recorded = read_load(segments[-count:])
-        except WhatIfError:
-            if is_whole:
-                raise
-            recorded = None
-        # The next turn reads twice as many.
-        is_late = 3 * (time.monotonic() - began) > _READING_SHARE * (ends_at - began)
-        if recorded is not None and (is_whole or is_late or _is_enough(recorded.load)):
-            return recorded, is_whole
-        count *= 2
-
-
-def _is_enough(load: Load) -> bool:
-    arrivals = [each for each in load.arrivals if not each.left_out]
-    return len(arrivals) > MAX_REQUESTS or sum(each.num_outputs for each in arrivals) > MAX_OUTPUTS
-
-
-def _recent(segments: list[Segment], since_s: float) -> list[Segment]:
-    """Return the segments that were written in the last `since_s` seconds of the record."""
-    times = [_written_at(segment) for segment in segments]
-    limit = max(times, default=0.0) - since_s
-    return [segment for segment, written in zip(segments, times, strict=True) if written >= limit]
-
-
-def _written_at(segment: Segment) -> float:
-    """Return when a segment was last written; 0 if the recorder has deleted it meanwhile."""
-    try:
-        return segment.path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-class _OutOfTimeError(Exception):
-    """A simulation takes too long."""
 
 
 @dataclass(slots=True)
@@ -307,7 +255,7 @@ class _ChartedScheduler(Scheduler):
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
         """See the base class."""
         if self._is_late():
-            raise _OutOfTimeError
+            raise OutOfTimeError
         plan, effects = super().plan(peer, now)
         if plan is not None:
             self._chart.planned(plan, now)

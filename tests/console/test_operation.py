@@ -120,7 +120,10 @@ def test_the_focus_follows_the_order_of_the_page(served: Served) -> None:
             "copies",
             "temperature",
         ]
-        assert visited == [*expected, "Send", "minutes", "strategy-rows", "Replay"]
+        expected += ["Send", "memory-by", "Request", "Tenant", "Blocks", "Tokens", "Share"]
+        expected += [f"predict-{name}" for name in ("minutes", "policy", "max_num_seqs", "max_num_batched_tokens")]
+        expected += ["predict-workers", "predict-memoryPercent", "Predict", "minutes", "strategy-rows", "Replay"]
+        assert visited == [*expected, "Settings of the scheduler"]
 
         page.reload()
         page.keyboard.press("Tab")
@@ -250,3 +253,42 @@ def test_the_last_minute_is_shown_under_three_strategies(served: Served) -> None
         static, dynamic, continuous = page.evaluate("quire.strategies.found.runs.map(run => run.seconds)")
         assert continuous < min(static, dynamic)
         shoot(page, "strategies")
+
+
+@pytest.mark.release
+def test_other_settings_are_predicted_next_to_what_was_measured(served: Served) -> None:
+    """More rows for the requests of the last minute: measured, simulated and predicted figures stand side by side."""
+    with Client(served.grpc, token=OPERATOR) as client, _console(served) as page:
+        requests = [{"prompt": "Once", "max_tokens": 40, "ignore_eos": True} for _ in range(8 * ROWS)]
+        for _ in client.generate_batch(requests):
+            pass
+        until(page, "quire.model.load.running === 0")
+        page.fill("#predict-minutes", "1")
+        page.fill("#predict-max_num_seqs", str(4 * ROWS))
+        page.click("#predict button")
+        page.locator("#predict-table tr").first.wait_for()
+
+        measured, present, predicted = page.evaluate(
+            "['measured', 'present', 'predicted'].map(name => quire.prediction.found.runs[name])"
+        )
+        assert measured["completed"] == present["completed"] == predicted["completed"] >= 8 * ROWS
+        assert predicted["ttft"][0] < present["ttft"][0]
+        assert "TTFT, median" in page.inner_text("#predict-table")
+        assert "no request had a target" in page.inner_text("#predict-notes")
+
+
+def test_the_first_line_says_what_holds_the_service_back(served: Served) -> None:
+    """Idle, and then behind full rows: the state, the remedy, who waits, and the TTFT of those that wait."""
+    with Client(served.grpc, token=OPERATOR) as client, _console(served) as page:
+        page.locator("#now", has_text="idle: no request runs or waits").wait_for()
+        streams = [client.generate("Once", max_tokens=3000, ignore_eos=True) for _ in range(3 * ROWS)]
+        page.locator("#now", has_text=f"{ROWS} of {ROWS} rows busy").wait_for()
+        page.locator("#now", has_text="What helps: raise --max-num-seqs or add a worker").wait_for()
+        page.locator("#now", has_text="requests wait, the oldest").wait_for()
+        page.locator("#figures", has_text="(oldest waiting)").wait_for()
+        page.locator("#memory tbody tr").nth(ROWS - 1).wait_for()
+        page.select_option("#memory-by", "tenant")
+        page.locator("#memory tbody tr", has_text=f"{ROWS} requests").wait_for()
+        for stream in streams:
+            stream.cancel()
+        page.locator("#now", has_text="idle").wait_for()

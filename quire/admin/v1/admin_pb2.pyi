@@ -464,6 +464,164 @@ class CompareStrategiesResponse(_message.Message):
 Global___CompareStrategiesResponse: _TypeAlias = CompareStrategiesResponse  # noqa: Y015
 
 @_typing.final
+class PredictRequest(_message.Message):
+    """Which requests to serve again, and what to change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SINCE_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    KV_MEMORY_FACTOR_FIELD_NUMBER: _builtins.int
+    workers: _builtins.int
+    """Number of workers, at most 64. 0: as recorded."""
+    kv_memory_factor: _builtins.float
+    """KV memory of each worker as a multiple of the present one, 0.1 to 10. 0: as it is."""
+    @_builtins.property
+    def since(self) -> _duration_pb2.Duration:
+        """Requests that arrived within this time before the newest entry of the record, at most 15 minutes. Not set: three
+        minutes. As few of the newest are used as the machine can simulate within a minute.
+        """
+
+    @_builtins.property
+    def settings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Changed settings of the scheduler, "NAME=VALUE" each; at most 32."""
+
+    def __init__(
+        self,
+        *,
+        since: _duration_pb2.Duration | None = ...,
+        settings: _abc.Iterable[_builtins.str] | None = ...,
+        workers: _builtins.int = ...,
+        kv_memory_factor: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_memory_factor", b"kv_memory_factor", "settings", b"settings", "since", b"since", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictRequest: _TypeAlias = PredictRequest  # noqa: Y015
+
+@_typing.final
+class PredictResponse(_message.Message):
+    """What was measured, and what other settings would do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEASURED_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    PREDICTED_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    ASKED_REQUESTS_FIELD_NUMBER: _builtins.int
+    PRESENT_WORKERS_FIELD_NUMBER: _builtins.int
+    PREDICTED_WORKERS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    requests: _builtins.int
+    """Number of simulated requests."""
+    asked_requests: _builtins.int
+    """Number of requests of the asked time."""
+    present_workers: _builtins.int
+    """Number of workers, present and predicted."""
+    predicted_workers: _builtins.int
+    """See present_workers."""
+    @_builtins.property
+    def measured(self) -> Global___RunFigures:
+        """Figures of the requests that were served in this time."""
+
+    @_builtins.property
+    def present(self) -> Global___RunFigures:
+        """The simulation with the present settings: its distance from `measured` is the error of the simulation."""
+
+    @_builtins.property
+    def predicted(self) -> Global___RunFigures:
+        """The simulation with the changed settings."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the reader must know, one line each."""
+
+    def __init__(
+        self,
+        *,
+        measured: Global___RunFigures | None = ...,
+        present: Global___RunFigures | None = ...,
+        predicted: Global___RunFigures | None = ...,
+        requests: _builtins.int = ...,
+        asked_requests: _builtins.int = ...,
+        present_workers: _builtins.int = ...,
+        predicted_workers: _builtins.int = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["measured", b"measured", "predicted", b"predicted", "present", b"present"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_requests", b"asked_requests", "measured", b"measured", "notes", b"notes", "predicted", b"predicted", "predicted_workers", b"predicted_workers", "present", b"present", "present_workers", b"present_workers", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictResponse: _TypeAlias = PredictResponse  # noqa: Y015
+
+@_typing.final
+class RunFigures(_message.Message):
+    """Figures of a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETED_REQUESTS_FIELD_NUMBER: _builtins.int
+    GOOD_REQUESTS_FIELD_NUMBER: _builtins.int
+    TARGETED_REQUESTS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
+    ROWS_PER_STEP_FIELD_NUMBER: _builtins.int
+    completed_requests: _builtins.int
+    """Requests that were served completely."""
+    good_requests: _builtins.int
+    """Those of them that met their targets."""
+    targeted_requests: _builtins.int
+    """Those of them that had targets."""
+    seconds: _builtins.float
+    """From the first arrival to the last end, s."""
+    output_tokens_per_second: _builtins.float
+    """Generated tokens per second."""
+    rows_per_step: _builtins.float
+    """Rows that compute something, mean over the steps."""
+    @_builtins.property
+    def ttft(self) -> Global___Quantiles:
+        """From the arrival to the first token."""
+
+    @_builtins.property
+    def itl(self) -> Global___Quantiles:
+        """Between two steps that give a request tokens."""
+
+    @_builtins.property
+    def latency(self) -> Global___Quantiles:
+        """From the arrival to the end."""
+
+    def __init__(
+        self,
+        *,
+        completed_requests: _builtins.int = ...,
+        good_requests: _builtins.int = ...,
+        targeted_requests: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        output_tokens_per_second: _builtins.float = ...,
+        ttft: Global___Quantiles | None = ...,
+        itl: Global___Quantiles | None = ...,
+        latency: Global___Quantiles | None = ...,
+        rows_per_step: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "latency", b"latency", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed_requests", b"completed_requests", "good_requests", b"good_requests", "itl", b"itl", "latency", b"latency", "output_tokens_per_second", b"output_tokens_per_second", "rows_per_step", b"rows_per_step", "seconds", b"seconds", "targeted_requests", b"targeted_requests", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunFigures: _TypeAlias = RunFigures  # noqa: Y015
+
+@_typing.final
 class StrategyRun(_message.Message):
     """A simulated run."""
 

@@ -75,6 +75,11 @@ class AdminServiceStub(object):
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesRequest.SerializeToString,
                 response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesResponse.FromString,
                 _registered_method=True)
+        self.Predict = channel.unary_unary(
+                '/quire.admin.v1.AdminService/Predict',
+                request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.PredictRequest.SerializeToString,
+                response_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.PredictResponse.FromString,
+                _registered_method=True)
         self.WatchSteps = channel.unary_stream(
                 '/quire.admin.v1.AdminService/WatchSteps',
                 request_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.WatchStepsRequest.SerializeToString,
@@ -156,6 +161,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Predict(self, request, context):
+        """Serves the requests of the last minutes again, in a simulation with other settings, and returns the result next to
+        what was measured. NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchSteps(self, request, context):
         """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
         the load, and if asked, twice per second the queues and the KV blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
@@ -223,6 +236,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CompareStrategies,
                     request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesRequest.FromString,
                     response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesResponse.SerializeToString,
+            ),
+            'Predict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Predict,
+                    request_deserializer=quire_dot_admin_dot_v1_dot_admin__pb2.PredictRequest.FromString,
+                    response_serializer=quire_dot_admin_dot_v1_dot_admin__pb2.PredictResponse.SerializeToString,
             ),
             'WatchSteps': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchSteps,
@@ -457,6 +475,33 @@ class AdminService(object):
             '/quire.admin.v1.AdminService/CompareStrategies',
             quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesRequest.SerializeToString,
             quire_dot_admin_dot_v1_dot_admin__pb2.CompareStrategiesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Predict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.admin.v1.AdminService/Predict',
+            quire_dot_admin_dot_v1_dot_admin__pb2.PredictRequest.SerializeToString,
+            quire_dot_admin_dot_v1_dot_admin__pb2.PredictResponse.FromString,
             options,
             channel_credentials,
             insecure,

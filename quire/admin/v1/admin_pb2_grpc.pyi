@@ -57,6 +57,10 @@ class AdminServiceStub:
     """Serves the requests of the last minutes again, in a simulation, under static, dynamic and continuous batching.
     NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
     """
+    Predict: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PredictRequest, _admin_pb2.PredictResponse]
+    """Serves the requests of the last minutes again, in a simulation with other settings, and returns the result next to
+    what was measured. NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
+    """
     WatchSteps: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]
     """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
     the load, and if asked, twice per second the queues and the KV blocks; no text and no token IDs. A slow reader misses steps and is told how many. UNIMPLEMENTED if the scheduler
@@ -98,6 +102,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     CompareStrategies: _aio.UnaryUnaryMultiCallable[_admin_pb2.CompareStrategiesRequest, _admin_pb2.CompareStrategiesResponse]  # type: ignore[assignment]
     """Serves the requests of the last minutes again, in a simulation, under static, dynamic and continuous batching.
     NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
+    """
+    Predict: _aio.UnaryUnaryMultiCallable[_admin_pb2.PredictRequest, _admin_pb2.PredictResponse]  # type: ignore[assignment]
+    """Serves the requests of the last minutes again, in a simulation with other settings, and returns the result next to
+    what was measured. NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
     """
     WatchSteps: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchStepsRequest, _admin_pb2.WatchStepsResponse]  # type: ignore[assignment]
     """Streams, a few times per second, the composition of the workers' steps and what went wrong, about once per second
@@ -185,6 +193,16 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.CompareStrategiesResponse, _abc.Awaitable[_admin_pb2.CompareStrategiesResponse]]:
         """Serves the requests of the last minutes again, in a simulation, under static, dynamic and continuous batching.
         NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
+        """
+
+    @_abc_1.abstractmethod
+    def Predict(
+        self,
+        request: _admin_pb2.PredictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PredictResponse, _abc.Awaitable[_admin_pb2.PredictResponse]]:
+        """Serves the requests of the last minutes again, in a simulation with other settings, and returns the result next to
+        what was measured. NOT_FOUND if the record has too little to simulate; UNIMPLEMENTED if the scheduler keeps no record.
         """
 
     @_abc_1.abstractmethod

@@ -14,7 +14,7 @@ from protos.quire.link.v1 import link_pb2
 from quire import __version__
 from quire.admin.v1 import admin_pb2 as admin
 from services.access.principals import CURRENT
-from services.http.console.feed import Feed, comparison, worker
+from services.http.console.feed import Feed, comparison, prediction, worker
 from services.http.endpoint import Exchange, Handler
 from services.link.core_link import OPERATOR_TIMEOUT_S, CoreLink
 from shared.errors import FieldViolation, InvalidRequestError, StalledReaderError, UnsupportedMethodError
@@ -23,6 +23,7 @@ _READING_TIMEOUT_S = 60.0
 """Time to wait for answers from the scheduler's record, s."""
 _STALLED_S = 30.0
 """Time without room for one event after which a viewer is dropped; the stream has an event at least every second."""
+MAX_PREDICTED_WORKERS = 64
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
@@ -48,6 +49,7 @@ class ConsoleEndpoints:
             ("POST", "/console/api/resume", self.resume),
             ("POST", "/console/api/explain", self.explain),
             ("POST", "/console/api/strategies", self.strategies),
+            ("POST", "/console/api/predict", self.predict),
         ]
 
     async def watch(self, exchange: Exchange) -> None:
@@ -123,6 +125,24 @@ class ConsoleEndpoints:
     async def _strategies(self, exchange: Exchange, request: admin.CompareStrategiesRequest) -> None:
         response = await self._ask(request, admin.CompareStrategiesResponse(), _READING_TIMEOUT_S)
         await exchange.answer(comparison(response))
+
+    async def predict(self, exchange: Exchange) -> None:
+        """Predict what other settings would do to the requests of the last minutes."""
+        asked = await _question(exchange)
+        settings = asked.get("settings", {})
+        if not isinstance(settings, dict) or not all(isinstance(value, str | int) for value in settings.values()):
+            raise InvalidRequestError(FieldViolation("settings", "must be an object of names and values"))
+        request = admin.PredictRequest(
+            settings=[f"{_text({'settings': name}, 'settings')}={value}" for name, value in settings.items()],
+            workers=_number(asked, "workers", MAX_PREDICTED_WORKERS) if "workers" in asked else 0,
+            kv_memory_factor=_number(asked, "memoryPercent", 1000) / 100 if "memoryPercent" in asked else 0.0,
+        )
+        request.since.FromSeconds(_number(asked, "seconds", 900))
+        await exchange.run_until_disconnect(self._predict(exchange, request))
+
+    async def _predict(self, exchange: Exchange, request: admin.PredictRequest) -> None:
+        response = await self._ask(request, admin.PredictResponse(), _READING_TIMEOUT_S)
+        await exchange.answer(prediction(response))
 
     async def _ask(self, request: Message, response: ResponseT, timeout_s: float = OPERATOR_TIMEOUT_S) -> ResponseT:
         order = link_pb2.OperatorRequest()

@@ -145,6 +145,31 @@ def comparison(found: admin.CompareStrategiesResponse) -> dict[str, Any]:
     }
 
 
+def prediction(found: admin.PredictResponse) -> dict[str, Any]:
+    """Return a prediction as the values of a JSON object."""
+    return {
+        "requests": found.requests,
+        "askedRequests": found.asked_requests,
+        "workers": [found.present_workers, found.predicted_workers],
+        "notes": list(found.notes),
+        "runs": {name: _run(getattr(found, name)) for name in ("measured", "present", "predicted")},
+    }
+
+
+def _run(run: admin.RunFigures) -> dict[str, Any]:
+    return {
+        "completed": run.completed_requests,
+        "good": run.good_requests,
+        "targeted": run.targeted_requests,
+        "seconds": run.seconds,
+        "tokensPerSecond": run.output_tokens_per_second,
+        "ttft": _quantiles(run.ttft),
+        "itl": _quantiles(run.itl),
+        "latency": _quantiles(run.latency),
+        "rowsPerStep": run.rows_per_step,
+    }
+
+
 def _load(load: admin.SchedulerLoad) -> dict[str, Any]:
     rates = load.rates
     return {

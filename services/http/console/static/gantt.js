@@ -8,6 +8,7 @@ const SHADES = 4;
 const HEIGHT = 340;
 const MAX_ROW = 20;
 const LABEL_ROW = 13;
+const LEAST_LABELLED = 600; // pixels of a chart from which on it has names
 const LABEL_WIDTH = 0.18; // of the chart, for the names of the requests beside their rows
 const CATCH_UP = 6; // per second: how fast the chart moves to the newest step
 const AXIS = 26; // pixels below the rows: incidents and times
@@ -143,7 +144,8 @@ export class Gantt {
       this.canvas.style.height = `${height}px`;
     }
     this.rowHeight = rowHeight;
-    this.plotWidth = rowHeight < LABEL_ROW ? width : Math.round(width * (1 - LABEL_WIDTH));
+    this.isLabelled = rowHeight >= LABEL_ROW && width >= LEAST_LABELLED;
+    this.plotWidth = !this.isLabelled ? width : Math.round(width * (1 - LABEL_WIDTH));
     this.canvas.getContext("2d").setTransform(scale, 0, 0, scale, 0, 0);
   }
 
@@ -221,7 +223,7 @@ export class Gantt {
         context.lineWidth = 2;
         context.strokeRect(1, y, this.plotWidth - 2, Math.max(3, this.rowHeight));
       }
-      if (numbers[row] < 0 || this.rowHeight < LABEL_ROW) continue;
+      if (numbers[row] < 0 || !this.isLabelled) continue;
       context.fillStyle = colour("text");
       context.fillText(this.model.name(numbers[row]), this.plotWidth + 6, y + this.rowHeight / 2 + 1, this.width - this.plotWidth - 8);
     }

@@ -8,6 +8,7 @@ import { PresentLimit } from "./limit.js";
 import { Memory } from "./memory.js";
 import { Model, cell } from "./model.js";
 import { Playground } from "./playground.js";
+import { Prediction } from "./predict.js";
 import { Queues } from "./queues.js";
 import { Refusal, ask, events, send, setToken } from "./server.js";
 import { Strategies } from "./strategies.js";
@@ -33,6 +34,9 @@ const workers = new Workers(part("workers"), part("order"), part("confirm"), mod
 const queues = new Queues(part("queues"), part("policy"), model, choose);
 const strategies = new Strategies(part("strategies"), {
   status: part("strategies-status"), result: part("strategies-result"), table: part("strategies-table"), charts: part("strategies-charts"),
+});
+const prediction = new Prediction(part("predict"), {
+  status: part("predict-status"), result: part("predict-result"), table: part("predict-table"), notes: part("predict-notes"),
 });
 new Playground(part("playground"), {
   stop: part("stop"), status: part("sent"), answers: part("answers"), followed: gantt.followed,
@@ -255,4 +259,4 @@ requestAnimationFrame(frame);
 watch();
 
 // For tests and for curious people in the browser's tools; the page itself does not read it.
-globalThis.quire = { model, gantt, blocks, memory, strategies, frames };
+globalThis.quire = { model, gantt, blocks, memory, prediction, strategies, frames };
