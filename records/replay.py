@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,18 @@ class Difference:
     what: str
 
 
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A stretch of a record that a replay cannot compare."""
+
+    what: str
+    """Which entries, and why."""
+    since_unix_s: float
+    """Wall clock of the last entry before it, s."""
+    until_unix_s: float | None
+    """Wall clock of the first entry after it; None: nothing follows."""
+
+
 @dataclass(slots=True)
 class Outcome:
     """Outcome of a replay."""
@@ -128,15 +140,15 @@ class Outcome:
     ends: int = 0
     """Ends of requests compared."""
     difference: Difference | None = None
-    skipped: int = 0
-    """Segments before the first one with a snapshot."""
+    missing: list[Missing] = field(default_factory=list)
+    """What could not be compared, in order."""
 
 
 def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
     """Run the core over segments, in order, up to the entry `to`; stop at the first difference.
 
     A segment of a new core begins anew. Where entries are missing, the replay goes on at the next segment with a
-    snapshot.
+    snapshot. The outcome names what is missing.
 
     Raises:
         ReplayError: no segment can be replayed.
@@ -144,29 +156,92 @@ def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
     """
     outcome = Outcome()
     run: _Run | None = None
+    reader = _Continuity(outcome.missing)
     for segment in segments:
+        reader.begins(segment)
         if run is not None and not run.goes_on_with(segment):
             run = None
         if run is None:
             run = _begin(segment)
             if run is None:
-                outcome.skipped += 1
+                reader.skipped(segment)
                 continue
         else:
             run.facts.cut()
         for entry in segment:
             if to is not None and entry.index > to:
                 return outcome
+            reader.read(entry)
             outcome.difference = run.step(entry, outcome)
             if outcome.difference is not None:
                 return outcome
+        reader.ended(segment)
         if segment.left_out:
             run = None
+    reader.close()
     if not outcome.entries:
         raise ReplayError(
             "record: no segment has the beginning of a core or a complete snapshot; give earlier ones too"
         )
     return outcome
+
+
+class _Continuity:
+    """Whether entries follow each other without a gap; what is missing is added to a list."""
+
+    def __init__(self, missing: list[Missing]) -> None:
+        self._missing = missing
+        self._incarnation = self._next_index = -1
+        self._to_wall = self._now = 0.0
+        self._open: tuple[str, float] | None = None
+        """What is missing after the last entry, and since when, until a segment follows."""
+
+    def begins(self, segment: Segment) -> None:
+        """Compare the beginning of a segment with the end of the one before."""
+        opening = segment.opening
+        wall = opening.unix_ns / 1e9
+        is_same = opening.incarnation == self._incarnation
+        if self._open is not None:
+            what, since = self._open
+            if is_same:
+                what = f"{what}: entries {self._next_index} to {opening.first_index - 1}"
+            self._missing.append(Missing(what, since, wall))
+        elif is_same and opening.first_index != self._next_index:
+            what = f"entries {self._next_index} to {opening.first_index - 1} are in no segment"
+            self._missing.append(Missing(what, self._now + self._to_wall, wall))
+        elif not is_same and self._incarnation >= 0 and not opening.fresh:
+            what = f"entries 0 to {opening.first_index - 1} of the next scheduler are in no segment"
+            self._missing.append(Missing(what, self._now + self._to_wall, wall))
+        self._open = None
+        self._incarnation, self._next_index = opening.incarnation, opening.first_index
+        self._to_wall, self._now = wall - opening.core_time, opening.core_time
+
+    def read(self, entry: Entry) -> None:
+        """Take the next entry."""
+        self._next_index, self._now = entry.index + 1, entry.time
+
+    def skipped(self, segment: Segment) -> None:
+        """Take a segment from which no replay can start."""
+        begin = self._now + self._to_wall
+        last = None
+        for last in segment:
+            self.read(last)
+        if last is not None:
+            first = segment.opening.first_index
+            what = f"{segment.path.name}: entries {first} to {last.index} were not compared, for lack of a snapshot"
+            self._missing.append(Missing(what, begin, self._now + self._to_wall))
+        self.ended(segment)
+
+    def ended(self, segment: Segment) -> None:
+        """Take the end of a segment."""
+        if segment.left_out:
+            what = f"{segment.path.name}: its last {segment.left_out:,} bytes are damaged or incomplete"
+            self._open = what, self._now + self._to_wall
+
+    def close(self) -> None:
+        """Take the end of the record."""
+        if self._open is not None:
+            self._missing.append(Missing(*self._open, None))
 
 
 def _begin(segment: Segment) -> "_Run | None":

@@ -1,6 +1,7 @@
 """Runs the scheduler over a flight record and compares every plan with the recorded one, or asks what would have been.
 
 With the release that recorded, every plan is equal bit for bit. The first one that differs is named, with what differs.
+Exit codes: 0 equal, 1 different, 3 equal as far as the record goes; the stretches that are missing are named.
 Of a folder, the replay begins at the first segment of a new scheduler or with a complete snapshot. Other code may make
 other plans. Then the recorded requests are served again in a simulation, and the core's promises are checked there.
 
@@ -11,6 +12,7 @@ JSON lines of Mooncake.
 """
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,8 @@ EXAMPLES = """
   quire replay incident.record --learn-step-times service.json
   quire replay azure.csv --step-times service.json --workers 8
 """
+_INCOMPLETE = 3
+"""Exit code of a replay without a difference of a record that lacks entries."""
 _TRACES = (".csv", ".jsonl")
 
 
@@ -54,7 +58,7 @@ def configure(parser: OneLineParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Run the replay or the simulation; 1 if a plan differs."""
+    """Run the replay or the simulation; 1 if a plan differs, 3 if none does but entries are missing."""
     simulates = options.what_if or options.set or options.workers is not None or options.step_times is not None
     if simulates or options.learn_step_times is not None or options.place.suffix in _TRACES:
         return _what_if(options)
@@ -131,17 +135,24 @@ def _replay(options: Namespace) -> int:
         return _promises(options)
     except (UnreadableRecordError, ReplayError, FileNotFoundError) as error:
         raise CommandError(str(error)) from None
-    if outcome.skipped:
-        print(f"skipped: {outcome.skipped} segments without a complete snapshot")
+    for each in outcome.missing:
+        until = "the end" if each.until_unix_s is None else _clock(each.until_unix_s)
+        print(f"missing: {_clock(each.since_unix_s)} to {until}: {each.what}")
     if code != code_hash():
         print(f"note: recorded by other code ({code}) than this ({code_hash()}); plans may differ")
     counts = f"{outcome.entries} entries, {outcome.steps} steps, {outcome.plans} plans, {outcome.ends} ends of requests"
     if outcome.difference is None:
-        print(f"equal: {counts}")
-        return 0
+        print(f"equal{' as far as the record goes' if outcome.missing else ''}: {counts}")
+        print(f"identical plans={outcome.plans}")
+        return _INCOMPLETE if outcome.missing else 0
     found = outcome.difference
     print(f"differs after {counts}\nentry {found.index}, core time {found.time:.6f}: {found.what}")
     return 1 if code == code_hash() else _promises(options)
+
+
+def _clock(unix_s: float) -> str:
+    """Return a wall clock time as text."""
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"
 
 
 def _promises(options: Namespace) -> int:

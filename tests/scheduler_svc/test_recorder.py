@@ -11,6 +11,7 @@ import pytest
 
 from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
+from quire_server.cli.main import main
 from records.decoding import Decoder
 from records.reader import Segment, read
 from records.replay import RecordedFacts, entries, replay
@@ -139,6 +140,39 @@ def test_a_damaged_segment_ends_at_the_damage(tmp_path: Path) -> None:
         assert outcome.difference is None
         assert 0 < outcome.entries < whole
         assert segment.left_out
+        (missing,) = outcome.missing
+        assert missing.what.endswith("bytes are damaged or incomplete")
+
+
+def test_a_replay_names_what_is_missing_and_has_an_exit_code_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0 for a whole record, 3 for one that lacks a segment or a part of one, 1 for one with another plan."""
+    record(tmp_path, 7, 400, cut_every=120)
+    second, third = sorted(each.path for each in read(tmp_path))[1:3]
+    openings = [each.opening.first_index for each in read(tmp_path)]
+
+    def run() -> tuple[int, list[str]]:
+        code = main(["replay", str(tmp_path)])
+        return code, capsys.readouterr().out.splitlines()
+
+    code, lines = run()
+    assert (code, len(lines)) == (0, 2)
+    assert lines[-1].startswith("identical plans=")
+
+    data = second.read_bytes()
+    second.write_bytes(data[:-3])
+    code, lines = run()
+    assert code == 3
+    assert "bytes are damaged or incomplete: entries" in lines[0]
+    assert f"to {openings[2] - 1}" in lines[0]
+    assert lines[1].startswith("equal as far as the record goes: ")
+
+    second.unlink()
+    third.unlink()
+    code, lines = run()
+    assert code == 3
+    assert lines[0].endswith(f": entries {openings[1]} to {openings[3] - 1} are in no segment")
 
 
 def test_a_record_holds_no_tokens_unless_it_should(tmp_path: Path) -> None:
