@@ -48,6 +48,7 @@ def configure(parser: OneLineParser) -> None:
     add("--kv-tokens", type=int, metavar="N", help="tokens of the KV cache (default: those of --costs; agents 131072)")
     add("--seed", type=int, default=1, metavar="N", help="first seed (default: 1)")
     add("--seeds", type=int, default=1, metavar="N", help="number of seeds (default: 1)")
+    add("--vllm-python", type=Path, metavar="PATH", help="Python with vLLM (default: that of make arena-vllm)")
     add("--json", type=Path, metavar="FILE", help="write the results to this file")
 
 
@@ -75,7 +76,7 @@ def _campaign(options: Namespace) -> "Campaign":
 
     from measure.policies.campaign import Campaign
     from measure.policies.costs import read_costs
-    from measure.policies.schedulers import Setup, check, parse
+    from measure.policies.schedulers import VLLM_PYTHON, Setup, check, parse
     from measure.policies.workloads import NAMES, TRACED, trace_of
 
     if options.workload not in NAMES:
@@ -89,7 +90,12 @@ def _campaign(options: Namespace) -> "Campaign":
     costs = read_costs(options.costs)
     kv_tokens = options.kv_tokens or (min(_AGENT_KV_TOKENS, costs.kv_tokens) if options.workload == "agents" else 0)
     costs = dataclasses.replace(costs, kv_tokens=kv_tokens or costs.kv_tokens)
-    setup = Setup(costs=costs, num_workers=options.workers, in_flight=options.in_flight)
+    setup = Setup(
+        costs=costs,
+        num_workers=options.workers,
+        in_flight=options.in_flight,
+        vllm_python=options.vllm_python or VLLM_PYTHON,
+    )
     schedulers = [parse(text) for text in options.schedulers.split(",")]
     for each in schedulers:
         check(each, setup)

@@ -1,12 +1,17 @@
 """Schedulers by specification, such as `quire:sjf` or `quire:default+itl_target_ms=50`, and the engines for them."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from measure.policies.costs import Costs
 from measure.policies.engine import Engine
+from measure.policies.peer_engine import PeerEngine
 from measure.policies.quire_engine import QuireEngine
+from measure.policies.routers import ROUTERS
 from scheduler_svc.admission_file import AdmissionSettings
 from scheduler_svc.assembly import to_core_config
 from scheduler_svc.core.interface.config import POLICIES, CoreConfig
@@ -14,6 +19,10 @@ from scheduler_svc.core.interface.errors import InvalidLimitsError
 from shared.config import ConfigError, SchedulerConfig
 
 _NO_LIMIT = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
+VLLM_PYTHON = ROOT / "build" / "arena-vllm" / "bin" / "python"
+"""Interpreter of the environment that `make arena-vllm` creates."""
+VLLM_POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,8 @@ class Setup:
     costs: Costs
     num_workers: int
     in_flight: int
+    vllm_python: Path = VLLM_PYTHON
+    """Interpreter of the environment with vLLM."""
 
 
 def parse(text: str) -> Specification:
@@ -104,6 +115,13 @@ def check(specification: Specification, setup: Setup) -> None:
     """
     if specification.kind == "quire":
         quire_config(specification, setup)
+    else:
+        _vllm_settings(specification)
+        if not setup.vllm_python.exists():
+            raise ConfigError(
+                f"--vllm-python: {setup.vllm_python} does not exist; run make arena-vllm, or give the interpreter of an"
+                " environment with vLLM 0.32.0"
+            )
 
 
 def make(specification: Specification, setup: Setup) -> Engine:
@@ -119,6 +137,37 @@ def _make_quire(specification: Specification, setup: Setup) -> Engine:
     return QuireEngine(quire_config(specification, setup), setup.costs, setup.num_workers)
 
 
+def _vllm_settings(specification: Specification) -> tuple[str, dict[str, Any]]:
+    """Return the router, and the fields of vLLM's SchedulerConfig."""
+    if specification.policy not in VLLM_POLICIES:
+        raise ConfigError(f"--schedulers: {specification.name}: unknown policy; use {', '.join(VLLM_POLICIES)}")
+    settings: dict[str, Any] = dict(specification.settings)
+    router = settings.pop("router", "least-load")
+    if router not in ROUTERS:
+        raise ConfigError(f"--schedulers: {specification.name}: unknown router; use {', '.join(ROUTERS)}")
+    return router, {key: _value(text) for key, text in settings.items()}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _make_vllm(specification: Specification, setup: Setup) -> Engine:
+    router, settings = _vllm_settings(specification)
+    return PeerEngine(
+        setup.vllm_python,
+        specification.policy,
+        settings,
+        setup.costs,
+        num_workers=setup.num_workers,
+        in_flight=setup.in_flight,
+        router=ROUTERS[router](setup.num_workers),
+    )
+
+
 _READERS: Mapping[str, Callable[[str], object]] = {"int": int, "float": float, "str": str}
-KINDS: Mapping[str, Callable[[Specification, Setup], Engine]] = {"quire": _make_quire}
+KINDS: Mapping[str, Callable[[Specification, Setup], Engine]] = {"quire": _make_quire, "vllm": _make_vllm}
 """How to make the engine of each kind of scheduler."""

@@ -1,0 +1,253 @@
+"""vLLM's own V1 scheduler and KV cache manager, without its engine, a model or a GPU. Pinned to vLLM 0.32.0.
+
+With two steps in flight it is vLLM's `AsyncScheduler`, as with `--async-scheduling`.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
+from measure.policies.jobs import Piece, first_token  # noqa: E402
+from measure.policies.peer.absent import stand_in  # noqa: E402
+
+stand_in(
+    "anthropic", "compressed_tensors", "cv2", "depyf", "fastapi", "gguf", "ijson", "interegular", "lark", "llguidance",
+    "lmformatenforcer", "mcp", "mistral_common", "model_hosting_container_standards", "opentelemetry", "outlines_core",
+    "prometheus_fastapi_instrumentator", "starlette", "tiktoken", "tvm_ffi", "uvicorn", "watchfiles", "xgrammar",
+)  # fmt: skip
+
+import torch  # noqa: E402
+from vllm import __version__  # noqa: E402
+from vllm.config import CacheConfig, ObservabilityConfig, ParallelConfig, SchedulerConfig  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+
+_TOKENS = 1 << 30
+
+
+def main() -> None:
+    """Answer lines until the input ends."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what vLLM prints must not disturb the protocol
+    peer = None
+    for line in sys.stdin:
+        message = json.loads(line)
+        op = message.pop("op")
+        if op == "start":
+            peer = _Peer(**message)
+            answer = {"version": f"vLLM {__version__}", "settings": peer.settings}
+        else:
+            answer = getattr(peer, op)(**message)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+class _Peer:
+    """One scheduler for each worker."""
+
+    def __init__(
+        self, costs: dict[str, Any], policy: str, settings: dict[str, Any], workers: int, in_flight: int
+    ) -> None:
+        init_none_hash(sha256)
+        self._workers = [_Worker(costs, policy, settings, in_flight) for _ in range(workers)]
+        shown = self._workers[0].scheduler.scheduler_config
+        self.settings = {
+            name: getattr(shown, name)
+            for name in (
+                "policy", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold",
+                "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl", "watermark", "async_scheduling",
+            )
+        }  # fmt: skip
+
+    def next(self, worker: int, now: float, jobs: list[Any]) -> dict[str, Any]:
+        """Return the next step of a worker."""
+        its = self._workers[worker]
+        for job in jobs:
+            its.add(*job, now)
+        return {"work": its.next(), "cpu_s": self._cpu_s()}
+
+    def done(self, worker: int) -> dict[str, Any]:
+        """Apply the results of a worker's oldest step."""
+        tokens, ended = self._workers[worker].done()
+        return {"tokens": tokens, "ended": ended, "cpu_s": self._cpu_s()}
+
+    def _cpu_s(self) -> float:
+        return sum(worker.cpu_s for worker in self._workers)
+
+
+class _Worker:
+    def __init__(self, costs: dict[str, Any], policy: str, settings: dict[str, Any], in_flight: int) -> None:
+        self.scheduler = _scheduler(costs, policy, settings, in_flight)
+        self.cpu_s = 0.0
+        self._hasher = get_request_block_hasher(costs["block_size"], sha256)
+        self._live: dict[str, tuple[Request, int]] = {}
+        """By request: it, and the first of its output tokens."""
+        self._cached: dict[str, int] = {}
+        self._steps: deque[tuple[Any, list[str], set[str]]] = deque()
+        """Steps in flight: what was scheduled, its requests, and those of them that sample."""
+
+    def add(self, number: int, prompt: list[Any], outputs: list[int], priority: int, now: float) -> None:
+        """Add a job."""
+        tokens = [token for piece in prompt for token in Piece(*piece).tokens().tolist()]
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=tokens,
+            sampling_params=SamplingParams(max_tokens=outputs[1], ignore_eos=True, temperature=0.0),
+            pooling_params=None,
+            arrival_time=now,
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        self._live[request.request_id] = (request, first_token(outputs[0]))
+        began = time.thread_time()
+        self.scheduler.add_request(request)
+        self.cpu_s += time.thread_time() - began
+
+    def next(self) -> list[int] | None:
+        """Schedule a step and return its work; None: there is nothing to do."""
+        scheduler = self.scheduler
+        # A first step without tokens may only tell of requests that have ended.
+        for _ in range(2):
+            if not scheduler.has_requests():
+                return None
+            began = time.thread_time()
+            out = scheduler.schedule()
+            if not out.total_num_scheduled_tokens:
+                scheduler.update_from_output(out, EMPTY_MODEL_RUNNER_OUTPUT)
+            self.cpu_s += time.thread_time() - began
+            if out.total_num_scheduled_tokens:
+                return self._begin(out)
+        return None
+
+    def _begin(self, out: Any) -> list[int]:
+        for new in out.scheduled_new_reqs:
+            self._cached.setdefault(new.req_id, new.num_computed_tokens)
+        prefill = decodes = context = prefill_context = 0
+        samples = set()
+        for name, count in out.num_scheduled_tokens.items():
+            request = self._live[name][0]
+            length = request.num_computed_tokens  # with those of this step
+            start = length - count
+            if count == 1 and start >= request.num_prompt_tokens:
+                decodes += 1
+                context += length
+            else:
+                prefill += count
+                prefill_context += count * start + count * (count + 1) // 2
+            if not request.is_prefill_chunk:
+                samples.add(name)
+        self._steps.append((out, list(out.num_scheduled_tokens), samples))
+        return [prefill, decodes, context, prefill_context]
+
+    def done(self) -> tuple[list[int], list[list[int]]]:
+        """Apply the results of the oldest step; return the jobs that got a token, and the ends."""
+        out, names, samples = self._steps.popleft()
+        before = {name: self._live[name][0].num_output_tokens for name in names if name in self._live}
+        sampled = [
+            [(self._live[name][1] + before[name]) % _TOKENS] if name in samples and name in before else []
+            for name in names
+        ]
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        began = time.thread_time()
+        self.scheduler.update_from_output(out, result)
+        self.cpu_s += time.thread_time() - began
+        tokens, ended = [], []
+        for name in before:
+            request = self._live[name][0]
+            tokens += [int(name)] * (request.num_output_tokens - before[name])
+            if request.is_finished():
+                del self._live[name]
+                ended.append(
+                    [int(name), request.num_output_tokens, self._cached.pop(name), request.num_preemptions]
+                )
+        return tokens, ended
+
+
+def _scheduler(costs: dict[str, Any], policy: str, settings: dict[str, Any], in_flight: int) -> Any:
+    """Return vLLM's scheduler with the fields of its configuration that it reads."""
+    block_size, num_blocks = costs["block_size"], costs["num_blocks"] + 1  # one block is vLLM's own
+    layer = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    kv = KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)]
+    )
+    scheduling = SchedulerConfig(
+        **{
+            "max_num_seqs": costs["max_num_seqs"],
+            "max_num_batched_tokens": costs["max_num_batched_tokens"],
+            "max_model_len": costs["max_model_len"],
+            "is_encoder_decoder": False,
+            "policy": policy,
+            "async_scheduling": in_flight > 1,
+            **settings,
+        }
+    )
+    cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
+    cache.num_gpu_blocks = num_blocks
+    model = SimpleNamespace(
+        uses_mrope=False,
+        runner_type="generate",
+        return_sampling_mask=False,
+        supports_multimodal_inputs=False,
+        max_model_len=costs["max_model_len"],
+        is_encoder_decoder=False,
+        enable_return_routed_experts=False,
+        is_multimodal_model=False,
+        multimodal_config=None,
+        is_hybrid=False,
+        is_diffusion=False,
+        skip_tokenizer_init=True,
+    )
+    config = SimpleNamespace(
+        scheduler_config=scheduling,
+        cache_config=cache,
+        parallel_config=ParallelConfig(),
+        observability_config=ObservabilityConfig(),
+        model_config=model,
+        lora_config=None,
+        kv_events_config=None,
+        kv_transfer_config=None,
+        ec_transfer_config=None,
+        speculative_config=None,
+        structured_outputs_config=None,
+        diffusion_config=None,
+        aux_output_config=SimpleNamespace(enabled=False),
+        ec_manager_config=SimpleNamespace(get_encoder_cache_manager_obj=lambda: None),
+        is_mm_encoder_only=False,
+        num_lookahead_tokens=0,
+        num_prefill_lookahead_tokens=0,
+        num_speculative_tokens=0,
+        use_v2_model_runner=False,
+        max_concurrent_batches=in_flight,
+        max_in_flight_tokens=in_flight * scheduling.max_num_batched_tokens,
+    )
+    grammars = SimpleNamespace(accept_tokens=lambda *_: True)
+    return scheduling.get_scheduler_cls()(
+        vllm_config=config,
+        kv_cache_config=kv,
+        structured_output_manager=grammars,
+        block_size=block_size,
+        hash_block_size=block_size,
+        log_stats=False,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A peer's scheduler as an engine: a process of an environment of its own, one scheduler for each worker.
+
+A router in front of the schedulers chooses a worker for each job when it is sent, as a load balancer does.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from measure.policies.costs import Costs, Work
+from measure.policies.engine import Ended, Engine, News, Step
+from measure.policies.jobs import Job
+from measure.policies.routers import Router
+from shared.config import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+_MILLISECONDS = 1000
+
+
+class PeerEngine(Engine):
+    """vLLM's schedulers behind a router.
+
+    Args:
+        python: the interpreter of the environment with vLLM.
+        policy: vLLM's `--scheduling-policy`.
+        settings: fields of vLLM's SchedulerConfig.
+        costs: the devices.
+        num_workers: their number.
+        in_flight: most steps in flight of each.
+        router: chooses the worker of each job.
+
+    Raises:
+        ConfigError: the process does not start, or a setting is not one of vLLM's.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        policy: str,
+        settings: Mapping[str, Any],
+        costs: Costs,
+        *,
+        num_workers: int,
+        in_flight: int,
+        router: Router,
+    ) -> None:
+        self._in_flight_limit, self._router, self._by_deadline = in_flight, router, policy == "priority"
+        self._errors = tempfile.TemporaryFile("w+")
+        try:
+            self._process = subprocess.Popen(
+                [str(python), "-m", "measure.policies.peer.vllm"],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"--vllm-python: {python}: cannot be run ({error.strerror}); run make arena-vllm") from None
+        facts = dataclasses.asdict(costs) | {"num_blocks": costs.num_blocks}
+        started = self._ask(
+            op="start", costs=facts, policy=policy, settings=dict(settings), workers=num_workers, in_flight=in_flight
+        )
+        self.version = started["version"]
+        self.settings: dict[str, Any] = started["settings"]
+        self._arrived: list[list[Any]] = [[] for _ in range(num_workers)]
+        """By worker: jobs that its scheduler does not know yet."""
+        self._worker_of: dict[int, int] = {}
+        self._num_in_flight = [0] * num_workers
+        self._may_plan: dict[int, None] = {}
+        """Workers whose scheduler may have something to do, longest first."""
+        self._num_steps = 0
+        self._news = News()
+
+    def submit(self, number: int, job: Job, now: float) -> None:
+        """See the base class."""
+        worker = self._router.choose(job)
+        self._worker_of[number] = worker
+        self._arrived[worker].append([number, job.prompt, job.outputs, self._priority(job)])
+        self._may_plan[worker] = None
+
+    def due(self, now: float) -> Sequence[int]:
+        """See the base class."""
+        return [worker for worker in self._may_plan if self._num_in_flight[worker] < self._in_flight_limit]
+
+    def next_due(self, now: float) -> float | None:
+        """See the base class."""
+        return None
+
+    def next_step(self, worker: int, now: float) -> Step | None:
+        """See the base class."""
+        if self._num_in_flight[worker] >= self._in_flight_limit:
+            return None
+        jobs, self._arrived[worker] = self._arrived[worker], []
+        answer = self._ask(op="next", worker=worker, now=now, jobs=jobs)
+        self.cpu_s = answer["cpu_s"]
+        if answer["work"] is None:
+            del self._may_plan[worker]
+            return None
+        self._num_in_flight[worker] += 1
+        self._num_steps += 1
+        return Step(worker=worker, number=self._num_steps, work=Work(*answer["work"]))
+
+    def complete(self, step: Step, now: float, idle_s: float) -> None:
+        """See the base class."""
+        answer = self._ask(op="done", worker=step.worker)
+        self.cpu_s = answer["cpu_s"]
+        self._num_in_flight[step.worker] -= 1
+        self._may_plan[step.worker] = None
+        self._news.tokens += answer["tokens"]
+        for number, num_outputs, cached, preemptions in answer["ended"]:
+            self._router.ended(self._worker_of.pop(number))
+            self._news.ended.append(
+                Ended(number=number, num_outputs=num_outputs, cached=cached, preemptions=preemptions)
+            )
+
+    def take_news(self) -> News:
+        """See the base class."""
+        news, self._news = self._news, News()
+        return news
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _priority(self, job: Job) -> int:
+        """Return vLLM's priority, where lower is more urgent: the target of a job that tells it, in ms."""
+        if job.tells_targets and job.ttft_target_s is not None:
+            return round((job.at + job.ttft_target_s) * _MILLISECONDS)
+        return -job.priority
+
+    def _ask(self, **message: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._errors.seek(0)
+            errors = self._errors.read()
+            raise ConfigError(f"--vllm-python: the process with vLLM has ended: {_cause(errors)}; see docs/arena.md")
+        return json.loads(line)
+
+
+def _cause(errors: str) -> str:
+    """Return the end of a traceback as one line."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip() and "further information" not in line]
+    return " ".join(lines[-3:]) or "no message"
