@@ -35,7 +35,7 @@ FUZZED := tests/worker_svc/test_session.py tests/worker_svc/test_malformed_plans
   tests/e2e/test_http_fuzz.py tests/e2e/test_grpc_fuzz.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run node-packages kube-tools checkov locks dev-lock sbom dist test test-all test-levels cpu-levels gpu gpu-wheels load-tools clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
+.PHONY: help setup run node-packages kube-tools checkov locks dev-lock sbom dist test test-all test-levels cpu-levels gpu gpu-wheels load-tools arena-vllm clients other-server router-test chaos frames overload sim mutants plots dashboards fuzz schemas kernels-all lint format protos protos-check protos-breaking model clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -124,6 +124,17 @@ cpu-levels: setup ## speed of every set of instructions that the processor has, 
 
 load-tools: setup ## the same load by quire bench serve, GuideLLM and vllm bench serve in turn: do they agree
 	@TORCH="$(TORCH)" exec $(BIN)/python -m measure.studies.load_tools $(ARGS)
+
+# vLLM's CPU wheel requires packages of its grammar and image back ends, which its scheduler never calls: --no-deps.
+ARENA_VLLM := build/arena-vllm
+$(ARENA_VLLM)/.installed: measure/policies/peer/vllm-requirements.txt
+	@echo "installing vLLM's scheduler into $(ARENA_VLLM)"
+	@$(PYTHON) -m venv $(ARENA_VLLM)
+	@$(ARENA_VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps $(TORCH)
+	@$(ARENA_VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
+arena-vllm: $(ARENA_VLLM)/.installed ## install vLLM's scheduler for quire bench policies, in an environment of its own
 
 clients: setup ## foreign clients, each in an environment of its own, try what they can: a table of clients and features
 	@TORCH="$(TORCH)" exec $(BIN)/python -m tests.clients $(ARGS)

@@ -50,11 +50,13 @@ def configure(parser: OneLineParser) -> None:
     add("--seeds", type=int, default=1, metavar="N", help="number of seeds (default: 1)")
     add("--vllm-python", type=Path, metavar="PATH", help="Python with vLLM (default: that of make arena-vllm)")
     add("--json", type=Path, metavar="FILE", help="write the results to this file")
+    add("--html", type=Path, metavar="FILE", help="write a page with tables to this file")
 
 
 def run(options: Namespace) -> int:
     """Run every scheduler, print a line for each run, and write the files."""
     from measure.policies.arena import ArenaError
+    from measure.policies.page import page
     from measure.policies.report import HEADER, line
 
     campaign = _campaign(options)
@@ -68,6 +70,8 @@ def run(options: Namespace) -> int:
         raise CommandError(str(error)) from None
     if options.json is not None:
         options.json.write_text(json.dumps({"results": results}, indent=1) + "\n", "utf-8")
+    if options.html is not None:
+        options.html.write_text(page(results), "utf-8")
     return 0
 
 

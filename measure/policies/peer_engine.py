@@ -49,8 +49,8 @@ class PeerEngine(Engine):
         in_flight: int,
         router: Router,
     ) -> None:
-        self._in_flight_limit, self._router, self._by_deadline = in_flight, router, policy == "priority"
-        self._errors = tempfile.TemporaryFile("w+")
+        self._in_flight_limit, self._router = in_flight, router
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes it
         try:
             self._process = subprocess.Popen(
                 [str(python), "-m", "measure.policies.peer.vllm"],
@@ -62,7 +62,9 @@ class PeerEngine(Engine):
                 text=True,
             )
         except OSError as error:
-            raise ConfigError(f"--vllm-python: {python}: cannot be run ({error.strerror}); run make arena-vllm") from None
+            raise ConfigError(
+                f"--vllm-python: {python}: cannot be run ({error.strerror}); run make arena-vllm"
+            ) from None
         facts = dataclasses.asdict(costs) | {"num_blocks": costs.num_blocks}
         started = self._ask(
             op="start", costs=facts, policy=policy, settings=dict(settings), workers=num_workers, in_flight=in_flight

@@ -1,6 +1,7 @@
-"""Schedulers of other servers, each run by a process in an environment of its own: `python -m measure.policies.peer.NAME`.
+"""Schedulers of other servers, each run by a process in an environment of its own.
 
-A process reads one JSON object per line and answers each with one. Nothing here runs in Quire's own environment.
+The program is `python -m measure.policies.peer.NAME`. A process reads one JSON object per line and answers each with
+one. Nothing here runs in Quire's own environment.
 
 | `op` | fields | answer |
 |---|---|---|
@@ -8,6 +9,6 @@ A process reads one JSON object per line and answers each with one. Nothing here
 | `next` | `worker`, `now`, `jobs`: those that arrived since | `work` of its next step, or null; `cpu_s` so far |
 | `done` | `worker`, whose oldest step is done | `tokens`: numbers of jobs; `ended`; `cpu_s` so far |
 
-A job is `[number, pieces of the prompt, piece of the outputs, priority]`, a piece `[name, length]`; `work` has the fields of
-`costs.Work`; an end is `[number, outputs, cached, preemptions]`.
+A job is `[number, pieces of the prompt, piece of the outputs, priority]`, a piece `[name, length]`; `work` has the
+fields of `costs.Work`; an end is `[number, outputs, cached, preemptions]`.
 """

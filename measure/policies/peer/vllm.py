@@ -14,8 +14,8 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
-from measure.policies.jobs import Piece, first_token  # noqa: E402
-from measure.policies.peer.absent import stand_in  # noqa: E402
+from measure.policies.jobs import Piece, first_token
+from measure.policies.peer.absent import stand_in
 
 stand_in(
     "anthropic", "compressed_tensors", "cv2", "depyf", "fastapi", "gguf", "ijson", "interegular", "lark", "llguidance",
@@ -175,9 +175,7 @@ class _Worker:
             tokens += [int(name)] * (request.num_output_tokens - before[name])
             if request.is_finished():
                 del self._live[name]
-                ended.append(
-                    [int(name), request.num_output_tokens, self._cached.pop(name), request.num_preemptions]
-                )
+                ended.append([int(name), request.num_output_tokens, self._cached.pop(name), request.num_preemptions])
         return tokens, ended
 
 
@@ -185,9 +183,7 @@ def _scheduler(costs: dict[str, Any], policy: str, settings: dict[str, Any], in_
     """Return vLLM's scheduler with the fields of its configuration that it reads."""
     block_size, num_blocks = costs["block_size"], costs["num_blocks"] + 1  # one block is vLLM's own
     layer = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    kv = KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)]
-    )
+    kv = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)])
     scheduling = SchedulerConfig(
         **{
             "max_num_seqs": costs["max_num_seqs"],

@@ -14,6 +14,7 @@ from measure.policies.campaign import Campaign
 from measure.policies.costs import PRESETS, Costs, read_costs
 from measure.policies.jobs import Job, Piece, SeenPrefixes
 from measure.policies.metrics import meets_targets, metrics, quantile, service_difference
+from measure.policies.page import losses
 from measure.policies.schedulers import Setup, make, parse
 from measure.policies.workloads import DRAWN, OpenLoop, read, traced
 from quire_server.cli.main import main
@@ -245,7 +246,10 @@ def test_a_file_of_costs_is_read(tmp_path: Path) -> None:
 def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file has one object per scheduler, load and seed, with the names of the interface."""
     path = tmp_path / "policies.json"
-    flags = "--workload agents --users 2,3 --sessions 2 --schedulers quire:fcfs,quire:sjf --seeds 2 --json"
+    html = tmp_path / "policies.html"
+    flags = (
+        f"--workload agents --users 2,3 --sessions 2 --schedulers quire:fcfs,quire:sjf --seeds 2 --html {html} --json"
+    )
     assert main(["bench", "policies", *flags.split(), str(path)]) == 0
     results = json.loads(path.read_text())["results"]
 
@@ -256,3 +260,13 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
         "goodput", "prefix_hit_share", "preemptions", "scheduler_us_per_step",
     } <= set(results[0])  # fmt: skip
     assert capsys.readouterr().out.count("quire:sjf") == 4
+    assert html.read_text().count("quire:sjf") == 2
+
+
+def test_the_page_lists_what_a_peer_does_better() -> None:
+    """A loss counts if the best of Quire's policies is worse than the best peer by more than 2 %."""
+    fcfs, sjf = next(_campaign("bursts").results()), next(_campaign("bursts").results())
+    peer = {**fcfs, "goodput": 0.5, "out_tok_per_s": 1.01 * fcfs["out_tok_per_s"], "prefix_hit_share": 0.5}
+    found = dict(losses({"quire:fcfs": [fcfs], "quire:sjf": [sjf], "vllm:fcfs": [peer]}))
+
+    assert set(found) == {"cache hits %"}
