@@ -1,16 +1,16 @@
 """Campaign: every scheduler over every load and seed of a workload, one run after the other."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from measure.load.traces import Recorded
 from measure.policies.arena import Workload, run
 from measure.policies.metrics import Result, metrics
-from measure.policies.schedulers import Setup, Specification, make
+from measure.policies.schedulers import Setup, Specification, candidates, make
 from measure.policies.workloads import DRAWN, Agents, Drawing, traced
 
-MakeWorkload = Callable[[float, int], Workload]
-"""Makes a workload of a load and a seed."""
+_WITH_PRIORITIES = ("priorities", "deadlines")
+"""Workloads whose jobs tell the scheduler how urgent they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,24 @@ class Campaign:
     def results(self) -> Iterator[Result]:
         """Yield the result of each run.
 
+        The settings of a scheduler with the policy `best` are searched with the first seed; further seeds use the best.
+
         Raises:
             ArenaError: a scheduler does not serve a workload as it should.
         """
         for load in self.loads:
+            chosen: dict[Specification, Specification] = {}
             for seed in self.seeds:
                 for specification in self.schedulers:
-                    yield self._run(specification, load, seed)
+                    if specification in chosen:
+                        yield self._run(chosen[specification], load, seed)
+                        continue
+                    tried = candidates(specification, with_priorities=self.workload in _WITH_PRIORITIES)
+                    results = []
+                    for each in tried:
+                        results.append(self._run(each, load, seed))
+                        yield results[-1]
+                    chosen[specification] = tried[_best(results)]
 
     def _run(self, specification: Specification, load: float, seed: int) -> Result:
         workload = self.make_workload(load, seed)
@@ -71,3 +82,12 @@ class Campaign:
             "costs": self.setup.costs.name,
             **metrics(outcome),
         }
+
+
+def _best(results: Sequence[Result]) -> int:
+    """Return the place of the result with the most jobs within targets, then with the shortest time to first tokens."""
+
+    def rank(at: int) -> tuple[float, float]:
+        return (-results[at]["goodput"], results[at]["ttft_s"]["mean"] or 0.0)
+
+    return min(range(len(results)), key=rank)

@@ -23,6 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM_PYTHON = ROOT / "build" / "arena-vllm" / "bin" / "python"
 """Interpreter of the environment that `make arena-vllm` creates."""
 VLLM_POLICIES = ("fcfs", "priority")
+BEST = "best"
+"""Policy of a peer whose settings are searched."""
+_BUDGETS, _THRESHOLDS = (2048, 4096, 8192, 16_384), (0, 512, 2048)
+"""Values of vLLM's max_num_batched_tokens and long_prefill_token_threshold that the search tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,31 @@ def parse(text: str) -> Specification:
             raise ConfigError(f"--schedulers: {text!r}: {setting!r} is not a setting; write +NAME=VALUE")
         pairs.append((key, value))
     return Specification(kind, policy, tuple(pairs))
+
+
+def candidates(specification: Specification, *, with_priorities: bool) -> list[Specification]:
+    """Return what a specification stands for: itself, or for the policy `best` all settings to try.
+
+    Args:
+        specification: the scheduler.
+        with_priorities: whether the jobs have priorities or targets that the policy priority may use.
+    """
+    if specification.policy != BEST:
+        return [specification]
+    return [
+        Specification(
+            specification.kind,
+            policy,
+            (
+                ("max_num_batched_tokens", str(budget)),
+                *((("long_prefill_token_threshold", str(threshold)),) if threshold else ()),
+                *specification.settings,
+            ),
+        )
+        for policy in (VLLM_POLICIES if with_priorities else VLLM_POLICIES[:1])
+        for budget in _BUDGETS
+        for threshold in _THRESHOLDS
+    ]
 
 
 def quire_config(specification: Specification, setup: Setup) -> CoreConfig:
@@ -139,8 +168,9 @@ def _make_quire(specification: Specification, setup: Setup) -> Engine:
 
 def _vllm_settings(specification: Specification) -> tuple[str, dict[str, Any]]:
     """Return the router, and the fields of vLLM's SchedulerConfig."""
-    if specification.policy not in VLLM_POLICIES:
-        raise ConfigError(f"--schedulers: {specification.name}: unknown policy; use {', '.join(VLLM_POLICIES)}")
+    if specification.policy not in (*VLLM_POLICIES, BEST):
+        known = ", ".join((*VLLM_POLICIES, BEST))
+        raise ConfigError(f"--schedulers: {specification.name}: unknown policy; use {known}")
     settings: dict[str, Any] = dict(specification.settings)
     router = settings.pop("router", "least-load")
     if router not in ROUTERS:

@@ -15,7 +15,7 @@ from measure.policies.costs import PRESETS, Costs, read_costs
 from measure.policies.jobs import Job, Piece, SeenPrefixes
 from measure.policies.metrics import meets_targets, metrics, quantile, service_difference
 from measure.policies.page import losses
-from measure.policies.schedulers import Setup, make, parse
+from measure.policies.schedulers import Setup, candidates, make, parse
 from measure.policies.workloads import DRAWN, OpenLoop, read, traced
 from quire_server.cli.main import main
 
@@ -266,7 +266,19 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_page_lists_what_a_peer_does_better() -> None:
     """A loss counts if the best of Quire's policies is worse than the best peer by more than 2 %."""
     fcfs, sjf = next(_campaign("bursts").results()), next(_campaign("bursts").results())
-    peer = {**fcfs, "goodput": 0.5, "out_tok_per_s": 1.01 * fcfs["out_tok_per_s"], "prefix_hit_share": 0.5}
+    peer = {**fcfs, "goodput": 0.0, "out_tok_per_s": 1.01 * fcfs["out_tok_per_s"], "prefix_hit_share": 0.5}
     found = dict(losses({"quire:fcfs": [fcfs], "quire:sjf": [sjf], "vllm:fcfs": [peer]}))
 
     assert set(found) == {"cache hits %"}
+
+
+def test_the_policy_best_stands_for_a_grid_of_settings() -> None:
+    """Priorities are tried only where jobs have some; own settings are part of every try."""
+    best = parse("vllm:best+watermark=0.01")
+    tried = candidates(best, with_priorities=True)
+
+    assert len(set(tried)) == 24
+    assert {each.policy for each in tried} == {"fcfs", "priority"}
+    assert all(each.name.endswith("+watermark=0.01") for each in tried)
+    assert len(candidates(best, with_priorities=False)) == 12
+    assert candidates(parse("quire:fcfs"), with_priorities=True) == [parse("quire:fcfs")]

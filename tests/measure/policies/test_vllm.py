@@ -17,7 +17,9 @@ from quire_server.cli.main import main
 _SLOW = Costs(
     name="slow", constant_s=1.0, prefill_s=0.1, decode_s=0.01, context_s=0.001, kv_tokens=4096, max_num_seqs=4
 )
-needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="vLLM is not installed; run make arena-vllm")
+needs_vllm = pytest.mark.skipif(
+    not (VLLM_PYTHON.parents[1] / ".installed").exists(), reason="vLLM is not installed; run make arena-vllm"
+)
 
 
 def _job(at: float, prompt: tuple[Piece, ...], outputs: int, number: int) -> Job:
