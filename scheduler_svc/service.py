@@ -268,7 +268,7 @@ class SchedulerService:
                     row=admission.row,
                     step=plan.step,
                 )
-            step_traceparent, attempts = self._tracing.plan_issued(plan, now)
+            step_traceparent, attempts = self._tracing.plan_issued(plan, self._workers.worker_id(peer) or "", now)
             try:
                 frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
             except FrameTooLargeError as error:

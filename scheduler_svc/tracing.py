@@ -52,6 +52,7 @@ class Placement:
     """Whether the attempt began before the request's first token; the history has no end of later prefills."""
     ended: float = 0.0
     outcome: str = ""
+    worker_id: str = ""
 
 
 def placements(notes: Iterable[Note], outcome: str, now: float) -> list[Placement]:
@@ -73,6 +74,8 @@ def placements(notes: Iterable[Note], outcome: str, now: float) -> list[Placemen
             continue
         elif kind is NoteKind.ADMITTED:
             found[-1].admitted, found[-1].has_prefill = note.time, not has_token
+            # The note is "admitted to WORKER row NUMBER".
+            found[-1].worker_id = note.text.removeprefix("admitted to ").rpartition(" row ")[0]
         elif kind is NoteKind.FIRST_TOKEN:
             found[-1].prefilled, has_token = note.time, True
         elif kind in _OUTCOMES:
@@ -114,12 +117,12 @@ class SchedulerTracing:
         self._attempts: dict[StreamKey, _Attempt] = {}
         self._steps: dict[tuple[Peer, int, int], Span] = {}
 
-    def plan_issued(self, plan: Plan, now: float) -> tuple[str, dict[StreamKey, str]]:
+    def plan_issued(self, plan: Plan, worker_id: str, now: float) -> tuple[str, dict[StreamKey, str]]:
         """Open the spans of a plan; return the traceparents of its step and of each new attempt."""
         if not self._exports:
             return "", {}
         traceparents = {
-            (admission.frontend, admission.stream): self._open_attempt(admission, now)
+            (admission.frontend, admission.stream): self._open_attempt(admission, worker_id, now)
             for admission in plan.admissions
             if admission.spec.traceparent
         }
@@ -135,6 +138,7 @@ class SchedulerTracing:
             start_time=self._unix_ns(now),
             links=chunks[0],
             attributes={
+                "quire.worker": worker_id,
                 "quire.epoch": f"{plan.epoch:016x}",
                 "quire.step": plan.step,
                 "quire.tokens": plan.num_tokens,
@@ -200,6 +204,7 @@ class SchedulerTracing:
                 attributes={
                     "quire.request_id": story.request_id,
                     "quire.attempt": number,
+                    "quire.worker": each.worker_id,
                     "quire.outcome": each.outcome,
                 },
             )
@@ -213,7 +218,7 @@ class SchedulerTracing:
     def _made(self, name: str, parent: Context, began: float, ended: float) -> None:
         self._forced_tracer.start_span(name, context=parent, start_time=self._unix_ns(began)).end(self._unix_ns(ended))
 
-    def _open_attempt(self, admission: RowAdmission, now: float) -> str:
+    def _open_attempt(self, admission: RowAdmission, worker_id: str, now: float) -> str:
         parent = from_traceparent(admission.spec.traceparent)
         queue = self._tracer.start_span(
             span_names.QUEUE, context=parent, start_time=self._unix_ns(admission.queued_since)
@@ -226,6 +231,7 @@ class SchedulerTracing:
             attributes={
                 "quire.request_id": admission.spec.request_id,
                 "quire.attempt": admission.attempt,
+                "quire.worker": worker_id,
                 "quire.tokens": len(admission.token_ids),
             },
         )

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import FrameType
 
 import torch
@@ -139,7 +140,9 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
         model, description = load_model(config, device, group)
         group = meet(group, device)
         tracer = telemetry.tracer if group.rank == 0 else NoOpTracer()
-        engine = build_engine(config, model, description, device, tracer, make_accelerator(device), group)
+        engine = build_engine(
+            replace(config, worker_id=name), model, description, device, tracer, make_accelerator(device), group
+        )
     if group.rank > 0:
         stop.follows = True
         get_logger().info("rank ready", rank=shard.rank, ranks=shard.size, device=str(device))

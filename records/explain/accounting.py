@@ -77,6 +77,7 @@ class CauseKind(enum.Enum):
     SCHEDULER_LOST = "scheduler restarted"
     SCHEDULER_STALLED = "scheduler frozen"
     SUBMITTED_AGAIN = "connection to the scheduler lost"
+    UNRECORDED = "not recorded"
     MOVED = "moved to another worker"
     PREFIX_FAILED = "shared prefix failed"
     HELD_CREDIT = "held out: its reader took no output"
@@ -116,6 +117,7 @@ _OF_DEPARTURE = {
     NoteKind.SCHEDULER_LOST: CauseKind.SCHEDULER_LOST,
     NoteKind.SUBMITTED_AGAIN: CauseKind.SUBMITTED_AGAIN,
     NoteKind.MOVED: CauseKind.MOVED,
+    NoteKind.UNRECORDED: CauseKind.UNRECORDED,
     NoteKind.PREFIX_FAILED: CauseKind.PREFIX_FAILED,
 }
 

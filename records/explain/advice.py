@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from records.explain.accounting import Account, Cause, CauseKind
 from records.explain.facts import Life
+from scheduler_svc import remedies
 from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES
 
 _UNAVOIDABLE = frozenset((CauseKind.LINK, CauseKind.FRONT_END, CauseKind.STEP_BEFORE))
@@ -13,32 +14,24 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.FRONT_END: "the front end itself was slow: start more of them (--frontends) or give them more cores",
     CauseKind.TOKENISING: "tokenise on the client and send token ids, or start more front ends (--frontends)",
     CauseKind.GRAMMAR_CHECK: "reuse the same grammar in many requests: a checked one is not checked again",
-    CauseKind.QUEUE: (
-        "more requests arrive than are served: add a worker, or lower --max-queued-requests so that callers are"
-        " refused early; a priority or a deadline lets urgent requests go first"
-    ),
+    CauseKind.QUEUE: f"more requests arrive than are served: {remedies.TURN}",
     CauseKind.ORDER: (
         "the policy served requests first that arrived later: give this one a higher priority, an earlier deadline or"
         " a smaller expected_output_tokens, or use --policy fcfs"
     ),
-    CauseKind.BUDGET: (
-        "other prompts filled the steps: bound their chunks with --long-prefill-token-threshold, or add a worker"
-    ),
-    CauseKind.ROWS: "all rows are taken: raise --max-num-seqs if memory allows, or add a worker",
-    CauseKind.MEMORY: (
-        "KV memory is full: give workers more of it (--kv-cache-memory, --gpu-memory-utilization), add a worker, or"
-        " lower the max_tokens of requests"
-    ),
+    CauseKind.BUDGET: f"other prompts filled the steps: {remedies.PROMPTS}",
+    CauseKind.ROWS: f"all rows are taken: {remedies.ROWS}",
+    CauseKind.MEMORY: f"KV memory is full: {remedies.MEMORY}",
     CauseKind.TENANT: (
         "its tenant is at its own limit: raise max_running or tokens_per_s of the tenant in the admission file, or"
         " spread the tenant's requests over time"
     ),
     CauseKind.GRAMMAR: "a new grammar is compiled once per worker: reuse grammars, or make this one simpler",
     CauseKind.PREFIX: "",
-    CauseKind.BATCH: "the batching mode collects requests: use --batching continuous, or a shorter --max-wait-ms",
+    CauseKind.BATCH: f"the batching mode collects requests: {remedies.BATCH}",
     CauseKind.PLACEMENT: "it waited for another worker's plan; if that is frequent, add rows or workers",
     CauseKind.ALONE: "workers died while they computed it, so it runs alone; see the workers' logs for the reason",
-    CauseKind.NO_WORKER: "no worker could serve it: start one, or see why none is ready (`quire workers`)",
+    CauseKind.NO_WORKER: f"no worker could serve it: {remedies.NO_WORKER}",
     CauseKind.STEP_BEFORE: "steps of other requests were long: lower --max-num-batched-tokens for shorter steps",
     CauseKind.OWN_PREFILL: "its own prompt takes this long: send a shorter one, or share a prefix that is cached",
     CauseKind.COLD_PREFIX: (
@@ -68,6 +61,9 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.SUBMITTED_AGAIN: (
         "its front end and the scheduler lost each other: see the network between them, and the load of the front"
         " end's machine"
+    ),
+    CauseKind.UNRECORDED: (
+        "entries of the record are missing: see the disk of the record (`quire record ls`), and raise --record-bytes"
     ),
     CauseKind.REFUSED: "it was refused: see the message that its client got",
     CauseKind.PREEMPTED: (
@@ -106,7 +102,7 @@ def advice(found: Account) -> str:
 def _tenant(cause: Cause, life: Life) -> str:
     which = "tokens_per_s" if any("rate" in detail for detail in cause.details) else "max_running"
     tenant = f"tenant {life.tenant!r}" if life.tenant else "its tenant"
-    return f"{tenant} is at its own limit: raise its {which} in the admission file, or spread its requests over time"
+    return f"{tenant} is at its own limit: {remedies.tenant(life.tenant, which)}"
 
 
 def _worker(cause: Cause, life: Life) -> str:

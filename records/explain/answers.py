@@ -1,7 +1,9 @@
 """Answers to the questions of `quire explain` from a record's files: one request, the slowest ones, or a step."""
 
 import json
+import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ from shared.request_names import may_mean, meant
 
 MAX_SLOWEST = 100
 DEFAULT_SINCE_S = 600.0
+_MAX_GAPS = 4
+"""Gaps of the record that are named; the newest ones."""
+_OLD_S = 60.0
+"""Age of the newest entry from which on nothing is recorded any more; an idle scheduler makes two per second."""
 _MAX_LIVES = 16
 """Requests with one id that are explained: choices of one request, and uses of the id; the newest ones."""
 
@@ -81,13 +87,36 @@ def _of_request(request_id: str, segments: list[Segment]) -> Answer:
             break
         count *= 2
     if not found.lives:
-        raise RequestNotFoundError(
-            "request_id: no request with this id is in the record; the oldest requests are dropped from it"
-        )
+        raise RequestNotFoundError(f"request_id: no request with this id is in the record{_extent(found)}")
     accounts = [account(life) for life in found.lives[-_MAX_LIVES:]]
     note = f"Times within steps are known to {seconds_text(found.clock_error_s)}: the error of the workers' clocks.\n"
-    text = "\n".join(page(each) for each in accounts) + note
-    return Answer(text, {"requests": [as_json(each) for each in accounts], "clock_error_s": found.clock_error_s})
+    text = "\n".join(page(each) for each in accounts) + note + _gaps_text(found)
+    values = [as_json(each) for each in accounts]
+    return Answer(text, {"requests": values, "clock_error_s": found.clock_error_s, "gaps_unix_s": found.gaps})
+
+
+def _extent(found: Findings) -> str:
+    """Return from when to when a record goes, and what it lacks."""
+    if not found.last_wall:
+        return ", which is empty"
+    text = f", which goes from {_clock(found.first_wall)} to {_clock(found.last_wall)} UTC"
+    if found.gaps:
+        text += " and lacks " + ", ".join(f"{_clock(begin)} to {_clock(end)}" for begin, end in found.gaps[-_MAX_GAPS:])
+    if time.time() - found.last_wall > _OLD_S:
+        text += "; nothing is recorded since then: see the metric quire_record_writes and the scheduler's log"
+    return text
+
+
+def _gaps_text(found: Findings) -> str:
+    """Return one line about the stretches that the record lacks; empty without any."""
+    if not found.gaps:
+        return ""
+    gaps = ", ".join(f"{_clock(begin)} to {_clock(end)}" for begin, end in found.gaps[-_MAX_GAPS:])
+    return f"The record lacks {gaps} UTC.\n"
+
+
+def _clock(unix_s: float) -> str:
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def _of_slowest(most: int, since_s: float, segments: list[Segment]) -> Answer:
@@ -111,7 +140,7 @@ def _of_slowest(most: int, since_s: float, segments: list[Segment]) -> Answer:
         lines.append(row(seconds_text(explained.total_s), each.request_id, each.reason, share, name))
         values.append({"ended_unix_s": each.ended_at, "end": each.reason, **as_json(explained)})
     lines.append("`quire explain REQUEST` explains one of them.")
-    return Answer("\n".join(lines) + "\n", {"slowest": values})
+    return Answer("\n".join(lines) + "\n" + _gaps_text(found), {"slowest": values, "gaps_unix_s": found.gaps})
 
 
 def _written_at(segment: Segment) -> float:

@@ -38,7 +38,7 @@ def as_json(found: Account) -> dict[str, Any]:
     life, worst = found.life, found.worst
     return {
         "request_id": life.request_id,
-        "live": life.until is not None,
+        "live": life.until is not None and not life.is_cut,
         "tenant": life.tenant,
         "prompt_tokens": life.num_prompt_tokens,
         "cached_prompt_tokens": life.num_cached_tokens,
@@ -106,6 +106,8 @@ def _headline(found: Account) -> str:
     so_far = " so far" if life.until is not None else ""
     cached = f" ({life.num_cached_tokens} cached)" if life.num_cached_tokens else ""
     ended = "" if life.until is not None else f", {life.notes[-1].text}"
+    if life.is_cut:
+        ended = ", how it ended is not recorded"
     prompt = f"prompt of {life.num_prompt_tokens} tokens{cached}"
     drafts = f", {life.num_accepted} of {life.num_drafted} drafts accepted" if life.num_drafted else ""
     return f"{life.request_id}: {seconds_text(found.total_s)}{so_far}; {prompt}{drafts}{ended}"

@@ -107,6 +107,8 @@ class Findings:
     lives: list[Life] = field(default_factory=list)
     """The wanted requests, in order of arrival."""
     ended: list[Ended] = field(default_factory=list)
+    live: list[Ended] = field(default_factory=list)
+    """The requests that have not ended, with their time so far."""
     steps: list[Step] = field(default_factory=list)
     """The wanted steps."""
     names: dict[StreamKey, str] = field(default_factory=dict)
@@ -116,6 +118,10 @@ class Findings:
     """Wall clock of the last entry, s."""
     clock_error_s: float = 0.0
     """Largest bound of the error of a worker's clock."""
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    """(begin, end) of the stretches whose entries are missing, wall clock, s."""
+    first_wall: float = 0.0
+    """Wall clock of the beginning, s."""
     needs_earlier: bool = False
     """Whether a wanted request was accepted by a scheduler whose record is not part of this pass."""
 
@@ -205,6 +211,10 @@ class _Pass:
         for request in self._watched.values():
             if not _is_in_row(request.notes):
                 self._add_holdings(request, self._workers.values())
+        for key, request in self._live.items():
+            if request.end is None:
+                seconds = self._now - request.notes[0].time
+                found.live.append(Ended(key, request.arrived.spec.request_id, seconds, found.last_wall, "live"))
         usual = Usual(self._samples)
         found.lives = [self._life(key, request, usual) for key, request in self._told]
         return found
@@ -214,24 +224,47 @@ class _Pass:
         to_wall = opening.unix_ns / 1e9 - opening.core_time
         if self._incarnation < 0:
             self._to_wall = to_wall
+        is_gap = opening.incarnation == self._incarnation
+        unrecorded: dict[StreamKey, _Request] = {}
         for key, request in self._watched.items():
             request.cut_at = self._now
-            if opening.incarnation != self._incarnation:
+            if is_gap:
+                unrecorded[key] = request
+            else:
                 self._cut_off[request.arrived.spec.request_id, key.stream] = key, request
-        if opening.incarnation != self._incarnation:
+        if is_gap:
+            self._found.gaps.append((self._now + self._to_wall, opening.unix_ns / 1e9))
+        else:
             self._offset = to_wall - self._to_wall
             self._away = (self._now, opening.core_time + self._offset) if self._incarnation >= 0 else (0.0, 0.0)
         self._incarnation, self._next_index = opening.incarnation, opening.first_index
         self._now = opening.core_time + self._offset
         self._found.first_time = self._found.first_time or self._now
+        self._found.first_wall = self._found.first_wall or opening.unix_ns / 1e9
         self._config = json.loads(opening.config) if opening.config else {}
         self._workers.clear()
         self._live.clear()
         self._watched.clear()
+        in_rows = {self._key(row.frontend, row.stream) for each in opening.workers for row in each.rows}
         for event, arrival in opening.live:
-            self._begin(event, arrival + self._offset)
+            key = self._key(event.frontend, event.stream)
+            if key in unrecorded:
+                self._go_on(key, unrecorded[key], is_in_row=key in in_rows)
+            else:
+                self._begin(event, arrival + self._offset)
         for state in opening.workers:
             self._take_over(state)
+
+    def _go_on(self, key: StreamKey, request: _Request, *, is_in_row: bool) -> None:
+        """Go on with the life of a request behind a gap of the record."""
+        assert request.cut_at is not None
+        seconds = self._now - request.cut_at
+        text = f"entries of {seconds:.1f} s are missing in the record"
+        request.notes.append(_note(key, request.cut_at, NoteKind.UNRECORDED, text))
+        if not is_in_row:
+            request.notes.append(_note(key, self._now, NoteKind.ARRIVED, "the record goes on"))
+        request.cut_at = None
+        self._live[key] = self._watched[key] = request
 
     def _take_over(self, state: WorkerAtStart) -> None:
         self._hello(state.hello)
@@ -554,6 +587,7 @@ class _Pass:
             stalls=tuple(self._stalls),
             steps=tuple(request.steps),
             report=request.report,
+            is_cut=end is None and request.cut_at is not None,
             until=None if end is not None else self._now if request.cut_at is None else request.cut_at,
             went_first=tuple(request.went_first),
             known_tokens=min(request.known_tokens, spec.num_prompt_tokens),
@@ -598,6 +632,6 @@ def _common_blocks(first: bytes, second: bytes) -> int:
 
 
 def slowest(found: Findings, most: int, since_s: float) -> list[Ended]:
-    """Return the slowest requests that ended within `since_s` before the end of the record, slowest first."""
+    """Return the slowest requests, slowest first: live ones, and those that ended within `since_s` before the end."""
     ended = [each for each in found.ended if each.ended_at >= found.last_wall - since_s]
-    return sorted(ended, key=lambda each: -each.seconds)[:most]
+    return sorted(ended + found.live, key=lambda each: -each.seconds)[:most]

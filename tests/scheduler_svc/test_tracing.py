@@ -68,12 +68,13 @@ def traced_steps(trace_steps: float, num_steps: int) -> list[int]:
     tracing = SchedulerTracing(telemetry, 0, trace_steps)
     told = []
     for step in range(1, num_steps + 1):
-        traceparent, _ = tracing.plan_issued(make_plan(step), float(step))
+        traceparent, _ = tracing.plan_issued(make_plan(step), "worker-0", float(step))
         tracing.step_answered(b"worker", 7, step, step + 0.5)
         if traceparent:
             told.append(step)
     spans = [span for span in telemetry.exporter.get_finished_spans() if span.name == "quire.step"]
     assert [span.attributes["quire.step"] for span in spans if span.attributes] == told
+    assert {span.attributes["quire.worker"] for span in spans if span.attributes} <= {"worker-0"}
     return told
 
 
@@ -108,7 +109,7 @@ class TracedCluster(Cluster):
     def _plan_when_due(self, peer: bytes) -> Plan | None:
         plan = super()._plan_when_due(peer)
         if plan is not None:
-            self.tracing.plan_issued(plan, self.now)
+            self.tracing.plan_issued(plan, "w", self.now)
         return plan
 
     def _receive(self, effects: list[ef.Effect]) -> None:

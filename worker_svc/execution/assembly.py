@@ -108,6 +108,7 @@ def build_engine(
         mixed_sizes=mixed,
         make_proposer=_make_proposer(config.speculation, draft_model, device, group),
         group=group,
+        worker_id=config.worker_id,
     )
 
 

@@ -96,6 +96,7 @@ class Engine:
         grammars: GrammarStore | None = None,
         make_proposer: Callable[[RowTable, Sequence[KVCache]], Proposer] | None = None,
         group: Group | None = None,
+        worker_id: str = "",
     ) -> None:
         """Create an engine, and capture its graphs.
 
@@ -112,6 +113,7 @@ class Engine:
             make_proposer: makes the source of drafts from the rows and from the `caches` after those of `model`, whose
                 blocks are copied and swapped as those of `model`; None: the worker does not speculate.
             group: the ranks that share the model; None: this process has all of it.
+            worker_id: name of the worker in spans.
         """
         self._accelerator = accelerator
         state = None
@@ -146,7 +148,7 @@ class Engine:
         split = SplitLogits(group, limits.vocab_size) if group is not None and group.size > 1 else None
         self._sampler = Sampler(self._rows, device, accelerator, split)
         self._executor = make_executor(accelerator)
-        self._tracing = Tracing(tracer, limits.max_rows)
+        self._tracing = Tracing(tracer, limits.max_rows, worker_id)
         self._launched: deque[_Launched] = deque()
         self._failures: dict[int, RowFailure] = {}
         """The last failure of each row in this epoch, by row."""

@@ -33,8 +33,9 @@ class _TracedRow:
 class Tracing:
     """Spans of one engine. Times are Unix nanoseconds."""
 
-    def __init__(self, tracer: Tracer, max_rows: int) -> None:
+    def __init__(self, tracer: Tracer, max_rows: int, worker_id: str) -> None:
         self._tracer = tracer
+        self._worker_id = worker_id
         self._rows: dict[int, _TracedRow] = {}
         self._is_traced = np.zeros(max_rows, np.bool_)
 
@@ -48,6 +49,7 @@ class Tracing:
                 span_names.WORKER_ROW,
                 parent,
                 attributes={
+                    "quire.worker": self._worker_id,
                     "quire.request_id": admission.request_id,
                     "quire.row": admission.row,
                     "quire.generation": admission.generation,
@@ -87,7 +89,8 @@ class Tracing:
         if parent is None:
             return ()
         traced = [] if batch is None else [self._rows[row] for row in batch.rows[self._is_traced[batch.rows]].tolist()]
-        attributes = {
+        attributes: dict[str, str | int] = {
+            "quire.worker": self._worker_id,
             "quire.step": plan.step,
             "quire.rows": 0 if batch is None else len(batch.rows),
             "quire.tokens": 0 if batch is None else batch.num_tokens,

@@ -142,6 +142,8 @@ class NoteKind(enum.Enum):
     """Its front end lost the scheduler, and submitted it again; only a reader of records makes this note."""
     SILENT = "worker silent"
     """Its worker was lost, and the same process came back; only a reader of records makes this note."""
+    UNRECORDED = "not recorded"
+    """Entries are missing from here on; only a reader of records makes this note."""
 
     __hash__ = object.__hash__
 

@@ -74,6 +74,12 @@ class _Recorded(Cluster):
         )
         self.answer()
 
+    def begin_segment(self) -> None:
+        """The record goes on in another file."""
+        self._recording._cut_every = 1
+        self._recording._cut(self.core, self.now)
+        self._recording._cut_every = 0
+
     def pass_time(self, seconds: float) -> None:
         """Nothing happens for a while; a live scheduler makes two entries per second."""
         for _ in range(round(seconds * 2)):
@@ -281,6 +287,56 @@ def test_a_wait_goes_on_after_a_restart_of_the_scheduler(tmp_path: Path) -> None
     seconds = {cause.kind: cause.seconds for cause in account(new).causes}
     assert seconds[CauseKind.SCHEDULER_LOST] == pytest.approx(1.0, abs=0.1)
     assert seconds[CauseKind.FRONT_END] == pytest.approx(0.7, abs=0.1)
+
+
+def test_a_life_goes_on_behind_a_gap_of_the_record_which_is_named(tmp_path: Path) -> None:
+    """The time whose entries are missing is a cause of its own, for a request that decodes and for one that waits."""
+    cluster = _cluster(tmp_path, max_rows=1)
+    cluster.submit(1, [1] * 8, 90)
+    cluster.submit(2, [2] * 8, 4)
+    cluster.submit(3, [3] * 8, 4)
+    for part in range(3):
+        if part:
+            cluster.begin_segment()
+        for _ in range(20 * (2 if part == 1 else 1)):
+            cluster.turn()
+    cluster.finish()
+    cluster.study()
+    _, missing, _ = read(tmp_path)
+    missing.path.unlink()
+
+    found = cluster.study("r1", "r2")
+
+    ((begin, end),) = found.gaps
+    assert end - begin > 40 * STEP_S
+    running, waiting = map(account, found.lives)
+    for each in (running, waiting):
+        causes = {cause.kind: cause.seconds for cause in each.causes}
+        assert causes[CauseKind.UNRECORDED] == pytest.approx(end - begin, rel=0.1)
+        assert sum(causes.values()) == pytest.approx(each.total_s)
+        assert each.life.until is None
+    assert CauseKind.OWN_DECODE in {cause.kind for cause in running.causes}
+    text = answer(admin.ExplainRequest(request_id="r1"), tmp_path).text
+    assert "The record lacks " in text
+    with pytest.raises(RequestNotFoundError, match=r"which goes from .* to .* UTC and lacks .* to "):
+        answer(admin.ExplainRequest(request_id="other"), tmp_path)
+
+
+def test_the_slowest_requests_have_live_ones_among_them(tmp_path: Path) -> None:
+    """A request that hangs is listed with its time so far."""
+    cluster = _cluster(tmp_path, max_rows=1)
+    cluster.submit(1, [1] * 8, 4)
+    cluster.finish()
+    cluster.submit(2, [2] * 8, 90)
+    for _ in range(40):
+        cluster.turn()
+    cluster.study()
+
+    listed = answer(admin.ExplainRequest(slowest=5), tmp_path).values["slowest"]
+
+    assert [(each["request_id"], each["end"], each["live"]) for each in listed] == [
+        ("r2", "live", True), ("r1", "length", False),
+    ]  # fmt: skip
 
 
 def test_the_slowest_requests_and_a_step_are_shown(tmp_path: Path) -> None:
