@@ -19,7 +19,7 @@ from quire.admin.v1 import admin_pb2 as admin
 from records.explain.answers import answer
 from records.whatif.predict import predict
 from records.whatif.strategies import compare_strategies
-from scheduler_svc.frontend_link import error_reply
+from scheduler_svc.frontend.link import error_reply
 from scheduler_svc.recorder.segments import UnreadableRecordError
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError
 

@@ -2,8 +2,7 @@
 
 core            the scheduler as a pure state machine (no socket, clock, thread or torch)
 service         the loop: passes events to the core, and sends its effects and plans
-frontend_hub    the ZeroMQ ROUTER of the front ends; frontend_link: encodes and decodes their frames
-worker_hub      the ZeroMQ ROUTER of the workers; worker_link: encodes and decodes their frames
+frontend        the link to the front ends: its ZeroMQ ROUTER and its frames; worker: the same for workers
 journal         stores resumable requests on disk
 cache_changes   changes of the prefix caches; kv_events: reports them to endpoint pickers
 live_views      streams of steps, queues and blocks to operators who watch

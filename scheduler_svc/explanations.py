@@ -19,7 +19,7 @@ from typing import IO
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface.records import Peer
-from scheduler_svc.frontend_link import error_reply
+from scheduler_svc.frontend.link import error_reply
 from shared.errors import OverloadedError, QuireError, UnsupportedMethodError
 
 _MAX_WAITING = 8

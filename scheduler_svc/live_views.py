@@ -19,8 +19,8 @@ from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.core.lifecycle.tables import BlockMap, Blocks, Queued, Tables
 from scheduler_svc.core.requests.request import RequestKey
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.frontend_hub import FrontendHub
-from scheduler_svc.frontend_link import error_reply
+from scheduler_svc.frontend.hub import FrontendHub
+from scheduler_svc.frontend.link import error_reply
 from scheduler_svc.operator import to_worker
 from scheduler_svc.present_limit import present_limit
 from scheduler_svc.recorder.recorder import Recorder

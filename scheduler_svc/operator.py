@@ -20,7 +20,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.lifecycle.statistics import RequestStats, WorkerStats
 from scheduler_svc.core.requests.history import Story
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.frontend_link import error_reply
+from scheduler_svc.frontend.link import error_reply
 from shared.errors import (
     FieldViolation,
     InvalidRequestError,

@@ -12,14 +12,14 @@ from collections.abc import Callable
 import zmq
 
 from protos.quire.link.v1 import link_pb2
-from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
 from scheduler_svc.assembly import open_journal, protector, shown_settings, to_core_config
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.explanations import LiveExplanations
-from scheduler_svc.frontend_hub import FrontendHub
+from scheduler_svc.frontend import link as frontend_link
+from scheduler_svc.frontend.hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.kv_events import KvEvents
 from scheduler_svc.live_views import LiveViews
@@ -28,7 +28,8 @@ from scheduler_svc.operator import Operator
 from scheduler_svc.recorder.recorder import Recorder, RecorderStats
 from scheduler_svc.recorder.tape import RecordedScheduler
 from scheduler_svc.tracing import SchedulerTracing
-from scheduler_svc.worker_hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
+from scheduler_svc.worker import link as worker_link
+from scheduler_svc.worker.hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
 from shared.config import SchedulerConfig
 from shared.curve import FRONTEND, SCHEDULER, WORKER, AllowList, check_bind, load_keys
 from shared.frames import FrameTooLargeError, MalformedFrameError

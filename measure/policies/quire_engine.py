@@ -19,7 +19,7 @@ from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.worker_hub import PING_INTERVAL_S
+from scheduler_svc.worker.hub import PING_INTERVAL_S
 from shared.prefix_keys import following_keys, root_key
 from shared.request_spec import RequestSpec
 

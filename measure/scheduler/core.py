@@ -24,14 +24,15 @@ import numpy as np
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import POLICIES, CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.frontend_link import Outgoing
+from scheduler_svc.frontend import link as frontend_link
+from scheduler_svc.frontend.link import Outgoing
 from scheduler_svc.tracing import SchedulerTracing
+from scheduler_svc.worker import link as worker_link
 from shared.columns import to_column
 from shared.prefix_keys import following_keys, root_key
 from shared.telemetry import Telemetry

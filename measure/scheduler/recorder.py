@@ -23,7 +23,7 @@ from measure.scheduler import core as bench
 from scheduler_svc.collector import tune_collector
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.frontend_link import Outgoing
+from scheduler_svc.frontend.link import Outgoing
 from scheduler_svc.recorder.encoding import Encoder
 from scheduler_svc.recorder.segments import SegmentWriter
 from scheduler_svc.recorder.tags import Tagger

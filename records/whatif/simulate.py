@@ -33,7 +33,7 @@ from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import EndReason, Peer
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.worker_hub import PING_INTERVAL_S
+from scheduler_svc.worker.hub import PING_INTERVAL_S
 from shared.prefix_keys import KEY_BYTES, BlockKey
 from shared.request_spec import Pooling
 

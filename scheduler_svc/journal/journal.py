@@ -24,7 +24,7 @@ import numpy as np
 from protos.quire.journal.v1 import journal_pb2
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.frontend_link import to_stream_end, to_submission
+from scheduler_svc.frontend.link import to_stream_end, to_submission
 from scheduler_svc.journal.book import Book
 from scheduler_svc.journal.recovery import recover, to_event
 from scheduler_svc.journal.segments import HEADER, open_folder

@@ -7,7 +7,7 @@ from google.protobuf.message import DecodeError
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Log
-from scheduler_svc.frontend_link import UnusableSubmissionError, arrival, from_stream_end
+from scheduler_svc.frontend.link import UnusableSubmissionError, arrival, from_stream_end
 from scheduler_svc.journal.book import Book, Entry
 from scheduler_svc.journal.segments import Segment, read_folder
 from scheduler_svc.segments import SegmentFolder

@@ -83,3 +83,10 @@ def test_the_glossary_has_one_line_per_term() -> None:
 
     assert len(terms) >= 55
     assert len(set(terms)) == len(terms)
+
+
+def test_the_index_has_every_page() -> None:
+    """docs/README.md leads to every page."""
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+
+    assert [page.name for page in DOCS if page.name != "README.md" and f"({page.name})" not in index] == []

@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from records.rules.model_worker import ModelWorker
-from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
 from scheduler_svc.core.interface.records import EndReason, Log
-from scheduler_svc.frontend_hub import FrontendHub
-from scheduler_svc.frontend_link import Outgoing
+from scheduler_svc.frontend import link as frontend_link
+from scheduler_svc.frontend.hub import FrontendHub
+from scheduler_svc.frontend.link import Outgoing
 from scheduler_svc.service import SchedulerService
+from scheduler_svc.worker import link as worker_link
 from shared.columns import from_column, to_column
 from shared.config import SchedulerConfig
 from shared.frames import (

@@ -6,9 +6,9 @@ import pytest
 import zmq
 
 from protos.quire.link.v1 import link_pb2
-from scheduler_svc import frontend_hub
 from scheduler_svc.core.interface import effects as ef
-from scheduler_svc.frontend_hub import FrontendHub
+from scheduler_svc.frontend import hub as frontend_hub
+from scheduler_svc.frontend.hub import FrontendHub
 from shared.frames import LINK_MAX_MESSAGE
 from shared.sockets import connect_dealer, receive_from
 

@@ -21,7 +21,7 @@ from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Log
-from scheduler_svc.frontend_hub import FrontendHub
+from scheduler_svc.frontend.hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import replay, to_event
 from scheduler_svc.journal.segments import read_segment

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
-from scheduler_svc.frontend_link import Outgoing
+from scheduler_svc.frontend import link as frontend_link
+from scheduler_svc.frontend.link import Outgoing
+from scheduler_svc.worker import link as worker_link
 from services.link.incoming import tokens_by_stream
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_VERSIONS, MalformedFrameError

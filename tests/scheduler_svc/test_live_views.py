@@ -13,10 +13,10 @@ from quire.admin.v1 import admin_pb2 as admin
 from records.reader import read
 from records.rules.model_worker import ModelWorker
 from records.values import PlanAsked
-from scheduler_svc import frontend_hub
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
-from scheduler_svc.frontend_hub import FrontendHub
+from scheduler_svc.frontend import hub as frontend_hub
+from scheduler_svc.frontend.hub import FrontendHub
 from scheduler_svc.live_views import MAX_VIEWS, LiveViews
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.recorder.step_view import StepView

@@ -83,7 +83,7 @@ def test_no_other_module_writes_what_belongs_to_the_state() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    """docs/scheduling.md has the table of the code, row by row; the failure prints it."""
+    """docs/scheduling-proofs.md has the table of the code, row by row; the failure prints it."""
     states = [f"* `{state.name}`: it {state.value}." for state in RequestState]
     events = [f"* `{event.name}`: {event.value}." for event in RequestEvent]
     rows = [
@@ -91,7 +91,7 @@ def test_the_page_shows_the_table() -> None:
         for (state, event), transition in TABLE.items()
     ]
     table = ["| from | event | to | action |", "|---|---|---|---|", *rows]
-    page = (ROOT / "docs" / "scheduling.md").read_text("utf-8")
+    page = (ROOT / "docs" / "scheduling-proofs.md").read_text("utf-8")
 
     for part in (states, events, table):
         assert "\n".join(part) in page, "\n".join(part)

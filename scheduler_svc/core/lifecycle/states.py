@@ -61,7 +61,7 @@ class Transition(NamedTuple):
 
     to: RequestState
     leave: _Leave
-    """What it takes to leave the old place; its docstring stands in docs/scheduling.md."""
+    """What it takes to leave the old place; its docstring stands in docs/scheduling-proofs.md."""
 
 
 class RequestStates:

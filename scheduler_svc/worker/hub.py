@@ -12,8 +12,8 @@ from functools import partial
 
 import zmq
 
-from scheduler_svc import worker_link
 from scheduler_svc.core.interface import events as ev
+from scheduler_svc.worker import link as worker_link
 from shared.frames import PLAN_MAX_MESSAGE
 from shared.logging import get_logger
 from shared.process_watch import ProcessWatch

@@ -15,7 +15,7 @@ import zmq
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.frontend_link import Outgoing
+from scheduler_svc.frontend.link import Outgoing
 from shared.frames import LINK_MAX_MESSAGE, FrameTooLargeError
 from shared.logging import get_logger
 from shared.sockets import Protect, SendOutcome, bind_router, send_to

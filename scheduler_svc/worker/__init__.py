@@ -1,0 +1,1 @@
+"""The workers: `link` encodes and decodes their frames, `hub` owns their ZeroMQ ROUTER."""
