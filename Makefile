@@ -218,10 +218,11 @@ dashboards: ## make deploy/grafana and deploy/prometheus anew, from tools/dashbo
 	@build/grafana/bin/pip install --quiet --disable-pip-version-check grafana-foundation-sdk
 	@build/grafana/bin/python -m tools.dashboards $(if $(RUNBOOK_URL),--runbook-url $(RUNBOOK_URL))
 
-lint: setup ## ruff, codespell, mypy --strict, buf lint, buf breaking, generated stubs up to date
+lint: setup ## ruff, codespell, words, mypy --strict, buf lint, buf breaking, generated stubs up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
+	$(BIN)/python -m tools.words
 	$(BIN)/mypy
 	$(BIN)/buf lint
 	@$(MAKE) --no-print-directory protos-breaking protos-check

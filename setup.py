@@ -1,5 +1,5 @@
 """Builds the extension of `kernels/native`: plain C++17 behind a C ABI, loaded with ctypes. It is optional: where there
-is no compiler, or the processor is none that it was written for, Quire installs without it and computes with torch."""
+is no compiler, or the processor is not supported, Quire installs without it and computes with torch."""
 
 import platform
 from pathlib import Path

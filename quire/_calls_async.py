@@ -81,7 +81,7 @@ class Flag:
         self._event = asyncio.Event()
 
     def set(self) -> None:
-        """Set the flag and wake whoever waits."""
+        """Set the flag and wake all waiters."""
         self._event.set()
 
     def is_set(self) -> bool:

@@ -65,7 +65,7 @@ class Flag:
         self._event = threading.Event()
 
     def set(self) -> None:
-        """Set the flag and wake whoever waits."""
+        """Set the flag and wake all waiters."""
         self._event.set()
 
     def is_set(self) -> bool:

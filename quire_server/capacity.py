@@ -31,7 +31,7 @@ _PARTS_OF_QUANTISED = frozenset(
         *("scales", "qzeros", "g_idx", "input_scale", "input_zero_point", "k_scale", "v_scale"),
     }
 )
-"""Last parts of the names of tensors beside the codes of a quantised layer."""
+"""Last parts of the names of tensors next to the codes of a quantised layer."""
 _RULES_BYTES = 33
 """Bytes per row and token of the vocabulary of a row with rules: its state, and temporary tensors of its penalties."""
 _UNKNOWN_STEP = 1 << 30

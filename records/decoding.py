@@ -69,7 +69,7 @@ class WorkerAtStart:
     answered_step: int
     rows: list[RowAtStart]
     obstacle: WaitReason | None = None
-    """What holds back the requests that compete for it."""
+    """Limit that holds back the requests that compete for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

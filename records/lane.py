@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(slots=True)
 class Counts:
-    """What a timeline holds."""
+    """Content of a timeline."""
 
     requests: int = 0
     """Arrivals."""
@@ -60,7 +60,7 @@ class Counts:
 
 
 class Tracks:
-    """The tracks of a worker's name; a worker that connects again goes on with them."""
+    """The tracks of a worker's name; a worker that reconnects goes on with them."""
 
     def __init__(self, trace: TraceWriter, worker_id: str, num_blocks: int, rank: int) -> None:
         self._trace = trace

@@ -1,4 +1,4 @@
-"""What a record holds, as values: the core's own events, digests of plans, and facts of workers and front ends."""
+"""Content of a recording, as values: the core's own events, digests of plans, and facts of workers and front ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Changes of the prefix caches of all workers for endpoint pickers: the blocks that were added and removed.
 
-A picker routes a request to the service that has most of its prompt in cache. It reads tokens, so this module reports
-blocks of the shared scope only. The prompts of principals and of requests with a scope of their own are never reported.
-A block that several workers hold counts once.
+An endpoint picker routes a request to the service that has most of its prompt in cache. It reads tokens, so this module
+reports blocks of the shared scope only. The prompts of principals and of requests with a scope of their own are never
+reported. A block that several workers hold counts once.
 
 Nothing here changes the core. `observe` reads the rows of a worker after a plan, and `collect` looks for blocks that
 left the caches. Both cost time in proportion to what changed, plus one look at all reported blocks per `collect`.

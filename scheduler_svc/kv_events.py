@@ -1,10 +1,10 @@
 """KV events: reports changes of the prefix caches to endpoint pickers, in the form of vLLM's `kv_events`.
 
-A publishing socket connects to the picker's SUB socket. A message has three frames: the topic `kv@FRONTEND@MODEL`, a
-number of 8 bytes that grows by one (big-endian), and a batch in msgpack. Every front end of the cell is an endpoint to
-a picker, so each gets the same events under its own name. For a new front end, and for all of them when a picker
-subscribes, the events begin anew: AllBlocksCleared, then all blocks that are there. Hashes are the last 8 bytes of the
-block's key.
+A publishing socket connects to the endpoint picker's SUB socket. A message has three frames: the topic
+`kv@FRONTEND@MODEL`, a number of 8 bytes that grows by one (big-endian), and a batch in msgpack. Every front end of the
+cell is an endpoint to an endpoint picker, so each gets the same events under its own name. For a new front end, and for
+all of them when an endpoint picker subscribes, the events begin anew: AllBlocksCleared, then all blocks that are there.
+Hashes are the last 8 bytes of the block's key.
 """
 
 import time
@@ -22,21 +22,21 @@ _HASH_BYTES = 8
 _SUBSCRIBED = b"\x01"
 """First byte of the message that tells of a subscription."""
 _MAX_QUEUED = 10_000
-"""Messages that wait for a slow or absent picker; later ones are lost, as with vLLM."""
+"""Messages that wait for a slow or absent endpoint picker; later ones are lost, as with vLLM."""
 
 
 class KvEvents:
     """Publisher of a scheduler."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        """Connect to a picker; it may start later.
+        """Connect to an endpoint picker; it may start later.
 
         Args:
             context: of the scheduler's sockets.
-            address: of the picker's SUB socket.
+            address: of the endpoint picker's SUB socket.
         """
         self.changes = CacheChanges()
-        # It reports every subscription, so that a picker that connects again gets all blocks.
+        # It reports every subscription, so that an endpoint picker that reconnects gets all blocks.
         self._socket = context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)

@@ -1,4 +1,4 @@
-"""Operator API: answers the calls of `quire.admin.v1`, which front ends pass on unread.
+"""Operator API: answers the calls of `quire.admin.v1`, which front ends forward without decoding.
 
 `Operator` has one case per call. An error of a call travels in the reply, and the front end raises it. Long lists are
 cut to fit into a frame.
@@ -167,7 +167,7 @@ def _unpacked(call: AnyMessage) -> Message:
 
 
 def to_worker(worker: WorkerStats) -> admin.Worker:
-    """Return a worker's figures as operators get them."""
+    """Return a worker's numbers as operators get them."""
     return admin.Worker(
         worker_id=worker.worker_id,
         draining=worker.draining,

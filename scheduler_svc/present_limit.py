@@ -21,7 +21,7 @@ _SAFE_MEMORY = 0.9
 
 
 class LimitKind(enum.Enum):
-    """What holds the service back."""
+    """Present limit of the service."""
 
     IDLE = "idle"
     """No request is live."""
@@ -43,15 +43,15 @@ class LimitKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What holds the service back, as text."""
+    """Present limit of the service, as text."""
 
     kind: LimitKind
     state: str
     """The present state, without a full stop."""
     remedy: str
-    """What would help; empty if nothing needs help."""
+    """Remedy; empty if none is needed."""
     waits: str
-    """Who waits, and for how long; empty if nobody does."""
+    """Who waits, and for how long; empty if no request waits."""
 
     @property
     def sentence(self) -> str:

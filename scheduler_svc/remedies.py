@@ -1,4 +1,4 @@
-"""What helps against each limit of the service: the same words in explanations of requests and in the present limit.
+"""Remedies for each limit of the service: the same words in explanations of requests and in the present limit.
 
 Each text completes "what helps: …" and names settings or actions.
 """

@@ -75,7 +75,7 @@ class SchedulerService:
         self._recorder = recorder
         is_wanted = config.record_dir not in ("", "off")
         self._no_record = RecorderStats(writes=False) if is_wanted else None
-        """What the metrics say if there is no recorder."""
+        """Metrics without a recorder."""
         self._core = (
             Scheduler(core_config, incarnation)
             if recorder is None

@@ -17,7 +17,7 @@ PROVIDER = "quire"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What one ended output of a request was; times in seconds."""
+    """One ended output of a request; times in seconds."""
 
     model: str
     operation: str

@@ -30,7 +30,7 @@ CLIENT_NEEDS = ("googleapis-common-protos", "grpcio", "grpcio-status", "opentele
 PRIVATE = ("kernels", "measure", "protos", "quire", "records", "scheduler_svc", "services", "shared", "worker_svc")
 """Packages that the server's wheel has in `quire_server/_packages`: common names, and the client."""
 LEFT_OUT = ("measure/*", "measure/commands/*")
-"""What only developers use; see `quire_server.cli.main` for the commands that need it."""
+"""Parts that only developers use; see `quire_server.cli.main` for the commands that need it."""
 _COMMANDS = ("__init__", "_load", "bench_serve", "bench_sweep", "replay")
 TAKEN = (
     "measure/__init__.py",
@@ -38,7 +38,7 @@ TAKEN = (
     "measure/load",
     *(f"measure/commands/{name}.py" for name in _COMMANDS),
 )
-"""What the wheel has of that: load on a running service, and what-if replays, which read traces of load."""
+"""Parts of these in the wheel: load on a running service, and what-if replays, which read traces of load."""
 
 
 def stage_client(root: Path, stage: Path) -> Path:

@@ -74,14 +74,14 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"head_dim": 24},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
 }
-"""What published models of a type have and its defaults do not: other layers, or values smaller than keys."""
+"""Properties of published models of a type and its defaults do not: other layers, or values smaller than keys."""
 _LATENT = {"head_dim": 8, "num_key_value_heads": _HEADS}
 """Sizes of classes whose heads have a part without rotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of one type."""
+    """Result of one type."""
 
     architecture: str
     status: str

@@ -37,7 +37,7 @@ PATIENCE_S = 120.0
 
 
 class Fault(enum.Enum):
-    """What strikes a worker."""
+    """Kinds of faults of a worker."""
 
     KILL = "SIGKILL"
     FREEZE = "SIGSTOP"
@@ -84,7 +84,8 @@ class Pause:
     queued: float
     """From the notice until another worker, or the same one again, has it in a plan."""
     prefill: float
-    """From there until the token: computing prompt and output again, beside what else the worker computes."""
+    """From there until the token: computing prompt and output again, concurrently with what else the worker
+    computes."""
 
     @property
     def whole(self) -> float:
@@ -94,7 +95,7 @@ class Pause:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a campaign came to."""
+    """Result of a campaign."""
 
     strikes: list[Strike]
     streams: list[Streamed]
@@ -216,7 +217,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     oracle = Oracle(checkpoint)
     began = time.monotonic()
-    # The remaining workers have room for all streams: the figures show the time until streams continue, not the queue.
+    # The remaining workers have room for all streams: the numbers show the time until streams continue, not the queue.
     with service(
         checkpoint,
         f"--max-num-seqs={max(64, campaign.num_streams)}",

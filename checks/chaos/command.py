@@ -1,4 +1,4 @@
-"""What the commands of this folder share: how they are asked for figures, and where these go."""
+"""Flags and output that the commands of this folder share."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def tell(figures: dict[str, Any], path: Path | None) -> None:
-    """Prints figures and, if a path is given, writes them there."""
+    """Prints numbers and, if a path is given, writes them there."""
     text = json.dumps(figures, indent=2)
     print(text, flush=True)
     if path is not None:

@@ -50,7 +50,7 @@ class Outcome:
     """Resident memory after each batch."""
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures as JSON."""
+        """Return the numbers as JSON."""
         tenth = max(1, len(self.memory_mb) // 10)
         return {
             "frames": self.frames,
@@ -98,7 +98,7 @@ def check_growth(target: str, memory_mb: Sequence[float]) -> None:
 
 
 def main() -> int:
-    """Attack every socket; print and write the figures."""
+    """Attack every socket; print and write the numbers."""
     parser = command.parser("checks.chaos.frames", __doc__)
     parser.add_argument("--count", type=int, default=1_000_000, help="number of frames into each socket")
     parser.add_argument(

@@ -73,7 +73,7 @@ class Outcome:
     seconds: float
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures as JSON.
+        """Return the numbers as JSON.
 
         The pause of a stream is its longest gap between two messages, from the last message before a kill until the
         next kill. It is computed for each stream that ran at the kill.
@@ -176,7 +176,7 @@ async def _until_all_get_on(load: Load, moment: float) -> None:
 
 
 def main() -> int:
-    """Runs one campaign; prints and writes its figures."""
+    """Runs one campaign; prints and writes its numbers."""
     parser = command.parser("checks.chaos.fronts", __doc__)
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--kills-of-each-kind", type=int, default=8)

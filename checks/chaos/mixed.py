@@ -240,7 +240,7 @@ def run_load(folder: Path, num_requests: int, num_worker_kills: int, seed: int) 
 
 @dataclass(slots=True)
 class Check:
-    """The calls of a run beside their explanations."""
+    """The calls of a run with their explanations."""
 
     run: Run
     accounts: dict[str, Account]
@@ -278,7 +278,7 @@ class Check:
         return sorted(found, key=lambda each: each[0])
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures as JSON's values."""
+        """Return the numbers as JSON's values."""
         run, errors, logged = self.run, self.errors(), self.errors(logged=True)
         causes: Counter[str] = Counter()
         first: Counter[str] = Counter()
@@ -335,7 +335,7 @@ def _quantiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run the load and print the figures."""
+    """Run the load and print the numbers."""
     options = parser("checks.chaos.mixed", __doc__)
     options.add_argument("--requests", type=int, default=10_000, help="number of requests (default: 10000)")
     options.add_argument("--kills", type=int, default=8, help="workers that are killed (default: 8)")

@@ -3,8 +3,8 @@
     python -m checks.chaos.overload --json overload.json --plot docs/plots/overload.svg
 
 1x is the highest of a few rates at which 99 % of the requests meet their deadline. At 10x most requests must be
-refused, and the accepted ones must be served as well as at 1x. Requests arrive as a Poisson process, which is the
-same in every run and does not depend on the outcome of earlier requests. A refused request is not sent again.
+refused, and the accepted ones must be served as well as at 1x. Poisson arrivals are the same in
+every run and do not depend on the outcome of earlier requests. A refused request is not sent again.
 """
 
 import asyncio
@@ -201,7 +201,7 @@ async def measure(served: Served, rate: float, normal_s: float, overload_s: floa
 
 
 def compare(normal: Phase, overload: Phase) -> dict[str, Any]:
-    """The figures of both, and their ratios."""
+    """The numbers of both, and their ratios."""
     one, ten = normal.figures(), overload.figures()
     return {
         "deadline_s": DEADLINE_S,
@@ -230,7 +230,7 @@ def plot(normal: Phase, overload: Phase) -> str:
 
 
 def main() -> int:
-    """Measures; prints and writes the figures."""
+    """Measures; prints and writes the numbers."""
     parser = command.parser("checks.chaos.overload", __doc__)
     parser.add_argument("--seconds", type=float, default=180.0, help="of the overload")
     parser.add_argument("--normal-seconds", type=float, default=180.0, help="of the time at 1x, and of each try for it")

@@ -1,6 +1,6 @@
 """A wire that can be cut: a forwarder between the workers' sockets and the scheduler's, in a thread of the test.
 
-While a wire is cut nothing passes in either direction and nobody is told, as when a link is down. When it is mended,
+While a wire is cut nothing passes in either direction, without notice, as when a link is down. When it is mended,
 what was connected through it is reset.
 """
 

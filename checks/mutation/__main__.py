@@ -26,7 +26,7 @@ from checks.mutation.mutators import Mutation, mutant, mutations
 CORE = Path("scheduler_svc/core")
 RULES = Path("records/rules")
 ORACLE = (RULES / "model_worker.py", RULES / "oracle.py")
-"""What the simulator compares the core with."""
+"""Modules with which the simulator compares the core."""
 _PATIENCE = 20
 """Wall-clock limit of a mutant, as a multiple of its limit of CPU time, because the machine may have other load."""
 

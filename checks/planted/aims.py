@@ -149,7 +149,7 @@ def with_overload(scenario: Scenario) -> Scenario:
 
 
 def with_long_prompts(scenario: Scenario) -> Scenario:
-    """Prompts of several steps arrive beside decode rows; a prompt token takes as long as a decode step."""
+    """Prompts of several steps arrive together with decode rows; a prompt token takes as long as a decode step."""
     config = dataclasses.replace(
         scenario.config,
         **CONTINUOUS,

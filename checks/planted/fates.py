@@ -215,7 +215,7 @@ def resubmitted_is_refused(patch: pytest.MonkeyPatch) -> None:
 
 @bug("grammar.wanted", "grammar.drop", "core", aim=with_extras)
 def used_grammar_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A compiled grammar is forgotten when the last row that uses it is over."""
+    """A compiled grammar is dropped when the last row that uses it is over."""
 
     def forgotten(vacated: Any, self: Grammars, key: bytes) -> None:
         vacated(self, key)

@@ -57,7 +57,7 @@ def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.target", aim=with_long_prompts)
 def target_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Chunks take the whole budget, however long the decode rows beside them wait."""
+    """Chunks take the whole budget, however long the concurrent decode rows wait."""
     patch.setattr(chunks, "affordable_tokens", lambda _target_s, _decode_s, _token_s: 1 << 30)
 
 

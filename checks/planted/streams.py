@@ -59,7 +59,7 @@ def credit_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.order", "plan.admission", "stream.token", "core")
 def preempted_loses_token(patch: pytest.MonkeyPatch) -> None:
-    """A request that leaves its worker forgets its newest token."""
+    """A request that leaves its worker drops its newest token."""
 
     def forgets(displace: Any, self: RequestRegistry, request: Any, *arguments: Any) -> None:
         if len(request.tokens) > request.spec.num_prompt_tokens:
@@ -102,7 +102,7 @@ def scores_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.duplicate", "log.begun", aim=with_extras)
 def duplicate_accepted(patch: pytest.MonkeyPatch) -> None:
-    """A second request of the same id runs beside the first."""
+    """A second request of the same id runs concurrently with the first."""
     wrap(
         patch,
         IdentifiedRequests,

@@ -40,7 +40,7 @@ def stall_blamed(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", "finish", "empty", "work.running")
 def worker_loss_forgets(patch: pytest.MonkeyPatch) -> None:
-    """Requests of a lost worker whose last step was planned are forgotten."""
+    """Requests of a lost worker whose last step was planned are dropped."""
     wrap(
         patch,
         Fleet,

@@ -182,7 +182,7 @@ class Site:
         self._boot_after(world.rng.uniform(0.0, 0.3) if back_after is None else back_after)
 
     def compile_grammar(self, epoch: Epoch, key: bytes) -> None:
-        """Compile a grammar beside the steps and report it, sometimes twice or for an epoch that is over."""
+        """Compile a grammar concurrently with the steps and report it, sometimes twice or for an epoch that is over."""
         world = self._world
         usable = key != grammar_key(UNUSABLE)
         delay = world.latency() + world.scenario.pace.step * world.rng.uniform(0, 20)

@@ -1,4 +1,4 @@
-"""Tile sides and launch options of the attention kernels: a table in a file beside this module, and a safe default.
+"""Tile sides and launch options of the attention kernels: a table in a file next to this module, and a safe default.
 
 The table is measured offline on a GPU (`python -m measure.kernels.tune`) and checked in; there is no tuning while
 serving. An entry applies to one kernel on one architecture, to heads of up to ``dim_tile`` dimensions, and to a number
@@ -59,7 +59,7 @@ def _known(key: Key) -> Tuning:
 def default_tuning(key: Key) -> Tuning:
     """Return the launch options for an entry without a measurement.
 
-    They follow from the compiler's figures for registers and shared memory. Rules: no spills, 16-byte copies into
+    They follow from the compiler's numbers for registers and shared memory. Rules: no spills, 16-byte copies into
     shared memory, from which the matrix units read, and three stages, so that the copies of one tile of keys and
     values are in flight while another tile is computed. Decode is limited by memory bandwidth. It therefore runs in
     two programs per multiprocessor or more. Prefill reads each key once per tile of queries; on Hopper, where the

@@ -5,7 +5,7 @@ each waits for its answer). Latency counts from the intended start of a request,
 in every request that was due meanwhile. The delay of the generator itself is measured and reported.
 
 Without --url it calls a Quire server over gRPC; with --url, any server with OpenAI's API. docs/benchmarking.md explains
-the figures.
+the numbers.
 """
 
 from dataclasses import replace

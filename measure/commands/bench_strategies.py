@@ -3,7 +3,7 @@
 Each group of runs starts a service of its own on the CPU. Steps, idle slots and the use of blocks come from the flight
 record, latencies from the client. Static batching appears in two forms. In `static-held`, Quire's own mode, a finished
 request leaves its slot empty until its batch ends. In `static-padded`, finished rows are computed as padding and all
-answers come at the end of the batch, as with generate() of transformers. Its figures are computed from the steps of
+answers come at the end of the batch, as with generate() of transformers. Its numbers are computed from the steps of
 `static-held`.
 
 The column "bound" is the most that continuous batching can gain over static batching with these lengths: steps of

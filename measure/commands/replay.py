@@ -5,7 +5,7 @@ Exit codes: 0 equal, 1 different, 3 equal as far as the record goes; the stretch
 Of a folder, the replay begins at the first segment of a new scheduler or with a complete snapshot. Other code may make
 other plans. Then the recorded requests are served again in a simulation, and the core's promises are checked there.
 
-With --what-if, --set or --workers, the recorded requests are simulated with other settings. The table shows the figures
+With --what-if, --set or --workers, the recorded requests are simulated with other settings. The table shows the numbers
 of the record, of a simulation with the same settings, and of one with the changed settings. The names and values of
 --set are those of the scheduler's flags. With --step-times, the requests may also be those of a trace: CSV of Azure, or
 JSON lines of Mooncake.

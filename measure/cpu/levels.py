@@ -1,4 +1,4 @@
-"""Speed of every level of the CPU kernels that this processor has, beside oneDNN: `make cpu-levels`.
+"""Speed of every level of the CPU kernels that this processor has, compared with oneDNN: `make cpu-levels`.
 
 `python -m measure.cpu.levels [--rows 1,16,128] [--inputs 1024] [--outputs 4096] [--seconds 3]` measures products over
 packed weights. All levels and a peer compute in turn, each with the next of many weights. The peer is oneDNN (packed

@@ -5,10 +5,10 @@ Scenarios, each with the same clients:
   * prompt: one message per token through the front end; the core makes tokens at `OFFERED_SHARE` of the baseline's
     rate in the same round. A front end that keeps up merges nothing, and `prompt_tokens_per_message` is 1;
   * lagging: the core is far faster than the readers, so tokens are merged;
-  * stalled: readers that read nothing, beside some that read; the front end's memory is sampled.
+  * stalled: readers that read nothing, together with some that read; the front end's memory is sampled.
 
 The first three alternate, so that other load on the machine affects all of them alike. The result contains medians and
-spread of the rates and of the ratios within a round. CPU time per message is the figure that other load disturbs least;
+spread of the rates and of the ratios within a round. CPU time per message is the number that other load disturbs least;
 it is measured over the client's own window. Linux only: it reads /proc.
 
 Targets on an idle machine: a median of at least 0.6 for `prompt_messages_per_s_to_bare` with one token per message, and

@@ -3,7 +3,7 @@
     python -m measure.frontend.tracing [--rounds N] [--seconds S] [--streams N] [--json FILE]
 
 Three services run side by side, and one at a time has load. Each has its front end, scheduler, recorder and a worker
-with the embedded model, and exports to a collector in this process. The figures are CPU time per token of all processes
+with the embedded model, and exports to a collector in this process. The numbers are CPU time per token of all processes
 of a service, and tokens per second. Each is divided by that of the service without traces in the same round. The
 embedded model computes little, so the share of the traces is larger than with a real one. Linux only: it reads /proc.
 
@@ -51,7 +51,7 @@ class _Service:
         self._http = http_part.removeprefix("http=")
 
     def measure(self, folder: Path, streams: int, seconds: float) -> _Figures:
-        """Return the figures under load."""
+        """Return the numbers under load."""
         arguments = (f"--target={self._target}", f"--streams={streams}", f"--max-tokens={MAX_TOKENS}")
         with Child(folder, "measure.frontend.client", *arguments, f"--seconds={seconds}", "--warmup-s=1") as client:
             client.line()
@@ -70,7 +70,7 @@ class _Service:
 
 
 def run_bench(*, rounds: int, seconds: float, streams: int) -> dict[str, Any]:
-    """Measure and return the figures."""
+    """Measure and return the numbers."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as name, ExitStack() as processes:
         folder = Path(name)
         endpoint = processes.enter_context(_collector())

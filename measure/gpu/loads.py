@@ -1,4 +1,4 @@
-"""The requests of each item, and the figures from the times of their tokens, as pure functions."""
+"""The requests of each item, and the numbers from the times of their tokens, as pure functions."""
 
 import random
 import statistics

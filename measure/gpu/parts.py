@@ -102,7 +102,7 @@ class Item:
 
 
 def kernels(context: Context) -> None:
-    """Run a test of a minute, then measurements beside the device's ceilings, then checks at random sizes."""
+    """Run a test of a minute, then measurements compared with the device's ceilings, then checks at random sizes."""
     for name, test in smoke(context.device, context.dtype, context.scale.kernels):
         context.results.run(name, test, 10.0)
     ceilings = _ceilings(context)
@@ -149,7 +149,7 @@ def _steps(context: Context, name: str, loaded: engine_steps.Loaded, *, graphs: 
 
 
 def decode(context: Context) -> None:
-    """Measure decode and prefill of each model shape beside the roofline; compare the tokens of CPU and GPU."""
+    """Measure decode and prefill of each model shape compared with the roofline; compare the tokens of CPU and GPU."""
     ceilings = _ceilings(context)
     context.results.run("greedy tokens on CPU and device", lambda: _same_tokens(context), 60.0)
     for shape in context.scale.models:

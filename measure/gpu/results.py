@@ -1,4 +1,4 @@
-"""The JSON of one part: its figures, item by item, with the device and the commit.
+"""The JSON of one part: its numbers, item by item, with the device and the commit.
 
 It is written after every item, so that the end of the process loses nothing. An item itself may end the process: a
 kernel that never returns, or one after which the device no longer answers. Such an item is recorded as *broken* and not
@@ -38,7 +38,7 @@ class DeviceLostError(Exception):
 
 
 class Results:
-    """Figures of a part so far; each new item is written at once."""
+    """Numbers of a part so far; each new item is written at once."""
 
     def __init__(self, path: Path, *, rehearsal: bool, budget_s: float) -> None:
         """Open the file; no item starts later than `budget_s` from now."""
@@ -56,7 +56,7 @@ class Results:
 
     @property
     def items(self) -> dict[str, Figures]:
-        """The figures of each finished item."""
+        """The numbers of each finished item."""
         items = self._document["items"]
         assert isinstance(items, dict)
         return items

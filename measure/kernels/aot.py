@@ -2,7 +2,7 @@
 
 Triton compiles a kernel for the types of its arguments and the values of its compile-time parameters, normally at the
 first launch. Here each case calls an operation's public function with meta tensors, and `record_launches` records the
-launches. Each launch is compiled to a cubin for an architecture, and its figures are reported
+launches. Each launch is compiled to a cubin for an architecture, and its numbers are reported
 (`measure.kernels.machine_code`). A kernel that does not compile, or that spills, is thus found on any machine. The
 compiled launches are the real ones, because they come from the public functions.
 

@@ -1,4 +1,4 @@
-"""Figures of a compiled kernel: registers, spills, copies in flight, and instructions, in all and of its loops.
+"""Numbers of a compiled kernel: registers, spills, copies in flight, and instructions, in all and of its loops.
 
 They are read from the compiler's output, so that a test without a GPU can find a kernel that spills, that waits for
 each load, or that executes more instructions per tile than before.

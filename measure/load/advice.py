@@ -1,6 +1,6 @@
 """Suggested settings with their reasons, by rules from what a sweep has measured. Pure.
 
-The rules use figures of one workload on one server. They say where to look, and why; only a measurement with the new
+The rules use numbers of one workload on one server. They say where to look, and why; only a measurement with the new
 setting shows its effect.
 """
 
@@ -23,7 +23,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a sweep knows about one load."""
+    """Measurements of one load."""
 
     load: float
     figures: Figures

@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Gaps between arrivals follow a gamma distribution; with a burstiness of 1 this is a Poisson process."""
+    """Gaps between arrivals follow a gamma distribution; with a burstiness of 1 these are Poisson arrivals."""
 
     rate: float
     """Arrivals per second."""
@@ -51,7 +51,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """A Poisson process whose rate changes linearly, then stays."""
+    """Poisson arrivals whose rate changes linearly, then stays."""
 
     first_rate: float
     last_rate: float

@@ -22,7 +22,7 @@ _T_95 = (
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Distribution of a figure."""
+    """Distribution of a number."""
 
     count: int
     mean: float
@@ -43,7 +43,7 @@ class Spread:
         return cls(int(all_values.size), float(all_values.mean()), p50, p90, p95, p99, p999, float(all_values.max()))
 
     def to_json(self) -> dict[str, float]:
-        """Return the figures by name; the 99.9th percentile is "p99.9"."""
+        """Return the numbers by name; the 99.9th percentile is "p99.9"."""
         return {"p99.9" if name == "p999" else name: value for name, value in asdict(self).items()}
 
 
@@ -124,7 +124,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one run."""
+    """Numbers of one run."""
 
     requests: int
     done: int
@@ -149,7 +149,7 @@ class Figures:
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome], slo: Slo) -> "Figures":
-        """Return the figures of the counted requests. Latencies are those of requests that were answered completely."""
+        """Return the numbers of the counted requests. Latencies are those of requests that were answered completely."""
         counted = [each for each in outcomes if each.counted]
         done = [each for each in counted if each.ending is Ending.DONE]
         begin = min((each.intended_s for each in counted), default=0.0)
@@ -172,7 +172,7 @@ class Figures:
         )
 
     def over(self, wall_s: float) -> "Figures":
-        """Return the same figures with another duration, such as that of several runs."""
+        """Return the same numbers with another duration, such as that of several runs."""
         return replace(self, wall_s=wall_s)
 
     @property
@@ -225,7 +225,7 @@ def is_saturated(samples: Sequence[Sample], window_s: float = 10.0) -> bool:
     """Return whether requests arrive faster than the server begins to answer them.
 
     In each of the last two windows, the requests without a first token must have become more by a tenth of the
-    arrivals and by three standard deviations of a Poisson process. A burst that the server works off does not suffice.
+    arrivals and by three standard deviations of Poisson arrivals. A burst that the server works off does not suffice.
     """
     if not samples or samples[-1].time_s < 2 * window_s:
         return False

@@ -38,7 +38,7 @@ _PROBE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What one process has done."""
+    """Progress of one process."""
 
     outcomes: list[Outcome]
     loop_late_s: "array[float]"

@@ -54,7 +54,7 @@ class GrpcTarget:
                         raise RequestCancelledError
             finished = generation.finished
         except errors.DeadlineError:
-            raise RequestFailedError("DEADLINE") from None  # found by the server or by gRPC, whoever is first
+            raise RequestFailedError("DEADLINE") from None  # found by the server or by gRPC, in either order
         except errors.QuireError as error:
             raise RequestFailedError(error.reason or error.code) from None
         if finished is not None:

@@ -1,4 +1,4 @@
-"""What came back: the times and tokens of each request of a run. All times are seconds since the start of the run.
+"""Outcomes: the times and tokens of each request of a run. All times are seconds since the start of the run.
 
 Latency counts from the intended start, not from the moment of sending. A server that stalls then delays every request
 that was scheduled meanwhile, also those that the generator could send only later (no coordinated omission).

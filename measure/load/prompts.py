@@ -35,7 +35,7 @@ WORDS = tuple(_WORDS.split())
 
 
 class Style(enum.Enum):
-    """What a prompt is made of."""
+    """Content of a prompt."""
 
     TOKENS = "tokens"
     TEXT = "text"

@@ -1,4 +1,4 @@
-"""Figures of a run from the server's flight record: its steps, and the share of time without a step on the device.
+"""Numbers of a run from the server's flight record: its steps, and the share of time without a step on the device.
 
 The workers' timings in a record show when each step began on the device and how long it took. So the idle share is that
 of the run alone, and an idle time before the run does not count. The record must be on this machine.
@@ -19,7 +19,7 @@ _US = 1e6
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """Figures of the time between two moments. None: nothing of the kind happened."""
+    """Numbers of the time between two moments. None: nothing of the kind happened."""
 
     steps: int
     rows_per_step: float | None
@@ -95,7 +95,7 @@ class _Window:
 
 
 def run_in_record(place: Path, begin_unix_s: float, end_unix_s: float) -> RecordedRun:
-    """Return the figures of a run.
+    """Return the numbers of a run.
 
     Args:
         place: folder of the record.

@@ -43,7 +43,7 @@ class Report:
         return {name: Interval.of([value(run.figures) for run in self.runs]) for _, name, value in RATES}
 
     def warnings(self) -> list[str]:
-        """Return what a reader must know before using the figures."""
+        """Return what a reader must know before using the numbers."""
         found = []
         for number, run in enumerate(self.runs, 1):
             repeat = f"repeat {number}: " if len(self.runs) > 1 else ""
@@ -142,7 +142,7 @@ class Report:
 
 
 def merged(runs: Sequence[Run], slo: Slo) -> Figures:
-    """Return the figures over the requests of several runs; rates are over the sum of their times."""
+    """Return the numbers over the requests of several runs; rates are over the sum of their times."""
     if len(runs) == 1:
         return runs[0].figures
     outcomes: list[Outcome] = [each for run in runs for each in run.outcomes]
@@ -162,7 +162,7 @@ def spreads(figures: Figures) -> list[tuple[str, Spread]]:
 
 
 def describe_server(run: Run) -> str:
-    """Return the server's figures in one line."""
+    """Return the server's numbers in one line."""
     server = run.server
     assert server is not None
     parts = [

@@ -77,7 +77,7 @@ class Run:
 
     @property
     def bottleneck(self) -> str:
-        """Why the figures are those of the generator and not of the server; empty if they are not."""
+        """Why the numbers are those of the generator and not of the server; empty if they are not."""
         limit_s = max(LATE_S, self.figures.ttft.p50 / 20)
         if self.figures.late.p99 > limit_s and not self.held_back:
             return f"requests were sent {1000 * self.figures.late.p99:.1f} ms late (p99)"
@@ -103,8 +103,8 @@ async def run_plan(
         slo: limits of good requests.
         token: bearer token.
         processes: number of generating processes; 1: this one.
-        metrics: server of `/metrics`; None: its figures are unknown.
-        record: folder of the server's flight record; None: its figures are unknown.
+        metrics: server of `/metrics`; None: its numbers are unknown.
+        record: folder of the server's flight record; None: its numbers are unknown.
         watch: called with the progress twice per second.
 
     Raises:

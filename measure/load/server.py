@@ -1,6 +1,6 @@
-"""The server's own figures of a run: metrics before and after, gauges during the run, and its flight record. Pure.
+"""The server's own numbers of a run: metrics before and after, gauges during the run, and its flight record. Pure.
 
-Most names are those of vLLM's metrics, which Quire also reports. Figures with Quire's own names exist for Quire only.
+Most names are those of vLLM's metrics, which Quire also reports. Numbers with Quire's own names exist for Quire only.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def gauges_of(page: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """Figures of the server during a run, warm-up included. None: the server does not report it."""
+    """Numbers of the server during a run, warm-up included. None: the server does not report it."""
 
     prompt_tokens: float | None
     generation_tokens: float | None
@@ -42,7 +42,7 @@ class ServerFigures:
 
     @classmethod
     def of(cls, before: Scrape, after: Scrape, meanwhile: Sequence[Scrape], seconds: float) -> "ServerFigures":
-        """Return the figures between two scrapes that are this far apart, with those taken in between."""
+        """Return the numbers between two scrapes that are this far apart, with those taken in between."""
 
         def increase(name: str, **labels: str) -> float | None:
             # A counter that had no value before began at 0.
@@ -84,10 +84,10 @@ class ServerFigures:
 
     @classmethod
     def with_record(cls, scraped: "ServerFigures | None", recorded: RecordedRun) -> "ServerFigures":
-        """Return what metrics say, if there are any, with the figures that a record has of the run itself."""
+        """Return what metrics say, if there are any, with the numbers that a record has of the run itself."""
         values = asdict(scraped) if scraped is not None else dict.fromkeys(each.name for each in fields(cls))
         return cls(**values | {name: value for name, value in asdict(recorded).items() if value is not None})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures that exist, by name."""
+        """Return the numbers that exist, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}

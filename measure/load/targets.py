@@ -1,4 +1,4 @@
-"""What the generator needs of a server: send one request, and note when its tokens arrive."""
+"""Interface of a server for the generator: send one request, and note when its tokens arrive."""
 
 import time
 from array import array
@@ -29,7 +29,7 @@ class Request:
 
 @dataclass(slots=True)
 class Answer:
-    """What has arrived of one answer."""
+    """Parts of one response so far."""
 
     message_times: "array[float]" = field(default_factory=lambda: array("d"))
     """Times of `time.perf_counter`."""

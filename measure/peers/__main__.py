@@ -4,7 +4,7 @@
     python -m measure.peers --weights int8 --rounds 3
 
 The peers are installed into environments of their own under --work (gigabytes; llama.cpp is built from source). Within
-a round everybody runs once, one at a time, in an order that changes from round to round; figures are medians over the
+a round everybody runs once, one at a time, in an order that changes from round to round; numbers are medians over the
 rounds with their range. Loading a model is not timed, and everybody serves a few requests before the clock starts.
 
 A --json file that exists is gone on with: its rounds count, those of this call are added. So a comparison can be made
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def _begun(options: argparse.Namespace) -> dict[str, Any]:
-    """What the report holds so far."""
+    """Content of the report so far."""
     flags = set(_cpuinfo("flags").split())
     machine = {
         "cpu": _cpuinfo("model name") or platform.processor(),

@@ -1,4 +1,4 @@
-"""From the times at which tokens came to the figures that peers are compared by."""
+"""From the times at which tokens came to the numbers that peers are compared by."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from measure.peers.workloads import LONG_ARRIVES_S, Workload
 HIGHER_IS_BETTER = {"out_tok_per_s": True, "decode_tok_per_s": True, "max_gap_s": False, "long_ttft_s": False}
 HEADLINE = {"W1": "out_tok_per_s", "W2": "decode_tok_per_s", "W3": "out_tok_per_s", "W3w": "out_tok_per_s",
             "W4": "max_gap_s"}  # fmt: skip
-"""The figure that a workload is about."""
+"""The number that a workload is about."""
 
 Figures = dict[str, float]
 
@@ -20,7 +20,7 @@ class DifferentWorkError(Exception):
 
 
 def figures(workload: Workload, times: Sequence[Sequence[float]]) -> Figures:
-    """The figures of one run.
+    """The numbers of one run.
 
     Args:
         workload: what was served.
@@ -51,7 +51,7 @@ def figures(workload: Workload, times: Sequence[Sequence[float]]) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One peer under one workload: a figure's median and range over the rounds, and Quire's ratio to it."""
+    """One peer under one workload: a number's median and range over the rounds, and Quire's ratio to it."""
 
     workload: str
     figure: str
@@ -64,10 +64,10 @@ class Row:
 
 
 def compare(runs: Mapping[str, Mapping[str, Sequence[Figures]]], us: str = "quire") -> list[Row]:
-    """Rows for the headline figures.
+    """Rows for the headline numbers.
 
     Args:
-        runs: by workload and peer: the figures of each round.
+        runs: by workload and peer: the numbers of each round.
         us: the peer that the others are compared with.
     """
     rows = []

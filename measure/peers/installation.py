@@ -114,7 +114,7 @@ PEERS = (
 """Every peer that can be measured."""
 
 _STRAY = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that come along built for CUDA and break the import of others beside a CPU build of torch."""
+"""Packages that come along built for CUDA and break the import of others with a CPU build of torch."""
 
 
 class InstallationError(Exception):

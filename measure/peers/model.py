@@ -1,6 +1,6 @@
 """The model that all peers serve: random weights in the shape of a small Llama, and a tokenizer of the right size.
 
-Random weights cost what trained ones do, and nobody needs a download. 335 M parameters: hidden 1,024, 24 layers, 16
+Random weights cost what trained ones do, and no download is needed. 335 M parameters: hidden 1,024, 24 layers, 16
 query heads and 8 KV heads of 64, intermediate 3,072, 32,000 tokens, embeddings tied, bfloat16.
 """
 

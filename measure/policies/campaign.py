@@ -15,7 +15,7 @@ _WITH_PRIORITIES = ("priorities", "deadlines")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """What to run."""
+    """Runs to make."""
 
     workload: str
     loads: Sequence[float]

@@ -13,7 +13,7 @@ from shared.config import ConfigError
 
 
 class Work(NamedTuple):
-    """What a step computes."""
+    """Work of a step."""
 
     prefill: int
     """Tokens of prompts, and of generated tokens that are computed again."""
@@ -85,7 +85,7 @@ PRESETS = {
             block_copy_s=2e6 / 50e9,
             kv_tokens=409_600,
         ),
-        # About a 70B model in bf16 on four H100: 327,680 bytes of KV per token; 148 GB are left beside the weights.
+        # About a 70B model in bf16 on four H100: 327,680 bytes of KV per token; 148 GB are left after the weights.
         Costs(
             name="70b-4xh100",
             constant_s=14e-3,

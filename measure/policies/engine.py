@@ -34,7 +34,7 @@ class Ended:
 
 @dataclass(slots=True)
 class News:
-    """What has happened since the last look."""
+    """Events since the last call."""
 
     tokens: list[int] = field(default_factory=list)
     """Numbers of the jobs that got a token, once per token."""

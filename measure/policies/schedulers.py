@@ -45,7 +45,7 @@ class Specification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What all schedulers of a run have in common."""
+    """Settings that all schedulers of a run share."""
 
     costs: Costs
     num_workers: int

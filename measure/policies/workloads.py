@@ -190,7 +190,7 @@ def _open(name: str, load: float, jobs: Iterable[Job]) -> OpenLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """What a workload is drawn from."""
+    """Parameters of a workload."""
 
     seconds: float
     load: float

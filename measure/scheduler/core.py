@@ -380,7 +380,7 @@ def run_all(steps: int, queued: int) -> list[CoreResult]:
 
 
 def median_of(repeated: Sequence[CoreResult]) -> CoreResult:
-    """Return the median of each figure over repeated runs of one scenario."""
+    """Return the median of each number over repeated runs of one scenario."""
     figures = [field.name for field in dataclasses.fields(CoreResult) if "_us" in field.name]
     medians = {name: round(statistics.median(getattr(each, name) for each in repeated), 1) for name in figures}
     return dataclasses.replace(repeated[0], **medians)

@@ -1,6 +1,6 @@
-"""Claims of the literature beside the figures of a run. Pure.
+"""Claims of the literature compared with the results of a run. Pure.
 
-A claim is left out if the runs that it needs are missing. Text says what a figure means, and why it differs.
+A claim is left out if the runs that it needs are missing. Text says what a number means, and why it differs.
 """
 
 from collections.abc import Callable, Iterator, Sequence

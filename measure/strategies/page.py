@@ -1,4 +1,4 @@
-"""Write the tables and plots of docs/strategies.md from the published results: `python -m measure.strategies.page`.
+"""Write the tables and plots of docs/strategies.md from the documented results: `python -m measure.strategies.page`.
 
 The text of the page is written by hand; only what lies between its markers is replaced.
 """

@@ -47,7 +47,7 @@ def document(results: Sequence[Row], by_others: float | None) -> Row:
 
 
 def origin(document: Row) -> str:
-    """Return where the figures come from, and whether the machine had other work."""
+    """Return where the numbers come from, and whether the machine had other work."""
     text = f"Measured by `{document['command']}` on {document['machine']}."
     share = document["cpu_share_of_other_programs"]
     if share is None:
@@ -120,7 +120,7 @@ def markdown_table(results: Sequence[Row]) -> str:
 
 
 def markdown_claims(results: Sequence[Row]) -> str:
-    """Return claims and figures as a table of a Markdown page."""
+    """Return claims and numbers as a table of a Markdown page."""
     head = ["| claim | claimed | measured here | why |", "|---|---|---|---|"]
     lines = [f"| {each.claim} | {each.claimed} | {each.measured} | {each.why} |" for each in claims(results)]
     return "\n".join(head + lines)

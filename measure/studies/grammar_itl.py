@@ -1,4 +1,5 @@
-"""What rows with a grammar cost the others: the time between tokens of plain streams, beside plain and grammar rows.
+"""Cost of rows with a grammar for other rows: the time between tokens of plain streams, compared with unconstrained and
+grammar rows.
 
 .venv/bin/quire serve &
 .venv/bin/python measure/studies/grammar_itl.py 127.0.0.1:50051 --json measure/results/grammar_itl.json
@@ -36,7 +37,7 @@ async def measured(client: AsyncClient, seed: int) -> list[float]:
 
 
 async def round_of(client: AsyncClient, *, grammars: bool) -> list[float]:
-    """Gaps of plain streams beside as many others, which have a grammar or not."""
+    """Gaps of unconstrained streams together with as many others, which have a grammar or not."""
     options = {"json_schema": SCHEMA} if grammars else {"ignore_eos": True}
     beside = [client.generate("Answer: ", max_tokens=TOKENS + 60, seed=seed, **options) for seed in range(BESIDE)]
     await asyncio.gather(*(anext(generation) for generation in beside))
@@ -47,7 +48,7 @@ async def round_of(client: AsyncClient, *, grammars: bool) -> list[float]:
 
 
 async def measure(target: str) -> dict[str, object]:
-    """The figures of three rounds of each, in turn."""
+    """The numbers of three rounds of each, in turn."""
     async with AsyncClient(target) as client:
         await round_of(client, grammars=True)
         found: dict[bool, list[float]] = {False: [], True: []}

@@ -1,4 +1,4 @@
-"""What an idle `quire serve` takes: the time until it is ready, then CPU time and wake-ups of each thread.
+"""Cost of an idle `quire serve`: the time until it is ready, then CPU time and wake-ups of each thread.
 
     python -m measure.studies.idle [--seconds 45] [FLAGS of quire serve]
 

@@ -136,7 +136,7 @@ def overlap(one: Interval, other: Interval) -> bool:
 
 
 def summary(runs: dict[str, list[Means]]) -> dict[str, dict[str, Interval]]:
-    """Return the interval of each figure, by tool."""
+    """Return the interval of each number, by tool."""
     return {
         tool: {name: Interval.of([getattr(each, name) for each in found]) for name in FIGURES}
         for tool, found in runs.items()

@@ -63,7 +63,7 @@ KINDS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Figures of the embedded model."""
+    """Numbers of the embedded model."""
 
     perplexity: float
     arithmetic: float

@@ -159,7 +159,7 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """Print the figures, or follow."""
+    """Print the numbers, or follow."""
     parser = argparse.ArgumentParser("python -m measure.studies.tensor_parallel", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])

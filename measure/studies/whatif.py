@@ -59,7 +59,7 @@ class Load:
     rate: float
     """Requests per second."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of the gaps; 1 is a Poisson process."""
+    """Shape of the gamma distribution of the gaps; 1 gives Poisson arrivals."""
     words: tuple[int, int] = (5, 200)
     """Bounds of the length of a prompt."""
     shared: float = 0.4
@@ -119,7 +119,7 @@ def record(settings: Sequence[str], load: Load, duration_s: float, folder: Path)
 
 
 def values(figures: Figures) -> dict[str, float]:
-    """Return the figures that are predicted."""
+    """Return the numbers that are predicted."""
     return {
         "throughput": figures.output_tokens_per_s,
         "ttft_mean": figures.ttft.mean,

@@ -1,4 +1,4 @@
-"""Write the table and the plot of docs/replay.md from the published errors: `python -m measure.studies.whatif_page`.
+"""Write the table and the plot of docs/replay.md from the documented errors: `python -m measure.studies.whatif_page`.
 
 `python -m measure.studies.whatif --json measure/results/whatif.json` measures them.
 """
@@ -24,11 +24,11 @@ _FIGURES = (
     ("ttft_p99", "TTFT p99", 0.20),
     ("itl_mean", "ITL mean", None),
 )
-"""Name in the file, title, and the aim for the error."""
+"""Name in the file, title, and the target for the error."""
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return the errors of all predictions of changed settings, beside the spread of the real runs."""
+    """Return the errors of all predictions of changed settings, compared with the spread of the real runs."""
     pairs = _pairs(document)
     text = [
         f"{len(pairs)} predictions of a setting from the record of another one, each against the mean of"

@@ -18,7 +18,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(slots=True)
 class _Worker:
-    """Figures of a worker from its steps since the last screen."""
+    """Numbers of a worker from its steps since the last screen."""
 
     steps: int = 0
     tokens: int = 0
@@ -31,7 +31,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class Top:
-    """The figures on the screen; rates and latencies are those since the screen before."""
+    """The numbers on the screen; rates and latencies are those since the screen before."""
 
     address: str
     _rates: list[admin.ServiceRates] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Top:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the figures cover an interval, and the tables have come."""
+        """Whether the numbers cover an interval, and the tables have come."""
         return self._tables is not None and any(rates.seconds > 0 for rates in self._rates)
 
     def take(self, part: admin.WatchStepsResponse) -> None:

@@ -1,7 +1,7 @@
 """Chats with a running service in the terminal; answers stream as they are generated.
 
 Commands, at the beginning of a line:
-  /reset          forget the conversation
+  /reset          drop the conversation
   /system TEXT    set the system message from now on
   /retry          answer the last question again
   /history        show the conversation
@@ -95,7 +95,7 @@ class Chat:
         """Execute a command, or answer a message.
 
         Raises:
-            QuireError: the request failed; the question is forgotten.
+            QuireError: the request failed; the question is dropped.
         """
         command, _, argument = line.partition(" ")
         match command:

@@ -34,7 +34,7 @@ EXAMPLES = """
 """
 _PREVIOUS = "@previous"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""What TOML accepts as a key without quotation marks."""
+"""Keys that TOML accepts without quotation marks."""
 
 
 def configure(parser: OneLineParser) -> None:

@@ -1,6 +1,6 @@
 """Shows what a running service does: the batch of each worker, queues, tokens, latencies, KV blocks and incidents.
 
-The figures are those of the console, from the same stream of the operator API, so the command needs the rights of an
+The numbers are those of the console, from the same stream of the operator API, so the command needs the rights of an
 operator. Ctrl-C ends it.
 """
 

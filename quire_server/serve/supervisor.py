@@ -59,7 +59,7 @@ class _Slot:
     has_listened: bool = False
     """Whether the current child is a front end that listens."""
     last_words: LastWords = field(default_factory=lambda: LastWords(""))
-    """What the current child has written to stderr."""
+    """Output of the current child on stderr."""
     listening: "asyncio.Future[Addresses]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 

@@ -129,7 +129,7 @@ class Cause:
     kind: CauseKind
     seconds: float = 0.0
     details: list[str] = field(default_factory=list)
-    """What the core noted about it."""
+    """Notes of the core about it."""
     by: "Counter[StreamKey]" = field(default_factory=Counter)
     """Requests that took part, with a weight: tokens of their prompts, or 1."""
 

@@ -1,4 +1,4 @@
-"""What is known of one request's life; the input of `accounting`.
+"""Known facts of one request's life; the input of `accounting`.
 
 All times are seconds of the core's clock, unless a name says otherwise. A front end states durations only, measured
 from its submission of the request, so its clock need not agree with the core's. A worker's clock is translated with the
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What only the front end knows of a call; durations on its own clock, s."""
+    """Facts of a call that only the front end knows; durations on its own clock, s."""
 
     submitted_s: float = 0.0
     """From the call's arrival to the submission."""
@@ -89,7 +89,7 @@ class Report:
 
 
 class Obstacle(NamedTuple):
-    """What held back the requests that competed for a worker, from a time on."""
+    """Limit that held back the requests that competed for a worker, from a time on."""
 
     time: float
     worker_id: str
@@ -147,7 +147,7 @@ class Life:
     placements: tuple[tuple[float, str], ...] = ()
     """(time, worker) of its admissions, in order."""
     obstacles: tuple[Obstacle, ...] = ()
-    """What held back the queues of the workers, in order of time."""
+    """Limits that held back the queues of the workers, in order of time."""
     holdings: tuple[Holding, ...] = ()
     """Rows that others held while it waited."""
     stalls: tuple[tuple[float, float], ...] = ()

@@ -102,7 +102,7 @@ class Ended:
 
 @dataclass(slots=True)
 class Findings:
-    """What a pass over a record has found."""
+    """Findings of a pass over a recording."""
 
     lives: list[Life] = field(default_factory=list)
     """The wanted requests, in order of arrival."""

@@ -150,7 +150,7 @@ class ModelWorker:
         )
 
     def welcome(self, epoch: int) -> None:
-        """Start an epoch: the rows are forgotten."""
+        """Start an epoch: the rows are dropped."""
         self.epoch, self.last_step, self.answered_step = epoch, 0, 0
         self.rows.clear()
         self._generations.clear()

@@ -32,7 +32,7 @@ _CHECK_EVERY = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """What was checked; all promises were kept."""
+    """Checked requests, plans and tokens; all promises were kept."""
 
     requests: int
     plans: int

@@ -20,7 +20,7 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """What became of the draft for one position of a request."""
+    """Outcome of the draft for one position of a request."""
 
     UNKNOWN = 0
     ACCEPTED = 1

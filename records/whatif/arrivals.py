@@ -1,4 +1,4 @@
-"""From a record to a load, to samples of step times, and to the figures of the run as it was.
+"""From a record to a load, to samples of step times, and to the numbers of the run as it was.
 
 Of a record with several cores, or with gaps, the part with the most requests is used.
 

@@ -1,4 +1,4 @@
-"""Figures of a run: throughput, latencies, occupancy.
+"""Numbers of a run: throughput, latencies, occupancy.
 
 The same code computes them for a record and for a simulation, so that the two can be compared. All times are those of
 the scheduler: a request begins when it arrives there, and a token counts when its step is answered.
@@ -35,7 +35,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures of one run."""
+    """Numbers of one run."""
 
     requests: int
     """Requests that were served completely."""
@@ -70,7 +70,7 @@ class Figures:
 
 
 class Timeline:
-    """What happened to each request of a run; their numbers are 0, 1, 2, and so on."""
+    """Events of each request of a run; their numbers are 0, 1, 2, and so on."""
 
     def __init__(self) -> None:
         self._arrived = np.zeros(64)
@@ -179,7 +179,7 @@ class Timeline:
         return at - float(self._arrived[number])
 
     def figures(self, num_workers: int) -> Figures:
-        """Return the figures.
+        """Return the numbers.
 
         Args:
             num_workers: number of workers over which the busy time is divided.

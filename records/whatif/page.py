@@ -48,7 +48,7 @@ class Comparison:
     """A recorded run, its simulation, and a simulation with changed settings."""
 
     changes: Sequence[str]
-    """What is changed, as the user named it; empty: nothing."""
+    """Changes, as the user named them; empty: nothing."""
     workers: tuple[int, int]
     """Number of workers, recorded and changed."""
     recorded: Figures | None
@@ -57,7 +57,7 @@ class Comparison:
     changed: Simulated | None
     times: StepTimes
     notes: Sequence[str] = ()
-    """What the reader must know about the record."""
+    """Warnings about the recording."""
 
 
 def as_json(comparison: Comparison) -> dict[str, object]:

@@ -19,7 +19,7 @@ FREE = -1
 
 
 class Shape(NamedTuple):
-    """What a step computes."""
+    """Work of a step."""
 
     decodes: int
     """Rows that decode; each is one token."""

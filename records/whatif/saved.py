@@ -26,12 +26,12 @@ _FACTS = (
     "num_host_blocks",
     "max_draft_tokens",
 )
-"""What a simulation needs of a hello, beside its model."""
+"""Facts of a hello that a simulation needs, in addition to its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What serves the requests of a simulation."""
+    """Service of a simulation."""
 
     config: CoreConfig
     members: list[Member]

@@ -44,7 +44,7 @@ _STOP = _VOCAB - 1
 START_S = 1000.0
 """Core time at the beginning."""
 _JOIN_AGAIN_S = 1.0
-"""Time after which a worker that the core gave up connects again."""
+"""Time after which a worker that the core gave up reconnects."""
 _MOST_TURNS_WITHOUT_PROGRESS = 2_000_000
 
 MakeCore = Callable[[CoreConfig, int, TokenFacts], Scheduler]
@@ -106,7 +106,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _State:
-    """What a simulation knows of its requests."""
+    """State of a simulation's requests."""
 
     arrivals: Sequence[Arrival]
     limits: Numbers = field(init=False)
@@ -136,7 +136,7 @@ def simulate(
     make_core: MakeCore = Scheduler,
     watch: Watch | None = None,
 ) -> Simulated:
-    """Serve a load and return the figures.
+    """Serve a load and return the numbers.
 
     Args:
         arrivals: the requests, in order of time.

@@ -5,8 +5,8 @@ the drafts, and one more constant if there are drafts. No coefficient is negativ
 the relative error, iteratively reweighted (Lawson and Hanson, Solving Least Squares Problems, 1974). Effects that are
 not linear, such as the width of vector units, are corrected afterwards: steps of about the same size have a common
 factor. Around this mean, steps scatter; the scatter of the record is part of the model. Steps with prompt tokens have a
-scatter of their own: they are few beside steps that only decode, and they decide the time to the first token. So have
-steps with drafts. Interrupted steps are part of the scatter, but not of the fit.
+scatter of their own: they are few compared with steps that only decode, and they decide the time to the first token. So
+have steps with drafts. Interrupted steps are part of the scatter, but not of the fit.
 
 A machine that other processes use is slower at some times than at others. So the model also learns the pace of the
 record, which is the median of its steps in each half second. A simulation has the same disturbances at the same times.
@@ -98,7 +98,7 @@ class StepTimes:
     block_copy_s: float
     """Per block that is swapped."""
     drafting_s: float = 0.0
-    """Of a step with drafts, beside that of its drafts."""
+    """Of a step with drafts, in addition to that of its drafts."""
     draft_s: float = 0.0
     """Per draft."""
     link_s: float

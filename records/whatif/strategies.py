@@ -3,7 +3,7 @@
 All three have the same workers with the same rows, and the step times of the record. As in `quire bench strategies`, a
 static batch waits up to ten seconds until it is full, a dynamic one 50 ms.
 
-The answer comes in time also from a busy machine, on which this process gets little of the processor. The newest
+The answer comes in time also from a busy machine, on which this process gets little CPU time. The newest
 segments are read first. A few of the newest requests are simulated first, which shows how many more there is time for.
 """
 

@@ -198,7 +198,7 @@ class Scheduler:
         return {worker.epoch for worker in self._fleet}
 
     def stats(self) -> SchedulerStats:
-        """Return the figures for metrics."""
+        """Return the numbers for metrics."""
         self.tidy()
         return SchedulerStats(
             block_size=self._announced.block_size,
@@ -229,7 +229,7 @@ class Scheduler:
         return self._requests.stories(request_id)
 
     def requests(self, most: int) -> list[RequestStats]:
-        """Return the figures of at most `most` live requests, in order of arrival."""
+        """Return the numbers of at most `most` live requests, in order of arrival."""
         self.tidy()
         return self._requests.stats(most)
 

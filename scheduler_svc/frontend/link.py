@@ -63,7 +63,7 @@ class Incoming:
     snapshot_request: int
     operator_requests: list[link_pb2.OperatorRequest] = field(default_factory=list)
     request_reports: list[link_pb2.RequestReport] = field(default_factory=list)
-    """What the front end measured of finished calls."""
+    """Measurements of finished calls by the front end."""
     traced: list[link_pb2.TracedStream] = field(default_factory=list)
     """Ended streams whose spans the front end wants."""
     ended_orders: tuple[int, ...] = ()

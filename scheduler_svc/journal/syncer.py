@@ -99,7 +99,7 @@ class Syncer:
                 self.failure = self.failure or failure
                 if self.failure is None:
                     self.synced = position
-            with contextlib.suppress(BlockingIOError):  # the pipe is full of unread bytes; another one is not needed
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of pending bytes; another one is not needed
                 os.write(self._wake, b"1")
             with self._condition:
                 self._condition.wait_for(lambda: self._ending, self._interval_s)

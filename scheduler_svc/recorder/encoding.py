@@ -153,7 +153,7 @@ class Encoder:
                 view.ended(effect, item.now)
 
     def _show_lost(self, view: StepView, event: ev.WorkerLost, now: float) -> None:
-        """Give a view the loss of a worker, which is forgotten when it has been encoded."""
+        """Give a view the loss of a worker, which is dropped when it has been encoded."""
         worker = self._workers.get(event.worker)
         if worker is not None:
             view.lost(event.worker, worker.hello.worker_id, event.reason, now)

@@ -65,7 +65,7 @@ log = get_logger()
 
 @dataclass(slots=True)
 class RecorderStats:
-    """Figures of a recorder for metrics."""
+    """Numbers of a recorder for metrics."""
 
     writes: bool = True
     """Whether calls reach the disk."""

@@ -136,7 +136,7 @@ class Ring:
         return SegmentWriter(file)
 
     def make_room(self, num_bytes: int) -> None:
-        """Delete the oldest segments until so many bytes have room beside the closed ones."""
+        """Delete the oldest segments until so many bytes have room in addition to the closed ones."""
         while self._sizes and self.num_bytes + num_bytes > self._max_bytes:
             oldest = next(iter(self._sizes))
             oldest.unlink(missing_ok=True)

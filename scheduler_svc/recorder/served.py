@@ -1,4 +1,4 @@
-"""Figures of what was served between two moments, for live views: rates, TTFT, ITL and goodput."""
+"""Numbers of what was served between two moments, for live views: rates, TTFT, ITL and goodput."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class _Live:
 
 
 class Served:
-    """Figures of service since the last call of `take`; all times are those of the core's clock, s."""
+    """Numbers of service since the last call of `take`; all times are those of the core's clock, s."""
 
     def __init__(self) -> None:
         self._live: dict[Key, _Live] = {}
@@ -73,7 +73,7 @@ class Served:
             self._itl.append((gap_s, num_again))
 
     def take(self, now: float) -> admin.ServiceRates:
-        """Return the figures since the last call."""
+        """Return the numbers since the last call."""
         rates, self._rates = self._rates, admin.ServiceRates()
         rates.seconds = 0.0 if self._since is None else max(0.0, now - self._since)
         self._since = now

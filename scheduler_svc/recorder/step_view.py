@@ -1,7 +1,7 @@
 """Composition of the steps for live views, made by the recorder's thread while somebody watches.
 
 The recorder's encoder knows which request occupies each row, so a view can begin at any time. Nothing here runs in the
-scheduler's loop, and nothing at all while nobody watches.
+scheduler's loop, and nothing without watchers.
 """
 
 import itertools
@@ -28,7 +28,7 @@ _FAILURES = {EndReason.ROW_FAILED, EndReason.NO_WORKER, EndReason.STALLED}
 
 
 class Row(Protocol):
-    """What the encoder knows of a row."""
+    """State of a row in the encoder."""
 
     frontend: Peer
     stream: int
@@ -39,7 +39,7 @@ class Row(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is shown of a request."""
+    """Shown fields of a request."""
 
     request_id: str
     tenant: str

@@ -25,7 +25,7 @@ from shared.prefix_keys import BlockKey
 
 @dataclass(slots=True)
 class Facts:
-    """What the core learnt from token ids during a call."""
+    """Facts that the core learnt from token ids during a call."""
 
     keys: bytes = b""
     """Block keys, joined: as computed in a tape, as tags in a record."""

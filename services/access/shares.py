@@ -47,7 +47,7 @@ class Share:
         self._refusals = 0
         self._weight = weight
         self._of: dict[str, int] = {}
-        """What each principal holds; principals that hold nothing have no entry."""
+        """Shares in use by principal; principals that hold nothing have no entry."""
         self._logged = -_LOG_EVERY_S
 
     def take(self, principal: str, amount: int = 1) -> bool:

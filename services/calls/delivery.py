@@ -264,7 +264,7 @@ class Choices:
         return _reason_name(self.choice_finished(stream).reason)
 
     def output(self, stream: Stream, reason: str, span: SpanRef | None) -> Output:
-        """Return the figures of an ended stream."""
+        """Return the numbers of an ended stream."""
         request, watch = stream.request, self.watches[stream.request.choice]
         arrival, due = request.arrival, request.due
         return Output(

@@ -1,10 +1,10 @@
 """ORCA load reports: the load of the service, in responses, for load balancers (`--load-reports`).
 
-gRPC carries `xds.data.orca.v3.OrcaLoadReport` in the trailer `endpoint-load-metrics-bin`. HTTP carries the same figures
+gRPC carries `xds.data.orca.v3.OrcaLoadReport` in the trailer `endpoint-load-metrics-bin`. HTTP carries the same numbers
 in the header `endpoint-load-metrics`, as `TEXT name=value,...` or, if the request's `endpoint-load-metrics-format` says
-so, as `JSON {...}` or in `endpoint-load-metrics-bin`. The names of the figures are those of vLLM.
+so, as `JSON {...}` or in `endpoint-load-metrics-bin`. The names of the numbers are those of vLLM.
 
-The figures are those of the whole cell, not of one front end, and at most a second old.
+The numbers are those of the whole cell, not of one front end, and at most a second old.
 """
 
 import base64
@@ -41,7 +41,7 @@ class LoadReport:
         return self.kv_usage if not self.waiting else 1 + self.waiting / max(self.running, 1)
 
     def named_metrics(self) -> dict[str, float]:
-        """Return the figures by the names that vLLM's reports have."""
+        """Return the numbers by the names that vLLM's reports have."""
         return {
             "kv_cache_usage_perc": self.kv_usage,
             "num_requests_running": self.running,

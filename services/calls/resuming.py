@@ -35,7 +35,7 @@ def request_identity(principal: str, request_id: str, choice: int) -> bytes:
 
 
 def resume_info(request: v1.GenerateRequest) -> bytes:
-    """Return what another front end needs beside the core's log: how tokens become messages."""
+    """Return what another front end needs in addition to the core's log: how tokens become messages."""
     info = v1.GenerateRequest(stop=request.stop, output=request.output)
     info.sampling.n = request.sampling.n if request.sampling.HasField("n") else 1
     info.stop.ClearField("stop_token_ids")

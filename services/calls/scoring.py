@@ -42,7 +42,7 @@ class ScoreRequest:
     documents: tuple[str, ...]
     scheduling: v1.SchedulingOptions
     instruction: str = ""
-    """What makes a document relevant, for the model of yes-no; empty: that it answers a web search."""
+    """Criterion of a relevant document, for the model of yes-no; empty: that it answers a web search."""
     pooling: "v1.Pooling.ValueType" = v1.POOLING_UNSPECIFIED
     """Pooling of embeddings."""
     truncate_prompt_tokens: int | None = None

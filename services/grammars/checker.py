@@ -34,7 +34,7 @@ LONG_CPU_S = 0.25
 _MAX_KNOWN_BYTES = 16 << 20
 """Maximum size of the cache, bytes."""
 _KNOWN_OVERHEAD = 256
-"""Approximate memory per cached grammar beside its text, bytes."""
+"""Approximate memory per cached grammar in addition to its text, bytes."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""`quire.admin.v1.AdminService`: passes every call on to the core, unread.
+"""`quire.admin.v1.AdminService`: forwards every call to the core without decoding it.
 
 `scheduler_svc/operator.py` answers it, and `scheduler_svc/live_views.py` answers a call with many responses.
 """

@@ -2,7 +2,7 @@
 
 The client gives each request a key, and each response carries that key. Each request runs as `Generate` would run it. A
 client that reads slowly slows down its own call only. At most `MAX_IN_PROGRESS` requests run at a time; further ones
-stay unread in gRPC's buffer.
+wait in gRPC's buffer.
 """
 
 import asyncio

@@ -75,7 +75,7 @@ class Answer:
         logprobs: form of log-probabilities; None: none.
         prompt_logprobs: whether log-probabilities of the prompt are requested separately.
         echo: the prompt is part of the text.
-        return_token_ids: return token ids beside texts.
+        return_token_ids: return token ids in addition to texts.
         options: options of a stream.
     """
 

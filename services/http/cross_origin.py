@@ -156,7 +156,7 @@ def _is_host(text: str) -> bool:
 def _is_origin(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        parts.port  # noqa: B018  # raises for one that is none
+        parts.port  # noqa: B018  # raises for an invalid one
     except ValueError:
         return False
     is_complete = bool(parts.scheme and parts.hostname) and text == f"{parts.scheme}://{parts.netloc}"

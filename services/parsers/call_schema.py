@@ -27,7 +27,7 @@ _COMBINING = {
     "additionalProperties",
     "unevaluatedProperties",
 }
-"""Keywords beside which `properties` does not list all properties."""
+"""Keywords with which `properties` does not list all properties."""
 _PLAIN = _ANNOTATIONS | {
     "type",
     "anyOf",

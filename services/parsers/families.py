@@ -383,7 +383,7 @@ def _deepseek_call(reader: Reader, output: Output) -> Step:
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT_BEGIN = " to="
-"""What an output may begin with: the recipient is behind the role, or behind the channel."""
+"""Possible beginnings of an output: the recipient is behind the role, or behind the channel."""
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 

@@ -92,7 +92,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ('"name"', '"parameters"', "tools")),
     ("reasoning", ("</think>",)),
 )
-"""What a chat template of a family contains, most specific first."""
+"""Marks of a family in a chat template, most specific first."""
 
 
 def choose_family(chat_template: str) -> str:

@@ -32,7 +32,7 @@ def read_tools(request: v1.GenerateRequest, model_format: ModelFormat) -> Tools:
         InvalidRequestError: the tools are not usable.
     """
     if not request.HasField("chat"):
-        return Tools(shown=True)  # whoever renders the prompt may show tools in it
+        return Tools(shown=True)  # a client that renders the prompt may show tools in it
     chat, choice = request.chat, request.chat.tool_choice
     given = read_functions(json.loads(chat.tools_json) if chat.tools_json else [])
     known = tuple(each for each in given if each is not None)

@@ -63,9 +63,9 @@ MAX_BAD_WORD = 256
 _SHOWN_NAME = 64
 """Characters of an unknown model's name that an error repeats."""
 _LOG_OVERHEAD = 4096
-"""Maximum size of a request's log beside its long fields, bytes."""
+"""Maximum size of a request's log in addition to its long fields, bytes."""
 _SCORES_OVERHEAD = 40
-"""Maximum size of one token's log-probabilities in a log beside their values, bytes."""
+"""Maximum size of one token's log-probabilities in a log in addition to their values, bytes."""
 
 Violations = Iterator[FieldViolation]
 

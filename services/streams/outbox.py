@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     token_ids: list[int]
     text: str
     events: Sequence[Event] = ()
-    """What the stream's parser has found in the text."""
+    """Findings of the stream's parser in the text."""
 
 
 class Outbox:

@@ -4,7 +4,7 @@ Arithmetic and recall are measured through a function `complete(prompt, max_toke
 is `generate` of transformers, in a test the whole server. The problem lists are functions of their arguments and
 contain only items that `split` excludes from the corpus.
 
-    python -m tools.demo_model.evaluate shared/demo_model            print the figures
+    python -m tools.demo_model.evaluate shared/demo_model            print the results
     python -m tools.demo_model.evaluate shared/demo_model --write    and write them to quality.json
     python -m tools.demo_model.evaluate shared/demo_model --draft shared/demo_draft    acceptance of the draft model
 """
@@ -81,7 +81,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The published figures of a checkpoint."""
+    """The published results of a checkpoint."""
 
     arithmetic_accuracy: float
     arithmetic_chat_accuracy: float
@@ -371,24 +371,24 @@ def _length(line: str, tokenizer: Tokenizer) -> int:
 
 
 def main() -> None:
-    """Print the figures of a checkpoint."""
+    """Print the results of a checkpoint."""
     parser = argparse.ArgumentParser(description="Measure a checkpoint on held-out items.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--draft", type=Path, help="folder of a draft model: measure its acceptance instead")
     parser.add_argument("--items", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help="write the figures to quality.json beside the weights")
+    parser.add_argument("--write", action="store_true", help="write the results to quality.json beside the weights")
     arguments = parser.parse_args()
     if arguments.draft is None:
-        folder, figures = arguments.folder, asdict(measure(arguments.folder, arguments.items, arguments.seed))
+        folder, results = arguments.folder, asdict(measure(arguments.folder, arguments.items, arguments.seed))
     else:
         folder = arguments.draft
-        figures = measure_draft(arguments.folder, folder, arguments.items, arguments.seed)
-    print(json.dumps(figures, indent=2))
+        results = measure_draft(arguments.folder, folder, arguments.items, arguments.seed)
+    print(json.dumps(results, indent=2))
     if arguments.write:
         path = folder / QUALITY_FILE
         stated = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(stated | figures, indent=2) + "\n")
+        path.write_text(json.dumps(stated | results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

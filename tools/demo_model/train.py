@@ -295,7 +295,7 @@ def load_or_train_tokenizer(folder: Path, seed: int) -> Any:
 
 
 def export(trainer: Trainer, output: Path) -> None:
-    """Write the checkpoint folder in the layout of the hub, with the figures of the training in quality.json."""
+    """Write the checkpoint folder in the layout of the hub, with the results of the training in quality.json."""
     trainer.model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=trainer.tokenizer.bos_token_id,
         eos_token_id=trainer.tokenizer.eos_token_id,

@@ -27,7 +27,7 @@ class GrammarRequest:
 
 
 class GrammarFailureCause(enum.Enum):
-    """What a failure to compile a grammar is due to."""
+    """Cause of a failure to compile a grammar."""
 
     GRAMMAR = enum.auto()
     """It is invalid or too expensive on any worker."""

@@ -56,7 +56,7 @@ class Link:
         return self._incarnation
 
     def open(self, reason: HelloReason = HelloReason.STARTED) -> None:
-        """Start a new incarnation: open a new socket and send Hello. Unsent and unread messages are dropped."""
+        """Start a new incarnation: open a new socket and send Hello. Unsent and unreceived messages are dropped."""
         time.sleep(max(0.0, self._said_hello + _HELLO_INTERVAL_S - time.monotonic()))
         self._said_hello = time.monotonic()
         self._close_socket(linger=0)

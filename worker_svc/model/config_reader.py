@@ -163,7 +163,7 @@ _FIELDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("router_aux_loss_coef", "router_jitter_noise"), _is_float),
     "attention_dropout": _is_number,
 }
-"""What the value of each known field must be."""
+"""Required value of each known field."""
 
 _ROPE_FIELDS: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), _is_positive),

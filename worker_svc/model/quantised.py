@@ -19,7 +19,7 @@ from worker_svc.model.scheme import Layout, Scheme
 MAIN_PARTS = ("weight_packed", "qweight")
 """Last parts of the names of tensors that hold the codes of a quantised layer, besides `weight`."""
 SCALES = ("weight_scale", "weight_scale_inv")
-"""Scales that stand beside a `weight` in int8 or e4m3."""
+"""Scales that are stored next to a `weight` in int8 or e4m3."""
 OTHER_PARTS = frozenset(
     {
         *SCALES,

@@ -1,8 +1,8 @@
 """Embeddings: pooling of the last hidden states of a row's tokens into one vector.
 
-A row that pools is computed like any prompt, in chunks beside rows that generate, but it samples no token. LAST takes
-the hidden state of the last token. MEAN sums the hidden states chunk by chunk, in float32 on the device. The sum is
-lost when the row leaves, so a row that is admitted again starts at its first token.
+A row that pools is computed like any prompt, in chunks together with rows that generate, but it samples no token. LAST
+takes the hidden state of the last token. MEAN sums the hidden states chunk by chunk, in float32 on the device. The sum
+is lost when the row leaves, so a row that is admitted again starts at its first token.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Speculative decoding: draft tokens that a decode step verifies beside its own token.
+"""Speculative decoding: draft tokens that a decode step verifies in addition to its own token.
 
 * `drafts` – the drafts of one step, and the choice of the rows and numbers of drafts.
 * `ngram` – a proposer that continues the text as it continued earlier.

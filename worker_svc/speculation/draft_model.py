@@ -169,7 +169,7 @@ class DraftModelProposer:
         return drafts
 
     def prefill(self, rows: IntArray, lengths: IntArray) -> None:
-        """See `Proposer.prefill`. A row that lacks earlier tokens computes some of them beside its chunk."""
+        """See `Proposer.prefill`. A row that lacks earlier tokens computes some of them in addition to its chunk."""
         generates = ~self._table.pooling.pools(rows)
         rows, lengths = rows[generates], lengths[generates]
         if not len(rows):

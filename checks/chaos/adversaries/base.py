@@ -1,4 +1,4 @@
-"""What every adversary is."""
+"""Base of all adversaries."""
 
 from abc import ABC, abstractmethod
 

@@ -27,7 +27,7 @@ from tests.e2e.harness import QUIRE, ROOT
 
 
 class FalseCore(Adversary):
-    """A core that echoes prompts, and says much else beside it to a real front end."""
+    """A core that echoes prompts and sends many other messages to a real front end."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self._rng = rng

@@ -184,7 +184,7 @@ class AdmissionOrder(Promise):
             elif obstacle is None:
                 self._could_start(other, stream)
             elif other.num_known >= self.cluster.longest():
-                self._forget(other)  # it waits beside the queue for a larger worker
+                self._forget(other)  # it waits outside the queue for a larger worker
             else:
                 self._left.pop(other, None)
 

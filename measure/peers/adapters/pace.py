@@ -1,4 +1,4 @@
-"""What every adapter does: read the requests, let them in at their time and within the limit, note when tokens come.
+"""Steps of every adapter: read the requests, let them in at their time and within the limit, note when tokens come.
 
 Adapters run in their peer's own virtual environment, so this is plain Python and knows nothing of Quire. A peer is an
 object with `start(index, request)`, which lets a request in, and `poll()`, which does a step of work (or waits a

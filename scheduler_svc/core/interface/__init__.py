@@ -1,4 +1,4 @@
-"""What goes into the scheduler core and what comes out of it, as plain values.
+"""Input and output of the scheduler core, as values.
 
 * `records` – a request as it arrives and as it ends, shared by events and effects; `arrays` – the array types.
 * `events`, `effects`, `plan` – the arguments and results of `Scheduler.handle` and `Scheduler.plan`.

@@ -125,7 +125,7 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerUnknown:
-    """A worker without a valid epoch sent a message, or was given up: it must connect again."""
+    """A worker without a valid epoch sent a message, or was given up: it must reconnect."""
 
     worker: Peer
 

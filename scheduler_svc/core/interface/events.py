@@ -115,7 +115,7 @@ class HelloReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
-    """A worker connects, or connects again."""
+    """A worker connects or reconnects."""
 
     worker: Peer
     worker_id: str
@@ -195,7 +195,7 @@ class GrammarReported:
 
 @dataclass(slots=True, kw_only=True)
 class RowScores:
-    """Log-probabilities of a row's tokens; the core forwards them unread to the front end."""
+    """Log-probabilities of a row's tokens; the core forwards them as opaque bytes to the front end."""
 
     row: int
     generation: int
@@ -207,7 +207,7 @@ class RowScores:
 
 @dataclass(slots=True, kw_only=True)
 class RowEmbedding:
-    """The embedding of a row that pools; the core forwards it unread to the front end."""
+    """The embedding of a row that pools; the core forwards it as opaque bytes to the front end."""
 
     row: int
     generation: int

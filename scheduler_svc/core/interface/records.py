@@ -94,7 +94,7 @@ class RequestEnded:
 
 
 class WaitReason(enum.Enum):
-    """What a waiting request waits for; a member's value completes the sentence "it waits for"."""
+    """Reason why a request waits; a member's value completes the sentence "it waits for"."""
 
     TURN = "its turn"
     """Others rank before it, or no plan has been made since it began to wait."""
@@ -118,7 +118,7 @@ class WaitReason(enum.Enum):
 
 
 class NoteKind(enum.Enum):
-    """What a note of a request's history tells."""
+    """Kind of a note in a request's history."""
 
     ARRIVED = "arrived"
     WAITS = "waits"
@@ -191,7 +191,7 @@ class QueueNote:
 Notes = list[Note | QueueNote]
 
 _OVERHEAD = 512
-"""Approximate memory of a log beside its tokens, bytes."""
+"""Approximate memory of a log without its tokens, bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What presses on the service at one moment: the load of each worker and what the waiting requests lack.
+"""Pressure on the service at one time: the load of each worker and what the waiting requests lack.
 
 Reading changes nothing. It looks at every waiting request, so call it only while somebody watches.
 """

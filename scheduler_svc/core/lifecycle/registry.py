@@ -105,7 +105,7 @@ class RequestRegistry:
         return [story for story in known if story.request_id in ids]
 
     def stats(self, most: int) -> list[RequestStats]:
-        """Return the figures of at most `most` live requests, in order of arrival."""
+        """Return the numbers of at most `most` live requests, in order of arrival."""
         return [
             request_stats(request, self._states.row_of(key)) for key, request in islice(self._requests.items(), most)
         ]
@@ -233,7 +233,7 @@ class RequestRegistry:
             self._timeouts.watch_reader(request, now)
 
     def strand(self, request: Request, now: float) -> None:
-        """Keep a request that no worker serves beside the queue until the fleet changes."""
+        """Keep a request that no worker serves outside the queue until the fleet changes."""
         self._states.strand(request, now)
 
     def fleet_changed(self, now: float) -> None:

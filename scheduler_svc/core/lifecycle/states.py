@@ -15,7 +15,7 @@ A transition has two parts. First the request leaves its place; the table names 
 event (`wait`, `strand`, `admit`, `last_step_planned`, `end`) puts it into its new place:
 
 * QUEUED: in the backlog;
-* STARVED and STRANDED: waiting beside the backlog, until the reader has credit or a worker serves the request;
+* STARVED and STRANDED: waiting outside the backlog, until the reader has credit or a worker serves the request;
 * RUNNING: in a row of a worker;
 * ENDING: without a row, until the answer to its last step arrives.
 

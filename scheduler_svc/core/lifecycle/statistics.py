@@ -1,4 +1,4 @@
-"""The core's state in figures, for metrics and operators."""
+"""The core's state in numbers, for metrics and operators."""
 
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ class SchedulerStats:
 
 
 def request_stats(request: Request, running: tuple[Worker, int] | None) -> RequestStats:
-    """Return a request's figures; `running` is its worker and row, or None."""
+    """Return a request's numbers; `running` is its worker and row, or None."""
     num_tokens = len(request.tokens)
     if running is not None:
         worker, row = running
@@ -88,7 +88,7 @@ def request_stats(request: Request, running: tuple[Worker, int] | None) -> Reque
 
 
 def worker_stats(worker: Worker) -> WorkerStats:
-    """Return a worker's figures."""
+    """Return a worker's numbers."""
     return WorkerStats(
         worker_id=worker.worker_id,
         device=worker.device,

@@ -33,7 +33,7 @@ MAX_ADMITTED_BYTES = PACKED_BYTES
 One request alone takes less than `MAX_PART_BYTES` and its block table, so every plan fits into a frame.
 """
 _OVERHEAD = 256
-"""Upper bound of the bytes of an admission beside its long fields."""
+"""Upper bound of the bytes of an admission in addition to its long fields."""
 MAX_ADMITTED = 128
 """Maximum number of requests that one plan admits; bounds the time of planning."""
 MAX_OVERTAKEN = 16
@@ -94,7 +94,7 @@ class Admission:
         self.starved: list[Request] = []
         """Requests that had credit when they were queued and have none now."""
         self.stranded: list[Request] = []
-        """Requests that no worker of the fleet serves: they wait beside the queue until the fleet changes."""
+        """Requests that no worker of the fleet serves: they wait outside the queue until the fleet changes."""
         self.wanted: list[Request] = []
         """Requests whose grammar the worker has to compile."""
         self._serves_urgent = False
@@ -416,7 +416,7 @@ def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> In
     Args:
         worker: the worker.
         rows: the rows, `[n]`.
-        shared: the cached blocks that the urgent request shares: it needs them whoever holds them.
+        shared: the cached blocks that the urgent request shares: it needs them in any case.
     """
     tables = (worker.rows.blocks(row) for row in rows.tolist())
     if len(shared):

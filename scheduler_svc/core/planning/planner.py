@@ -234,7 +234,7 @@ class Planner:
         reach, most = rows.reach(candidates), rows.limit[candidates] - ONE
         room = rows.allowed[candidates] - reach
         limits = np.where(limits < room, limits, np.int32(0))
-        # A row generates one token beside its drafts, and none beyond its limit.
+        # A row generates one token in addition to its drafts, and none beyond its limit.
         limits = np.minimum(limits, np.maximum(most - reach, np.int32(0)))
         has_credit = room > 0
         if not all_of(has_credit):

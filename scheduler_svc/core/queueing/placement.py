@@ -45,7 +45,7 @@ class Room:
     cached: IndexArray
     """Blocks of its prefix that are in the cache."""
     num_new: int
-    """Number of blocks to take beside them."""
+    """Number of blocks to take in addition to them."""
     partial: PartialMatch | None = None
     """A block to copy to the first of the new ones."""
     swapped: SwappedKV | None = None

@@ -435,7 +435,7 @@ def edf_key(request: Request) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _KnownClass:
-    """Returns the class of an account, or "" if it is none of the configured ones."""
+    """Returns the class of an account, or "" if it is not configured."""
 
     names: frozenset[str]
 

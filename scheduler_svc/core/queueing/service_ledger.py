@@ -14,7 +14,7 @@ class ServiceLedger:
     """Service per weight of all backlogged groups, and of the most served idle groups."""
 
     MAX_IDLE = 10_000
-    """Number of idle groups whose service is remembered; beyond that, the least served one is forgotten."""
+    """Number of idle groups whose service is remembered; beyond that, the least served one is dropped."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Start without groups; `weights` are their shares, 1 for groups that are not named."""
@@ -66,11 +66,11 @@ class ServiceLedger:
         least = self._backlogged.least(self._service)
         if least is not None:
             return self._service[least]
-        # The running requests of that group are still served, unless the group was forgotten.
+        # The running requests of that group are still served, unless the group was dropped.
         return max(self._last_service, self.service(self._last))
 
     def _remember_idle(self, group: str) -> None:
-        """Keep the service of an idle group, and forget the least served one if there are too many."""
+        """Keep the service of an idle group, and drop the least served one if there are too many."""
         self._idle.add(group, self._service[group])
         while len(self._idle) > self.MAX_IDLE and (least := self._idle.least(self._service)) is not None:
             self._idle.discard(least)

@@ -22,7 +22,7 @@ _UNLIMITED = TenantLimits()
 _MAX_COMPETING = 8
 """Number of requests of a tenant with a token rate that compete for admission; the others are held."""
 _FEW = 64
-"""Minimum number of tenants before the table is searched for tenants to forget."""
+"""Minimum number of tenants before the table is searched for tenants to drop."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Tenant:
 class Tenants:
     """Present use of every tenant with live requests or an unfilled bucket.
 
-    A tenant with neither equals a new one. Such tenants are forgotten whenever the table has doubled, because clients
+    A tenant with neither equals a new one. Such tenants are dropped whenever the table has doubled, because clients
     may choose their tenants' names.
     """
 

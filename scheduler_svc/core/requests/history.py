@@ -15,7 +15,7 @@ class Story(NamedTuple):
 
     request_id: str
     notes: list[Note]
-    """What happened, oldest first; bounded."""
+    """Notes, oldest first; bounded."""
     outcome: str = ""
     """The end reason; "": it is live."""
 

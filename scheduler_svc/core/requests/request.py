@@ -167,7 +167,7 @@ class Request:
     story: list[Note] = field(default_factory=list)
     """Its history; bounded."""
     notes: Notes | None = None
-    """Receives the notes of all requests for a recorder, unbounded; None: nobody reads them."""
+    """Receives the notes of all requests for a recorder, unbounded; None if it has no readers."""
 
     @property
     def num_generated(self) -> int:

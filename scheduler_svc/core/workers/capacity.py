@@ -1,7 +1,7 @@
 """Capacity: how much memory a request must find before it is admitted.
 
-* `guaranteed_no_evict`: the blocks of its longest possible sequence, beside those of every running request. A started
-  request is never preempted for memory.
+* `guaranteed_no_evict`: the blocks of its longest possible sequence, together with those of every running request. A
+  started request is never preempted for memory.
 * `max_utilization`: the blocks of its present tokens, and a *headroom* in which running requests can grow.
 
 Too much headroom leaves blocks empty that could hold running requests. Too little costs preemptions, whose tokens are

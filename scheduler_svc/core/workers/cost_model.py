@@ -51,7 +51,7 @@ MIN_DEADLINE_S = 1.0
 
 
 class StepShape(NamedTuple):
-    """What a step computes."""
+    """Work of a step."""
 
     rows: int = 0
     """Decode rows."""
@@ -184,7 +184,7 @@ class CostModel:
         return least, min(ceiling, max(MIN_DEADLINE_S, longest))
 
     def prefill_s(self, num_tokens: float, num_running: int, context: int, budget: int) -> float:
-        """Return the expected time until a prompt is computed, beside running requests.
+        """Return the expected time until a prompt is computed, while other requests run.
 
         Args:
             num_tokens: uncached tokens of the prompt, and of prompts that are computed before it.

@@ -21,7 +21,7 @@ from shared.frames import MAX_GRAMMARS
 MAX_ASKED = 8
 """Maximum number of grammars that a worker compiles at a time; the backlog keeps the order of the others."""
 MAX_FAILED = 1024
-"""Maximum number of grammars remembered as failed. The oldest one is forgotten and may be asked for again."""
+"""Maximum number of grammars remembered as failed. The oldest one is dropped and may be asked for again."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ nearly free. On many rows, a draft costs about as much as any other token. Steps
 again when their time has become uncertain, because rows have come or gone or the last such step is long ago.
 
 `choose_limits` finds the limits that give the most tokens per second. Limits have few distinct values and change every
-few steps, so that plans stay differences. Old measurements are forgotten, so a row whose drafts were rejected gets
+few steps, so that plans stay differences. Old measurements are dropped, so a row whose drafts were rejected gets
 drafts again later.
 
 What is learned may be wrong. So the *balance* compares each answered step with the time that its tokens would have
@@ -45,7 +45,7 @@ TOLERATED_LOSS = 0.01
 _MOST_SAVED = 4.0
 """Highest balance, in steps without drafts: what drafts that begin to be rejected may lose of what others gained."""
 _HALF_LIFE = 90.0
-"""Steps after which half of the measured acceptance of a row without drafts is forgotten."""
+"""Steps after which half of the measured acceptance of a row without drafts is dropped."""
 _PRIOR_HITS, _PRIOR_TRIES = 0.7, 1.0
 """Acceptance of a row before its first draft, as so many accepted drafts of so many."""
 _LEAST_GAIN = 1.03

@@ -48,7 +48,7 @@ class StepInFlight:
     pooled: list[tuple[int, int]]
     """(row, generation) of embeddings that this step completes; their requests have left the rows."""
     shape: StepShape
-    """What the step computes, with the most drafts that it may verify."""
+    """Work of the step, with the most drafts that it may verify."""
     least_s: float
     """Time that it takes nearly always, s."""
     started: float

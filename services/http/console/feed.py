@@ -14,7 +14,7 @@ from quire.admin.v1 import admin_pb2 as admin
 _Rows = dict[int, int]
 """By row: the number of its request."""
 _FORGET_S = 60.0
-"""Time without a worker in the load after which its rows are forgotten, s."""
+"""Time without a worker in the load after which its rows are dropped, s."""
 _KINDS = {number: name.removeprefix("KIND_").lower() for name, number in admin.Incident.Kind.items()}
 
 
@@ -61,7 +61,7 @@ class Feed:
         return found
 
     def _forget(self, load: admin.SchedulerLoad) -> list[str]:
-        """Forget workers that left a while ago; return their names, so that the page forgets them as well."""
+        """Forget workers that left a while ago; return their names, so that the page drops them as well."""
         now, present = _seconds(load.time), {each.worker_id for each in load.workers}
         for name, since in self._absent.items():
             self._absent[name] = None if name in present else now if since is None else since

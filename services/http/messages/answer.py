@@ -119,7 +119,7 @@ def _parsed(arguments: str) -> Json:
 
 
 def _finite(text: str) -> float:
-    """Return a number of JSON; NaN and infinity are none."""
+    """Return a number of JSON; NaN and infinity are invalid."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError
