@@ -198,7 +198,7 @@ class _LimitedScheduler(Scheduler):
 
 
 def to_figures(found: Figures) -> admin.RunFigures:
-    """Return the figures of a run as operators get them."""
+    """Return the numbers of a run as operators get them."""
     return admin.RunFigures(
         completed_requests=found.requests,
         good_requests=found.good,
