@@ -38,7 +38,8 @@ async def show_sample(addresses: Addresses, token: str) -> None:
 def _how_to_call(addresses: Addresses) -> str:
     return f"""
 
-gRPC at {addresses.grpc}, HTTP at http://{addresses.http} (/health, /ready, /metrics). Call it from another shell:
+gRPC at {addresses.grpc}, HTTP at http://{addresses.http} (/health, /ready, /metrics). Ctrl-C ends it.
+Call it from another shell:
 
   .venv/bin/quire generate "Once upon a time" --max-tokens 64 --target {addresses.grpc}
 
@@ -49,5 +50,6 @@ gRPC at {addresses.grpc}, HTTP at http://{addresses.http} (/health, /ready, /met
   grpcurl -plaintext -d '{{"text": "Once upon a time", "stop": {{"maxTokens": 64}}}}' \\
       {addresses.grpc} quire.v1.GenerationService/Generate
 
-Ctrl-C ends it.
+Console: http://{addresses.http}/
+curl http://{addresses.http}/v1/completions -H 'Content-Type: application/json' -d '{{"prompt": "Hi", "max_tokens": 9}}'
 """

@@ -160,13 +160,19 @@ def test_a_model_that_cannot_be_served_is_the_reason_for_the_end(tmp_path: Path)
 
 
 def test_the_sample_and_ctrl_c(checkpoint: Path) -> None:
-    """`make run` prints the ready line, a streamed answer and three ways to call the server, and ends on Ctrl-C.
+    """`make run` prints the ready line, a streamed answer, ways to call the server and the console's address.
 
-    The signal reaches the supervisor alone. The exit code is 0, and no process and no socket is left.
+    Ctrl-C reaches the supervisor alone. The exit code is 0, and no process and no socket is left.
     """
     with serve(checkpoint, "--show-sample", end=False) as served:
         assert served.process.stdout is not None
-        shown = "".join(iter(served.process.stdout.readline, "Ctrl-C ends it.\n"))
+        lines = []
+        for line in served.process.stdout:
+            lines.append(line)
+            if line.startswith("curl "):
+                break
+        shown = "".join(lines)
+        assert lines[-2] == f"Console: http://{served.http}/\n"
         assert "Once upon a time" in shown
         assert f'quire generate "Once upon a time" --max-tokens 64 --target {served.grpc}' in shown
         assert "from quire import Client" in shown
