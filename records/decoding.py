@@ -421,6 +421,7 @@ class Decoder:
             stream=message.stream,
             request_id="",
             reason=EndReason(message.reason),
+            retry_ms=message.retry_ms,
             completion_tokens=message.completion_tokens,
             cached_prompt_tokens=message.cached_prompt_tokens,
             preemptions=message.preemptions,

@@ -10,6 +10,7 @@ import numpy as np
 
 from records.reader import Segment
 from records.values import (
+    AdmissionDigest,
     Entry,
     FrontendReported,
     PlanAsked,
@@ -17,10 +18,11 @@ from records.values import (
     digest,
 )
 from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig, RequestClass, TenantLimits
 from scheduler_svc.core.interface.effects import Effect
-from scheduler_svc.core.interface.records import Note, QueueNote, RequestEnded
+from scheduler_svc.core.interface.records import Note, Peer, QueueNote, RequestEnded
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
@@ -261,6 +263,14 @@ class _Run:
         self._next_index = segment.opening.first_index
         self._expected: list[Effect] = []
         """Recorded effects of the last call that the core must repeat."""
+        self._workers: dict[Peer, str] = {}
+        """Names of the workers, for differences."""
+        self._requests: dict[tuple[Peer, int], str] = {}
+        """Ids of the live requests, for differences."""
+        for event, _ in segment.opening.live:
+            self._name(event)
+        for state in segment.opening.workers:
+            self._name(state.hello)
 
     def goes_on_with(self, segment: Segment) -> bool:
         """Return whether a segment follows without a gap."""
@@ -284,12 +294,13 @@ class _Run:
             self._core.tidy()
             return None
         outcome.calls += 1
+        self._name(what)
         try:
             if isinstance(what, PlanAsked):
                 plan, effects = self._core.plan(what.worker, entry.time)
                 found = None if plan is None else digest(plan)
                 if found != what.plan:
-                    return Difference(entry.index, entry.time, _compare(what.plan, found))
+                    return Difference(entry.index, entry.time, self._compare(what, found))
                 outcome.plans += found is not None
             else:
                 effects = self._core.handle(what, entry.time)
@@ -299,45 +310,66 @@ class _Run:
         self._expected = [each for each in effects if isinstance(each, RequestEnded | ef.WorkerWelcomed)]
         return None
 
+    def _name(self, what: object) -> None:
+        """Keep the name of a worker or request that an event brings."""
+        if isinstance(what, ev.WorkerHello):
+            self._workers[what.worker] = what.worker_id
+        elif isinstance(what, ev.RequestArrived):
+            self._requests[what.frontend, what.stream] = what.spec.request_id
+
     def _effect(self, entry: Entry, what: RequestEnded | ef.WorkerWelcomed, outcome: Outcome) -> Difference | None:
-        recorded = _essence(what)
-        found = _essence(self._expected.pop(0)) if self._expected else "nothing"
+        recorded = self._essence(what)
+        found = self._essence(self._expected.pop(0)) if self._expected else "nothing"
         if found != recorded:
             return Difference(entry.index, entry.time, f"recorded {recorded}, replayed {found}")
-        outcome.ends += isinstance(what, RequestEnded)
+        if isinstance(what, RequestEnded):
+            outcome.ends += 1
+            self._requests.pop((what.frontend, what.stream), None)
         return None
 
     def _missing(self, entry: Entry) -> Difference | None:
         if not self._expected:
             return None
-        return Difference(entry.index, entry.time, f"recorded nothing, replayed {_essence(self._expected[0])}")
+        return Difference(entry.index, entry.time, f"recorded nothing, replayed {self._essence(self._expected[0])}")
 
+    def _essence(self, effect: Effect | str) -> str:
+        """Return what an effect must have in common with the recorded one, as text."""
+        if isinstance(effect, RequestEnded):
+            name = self._requests.get((effect.frontend, effect.stream), f"stream {effect.stream}")
+            return (
+                f"the end of {name}: {effect.reason.value}, {effect.completion_tokens} tokens,"
+                f" {effect.cached_prompt_tokens} prompt tokens from the cache, {effect.preemptions} preemptions,"
+                f" {effect.accepted_draft_tokens} of {effect.draft_tokens} drafts accepted, retry after"
+                f" {effect.retry_ms} ms, {np.float32(effect.queued_s):.6g} s queued"
+            )
+        assert isinstance(effect, ef.WorkerWelcomed)
+        return f"welcome of {self._workers.get(effect.worker, 'a worker')} with epoch {effect.epoch}"
 
-def _essence(effect: Effect | str) -> str:
-    if isinstance(effect, RequestEnded):
-        return (
-            f"the end of stream {effect.stream} of {effect.frontend!r}: {effect.reason.value},"
-            f" {effect.completion_tokens} tokens, {effect.preemptions} preemptions"
-        )
-    assert isinstance(effect, ef.WorkerWelcomed)
-    return f"welcome of {effect.worker!r} with epoch {effect.epoch}"
-
-
-def _compare(recorded: PlanDigest | None, found: PlanDigest | None) -> str:
-    if recorded is None or found is None:
-        present, absent = ("replayed", "recorded") if recorded is None else ("recorded", "replayed")
-        plan = found if recorded is None else recorded
-        assert plan is not None
-        return f"step {plan.step} of {plan.worker!r} was {present}, none {absent}"
-    lines = [
-        f"{name}: recorded {one}, replayed {other}"
-        for name, one, other in (
-            (each.name, getattr(recorded, each.name), getattr(found, each.name))
+    def _compare(self, asked: PlanAsked, found: PlanDigest | None) -> str:
+        """Return how a plan differs from the recorded one."""
+        recorded, worker = asked.plan, self._workers.get(asked.worker, "a worker")
+        if recorded is None or found is None:
+            present, absent = ("replayed", "recorded") if recorded is None else ("recorded", "replayed")
+            plan = found if recorded is None else recorded
+            assert plan is not None
+            return f"step {plan.step} of {worker} was {present}, none {absent}"
+        lines = [
+            f"{each.name}: recorded {self._shown(one)}, replayed {self._shown(other)}"
             for each in dataclasses.fields(PlanDigest)
-        )
-        if one != other
-    ]
-    return f"step {recorded.step} of {recorded.worker!r}: " + "; ".join(lines)
+            if (one := getattr(recorded, each.name)) != (other := getattr(found, each.name))
+        ]
+        return f"step {recorded.step} of {worker}: " + "; ".join(lines)
+
+    def _shown(self, value: object) -> str:
+        """Return a value of a plan as text; admissions with the ids of their requests."""
+        if isinstance(value, tuple | list) and value and isinstance(value[0], AdmissionDigest):
+            return "[" + ", ".join(f"{self._admitted(each)}" for each in value) + "]"
+        return repr(value)
+
+    def _admitted(self, each: AdmissionDigest) -> str:
+        name = self._requests.get((each.frontend, each.stream), f"stream {each.stream}")
+        computed = f"{each.num_computed_tokens} of {each.num_tokens} tokens computed"
+        return f"{name} in row {each.row} ({computed}, blocks {each.blocks})"
 
 
 def to_config(text: str) -> CoreConfig:

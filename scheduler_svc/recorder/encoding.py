@@ -338,7 +338,7 @@ class Encoder:
         _fill(message, self._peer(end.frontend), end.stream)
         message.reason, message.completion_tokens = end.reason.value, end.completion_tokens
         message.cached_prompt_tokens, message.preemptions = end.cached_prompt_tokens, end.preemptions
-        message.queued_s = end.queued_s
+        message.queued_s, message.retry_ms = end.queued_s, end.retry_ms
         message.draft_tokens, message.accepted_draft_tokens = end.draft_tokens, end.accepted_draft_tokens
 
 

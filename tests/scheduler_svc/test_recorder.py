@@ -20,6 +20,7 @@ from records.rules.oracle import grammar_key
 from records.values import Entry, PlanAsked, digest
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.records import RequestEnded
 from scheduler_svc.recorder.encoding import Encoder
 from scheduler_svc.recorder.segments import UnreadableRecordError
 from scheduler_svc.recorder.snapshot import dump, load
@@ -77,6 +78,34 @@ def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:
     assert outcome.difference is not None
     assert outcome.difference.index == changed.index
     assert "chunk_lengths: recorded" in outcome.difference.what
+    (worker_id,) = {
+        each.what.worker_id
+        for each in found
+        if isinstance(each.what, ev.WorkerHello) and each.what.worker == plan.worker and each.index < changed.index
+    }
+    assert outcome.difference.what.startswith(f"step {plan.step} of {worker_id}: ")
+
+
+@pytest.mark.parametrize("name", ["completion_tokens", "cached_prompt_tokens", "retry_ms", "queued_s"])
+def test_a_planted_difference_of_an_end_names_the_request(name: str, tmp_path: Path) -> None:
+    """A replay compares tokens, retry delays and times of each end, and says of which request."""
+    record(tmp_path, 7, 600)
+    (segment, *_) = read(tmp_path)
+    found = list(segment)
+    ids = {
+        (each.what.frontend, each.what.stream): each.what.spec.request_id
+        for each in found
+        if isinstance(each.what, ev.RequestArrived)
+    }
+    changed = [each for each in found if isinstance(each.what, RequestEnded)][5]
+    assert isinstance(changed.what, RequestEnded)
+    changed.what = dataclasses.replace(changed.what, **{name: getattr(changed.what, name) + 1})
+
+    outcome = replay([_Given(segment.path, segment.opening, found=found)])
+
+    assert outcome.difference is not None
+    assert outcome.difference.index == changed.index
+    assert f"the end of {ids[changed.what.frontend, changed.what.stream]}: " in outcome.difference.what
 
 
 @dataclasses.dataclass(slots=True)

@@ -1456,6 +1456,7 @@ class RequestEnded(_message.Message):
     QUEUED_S_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    RETRY_MS_FIELD_NUMBER: _builtins.int
     frontend: _builtins.int
     """Peer index of the front end."""
     stream: _builtins.int
@@ -1474,6 +1475,8 @@ class RequestEnded(_message.Message):
     """Draft tokens that were verified, and those of them that were accepted."""
     accepted_draft_tokens: _builtins.int
     """See draft_tokens."""
+    retry_ms: _builtins.int
+    """Time after which its client should try again, milliseconds."""
     def __init__(
         self,
         *,
@@ -1486,10 +1489,11 @@ class RequestEnded(_message.Message):
         queued_s: _builtins.float = ...,
         draft_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
+        retry_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "frontend", b"frontend", "preemptions", b"preemptions", "queued_s", b"queued_s", "reason", b"reason", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "frontend", b"frontend", "preemptions", b"preemptions", "queued_s", b"queued_s", "reason", b"reason", "retry_ms", b"retry_ms", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
