@@ -44,13 +44,29 @@ def served_name(model: str) -> str:
     return model if model in _EMBEDDED or not Path(model).is_dir() else Path(model).resolve().name
 
 
-def _from_hub(model: str, *, weights: bool) -> Path:
+def download(model: str, revision: str, folder: Path) -> None:
+    """Download the files of a hub model, with its weights, into a folder; continue an interrupted download.
+
+    Raises:
+        ConfigError: the model cannot be downloaded from the hub.
+        OSError: the folder cannot be written.
+    """
+    if model.count("/") != 1 or model.startswith(("/", ".")):
+        raise ConfigError(f"model: {model!r} is not a hub id; give ORG/NAME")
+    _from_hub(model, weights=True, revision=revision, folder=folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model: {model} has no config.json; give a checkpoint in the format of transformers")
+
+
+def _from_hub(model: str, *, weights: bool, revision: str | None = None, folder: Path | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises a dozen unrelated types; all mean "not available"
+        return Path(snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises a dozen unrelated types; most mean "not available"
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         detail = str(error).strip().splitlines()
         raise ConfigError(
             f"model: {model} is neither a local folder nor available from the hub"

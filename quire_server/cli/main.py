@@ -53,6 +53,7 @@ COMMANDS = (
     Command("explain", "records.commands.explain", "explain why a request was slow, or list the slowest ones"),
     Command("workers", "quire_server.cli.workers", "list the workers of a running service"),
     Command("capacity", "quire_server.cli.capacity", "compute how many requests a card holds"),
+    Command("download", "quire_server.cli.download", "download a model from the hub into a folder"),
     Command("keys", "quire_server.cli.keys", "create, rotate and revoke the keys between processes"),
     Command("drain", "quire_server.cli.drain", "drain a worker, or resume it"),
     Command("log-level", "quire_server.cli.log_level", "change the log level of a running service"),

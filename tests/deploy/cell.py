@@ -1,7 +1,7 @@
 """A cell that is started from the rendered manifests, with clients that generate, and the operator's actions on it."""
 
+import os
 import shutil
-import subprocess
 import tempfile
 import threading
 from collections import Counter
@@ -15,14 +15,18 @@ import yaml
 
 from quire import Client, errors
 from quire_server.cli.keys import add, add_principal, create, revoke
-from tests.deploy.manifests import KUBERNETES, ROOT, TOOLS, Pod
+from shared.model_path import resolve_model
+from tests.deploy.hub import Hub, serving
+from tests.deploy.manifests import KUBERNETES, Pod, kustomized
 from tests.deploy.node import NETWORK, Node, Running, until
 
+DEMO = resolve_model("demo", weights=True)
 _TOKENS = 40
 _CLIENTS = 4
 _PATIENCE_S = 600
 _ANONYMOUS = '\n[anonymous]\ntenants = ["*"]\ncache_scopes = ["*"]\n'
 """What deploy/kubernetes/README.md appends to the file of principals: the clients of the load have no token."""
+_HUB_TOKEN = "hf_drill"
 _PROMPTS = tuple(f"Tale {number}:" for number in range(6))
 
 
@@ -134,15 +138,20 @@ class Cell:
             "quire-keys-frontend": _files(self._keys / "frontend"),
             "quire-allowed-workers": self._allowed("workers"),
             "quire-allowed-frontends": self._allowed("frontends"),
+            "quire-hub": {"token": _HUB_TOKEN.encode()},
             "quire-principals": {"principals.toml": self.principals.read_bytes()},
             "quire-tls": {
                 "tls.crt": b"".join(blob.bytes() for blob in certificate.cert_chain_pems),
                 "tls.key": certificate.private_key_pem.bytes(),
             },
         }
-        model = folder / "model"
-        shutil.copytree(ROOT / "shared" / "demo_model", model)
-        self.node = Node(folder, secrets, maps, {"quire-model": model})
+        models = folder / "models"
+        models.mkdir()
+        os.chown(models, 0, 10001)
+        models.chmod(0o2770)
+        self.node = Node(folder, secrets, maps, {"quire-model": models})
+        if example != "one-cell-cpu":
+            self._download()
         self._specs = {
             each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"]
             for each in manifests
@@ -159,6 +168,21 @@ class Cell:
 
     def _allowed(self, domain: str) -> dict[str, bytes]:
         return _files(self._keys / "scheduler" / "allowed" / domain)
+
+    def _download(self) -> None:
+        """Run the Job that downloads the model, from a hub on this machine that has the embedded model by its name."""
+        manifests = yaml.safe_load_all(kustomized(KUBERNETES / "model"))
+        (template,) = (each["spec"]["template"] for each in manifests if each["kind"] == "Job")
+        (container,) = template["spec"]["containers"]
+        name = container["args"][1]
+        with serving(Hub({name: DEMO}, token=_HUB_TOKEN, host=f"{NETWORK}.1")) as hub:
+            container["env"].append({"name": "HF_ENDPOINT", "value": hub.address})
+            pod = Pod("quire-model-download", template["metadata"]["labels"], template["spec"])
+            job = self.node.start(pod, "quire-scheduler")
+            code = job.process.wait(_PATIENCE_S)
+            if code or not hub.num_sent:
+                raise RuntimeError(f"the Job ended with exit code {code}: {job.log.read_text()[-2000:]}")
+            self.node.remove(job)
 
     def _start(self, role: str) -> Running:
         template = self._specs[role]["template"]
@@ -311,8 +335,7 @@ def _render(example: str, components: Sequence[str]) -> list[dict[str, Any]]:
             f"components: [{added}]\n"
             f"patches:{_CHANGES[example]}"
         )
-        command = [str(TOOLS / "kubectl"), "kustomize", overlay]
-        return list(yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        return list(yaml.safe_load_all(kustomized(Path(overlay))))
 
 
 def _files(folder: Path) -> dict[str, bytes]:

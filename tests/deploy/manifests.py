@@ -64,8 +64,15 @@ class Pod:
 @functools.cache
 def rendered(example: str) -> str:
     """Return what `kubectl kustomize` makes of an example."""
-    command = [str(TOOLS / "kubectl"), "kustomize", str(KUBERNETES / "examples" / example)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return kustomized(KUBERNETES / "examples" / example)
+
+
+def kustomized(folder: Path) -> str:
+    """Return what `kubectl kustomize` makes of a folder."""
+    command = [str(TOOLS / "kubectl"), "kustomize", str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @functools.cache

@@ -254,6 +254,9 @@ class Node:
         for each in pod.container["env"]:
             if "value" in each:
                 found[each["name"]] = re.sub(r"\$\((\w+)\)", lambda match: found[match[1]], each["value"])
+            elif "secretKeyRef" in each["valueFrom"]:
+                reference = each["valueFrom"]["secretKeyRef"]
+                found[each["name"]] = self._secrets[reference["name"]][reference["key"]].decode()
             elif "fieldRef" in each["valueFrom"]:
                 assert each["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
                 found[each["name"]] = name

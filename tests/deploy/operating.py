@@ -60,7 +60,7 @@ def rotate_a_token(cell: Cell) -> None:
         _expect(_accepts(cell, front_end.address, old), "the old token is refused too early")
     text = cell.principals.read_text("utf-8")
     start = text.index("[principals.operator]")
-    end = text.index("[", start + 1)
+    end = text.index("\n[", start)
     cell.principals.write_text(text[:start] + text[end:].lstrip(), "utf-8")
     cell.node.write("quire-principals", {"principals.toml": cell.principals.read_bytes()})
     for front_end in cell.pods["frontend"]:

@@ -35,8 +35,8 @@ from tools.dashboards import BOARDS
 
 pytestmark = needs_tools
 
-_VERSIONS = ("1.34", "1.37")
-"""Versions of Kubernetes: the oldest that is supported and knows every field, and the newest."""
+VERSIONS = ("1.30", "1.34", "1.37")
+"""Versions of Kubernetes: the oldest that deploy/kubernetes supports, one that many clusters have, and the newest."""
 _CONFIGS: dict[str, Any] = {"frontend": FrontendConfig, "scheduler": SchedulerConfig, "worker": WorkerConfig}
 _NOT_OURS = frozenset({"SCHEDULER_HOST", "COLLECTOR_HOST", "HOME", "TRITON_CACHE_DIR", "OTEL_EXPORTER_OTLP_ENDPOINT"})
 _TORCHRUN = frozenset({"RANK"})
@@ -56,8 +56,8 @@ for version in versions:
 every_example = pytest.mark.parametrize("example", EXAMPLES)
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
-def test_objects_are_valid_in_two_versions_of_kubernetes(version: str) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_objects_are_valid_in_three_versions_of_kubernetes(version: str) -> None:
     """No object of Kubernetes itself has an unknown field or a wrong type."""
     own = [each for example in EXAMPLES for each in objects(example) if each not in list(custom_objects(example))]
 
@@ -69,7 +69,7 @@ def test_a_wrong_field_is_noticed() -> None:
     """The validation above is strict."""
     wrong = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"port": 1}}
 
-    assert "'port' was unexpected" in validation_errors([wrong], _VERSIONS[0])
+    assert "'port' was unexpected" in validation_errors([wrong], VERSIONS[0])
 
 
 def validation_errors(manifests: list[Object], version: str) -> str:
