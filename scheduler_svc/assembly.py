@@ -7,6 +7,7 @@ from quire import __version__
 from scheduler_svc.admission_file import AdmissionSettings
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig
 from scheduler_svc.journal.journal import Journal
+from scheduler_svc.journal.segments import NewerJournalError
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.segments import FolderInUseError
 from shared.config import ConfigError, SchedulerConfig, state_folder
@@ -93,6 +94,8 @@ def open_journal(config: SchedulerConfig) -> Journal | None:
         )
     except OSError as error:
         raise ConfigError(f"journal (--journal): {error}; use a folder that only this scheduler writes to") from None
+    except NewerJournalError as error:
+        raise ConfigError(f"journal (--journal): {error}; start that release, or use another folder") from None
 
 
 def open_recorder(config: SchedulerConfig, core: CoreConfig, incarnation: int) -> Recorder | None:

@@ -16,6 +16,10 @@ HEADER = b"QUIREJ\x00\x01"
 SUFFIX = ".journal"
 
 
+class NewerJournalError(ValueError):
+    """A segment has the format of a newer release."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Content of a segment file."""
@@ -39,15 +43,33 @@ def open_folder(path: Path) -> SegmentFolder:
 
 
 def read_folder(folder: SegmentFolder) -> list[Segment]:
-    """Return all segments of a folder, oldest first."""
-    return [read_segment(folder.file(number).read_bytes(), number) for number in folder.numbers()]
+    """Return all segments of a folder, oldest first.
+
+    Raises:
+        NewerJournalError: a segment has the format of a newer release. Nothing in the folder is changed.
+    """
+    found = []
+    for number in folder.numbers():
+        path = folder.file(number)
+        try:
+            found.append(read_segment(path.read_bytes(), number))
+        except NewerJournalError:
+            raise NewerJournalError(f"{path} was written by a newer release") from None
+    return found
 
 
 def read_segment(data: bytes, number: int = 0) -> Segment:
-    """Return the batches of a file, up to the first incomplete frame."""
+    """Return the batches of a file, up to the first incomplete frame.
+
+    Raises:
+        NewerJournalError: the file has the format of a newer release.
+    """
     batches: list[journal_pb2.Batch] = []
     position = 0
-    if data[: len(HEADER)] == HEADER:
+    head = data[: len(HEADER)]
+    if len(head) == len(HEADER) and head[:-1] == HEADER[:-1] and head != HEADER:
+        raise NewerJournalError(f"segment {number} was written by a newer release")
+    if head == HEADER:
         position = len(HEADER)
         for payload, end in frames(data, position):
             try:

@@ -1,6 +1,5 @@
 """A cell that is started from the rendered manifests, with clients that generate, and the operator's actions on it."""
 
-import os
 import shutil
 import tempfile
 import threading
@@ -145,11 +144,7 @@ class Cell:
                 "tls.key": certificate.private_key_pem.bytes(),
             },
         }
-        models = folder / "models"
-        models.mkdir()
-        os.chown(models, 0, 10001)
-        models.chmod(0o2770)
-        self.node = Node(folder, secrets, maps, {"quire-model": models})
+        self.node = Node(folder, secrets, maps)
         if example != "one-cell-cpu":
             self._download()
         self._specs = {

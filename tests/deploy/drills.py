@@ -9,8 +9,9 @@ Clients generate without a pause while workers are added and removed, each kind 
 rotated, and pods are lost. Every answer must have the tokens of an undisturbed service, each exactly once. It prints
 one line per drill, and the totals as JSON.
 
-With names of drills, it runs only these. With names of end-to-end tests, it runs these against the cell instead. The
-cell then serves plaintext, as the cells of `eight-gpus` do, because these tests know no certificate.
+With names of components, the cell has these, too. With names of drills, it runs only these. With names of end-to-end
+tests, it runs these against the cell instead. The cell then serves plaintext, as the cells of `eight-gpus` do, because
+these tests know no certificate.
 """
 
 import json
@@ -24,13 +25,13 @@ from pathlib import Path
 
 from tests.deploy import operating
 from tests.deploy.cell import Cell
-from tests.deploy.manifests import ROOT
+from tests.deploy.manifests import KUBERNETES, ROOT
 from tests.e2e.harness import SERVICE_VARIABLE
 
 DRILLS: tuple[Callable[[Cell], None], ...] = (
     Cell.scale_workers, Cell.upgrade_workers, Cell.upgrade_scheduler, Cell.upgrade_frontends, Cell.rotate_worker_key,
     Cell.lose_a_worker, Cell.lose_the_scheduler, Cell.lose_a_frontend,
-    operating.look_inside, operating.drain_a_worker, operating.rotate_a_token,
+    operating.look_inside, operating.drain_a_worker, operating.rotate_a_token, operating.save_state,
 )  # fmt: skip
 
 
@@ -59,10 +60,11 @@ def _test(cell: Cell, tests: Sequence[str]) -> int:
 
 def main(example: str, *tests: str) -> int:
     """Run all drills of an example, or those that are named, or tests."""
+    components = [each for each in tests if (KUBERNETES / "components" / each).is_dir()]
     named = [each for each in DRILLS if each.__name__ in tests]
-    tests = () if named else tests
+    tests = tuple(each for each in tests if each not in components) if not named else ()
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
-        cell = Cell(Path(name), example, *(["pool-member"] if tests else []))
+        cell = Cell(Path(name), example, *components, *(["pool-member"] if tests else []))
         try:
             return _test(cell, tests) if tests else _drill(cell, named or DRILLS)
         finally:

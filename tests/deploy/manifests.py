@@ -20,6 +20,7 @@ SECRETS = frozenset(
 )
 """Secrets that an operator makes (deploy/kubernetes/README.md)."""
 CLAIMS = frozenset({"quire-model"})
+"""Claims that an operator makes (deploy/kubernetes/model)."""
 
 needs_tools = pytest.mark.skipif(
     not (TOOLS / "kubectl").exists(), reason="kubectl is not installed; run make kube-tools"

@@ -32,6 +32,8 @@ SCHEDULER_IP = f"{NETWORK}.2"
 """The address of the Service, which the pod has as well: here no packet is rewritten."""
 _WAIT_S = 600
 """Patience with a pod that starts, for a machine with busy cores."""
+_CHOSEN = 1000660000
+"""User and group of volumes that a cluster chooses if the manifest has none, as OpenShift does. Its group is 0."""
 ENTRY_POINTS = {"quire-scheduler": ["quire"], "quire-worker": ["quire", "worker"]}
 """By image: its entry point. A test compares them with the Dockerfiles."""
 
@@ -68,8 +70,8 @@ def _check_confined(running: "Running") -> None:
     rights = {status[name] for name in ("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb")}
     roots = [line.split() for line in (process / "mountinfo").read_text().splitlines() if line.split()[4] == "/"]
     expected = {
-        "user": status["Uid"].split() == [str(security["runAsUser"])] * 4,
-        "group": status["Gid"].split() == [str(security["runAsGroup"])] * 4,
+        "user": status["Uid"].split() == [str(security.get("runAsUser", _CHOSEN))] * 4,
+        "group": status["Gid"].split() == [str(security.get("runAsGroup", 0))] * 4,
         "capabilities": rights == {"0" * 16},
         "privilege escalation": status["NoNewPrivs"] == "1",
         "read-only root": "ro" in roots[-1][5].split(","),
@@ -110,7 +112,6 @@ class Node:
         folder: Path,
         secrets: dict[str, Mapping[str, bytes]],
         maps: Mapping[str, Any],
-        claims: Mapping[str, Path],
     ) -> None:
         """Set up the network of this namespace.
 
@@ -118,9 +119,11 @@ class Node:
             folder: for volumes and logs.
             secrets: content of the secrets by name.
             maps: content of the ConfigMaps by name.
-            claims: folders of the claims by name.
         """
-        self._folder, self._secrets, self._maps, self._claims = folder, secrets, maps, claims
+        self._folder, self._secrets, self._maps = folder, secrets, maps
+        self._claims: dict[str, Path] = {}
+        self._groups: dict[str, int] = {}
+        """Group of each pod's volumes."""
         self._made: list[Path] = []
         """Mount points that this machine did not have."""
         self._next = 10
@@ -145,6 +148,7 @@ class Node:
     def start(self, pod: Pod, image: str, *, suffix: str = "") -> Running:
         """Start a pod; `ready` waits for its probes."""
         name = f"{pod.name}-{suffix or self._next}"
+        self._groups[name] = pod.spec["securityContext"].get("fsGroup", _CHOSEN)
         address = SCHEDULER_IP if pod.role == "scheduler" else f"{NETWORK}.{self._next}"
         self._next += 1
         self._connect(name, address)
@@ -192,7 +196,7 @@ class Node:
             return False
         return True
 
-    def execute(self, running: Running, command: Sequence[str], given: str) -> str:
+    def execute(self, running: Running, command: Sequence[str], given: str = "") -> str:
         """Return what a command prints in a pod, as `kubectl exec -i` runs it.
 
         Args:
@@ -234,7 +238,7 @@ class Node:
         """Change a secret, also where it is mounted."""
         self._secrets[secret] = content
         for folder in self._folder.glob(f"*/secret-{secret}"):
-            self._fill(folder, content, 0o440, 10001)
+            self._fill(folder, content, 0o440, self._groups[folder.parent.name])
 
     def _connect(self, name: str, address: str) -> None:
         short = f"v{self._next}"
@@ -267,8 +271,8 @@ class Node:
 
     def _user(self, security: Mapping[str, Any]) -> list[str]:
         return [
-            "setpriv", f"--reuid={security['runAsUser']}", f"--regid={security['runAsGroup']}",
-            f"--groups={security['fsGroup']}", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs",
+            "setpriv", f"--reuid={security.get('runAsUser', _CHOSEN)}", f"--regid={security.get('runAsGroup', 0)}",
+            f"--groups={security.get('fsGroup', _CHOSEN)}", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs",
         ]  # fmt: skip
 
     def _mounts(self, pod: Pod, home: Path) -> list[str]:
@@ -307,30 +311,36 @@ class Node:
         return [*lines, *binds, "mount -o remount,bind,ro /"]
 
     def _volume(self, volume: Any, name: str, home: Path, pod: Pod) -> Path:
+        group = self._groups[home.name]
         if volume is None:  # a claim of the StatefulSet: it outlives the pod
             claim = self._folder / f"claim-{pod.name}-{name}"
             claim.mkdir(exist_ok=True)
-            os.chown(claim, 0, 10001)
+            os.chown(claim, 0, group)
             claim.chmod(0o2770)
             return claim
         if "emptyDir" in volume:
             folder = home / f"empty-{name}"
             folder.mkdir()
-            os.chown(folder, 0, 10001)
+            os.chown(folder, 0, group)
             folder.chmod(0o2777)
             return folder
         if "configMap" in volume:
             content = {key: text.encode() for key, text in self._maps[volume["configMap"]["name"]].items()}
             folder = home / f"map-{name}"
-            self._fill(folder, content, 0o644, 10001)
+            self._fill(folder, content, 0o644, group)
             return folder
         if "persistentVolumeClaim" in volume:
-            return self._claims[volume["persistentVolumeClaim"]["claimName"]]
+            claim = self._claims.setdefault(
+                volume["persistentVolumeClaim"]["claimName"],
+                self._folder / volume["persistentVolumeClaim"]["claimName"],
+            )
+            claim.mkdir(exist_ok=True)
+            os.chown(claim, 0, group)
+            claim.chmod(0o2770)
+            return claim
         secret = volume["secret"]["secretName"]
         folder = home / f"secret-{secret}"
-        self._fill(
-            folder, self._secrets[secret], volume["secret"]["defaultMode"], pod.spec["securityContext"]["fsGroup"]
-        )
+        self._fill(folder, self._secrets[secret], volume["secret"]["defaultMode"], group)
         return folder
 
     def _fill(self, folder: Path, content: Mapping[str, bytes], mode: int, group: int) -> None:

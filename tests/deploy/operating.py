@@ -1,10 +1,14 @@
 """Drills of an operator who looks into a cell: the commands of `quire` with a token, on a cell under load."""
 
+import base64
 import os
 import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from quire_server.cli.keys import add_principal
 from tests.deploy.cell import Cell
@@ -67,6 +71,22 @@ def rotate_a_token(cell: Cell) -> None:
         until(partial(_refuses, cell, front_end.address, old), "the front end refuses the old token")
     cell.operator_token = new
     _expect(starts == [each.process.pid for each in cell.pods["frontend"]], "a front end restarted")
+    cell.load.more(12)
+
+
+def save_state(cell: Cell) -> None:
+    """`kubectl exec quire-scheduler-0 -- tar cf - -C /var/lib/quire journal record`, read elsewhere while it runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["sh", "-c", "tar cf - -C /var/lib/quire journal record | base64"]
+        Path(folder, "state.tar").write_bytes(base64.b64decode(cell.node.execute(cell.scheduler, command)))
+        with tarfile.open(Path(folder, "state.tar")) as archive:
+            archive.extractall(folder, filter="data")
+        record = f"{folder}/record"
+        for arguments in (["record", "ls", record], ["explain", "--slowest", "10", "--record-dir", record]):
+            command = [sys.executable, "-m", "quire_server.entry", *arguments]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_S)
+            _expect(done.returncode == 0 and len(done.stdout.splitlines()) > 1, done.stdout + done.stderr)
+        _expect(bool(list(Path(folder, "journal").glob("*.journal"))), "no journal was saved")
     cell.load.more(12)
 
 

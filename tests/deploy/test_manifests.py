@@ -4,6 +4,9 @@ import argparse
 import json
 import re
 import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from tests.deploy.manifests import (
     TOOLS,
     Object,
     Pod,
+    kustomized,
     matches,
     needs_tools,
     objects,
@@ -72,7 +76,7 @@ def test_a_wrong_field_is_noticed() -> None:
     assert "'port' was unexpected" in validation_errors([wrong], VERSIONS[0])
 
 
-def validation_errors(manifests: list[Object], version: str) -> str:
+def validation_errors(manifests: Sequence[Object], version: str) -> str:
     """Return the first field that a version of Kubernetes does not accept, or nothing."""
     command = [str(TOOLS / "python"), "-c", _VALIDATE, version]
     done = subprocess.run(command, input=json.dumps(manifests), capture_output=True, text=True, timeout=120)
@@ -94,7 +98,8 @@ def test_names_lead_somewhere(example: str) -> None:
             if "secret" in volume:
                 assert volume["secret"]["secretName"] in SECRETS
             if "persistentVolumeClaim" in volume:
-                assert volume["persistentVolumeClaim"]["claimName"] in CLAIMS
+                claim = volume["persistentVolumeClaim"]["claimName"]
+                assert claim in CLAIMS or ("PersistentVolumeClaim", claim) in there
         volumes = {volume["name"] for volume in pod.spec["volumes"]}
         mounted = {mount["name"] for mount in pod.container["volumeMounts"]}
         assert mounted <= volumes | {"state"}, pod.name
@@ -129,6 +134,24 @@ def test_pods_have_no_rights(example: str) -> None:
         assert {"memory", "ephemeral-storage"} <= pod.container["resources"]["limits"].keys()
         assert all("sizeLimit" in volume["emptyDir"] for volume in pod.spec["volumes"] if "emptyDir" in volume)
         assert all(volume["secret"]["defaultMode"] == 0o440 for volume in pod.spec["volumes"] if "secret" in volume)
+
+
+@every_example
+def test_openshift_may_choose_the_users(example: str) -> None:
+    """With the component, no pod has a user or group of its own; the rest of its restrictions stays."""
+    with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
+        (Path(folder) / "kustomization.yaml").write_text(
+            f"resources: [../../deploy/kubernetes/examples/{example}]\n"
+            "components: [../../deploy/kubernetes/components/openshift]\n"
+        )
+        found = list(yaml.safe_load_all(kustomized(Path(folder))))
+
+    assert validation_errors([each for each in found if each["kind"] == "NetworkPolicy"], VERSIONS[0]) == ""
+    for each in found:
+        if each["kind"] in ("Deployment", "StatefulSet"):
+            assert each["spec"]["template"]["spec"]["securityContext"] == {
+                "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"},
+            }, each["metadata"]["name"]  # fmt: skip
 
 
 @every_example
@@ -185,7 +208,9 @@ def _links(example: str, everyone: list[Pod]) -> set[tuple[Any, Any, int | None]
 def _ends(peers: list[Any], everyone: list[Pod]) -> list[tuple[Any, Pod | None]]:
     ends: list[tuple[Any, Pod | None]] = []
     for peer in peers:
-        if "namespaceSelector" in peer:
+        if "ipBlock" in peer:
+            ends.append(("dns", None))
+        elif "namespaceSelector" in peer:
             (expression,) = peer["namespaceSelector"]["matchExpressions"]
             ends.append(("dns" if "podSelector" in peer else expression["key"], None))
         else:

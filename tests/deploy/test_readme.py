@@ -18,7 +18,7 @@ from quire_server.cli.keys import add_principal
 from quire_server.cli.main import COMMANDS
 from services.access.principals import Principal, Principals
 from shared.errors import UnauthenticatedError
-from tests.deploy.manifests import EXAMPLES, KUBERNETES, ROOT, TOOLS, matches, needs_tools, of_kind, pods
+from tests.deploy.manifests import EXAMPLES, KUBERNETES, ROOT, TOOLS, kustomized, matches, needs_tools, of_kind, pods
 
 pytestmark = needs_tools
 
@@ -151,7 +151,7 @@ def test_commands_of_the_pages_name_no_group_of_pods_to_delete() -> None:
     """A drill deletes one pod; a label would select all of them."""
     commands = re.findall(r"^kubectl .*delete pod.*$", OPERATIONS, re.MULTILINE)
 
-    assert len(commands) == 4
+    assert len(commands) == 5
     assert not [each for each in commands if " -l" in each or "--all" in each or "--selector" in each]
 
 
@@ -192,6 +192,20 @@ def test_the_change_for_workers_of_four_gpus_renders() -> None:
     assert container["resources"]["requests"]["nvidia.com/gpu"] == size == "4"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == size
     assert len(container["env"]) == len(before.container["env"])
+
+
+def test_the_choice_of_nodes_on_the_page_renders() -> None:
+    """It changes the workers of both cells, as the page says."""
+    (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "gpu.product" in block)
+    change = change.replace("name: quire-worker", "name: .*-quire-worker")
+    with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
+        text = f"resources: [../../deploy/kubernetes/examples/eight-gpus]\n{change}"
+        (Path(folder) / "kustomization.yaml").write_text(text)
+        found = [each for each in yaml.safe_load_all(kustomized(Path(folder))) if each["kind"] == "Deployment"]
+    chosen = {each["metadata"]["name"] for each in found if "nodeSelector" in each["spec"]["template"]["spec"]}
+
+    assert chosen == {"a-quire-worker", "b-quire-worker"}
+    assert validation_errors(found, "1.30") == ""
 
 
 def test_the_commands_of_quire_on_the_pages_exist() -> None:

@@ -18,16 +18,18 @@ import pytest
 
 from records.rules.model_worker import ModelWorker
 from records.rules.oracle import expected_output
+from scheduler_svc.assembly import open_journal
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Log
 from scheduler_svc.frontend.hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import replay, to_event
-from scheduler_svc.journal.segments import read_segment
+from scheduler_svc.journal.segments import HEADER, read_segment
 from scheduler_svc.journal.syncer import Syncer
 from scheduler_svc.segments import FolderInUseError
 from shared.columns import from_column, to_column
+from shared.config import ConfigError, SchedulerConfig
 from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.operations import count_calls
@@ -424,6 +426,26 @@ def test_one_scheduler_at_a_time_writes_a_journal(tmp_path: Path) -> None:
         Journal(tmp_path, max_bytes=MIB, keep_s=1)
     first.close()
     Journal(tmp_path, max_bytes=MIB, keep_s=1).close()
+
+
+def test_a_journal_of_a_newer_release_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """After a rollback, one line names the file and the remedies. With another folder, the scheduler starts."""
+    written = Written(tmp_path)
+    written.act()
+    written.commit()
+    written.journal.close()
+    (path,) = tmp_path.glob("*.journal")
+    newer = HEADER[:-1] + bytes([HEADER[-1] + 1])
+    path.write_bytes(newer + path.read_bytes()[len(HEADER) :])
+    content = path.read_bytes()
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"^journal \(--journal\): .*l was written by a newer release; start"):
+            open_journal(SchedulerConfig(journal=str(tmp_path)))
+    assert [each.read_bytes() for each in tmp_path.glob("*.journal")] == [content]
+    other = open_journal(SchedulerConfig(journal=str(tmp_path / "other")))
+    assert other is not None
+    other.close()
 
 
 def test_with_fsync_step_front_ends_get_tokens_after_the_disk_write(tmp_path: Path) -> None:
