@@ -19,6 +19,7 @@ from quire_server.cli.main import COMMANDS
 from services.access.principals import Principal, Principals
 from shared.errors import UnauthenticatedError
 from tests.deploy.manifests import EXAMPLES, KUBERNETES, ROOT, TOOLS, kustomized, matches, needs_tools, of_kind, pods
+from tests.deploy.test_manifests import validation_errors
 
 pytestmark = needs_tools
 
