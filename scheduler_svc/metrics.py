@@ -173,6 +173,7 @@ def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.Me
     """Return one family for each metric, with the values of all workers."""
     single: tuple[tuple[names.Metric, Callable[[WorkerStats], int]], ...] = (
         (names.BATCH_ROWS, lambda w: w.rows_running),
+        (names.BATCH_ROW_LIMIT, lambda w: w.rows_total),
         (names.BATCH_TOKENS, lambda w: w.last_step_tokens),
         (names.PLANS_IN_FLIGHT, lambda w: w.plans_in_flight),
         (names.STEPS, lambda w: w.counters.steps),

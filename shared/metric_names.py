@@ -363,6 +363,7 @@ KV_BLOCKS = Metric(
     "quire.kv_blocks", _G, "KV blocks by worker and state: free, cached, held, total", ("worker", "state")
 )
 BATCH_ROWS = Metric("quire.batch_rows", _G, "Rows in use", _WORKER)
+BATCH_ROW_LIMIT = Metric("quire.batch_row_limit", _G, "Rows that the worker has", _WORKER)
 BATCH_TOKENS = Metric("quire.batch_tokens", _G, "Tokens of the newest step", _WORKER)
 PLANS_IN_FLIGHT = Metric("quire.plans_in_flight", _G, "Plans sent and not answered", _WORKER)
 STEPS = Metric("quire.steps", _C, "Steps planned", _WORKER)

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,17 @@ def test_scalers_ask_for_metrics_of_their_own_cell() -> None:
             assert names
             assert names <= known
             assert all(f'cell="{cell}"' in each for each in selectors)
+
+
+def test_a_rollout_of_an_only_worker_pages_nobody() -> None:
+    """While requests wait for a worker, as long as the examples with GPUs allow, the alert for no worker is pending."""
+    (alert,) = (rule for group in yaml.safe_load(RULES.read_text("utf-8"))["groups"] for rule in group["rules"]
+                if rule.get("alert") == "QuireNoWorker")  # fmt: skip
+    waits = {
+        tomllib.loads(path.read_text("utf-8"))["worker_wait_s"] for path in KUBERNETES.glob("examples/**/quire.toml")
+    }
+
+    assert waits == {60 * int(alert["for"].removesuffix("m"))}
 
 
 def test_dashboards_and_rules_are_those_of_deploy() -> None:

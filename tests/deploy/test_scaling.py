@@ -31,8 +31,6 @@ _MINUTE_S = 1.0
 """Length of a minute of the manifest."""
 _STEP_MS, _ROWS, _TOKENS = 100, 10, 20
 """A worker answers 5 requests per second: 10 at a time, 2 s each."""
-_THRESHOLD = 9.0
-"""Requests per worker: what an operator sets for workers with 10 rows."""
 _LOADS = ((2.0, 6.0), (34.0, 40.0), (2.0, 30.0))
 """Requests per second, and for how many seconds."""
 _IN_TIME_S = 8.0
@@ -126,7 +124,6 @@ def test_a_load_step_is_absorbed_and_nothing_is_lost(tmp_path: Path) -> None:
     """From 1 worker to 8 and back to 1: every request gets all its tokens, and 95 % are in time."""
     (scaled,) = (each for each in of_kind("eight-gpus", "ScaledObject") if each["metadata"]["name"] == "a-quire-worker")
     spec = json.loads(json.dumps(scaled["spec"])) | {"maxReplicaCount": 8}
-    spec["triggers"][0]["metadata"]["threshold"] = _THRESHOLD
     with _service(tmp_path) as (workers, grpc_port, prometheus):
         scaler = Scaler(spec, prometheus)
         done = asyncio.run(_drive(scaler, workers, grpc_port))
