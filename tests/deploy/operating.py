@@ -85,7 +85,7 @@ def save_state(cell: Cell) -> None:
         for arguments in (["record", "ls", record], ["explain", "--slowest", "10", "--record-dir", record]):
             command = [sys.executable, "-m", "quire_server.entry", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_PATIENCE_S)
-            _expect(done.returncode == 0 and len(done.stdout.splitlines()) > 1, done.stdout + done.stderr)
+            _expect(done.returncode == 0 and len(done.stdout) > 20, done.stdout + done.stderr)
         _expect(bool(list(Path(folder, "journal").glob("*.journal"))), "no journal was saved")
     cell.load.more(12)
 
