@@ -117,6 +117,15 @@ class SchedulerMetrics:
             make_family(names.WORKERS_JOINED, [((), self.workers_joined)]),
             make_family(names.WORKERS_LOST, [((), self.workers_lost)]),
             make_family(names.REQUESTS_ENDED, ended),
+            make_family(names.FORECASTS, [((each.of,), each.count) for each in stats.forecasts]),
+            make_family(
+                names.FORECASTS_HELD,
+                [
+                    ((each.of, quantile), count)
+                    for each in stats.forecasts
+                    for quantile, count in (("0.5", each.within_median), ("0.9", each.within_p90))
+                ],
+            ),
             make_family(names.MALFORMED_FRAMES, [((), self.malformed_frames)]),
             make_family(names.WORKER_TIME, phases),
             *_worker_families(stats.workers, model),

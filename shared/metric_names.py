@@ -336,6 +336,18 @@ WORKERS = Metric("quire.workers", _G, "Usable workers")
 WORKERS_JOINED = Metric("quire.workers_joined", _C, "Connections of workers, those of restarted ones included")
 WORKERS_LOST = Metric("quire.workers_lost", _C, "Workers that were lost without a goodbye")
 REQUESTS_ENDED = Metric("quire.requests_ended", _C, "Requests to the scheduler that ended, by reason", ("reason",))
+FORECASTS = Metric(
+    "quire.forecasts",
+    _C,
+    "Requests whose wait, first_token or end was forecast at their arrival and has come",
+    ("of",),
+)
+FORECASTS_HELD = Metric(
+    "quire.forecasts_held",
+    _C,
+    "Those of them that were within the forecast quantile 0.5 or 0.9; the share should be that number",
+    ("of", "quantile"),
+)
 MALFORMED_FRAMES = Metric("quire.malformed_frames", _C, "Frames dropped as malformed")
 TURN = Metric(
     "quire.scheduler.turn", _H, "Time of one turn of the scheduler's loop, without its sleep", (), "s", _TURN_BOUNDS

@@ -172,9 +172,9 @@ def output_not_charged(patch: pytest.MonkeyPatch) -> None:
 def first_token_target_ignored(patch: pytest.MonkeyPatch) -> None:
     """Under `edf` the target of the first token does not count."""
 
-    def without(latest_start: Any, self: Forecast, request: Request) -> float | None:
+    def without(latest_start: Any, self: Forecast, request: Request, uncached: int) -> float | None:
         wanted, request.ttft_deadline = request.ttft_deadline, None
-        start: float | None = latest_start(self, request)
+        start: float | None = latest_start(self, request, uncached)
         request.ttft_deadline = wanted
         return start
 

@@ -7,6 +7,7 @@ from typing import Any
 from records.explain.accounting import MAX_NEIGHBOURS, Account, Cause, WorstStep
 from records.explain.advice import advice
 from records.explain.facts import Life, Step, StreamKey
+from records.explain.forecasts import outcomes
 
 _WIDTH = 24
 
@@ -22,6 +23,7 @@ def page(found: Account) -> str:
         lines += [f"{'':>23}{detail}" for detail in _details(cause, life)]
     if found.worst is not None:
         lines += ["", *_worst(found.worst, life)]
+    lines += _forecasts(life)
     helps = advice(found)
     lines += ["", f"What would have helped: {helps}." if helps else "No setting would have made it faster."]
     if found.error_s is not None:
@@ -59,6 +61,10 @@ def as_json(found: Account) -> dict[str, Any]:
         "worst_step": None
         if worst is None
         else {"seconds": worst.seconds, "num_neighbours": worst.num_neighbours, **step_json(worst.step, life.names)},
+        "forecasts": [
+            {"of": each.of, "median_s": each.median, "p90_s": each.p90, "real_s": real_s}
+            for each, real_s in outcomes(life)
+        ],
         "would_have_helped": advice(found),
     }
 
@@ -119,6 +125,19 @@ def _details(cause: Cause, life: Life) -> list[str]:
         names = [life.name(key) for key, _ in cause.by.most_common(MAX_NEIGHBOURS)]
         more = len(cause.by) - len(names)
         lines.append(f"requests: {_listed(names, more)}")
+    return lines
+
+
+def _forecasts(life: Life) -> list[str]:
+    found = outcomes(life)
+    if not found:
+        return []
+    lines = ["", "Forecast when it arrived at the scheduler:"]
+    for each, real_s in found:
+        real = "not yet" if real_s is None else f"really {seconds_text(real_s)}"
+        lines.append(
+            f"  {each.of:<12} within {seconds_text(each.median)} (median), {seconds_text(each.p90)} (90 %); {real}"
+        )
     return lines
 
 

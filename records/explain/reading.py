@@ -617,7 +617,7 @@ def _note(key: StreamKey, time: float, kind: NoteKind, text: str) -> Note:
 
 def _is_in_row(notes: list[Note]) -> bool:
     """Return whether a request is in a row after these notes."""
-    last = next(note.kind for note in reversed(notes) if note.kind is not NoteKind.FAULT)
+    last = next(note.kind for note in reversed(notes) if note.kind not in (NoteKind.FAULT, NoteKind.FORECAST))
     return last in (NoteKind.ADMITTED, NoteKind.FIRST_TOKEN, NoteKind.HELD)
 
 

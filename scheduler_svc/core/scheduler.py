@@ -32,7 +32,7 @@ from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import NoteKind, Notes, QueueNote
 from scheduler_svc.core.lifecycle.pressure import Pressure, pressure
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
-from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, worker_stats
+from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, forecast_stats, worker_stats
 from scheduler_svc.core.lifecycle.tables import Tables, tables
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.planning.batch_selection import grammars_to_compile
@@ -207,6 +207,7 @@ class Scheduler:
             waiting_by_reason=self._requests.waiting_by_reason,
             frontends=len(self._frontends),
             ended=dict(self._requests.ended),
+            forecasts=forecast_stats(self._requests.forecast),
             workers=[worker_stats(worker) for worker in self._fleet],
         )
 
@@ -429,6 +430,8 @@ class Scheduler:
         self._placement.changed(worker)
         self._frontends.deliver(worker.rows, settled)
         worker.judge()
+        for request in settled.first_tokens:
+            self._requests.forecast.had_first_token(request.prediction, now - request.arrival)
         for request in settled.prefilled:
             self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))
         if settled.failed:

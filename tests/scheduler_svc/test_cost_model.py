@@ -133,16 +133,16 @@ def test_the_longest_time_of_a_step_follows_its_expected_time() -> None:
     shape = StepShape(8, 0, 8000)
     device = (1.0, 0.0, 0.0, 0.0)
     costs = learned(device, [shape] * 19)
-    assert costs.bounds(shape, 60.0)[1] == 60.0
+    assert costs.bounds(shape, 60.0)[2] == 60.0
     costs.measured(shape, 1.0)
-    usual = costs.bounds(shape, 60.0)[1]
+    usual = costs.bounds(shape, 60.0)[2]
     assert 8.0 <= usual < 12.0
-    assert costs.bounds(StepShape(8, 4000, 8000), 60.0)[1] == 60.0, "no step with a chunk was measured"
+    assert costs.bounds(StepShape(8, 4000, 8000), 60.0)[2] == 60.0, "no step with a chunk was measured"
     costs.measured(shape, 2.0)
-    assert costs.bounds(shape, 60.0)[1] > 16.0
+    assert costs.bounds(shape, 60.0)[2] > 16.0
     for _ in range(200):
         costs.measured(shape, 0.01)
-    assert costs.bounds(shape, 60.0)[1] == MIN_DEADLINE_S
+    assert costs.bounds(shape, 60.0)[2] == MIN_DEADLINE_S
 
 
 def test_nearly_all_steps_take_the_least_time() -> None:
@@ -151,7 +151,7 @@ def test_nearly_all_steps_take_the_least_time() -> None:
     shape = StepShape(8, 0, 8000)
     assert CostModel().bounds(shape, 60.0)[0] == 0.0
     costs = learned(H100, [shape] * 200, lambda s: s * rng.uniform(0.97, 1.03))
-    least, _ = costs.bounds(shape, 60.0)
+    least, _, _ = costs.bounds(shape, 60.0)
     assert 0.8 < least / seconds(H100, shape) < 0.97
     assert costs.bounds(StepShape(8, 50_000, 8000), 60.0)[0] == 0.0
 

@@ -1,80 +1,92 @@
 """Forecasts, headroom, gates and buckets, each to its boundary."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
 from records.rules.model_worker import ModelWorker
-from scheduler_svc.core.interface.config import CAPACITY_MODES, BatchingLimits, TenantLimits
+from scheduler_svc.core.interface.config import CAPACITY_MODES, BatchingLimits, CoreConfig, TenantLimits
+from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.tenants import BURST_S, Tenants
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
-from scheduler_svc.core.workers.cost_model import CostModel, StepShape
+from scheduler_svc.core.workers.cost_model import StepShape
+from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.rows import RowTable
+from scheduler_svc.core.workers.worker import Worker
 from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.requests import make_request
 
 # ---------------------------------------------------------------- forecast
 
 
-def test_lengths_are_learned_per_tenant_and_prompt_length_then_per_tenant_then_for_all() -> None:
-    """The nearest estimate counts, a hint before any, and the request's own limit bounds all of them."""
-    forecast = Forecast([])
-    assert forecast.output_tokens(make_request(max_tokens=50)) == 50
-    forecast.request_finished(make_request(prompt=10, generated=20, tenant="a"))
-    forecast.request_finished(make_request(prompt=100, generated=40, tenant="a"))
-    assert forecast.output_tokens(make_request(prompt=9, tenant="a")) == 20
-    assert forecast.output_tokens(make_request(prompt=100, tenant="a")) == 40
-    assert forecast.output_tokens(make_request(prompt=1000, tenant="a")) == pytest.approx(20 + 0.1 * 20)
-    assert forecast.output_tokens(make_request(prompt=10, tenant="b")) == pytest.approx(20 + 0.1 * 20)
-    assert forecast.output_tokens(make_request(prompt=10, tenant="a", max_tokens=5)) == 5
-    assert forecast.output_tokens(make_request(prompt=10, tenant="a", expected_output_tokens=7)) == 7
-    assert forecast.output_tokens(make_request(tenant="a", expected_output_tokens=70)) == 50
-
-
-class _Costs(CostModel):
-    """A device on which a prompt token takes 10 ms and a decode step 20 ms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for number in range(400):
-            tokens = number % 4 * 50
-            self.measured(StepShape(1, tokens), 0.02 + 0.01 * tokens)
-
-
-def _forecast() -> Forecast:
+def _worker() -> Worker:
+    """A worker on which a prompt token takes 10 ms and a decode step 20 ms."""
     cluster = Cluster()
     cluster.join(ModelWorker(b"w", num_blocks=64, block_size=16, max_rows=4))
     worker = cluster.core.worker(b"w")
     assert worker is not None
-    worker.costs = _Costs()
-    return Forecast([worker])
+    for number in range(400):
+        tokens = number % 4 * 50
+        worker.costs.measured(StepShape(1, tokens), 0.02 + 0.01 * tokens)
+    return worker
+
+
+class _Fleet(Fleet):
+    """A fleet of given workers."""
+
+    def __init__(self, *workers: Worker) -> None:
+        super().__init__(CoreConfig(), 1, TokenFacts())
+        self._workers = {worker.peer: worker for worker in workers}
+
+
+def _forecast(*workers: Worker) -> Forecast:
+    return Forecast(_Fleet(*workers), CoreConfig())
+
+
+def _finish(forecast: Forecast, *lengths: int, **fields: Any) -> None:
+    for generated in lengths:
+        forecast.lengths.finished(make_request(generated=generated, max_tokens=50, **fields))
+
+
+def test_a_hint_comes_before_what_was_learned_and_the_limit_bounds_both() -> None:
+    """Without either, the limit is all that is known."""
+    forecast = _forecast()
+    assert forecast.output_tokens(make_request(max_tokens=50)) == 50
+    _finish(forecast, *[20] * 8, tenant="a")
+    assert forecast.output_tokens(make_request(tenant="a")) == 20
+    assert forecast.output_tokens(make_request(tenant="a", max_tokens=5)) == 5
+    assert forecast.output_tokens(make_request(tenant="a", expected_output_tokens=7)) == 7
+    assert forecast.learned_output_tokens(make_request(tenant="a", expected_output_tokens=7)) == 20
+    assert forecast.output_tokens(make_request(tenant="a", expected_output_tokens=70)) == 50
 
 
 def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
-    """The first token needs the prompt, the last one the output too; the earlier of the two counts."""
-    assert Forecast([]).latest_start(make_request(ttft_deadline=100.0)) == 100.0, "no worker was measured"
-    forecast = _forecast()
-    assert forecast.latest_start(make_request()) is None
-    assert forecast.latest_start(make_request(ttft_deadline=100.0)) == pytest.approx(100 - 0.1, abs=0.01)
-    assert forecast.latest_start(make_request(ttft_deadline=100.0, generated=1)) is None
+    """The first token needs the uncached prompt, the last one the output too; the earlier of the two counts."""
+    assert _forecast().latest_start(make_request(ttft_deadline=100.0), 10) == 100.0, "no worker was measured"
+    forecast = _forecast(_worker())
+    assert forecast.latest_start(make_request(), 10) is None
+    assert forecast.latest_start(make_request(ttft_deadline=100.0), 10) == pytest.approx(100 - 0.1, abs=0.01)
+    assert forecast.latest_start(make_request(ttft_deadline=100.0), 1) == pytest.approx(100 - 0.01, abs=0.01)
+    assert forecast.latest_start(make_request(ttft_deadline=100.0, generated=1), 10) is None
     total = make_request(total_deadline=100.0)
-    assert forecast.latest_start(total) == pytest.approx(100 - 0.1 - 1.0, abs=0.02)
+    assert forecast.latest_start(total, 10) == pytest.approx(100 - 0.1 - 1.0, abs=0.02)
     both = make_request(total_deadline=100.0, ttft_deadline=50.0)
-    assert forecast.latest_start(both) == pytest.approx(50 - 0.1, abs=0.01)
+    assert forecast.latest_start(both, 10) == pytest.approx(50 - 0.1, abs=0.01)
 
 
 def test_a_limit_is_no_forecast_that_refuses() -> None:
-    """Without a hint or finished requests, only the prompt counts towards a client's deadline."""
-    forecast = _forecast()
+    """Without a hint or finished requests, only the prompt counts; then the length that nearly all others exceed."""
+    forecast = _forecast(_worker())
     unknown = make_request(deadline=100.0)
-    assert forecast.must_start(unknown) == pytest.approx(100 - 1.25 * 0.1, abs=0.01)
+    assert forecast.must_start(unknown, 10) == pytest.approx(100 - 0.8 * 0.1, abs=0.01)
     hinted = make_request(deadline=100.0, expected_output_tokens=10)
-    assert forecast.must_start(hinted) == pytest.approx(100 - 1.25 * (0.1 + 0.2), abs=0.01)
-    forecast.request_finished(make_request(generated=20))
-    assert forecast.must_start(unknown) == pytest.approx(100 - 1.25 * (0.1 + 0.4), abs=0.02)
+    assert forecast.must_start(hinted, 10) == pytest.approx(100 - 0.8 * (0.1 + 0.2), abs=0.01)
+    _finish(forecast, 20, *[40] * 8)
+    assert forecast.must_start(unknown, 10) == pytest.approx(100 - 0.8 * (0.1 + 0.4), abs=0.02)
 
 
 # ---------------------------------------------------------------- capacity

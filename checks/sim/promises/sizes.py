@@ -39,8 +39,8 @@ _IS_LAZY = frozenset(
         "workers",
     }
 )
-_IS_TABLE = frozenset({"Forecast._lengths", "Grammars._failed", "Grammars._unused"})
-_HAS_OWN_LIMIT = frozenset({"History._ended", "KeptLogs._logs"})
+_IS_TABLE = frozenset({"Grammars._failed", "Grammars._unused", "_Ratios.distances", "_Ratios.values"})
+_HAS_OWN_LIMIT = frozenset({"Forecast._admissions", "History._ended", "KeptLogs._logs", "OutputLengths._samples"})
 """Limits that a simulation does not reach; the content of these containers is not examined."""
 _BY_BLOCK = ("BlockPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.", "_Group.", "_Node.")
 """Containers with at most a few entries for each block of a worker."""

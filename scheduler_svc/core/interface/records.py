@@ -121,6 +121,8 @@ class NoteKind(enum.Enum):
     """Kind of a note in a request's history."""
 
     ARRIVED = "arrived"
+    FORECAST = "forecast"
+    """What is forecast for it at its arrival."""
     WAITS = "waits"
     """It waits for another reason than before; the text is a `WaitReason`."""
     ADMITTED = "admitted"

@@ -19,7 +19,7 @@ from scheduler_svc.core.lifecycle.states import WAITING, RequestEvent, RequestSt
 from scheduler_svc.core.lifecycle.statistics import RequestStats, request_stats
 from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.queueing.backlog import Backlog
-from scheduler_svc.core.queueing.forecast import Forecast
+from scheduler_svc.core.queueing.forecast import Forecast, Queue
 from scheduler_svc.core.queueing.policies import make_policy
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.history import History, Story, story_of
@@ -47,7 +47,7 @@ class RequestRegistry:
     def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect], notes: Notes | None = None) -> None:
         self.policy = make_policy(config.policy, config.tenant_weights, config.classes)
         self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
-        self.forecast = Forecast(fleet)
+        self.forecast = Forecast(fleet, config)
         self.tenants = Tenants(config.tenant_limits)
         self.backlog = Backlog(self.policy, self.tenants)
         self.history = History()
@@ -65,7 +65,7 @@ class RequestRegistry:
         self._doubtful_grammars: dict[bytes, None] = {}
         """Grammars of waiting requests that perhaps no worker can compile; `time_passed` checks them."""
         self._sequence = 0
-        self._admission = AdmissionControl(config, self.tenants, self.forecast)
+        self._admission = AdmissionControl(config, self.tenants)
         self._timeouts = Timeouts(config, fleet, self._requests)
 
     def __len__(self) -> int:
@@ -150,6 +150,7 @@ class RequestRegistry:
         if request.grammar_key:
             self._by_grammar.setdefault(request.grammar_key, {})[key] = request
         request.note(now, NoteKind.ARRIVED, "arrived")
+        self._predict(request, now)
         turned_away = (
             _DUPLICATE
             if is_duplicate
@@ -172,7 +173,17 @@ class RequestRegistry:
             self.end(request, EndReason.LENGTH, now)  # it comes back with no token left to generate
         else:
             self._timeouts.watch_deadline(request)
+            if request.prediction is not None:
+                request.note(now, NoteKind.FORECAST, request.prediction.text)
             self.requeue(request, now)
+
+    def _predict(self, request: Request, now: float) -> None:
+        """Forecast the times of a new request."""
+        request.wait.uncached = uncached = self.forecast.uncached_tokens(request)
+        request.wait.must_start = self.forecast.must_start(request, uncached)
+        if not request.accepted and not request.num_generated:
+            queue = Queue(self.backlog.num_startable, self.backlog.competing_tokens)
+            request.prediction = self.forecast.predict(request, uncached, queue, now)
 
     def grant(self, request: Request, credit: int, now: float) -> None:
         """Add `credit` bytes to what the request's reader can take."""
@@ -189,7 +200,7 @@ class RequestRegistry:
         self._states.admit(request, worker, admission, now)
         self.drop_swapped(request)
         if request.attempts == 1:
-            self._admission.admitted(request, now)
+            self.forecast.admitted(request.prediction, now - request.arrival, self.backlog.num_startable, now)
 
     def refuse_grammar(self, key: bytes, now: float) -> None:
         """End the waiting requests that have this grammar and that no worker can serve with it."""
@@ -216,12 +227,14 @@ class RequestRegistry:
 
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
         """Let a request wait for a worker; `outcome` is why it has left the one that it had."""
-        wait = Wait(since=now, tokens=len(request.tokens))
+        is_new = request.state is RequestState.ARRIVED
+        uncached = request.wait.uncached if is_new else self.forecast.uncached_tokens(request)
+        wait = Wait(since=now, tokens=len(request.tokens), uncached=uncached)
         if self._orders_by_length:
             wait.forecast_tokens = self.forecast.output_tokens(request)
         if request.total_deadline is not None or request.ttft_deadline is not None:
-            wait.latest_start = self.forecast.latest_start(request)
-            wait.must_start = self.forecast.must_start(request)
+            wait.latest_start = self.forecast.latest_start(request, uncached)
+            wait.must_start = self.forecast.must_start(request, uncached)
             if request.late_rank is not None and wait.latest_start is not None and wait.latest_start < now:
                 wait.latest_start = None  # it keeps its rank among the late ones
             else:
@@ -315,7 +328,7 @@ class RequestRegistry:
         request.note(now, NoteKind.ENDED, f"{what} ({message})" if message else what)
         self.history.keep(request, reason.value)
         if reason in _NATURAL_ENDS:
-            self.forecast.request_finished(request)
+            self.forecast.finished(request, request.prediction, now - request.arrival)
         ended = RequestEnded(
             frontend=request.key.frontend,
             stream=request.key.stream,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.lifecycle.states import WAITING
+from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Worker, WorkerCounters
 
@@ -52,6 +53,20 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ForecastStats:
+    """How often the forecasts of one moment of requests held."""
+
+    of: str
+    """"wait", "first_token" or "end"."""
+    count: int
+    """Requests for which the moment was forecast and has come."""
+    within_median: int
+    """Those of them for which it came within the forecast median."""
+    within_p90: int
+    """Those of them for which it came within the forecast 90th percentile."""
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """The core's state for metrics."""
 
@@ -63,6 +78,7 @@ class SchedulerStats:
     """Waiting requests by what they wait for."""
     frontends: int
     ended: dict[EndReason, int]
+    forecasts: list[ForecastStats]
     workers: list[WorkerStats]
 
 
@@ -85,6 +101,12 @@ def request_stats(request: Request, running: tuple[Worker, int] | None) -> Reque
         preemptions=request.preemptions,
         arrival=request.arrival,
     )
+
+
+def forecast_stats(forecast: Forecast) -> list[ForecastStats]:
+    """Return how often forecasts held."""
+    kinds = (("wait", forecast.waits), ("first_token", forecast.first_tokens), ("end", forecast.ends))
+    return [ForecastStats(of, each.count, each.within_median, each.within_p90) for of, each in kinds]
 
 
 def worker_stats(worker: Worker) -> WorkerStats:

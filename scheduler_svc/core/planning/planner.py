@@ -435,7 +435,7 @@ class Planner:
         # Advance decode rows first: prefill rows become decode rows below.
         length = rows.length[decodes] + ONE
         rows.length[decodes] = length
-        context = int(np.add.reduce(length))
+        context = self._context(decodes, length)
         draft_rows = draft_limits = NO_INDICES
         if self._draft_limits is not None:
             draft_rows, draft_limits = self._set_draft_limits(decodes, *self._draft_limits)
@@ -447,7 +447,7 @@ class Planner:
             length = rows.length[sampling]
         num_tokens = len(decodes) + sum(self._chunk_lengths)
         shape = StepShape(len(decodes), self._chunks_cost, context, self._num_drafts)
-        least_s, allowance = worker.costs.bounds(shape, self._config.step_deadline_s)
+        least_s, expected_s, allowance = worker.costs.bounds(shape, self._config.step_deadline_s)
         leaves = worker.pending_leaves
         worker.pending_leaves = []
         worker.last_step += 1
@@ -461,6 +461,7 @@ class Planner:
                 prefilled=prefilled,
                 pooled=[(row, int(rows.generation[row])) for row in pooled],
                 shape=shape,
+                expected_s=expected_s,
                 least_s=least_s,
                 started=self._now,
                 successor_due=self._now + worker.timing.lead(least_s),
@@ -503,6 +504,15 @@ class Planner:
         at_limit = length >= rows.limit[sampling]
         self._outcome.ending += (sampling[at_limit].tolist() if any_of(at_limit) else []) + pooled
         return plan
+
+    def _context(self, decodes: IndexArray, length: Int32Array) -> int:
+        """Return the sum of the lengths of the decode rows; from the step before, if all of them decoded in it."""
+        worker = self._worker
+        if decodes is worker.decoded_rows and not worker.speculation.max_drafts:
+            worker.decoded_context += len(decodes)
+        else:
+            worker.decoded_rows, worker.decoded_context = decodes, int(np.add.reduce(length))
+        return worker.decoded_context
 
     def _set_draft_limits(
         self, decodes: IndexArray, of_limits: IndexArray, limits: Int32Array

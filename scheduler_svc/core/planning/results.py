@@ -20,6 +20,9 @@ from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.rows import FREE
 from scheduler_svc.core.workers.worker import StepInFlight, Worker
 
+_CHUNKS_GAIN = 0.02
+"""Weight of the newest step in the mean of the chunks of a step."""
+
 
 @dataclass(slots=True)
 class Settled:
@@ -42,7 +45,10 @@ class Settled:
     ending: Sequence[int] = ()
     """Rows that reach their limit with the steps in flight, because drafts were accepted: no further step is due."""
     failed: list[FailedRequest] = field(default_factory=list)
+    first_tokens: list[Request] = field(default_factory=list)
+    """Requests that got their first token."""
     prefilled: list[Request] = field(default_factory=list)
+    """Traced requests whose attempt got its first token."""
     scores: list[tuple[Request, int, bool, bytes]] = field(default_factory=list)
     """(request, index of the first token, whether it is of the prompt, log-probabilities)."""
     embedded: list[tuple[Request, bytes]] = field(default_factory=list)
@@ -115,6 +121,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
             continue
         if worker.rows.num_generated(row) == 1:
             request.note(now, NoteKind.FIRST_TOKEN, "first token")
+            settled.first_tokens.append(request)
         if request.spec.traceparent:
             settled.prefilled.append(request)
     _settle_departures(worker, record.step)
@@ -131,13 +138,14 @@ def _measure(worker: Worker, record: StepInFlight, event: StepDone, num_drafts: 
         costs.copies_measured(event.copied_blocks, event.copy_s)
         duration -= event.copy_s
     if record.goes_on:
-        worker.timing.idled(costs.expected_s(shape), event.idle_s)
+        worker.timing.idled(record.expected_s, event.idle_s)
     allowed = record.draft_limits is not None
     if allowed:
         shape = shape._replace(drafts=num_drafts)
     if worker.speculation.max_drafts and not shape.prompt_tokens:
         worker.speculation.measured(shape, len(event.tokens), duration, allowed=allowed)
     costs.measured(shape, duration, drafts_allowed=allowed)
+    worker.mean_chunks += _CHUNKS_GAIN * (shape.prompt_tokens - worker.mean_chunks)
     if shape.prompt_tokens:
         worker.prefill = shape
 
@@ -275,6 +283,7 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled,
     index = request.num_generated
     if not index:
         request.note(now, NoteKind.FIRST_TOKEN, "first token")
+        settled.first_tokens.append(request)
     settled.late.append((request, index, token))
     request.tokens.append(token)
     worker.counters.generated_tokens += 1

@@ -51,6 +51,8 @@ class Backlog:
         self.policy = policy
         self._tenants = tenants
         self._num_requests = 0
+        self.competing_tokens = 0
+        """Uncached tokens of the requests that are not held for their tenant."""
         self._competing: dict[Request, WaitingQueue | None] = {}
         """Competing requests with the queue of each; None while an admission considers the request."""
         self._common = policy.make_queue()
@@ -218,6 +220,7 @@ class Backlog:
             self._assigned.discard(request)
         else:
             next(holding for holding in self._holdings() if request in holding).discard(request)
+            self.competing_tokens -= request.wait.uncached
             self._tenants.competes(request.spec.tenant, -1)
             return
         self._left(request)
@@ -427,6 +430,7 @@ class Backlog:
         assert None not in self._competing.values(), "an admission has not put a request back"
         queues = [self._common, *self._restricted.values(), self._suspects]
         assert sum(len(queue) for queue in queues) == len(self._competing)
+        assert self.competing_tokens == sum(each.wait.uncached for each in self if each not in self._over_quota)
         assert len(set(self)) == len(list(self)) == self._num_requests, "a request waits twice, or is miscounted"
 
     # ----------------------------------------------------------------
@@ -454,11 +458,13 @@ class Backlog:
                 self._refilling.add(tenant)
 
     def _enter(self, request: Request) -> None:
+        self.competing_tokens += request.wait.uncached
         self._tenants.competes(request.spec.tenant, 1)
         self._begin_service(request)
         self._place(request)
 
     def _left(self, request: Request) -> None:
+        self.competing_tokens -= request.wait.uncached
         self._end_service(request)
         self._tenants.competes(request.spec.tenant, -1)
 

@@ -1,109 +1,248 @@
-"""Forecast of a request's cost: output length, prefill time and decode time.
+"""Forecast: when a request will start, have its first token and end, and how long it computes.
 
-Output lengths are learned per tenant and power-of-two bucket of the prompt's length. Without data they fall back to the
-tenant's mean, then to the mean of all tenants. Speeds are means of the cost models of all workers.
+Times come from the cost models of the workers, lengths from finished requests like this one (`output_lengths`). Only
+tokens count that are in no prefix cache, and only requests that compete: those held for the quota of their tenant delay
+nobody. The rough times are corrected by how earlier ones came true (`calibration`).
 
-Before the first measurement, forecasts are None or the request's own limit. A limit is no forecast of a length, because
-most clients set none and may then generate the rest of the context. So no request is rejected for its limit.
+A request that must wait until others end waits for the requests before it, at the rate at which blocked requests were
+admitted in the last `_WINDOW_S`. At first, that rate is the number of running requests over the time that each takes.
+
+Before the first measurement, times are 0 and lengths unknown. A limit is no forecast of a length, because most clients
+set none and may then generate the rest of the context. So no request is rejected for its limit.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import deque
+from itertools import islice
+from typing import NamedTuple
 
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.records import WaitReason
+from scheduler_svc.core.queueing.calibration import Calibration
+from scheduler_svc.core.queueing.output_lengths import OutputLengths, quantile
+from scheduler_svc.core.requests.prediction import Prediction
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.worker import Worker
+from shared.prefix_keys import KEY_BYTES
 
-_SMOOTHING = 0.1
-_CAUTION = 1.25
-"""Safety factor on the forecast duration of a request."""
-_MAX_KEYS = 10_000
-"""Maximum number of remembered tenants and buckets; beyond that, learning starts again."""
+_WINDOW_S = 60.0
+_MAX_ADMISSIONS = 256
+"""Maximum number of admissions in the window."""
+_MAX_LOOKS = 4
+"""Maximum number of workers that the forecast of one request looks at."""
+_CAUTION = 0.8
+"""Part of the expected time of service that surely passes."""
 
 
-@dataclass(slots=True)
-class _Mean:
-    value: float
+class Queue(NamedTuple):
+    """The requests that compete when a request arrives."""
 
-    def add(self, sample: float) -> None:
-        self.value += _SMOOTHING * (sample - self.value)
+    num_requests: int
+    num_tokens: int
+    """Their uncached tokens."""
 
 
 class Forecast:
-    """Expected lengths, learned from finished requests, and the times that they take on the workers; times in s."""
+    """Forecasts of one core; times in seconds."""
 
-    def __init__(self, workers: Iterable[Worker]) -> None:
-        """Start without lengths; `workers` are those that are connected, whenever it is iterated."""
-        self._workers = workers
-        self._lengths: dict[tuple[str, int], _Mean] = {}
+    def __init__(self, fleet: Fleet, config: CoreConfig) -> None:
+        """Start without measurements."""
+        self.lengths = OutputLengths()
+        self.waits, self.first_tokens, self.ends = Calibration(), Calibration(), Calibration()
+        self._fleet = fleet
+        self._config = config
+        self._admissions: deque[float] = deque(maxlen=_MAX_ADMISSIONS)
+        """Times of the last admissions of blocked requests, without a moment at which none waited in between."""
 
-    def request_finished(self, request: Request) -> None:
-        """Record the output length of a completed request."""
-        if len(self._lengths) > _MAX_KEYS:
-            self._lengths.clear()
-        lengths, generated = self._lengths, float(request.num_generated)
-        for key in _keys(request):
-            mean = lengths.get(key)
-            if mean is None:
-                lengths[key] = _Mean(generated)
-            else:
-                mean.add(generated)
+    # ---------------------------------------------------------------- lengths
 
     def output_tokens(self, request: Request) -> float:
         """Return the expected number of tokens that the request generates in all."""
-        if request.spec.pooling:
-            return 0.0
-        most = request.limit - request.spec.num_prompt_tokens
-        expected = self._expected_tokens(request)
-        return most if expected is None else min(expected, most)
+        return self._mean_tokens(request, request.spec.expected_output_tokens)
 
     def learned_output_tokens(self, request: Request) -> float:
         """Return how many tokens the request generates in all, as finished requests did; the hint does not count."""
+        return self._mean_tokens(request, 0)
+
+    def remaining_tokens(self, request: Request, num_generated: int, share: float) -> float:
+        """Return a quantile of the number of tokens that a request still generates.
+
+        Args:
+            request: the request.
+            num_generated: tokens that it has generated.
+            share: share of requests like it, with as many tokens, that generate no more than that.
+        """
+        most = max(0, request.limit - request.spec.num_prompt_tokens - num_generated)
+        like = self.lengths.like(request, num_generated)
+        return min(most, quantile(like, share) - num_generated) if like else most
+
+    def _mean_tokens(self, request: Request, hint: int) -> float:
         if request.spec.pooling:
             return 0.0
         most = request.limit - request.spec.num_prompt_tokens
-        learned = self._learned_tokens(request)
-        return most if learned is None else min(learned, most)
+        if hint:
+            return min(hint, most)
+        like = self.lengths.like(request)
+        return min(sum(like) / len(like), most) if like else most
 
-    def prefill_s(self, request: Request) -> float:
-        """Return the time to compute the request's known tokens, s; 0 before the first measurement."""
-        times = [worker.costs.prompt_token_s for worker in self._workers if worker.costs.is_measured]
-        return len(request.tokens) * sum(times) / len(times) if times else 0.0
+    def _lengths(self, request: Request) -> tuple[float, float, float] | None:
+        """Return the 5th, 50th and 90th percentile of the request's output length; None if nothing is known of it."""
+        if request.spec.pooling:
+            return 0.0, 0.0, 0.0
+        most = float(request.limit - request.spec.num_prompt_tokens)
+        if request.spec.expected_output_tokens:
+            hint = min(float(request.spec.expected_output_tokens), most)
+            return hint, hint, hint
+        like = self.lengths.like(request, request.num_generated)
+        if not like:
+            return None
+        return min(most, quantile(like, 0.05)), min(most, quantile(like, 0.5)), min(most, quantile(like, 0.9))
 
-    def decode_s(self, request: Request) -> float:
-        """Return the time to generate the remaining tokens, s; 0 before the first measurement."""
-        times = [worker.decode_step_s for worker in self._workers if worker.costs.is_measured]
-        step_s = sum(times) / len(times) if times else 0.0
-        return step_s * max(0.0, self.output_tokens(request) - request.num_generated)
+    # ---------------------------------------------------------------- service
 
-    def must_start(self, request: Request) -> float | None:
-        """Return the latest start at which the request completes by the client's deadline; None without one.
+    def uncached_tokens(self, request: Request) -> int:
+        """Return how many of the request's tokens no worker that takes requests has in its cache."""
+        return len(request.tokens) - max((worker.cached_tokens(request) for worker in self._likely(request)), default=0)
 
-        A safety factor applies, because a request that is given up after its first token has taken service from others.
+    def service_s(self, request: Request, uncached: int, num_outputs: float) -> float:
+        """Return the time to compute the request's uncached tokens and to generate the rest of its output."""
+        worker = next(iter(self._likely(request)), None)
+        if worker is None or not worker.costs.is_measured:
+            return 0.0
+        return uncached * worker.costs.prompt_token_s + num_outputs * worker.decode_step_s
+
+    def must_start(self, request: Request, uncached: int) -> float | None:
+        """Return the latest start at which the request may complete by the client's deadline; None without one.
+
+        Nearly all requests like it generate more tokens and take longer.
         """
         if request.deadline is None:
             return None
-        decode_s = 0.0 if self._expected_tokens(request) is None else self.decode_s(request)
-        return request.deadline - _CAUTION * (self.prefill_s(request) + decode_s)
+        lengths = self._lengths(request)
+        rest = max(0.0, lengths[0] - request.num_generated) if lengths is not None else 0.0
+        return request.deadline - _CAUTION * self.service_s(request, uncached, rest)
 
-    def latest_start(self, request: Request) -> float | None:
+    def latest_start(self, request: Request, uncached: int) -> float | None:
         """Return the latest start that meets the request's deadline and targets; None without any."""
         starts = []
         if request.ttft_deadline is not None and not request.num_generated:
-            starts.append(request.ttft_deadline - self.prefill_s(request))
+            starts.append(request.ttft_deadline - self.service_s(request, uncached, 0.0))
         if request.total_deadline is not None:
-            starts.append(request.total_deadline - self.prefill_s(request) - self.decode_s(request))
+            rest = max(0.0, self.output_tokens(request) - request.num_generated)
+            starts.append(request.total_deadline - self.service_s(request, uncached, rest))
         return min(starts, default=None)
 
-    def _expected_tokens(self, request: Request) -> float | None:
-        """Return the hint, or what finished requests of the same kind have generated; None without both."""
-        if request.spec.expected_output_tokens:
-            return request.spec.expected_output_tokens
-        return self._learned_tokens(request)
+    # ---------------------------------------------------------------- predictions
 
-    def _learned_tokens(self, request: Request) -> float | None:
-        """Return what finished requests of the same kind have generated; None before the first one."""
-        return next((self._lengths[key].value for key in _keys(request) if key in self._lengths), None)
+    def predict(self, request: Request, uncached: int, queue: Queue, now: float) -> Prediction | None:
+        """Return the times of a request that arrives now; None before the first measurement.
 
+        Args:
+            request: the request, which is not part of the queue.
+            uncached: its uncached tokens.
+            queue: the requests that compete.
+            now: the time, s.
+        """
+        worker = self._worker_for(request)
+        if worker is None or not worker.costs.is_measured:
+            return None
+        num_workers = max(1, len(self._fleet))
+        present = self._residual_s(worker, now)
+        is_blocked = self._is_blocked(worker, queue.num_requests)
+        wait = present
+        if is_blocked:
+            wait += (queue.num_requests + 1) / self._admission_rate(request, worker, num_workers, now)
+        ahead = worker.prefill_backlog() + queue.num_tokens / num_workers
+        rows, budget = worker.rows.num_running, self._chunk_budget(worker)
+        context = worker.rows.num_table_blocks * worker.rows.block_size
+        queued = worker.costs.prefill_s(ahead, rows, context, budget) if ahead else 0.0
+        wait = max(wait, present + queued)
+        first = wait + worker.costs.prefill_s(uncached, rows, context, budget)
+        lengths = self._lengths(request)
+        end = None
+        if lengths is not None:
+            step_s = worker.decode_step_s + worker.mean_chunks * worker.costs.prompt_token_s
+            bases = tuple(first + step_s * max(0.0, each - 1) for each in lengths)
+            end = self.ends.estimate(bases, is_blocked=is_blocked)
+        return Prediction(
+            is_blocked,
+            self.waits.estimate((wait,) * 3, is_blocked=is_blocked),
+            self.first_tokens.estimate((first,) * 3, is_blocked=is_blocked),
+            end,
+        )
 
-def _keys(request: Request) -> tuple[tuple[str, int], ...]:
-    return (request.spec.tenant, request.spec.num_prompt_tokens.bit_length()), (request.spec.tenant, -1), ("", -1)
+    def admitted(self, prediction: Prediction | None, seconds: float, num_waiting: int, now: float) -> None:
+        """Record the first admission of a request.
+
+        Args:
+            prediction: what was forecast for it.
+            seconds: from its arrival.
+            num_waiting: requests that still compete.
+            now: the time, s.
+        """
+        if prediction is None:
+            return
+        self.waits.happened(prediction.wait, seconds)
+        if prediction.is_blocked:
+            self._admissions.append(now)
+        if not num_waiting:
+            self._admissions.clear()
+
+    def had_first_token(self, prediction: Prediction | None, seconds: float) -> None:
+        """Record the first token of a request, so many seconds after its arrival."""
+        if prediction is not None:
+            self.first_tokens.happened(prediction.first_token, seconds)
+
+    def finished(self, request: Request, prediction: Prediction | None, seconds: float) -> None:
+        """Record the end of a completed request, so many seconds after its arrival."""
+        self.lengths.finished(request)
+        if prediction is not None and prediction.end is not None:
+            self.ends.happened(prediction.end, seconds)
+
+    # ----------------------------------------------------------------
+
+    def _likely(self, request: Request) -> list[Worker]:
+        """Return workers that may run the request, first those that have the beginning of its prompt."""
+        workers = [worker for worker in self._fleet if not worker.draining]
+        if len(workers) > _MAX_LOOKS:
+            with_prefix = set(self._fleet.directory.epochs(next(iter(request.keys.values()), b"")[:KEY_BYTES]))
+            workers = [*sorted(workers, key=lambda worker: worker.epoch not in with_prefix)]
+        return list(islice(workers, _MAX_LOOKS))
+
+    def _worker_for(self, request: Request) -> Worker | None:
+        """Return the worker among the likely ones that would compute the request's prompt soonest."""
+        likely = self._likely(request)
+        if len(likely) < 2:
+            return likely[0] if likely else None
+        return min(likely, key=lambda worker: worker.prefill_backlog() - worker.cached_tokens(request))
+
+    def _is_blocked(self, worker: Worker, num_competing: int) -> bool:
+        """Return whether a request that arrives must wait until others end."""
+        if worker.rows.num_running >= min(self._config.max_num_seqs, worker.rows.max_rows):
+            return True
+        return num_competing > 0 and worker.obstacle in (WaitReason.ROWS, WaitReason.MEMORY)
+
+    def _residual_s(self, worker: Worker, now: float) -> float:
+        """Return the time until the steps in flight are answered."""
+        if not worker.in_flight:
+            return 0.0
+        first, *others = worker.in_flight
+        rest = max(0.0, first.started + first.expected_s - now)
+        return rest + sum(step.expected_s for step in others)
+
+    def _chunk_budget(self, worker: Worker) -> int:
+        """Return the prompt tokens of a step."""
+        return max(1, min(self._config.max_num_batched_tokens, worker.max_tokens_per_step) - worker.rows.num_running)
+
+    def _admission_rate(self, request: Request, worker: Worker, num_workers: int, now: float) -> float:
+        """Return how many blocked requests are admitted per second, by all workers."""
+        times = self._admissions
+        while times and now - times[0] > _WINDOW_S:
+            times.popleft()
+        step_s = worker.decode_step_s + worker.mean_chunks * worker.costs.prompt_token_s
+        # Requests that run already have proven that they are as long as they are.
+        held_s = step_s * max(1.0, self.learned_output_tokens(request), worker.rows.mean_generated())
+        rows = max(1, worker.rows.num_running)
+        # As much evidence as the admission of one batch of rows.
+        measured_s = now - times[0] if times else 0.0
+        return (len(times) + rows * num_workers) / (measured_s + held_s)

@@ -16,6 +16,7 @@ from scheduler_svc.core.interface.arrays import Int32Array
 from scheduler_svc.core.interface.records import Note, NoteKind, Notes, Peer, RequestArrived, WaitReason
 from scheduler_svc.core.memory.swapping import SwappedKV
 from scheduler_svc.core.requests.accounts import Account
+from scheduler_svc.core.requests.prediction import Prediction
 from shared.frames import TOKEN_BYTES
 from shared.request_spec import Pooling, RequestSpec
 
@@ -55,6 +56,8 @@ class Wait:
     """Time at which its tenant's quota last let it compete; 0: it was not held for the quota."""
     tokens: int = 0
     """Tokens that count for it in the queue's token limit; 0 once it has a row."""
+    uncached: int = 0
+    """Those of its tokens that no worker had in its cache when the wait began."""
     forecast_tokens: float = 0.0
     """Forecast of all tokens that the request generates."""
     must_start: float | None = None
@@ -140,6 +143,8 @@ class Request:
     """Prompt tokens that its first attempt found in the prefix cache."""
     keys: dict[int, bytes] = field(default_factory=dict)
     """By block size: the joined keys of its leading full blocks, computed as far as needed."""
+    prediction: Prediction | None = None
+    """Times that were forecast at its arrival; None: nothing was measured, or an earlier core accepted it."""
     prompt_charged: bool = False
     """Whether its tenant was charged for its prompt, by this core or an earlier one."""
     reserved_output: int | None = None

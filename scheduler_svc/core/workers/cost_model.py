@@ -38,7 +38,7 @@ _MOST_FALL = 0.5
 """A step that takes less than its expected time by more than this part of it is a surprise, whatever the noise."""
 _EARLY_STEPS = 8
 """Steps of a kind after which its deviation is known, and smoothed over more steps."""
-_BATCH = 4
+_BATCH = 8
 """Decode steps with the same number of rows that correct the coefficients together."""
 _PEAK_DECAY = 0.98
 _KNOWN_STEPS = 20
@@ -88,6 +88,13 @@ class _Kind:
         self.peak = ratio if ratio > peak else max(peak, 1.0)
         self.count += 1
 
+    def usual(self, distance: float, number: int) -> None:
+        """Record several steps near their expected time; `distance` is their mean distance from it, relative to it."""
+        self.surprises = 0
+        self.count += number
+        self.deviation += (1.0 - 0.875**number) * (distance - self.deviation)
+        self.peak = max(self.peak * _PEAK_DECAY**number, 1.0 + distance)
+
 
 class CostModel:
     """Learned times of one worker's steps; all times in seconds."""
@@ -102,8 +109,13 @@ class CostModel:
         """Steps with drafts since the last step without any."""
         self._decodes, self._chunks, self._drafting = _Kind(), _Kind(), _Kind()
         self._batch_rows = self._batch_steps = self._batch_context = 0
-        self._batch_s = 0.0
-        """Rows, number, sum of contexts and sum of times of the last decode steps, which have changed nothing yet."""
+        self._batch_s = self._batch_distance = 0.0
+        """Rows, number, sums of contexts, times and errors of the last decode steps, which have changed nothing yet."""
+        self._batch_expected = self._batch_usual = 0.0
+        """Expected time of these steps, and the largest error of a usual one."""
+        self._bounds = (0.0, 0.0, 0.0)
+        self._bounds_rows = self._bounds_left = 0
+        """Decode steps with these rows for which the last bounds are used again."""
 
     # ---------------------------------------------------------------- questions
 
@@ -168,20 +180,28 @@ class CostModel:
         """Return the mean distance between the times of such steps and the expected time, relative to it."""
         return self._kind(shape).deviation
 
-    def bounds(self, shape: StepShape, ceiling: float) -> tuple[float, float]:
-        """Return two times of a step: one that nearly all such steps exceed, and one after which it counts as hung.
+    def bounds(self, shape: StepShape, ceiling: float) -> tuple[float, float, float]:
+        """Return times of a step: one that nearly all such steps exceed, the expected one, and one when it has hung.
 
         Args:
             shape: the step.
-            ceiling: maximum of the second time, which is returned while the time of such steps is not known.
+            ceiling: maximum of the last time, which is returned while the time of such steps is not known.
         """
+        rows, prompt_tokens, _, drafts = shape
+        is_plain = not prompt_tokens and not drafts
+        if is_plain and rows == self._bounds_rows and self._bounds_left:
+            self._bounds_left -= 1
+            return self._bounds
         kind, expected, doubt = self._kind(shape), self.expected_s(shape), self.uncertainty(shape)
         spread = 4.0 * kind.deviation + 2.0 * doubt
         least = expected * (1.0 - spread) if spread < 1.0 else 0.0
-        if kind.count < _KNOWN_STEPS or doubt > _KNOWN:
-            return least, ceiling
-        longest = _MAX_FACTOR * expected * (kind.peak + 3.0 * doubt)
-        return least, min(ceiling, max(MIN_DEADLINE_S, longest))
+        longest = ceiling
+        if kind.count >= _KNOWN_STEPS and doubt <= _KNOWN:
+            longest = min(ceiling, max(MIN_DEADLINE_S, _MAX_FACTOR * expected * (kind.peak + 3.0 * doubt)))
+        found = least, expected, longest
+        if is_plain and kind.count >= _KNOWN_STEPS:
+            self._bounds, self._bounds_rows, self._bounds_left = found, rows, _BATCH
+        return found
 
     def prefill_s(self, num_tokens: float, num_running: int, context: int, budget: int) -> float:
         """Return the expected time until a prompt is computed, while other requests run.
@@ -236,6 +256,16 @@ class CostModel:
             drafts_allowed: whether a row was allowed drafts; searching for them takes time even if there were none.
         """
         rows, prompt_tokens, context, drafts = shape
+        if self._batch_steps and rows == self._batch_rows and not prompt_tokens and not drafts_allowed:
+            error = duration - self._batch_expected
+            if -self._batch_usual <= error <= self._batch_usual:
+                self._batch_steps += 1
+                self._batch_context += context
+                self._batch_s += duration
+                self._batch_distance += error if error > 0 else -error
+                if self._batch_steps == _BATCH:
+                    self._finish_batch()
+                return
         if duration <= 0 or not rows + prompt_tokens:
             return
         column = rows, prompt_tokens, context
@@ -243,6 +273,7 @@ class CostModel:
             self._line.begin(column, duration)
         expected = self._line.expected_s(column)
         if drafts_allowed:
+            self._finish_batch()
             self.plain_age += 1
             self._drafting.measured(duration / max(self.expected_s(shape), 1e-9))
             if not prompt_tokens:
@@ -278,32 +309,29 @@ class CostModel:
             self._finish_batch()
             self._update(kind, (rows, 0, context), expected, duration)
             return
-        kind.measured(duration / expected)
-        if self._batch_rows != rows:
-            self._finish_batch()
-            self._batch_rows = rows
-        self._batch_steps += 1
-        self._batch_context += context
-        self._batch_s += duration
-        if self._batch_steps == _BATCH:
-            self._finish_batch()
+        self._finish_batch()
+        self.plain_age = 0
+        self._batch_rows, self._batch_steps, self._batch_context = rows, 1, context
+        self._batch_s, self._batch_distance = duration, abs(error)
+        self._batch_expected, self._batch_usual = expected, usual
 
     def _finish_batch(self) -> None:
         """Correct the coefficients by the mean of the steps in the batch."""
         number = self._batch_steps
         if not number:
             return
-        rows, context, seconds = self._batch_rows, self._batch_context, self._batch_s
-        self._batch_steps = self._batch_context = 0
-        self._batch_s = 0.0
-        self._decodes.surprises = 0
+        rows, context, seconds, kind = self._batch_rows, self._batch_context, self._batch_s, self._decodes
+        self._batch_steps = 0
+        self.plain_age = 0
+        kind.usual(self._batch_distance / self._batch_expected / number, number)
         column = rows, 0, context / number
         expected = self._line.expected_s(column)
-        noise = _noise(self._decodes) * expected
+        noise = _noise(kind) * expected
         self._line.correct(column, seconds / number - expected, noise / sqrt(number), number)
 
     def _update(self, kind: _Kind, column: Column, expected: float, duration: float) -> None:
         """Correct the coefficients by the error of one step, which counts less if it is a surprise."""
+        self._bounds_left = 0
         line, noise, error = self._line, _noise(kind) * expected, duration - expected
         kind.measured(duration / expected if expected > 0 else 1.0)
         most = _MOST_SURPRISE * sqrt(line.variance(column) + noise * noise)

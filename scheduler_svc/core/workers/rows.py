@@ -329,6 +329,12 @@ class RowTable:
         """Return the number of tokens that the row's request has generated and delivered."""
         return self.committed.item(row) - self.num_prompt.item(row)
 
+    def mean_generated(self) -> float:
+        """Return the mean number of tokens that running requests have generated and delivered; 0 without any."""
+        running = self.state != FREE
+        num_generated = self.committed[running] - self.num_prompt[running]
+        return float(num_generated.mean()) if len(num_generated) else 0.0
+
     def validate(self) -> None:
         """Check the invariants of the module's docstring."""
         for row in range(self.max_rows):

@@ -49,6 +49,8 @@ class StepInFlight:
     """(row, generation) of embeddings that this step completes; their requests have left the rows."""
     shape: StepShape
     """Work of the step, with the most drafts that it may verify."""
+    expected_s: float
+    """Expected time, s."""
     least_s: float
     """Time that it takes nearly always, s."""
     started: float
@@ -179,6 +181,12 @@ class Worker:
     """A waiting suspect would fit: the next plan holds it alone, once nothing is in flight."""
     starves: bool = False
     """Whether a plan has seen a row without credit since the last check by `Timeouts`."""
+    decoded_rows: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """The decode rows of the last plan."""
+    decoded_context: int = 0
+    """Sum of their lengths."""
+    mean_chunks: float = 0.0
+    """Smoothed budget tokens of the chunks of a step."""
     prefill: StepShape = NO_STEP
     """The newest answered step with prompt tokens."""
     obstacle: WaitReason | None = None

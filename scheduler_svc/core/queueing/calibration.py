@@ -1,0 +1,96 @@
+"""Calibration: turns rough estimates of a time into quantiles that hold as often as they say.
+
+An estimate from queue and costs is rough: it ignores memory, other policies, and requests that arrive later. So the
+ratio of the true time to the estimate is tracked. Each quantile of the ratio moves up when the true time was above it
+and down when it was below, by steps whose ratio is that of the shares (stochastic approximation, Robbins and Monro,
+1951). In the long run, the share of times below the quantile is its own share, whatever the distribution is. Ratios are
+tracked apart for estimates of different size, and for requests that must wait until others end (*regimes*).
+
+The shares that were reached are metrics.
+"""
+
+from collections.abc import Sequence
+from math import exp, log
+
+from scheduler_svc.core.requests.prediction import SHARES, Estimate
+
+_FIRST = (-1.1, 0.0, 0.7)
+"""Logarithms of the ratios before the first measurement."""
+_GAIN = 0.05
+_EARLY = 15
+"""Requests of a regime from which on its gain is the final one, and other regimes do not begin like it any more."""
+_LEAST_DISTANCE, _MOST_DISTANCE = 0.01, 3.0
+_OFFSET_S = 0.001
+"""Added to true and estimated times, so that their ratio exists."""
+_REGIMES = 8
+"""Sizes of estimates, each four times the one before; the smallest is 10 ms."""
+
+
+class _Ratios:
+    """Quantiles of the logarithm of true time / estimate in one regime."""
+
+    def __init__(self, values: Sequence[float], distances: Sequence[float]) -> None:
+        self.values = list(values)
+        self.distances = list(distances)
+        """Mean distances of the logarithms from each quantile."""
+        self.count = 0
+
+    def add(self, logs: Sequence[float]) -> None:
+        """Record the logarithm of true time / estimate, for the estimate of each share."""
+        self.count += 1
+        gain = _GAIN if self.count > _EARLY else 1.0 / (self.count + 5)
+        values, distances = self.values, self.distances
+        for at, share in enumerate(SHARES):
+            error = logs[at] - values[at]
+            distance = error if error > 0 else -error
+            if distance > _MOST_DISTANCE:
+                distance = _MOST_DISTANCE
+            distances[at] += gain * (distance - distances[at])
+            step = 2.0 * gain * (distances[at] if distances[at] > _LEAST_DISTANCE else _LEAST_DISTANCE)
+            values[at] += step * (share if error > 0 else share - 1.0)
+
+
+class Calibration:
+    """Quantiles of one kind of time, and how often they held."""
+
+    def __init__(self) -> None:
+        """Start without measurements."""
+        self._all = _Ratios(_FIRST, (0.5,) * len(SHARES))
+        self._regimes: dict[int, _Ratios] = {}
+        self.count = 0
+        """Requests whose time has come."""
+        self.within_median = 0
+        """Those of them whose time was within the predicted median."""
+        self.within_p90 = 0
+        """Those of them whose time was within the predicted 90th percentile."""
+
+    def estimate(self, bases: tuple[float, ...], *, is_blocked: bool) -> Estimate:
+        """Return the quantiles of a time.
+
+        Args:
+            bases: rough estimates of the quantiles for `SHARES`, s.
+            is_blocked: whether the request must wait until others end.
+        """
+        size = min((int(bases[1] * 100).bit_length() + 1) // 2, _REGIMES - 1)
+        regime = 2 * size + is_blocked
+        ratios = self._regimes.get(regime, self._all).values
+        values = [
+            max(0.0, (base + _OFFSET_S) * exp(ratio) - _OFFSET_S) for base, ratio in zip(bases, ratios, strict=True)
+        ]
+        return Estimate(regime, bases, (values[0], max(values[:2]), max(values)))
+
+    def happened(self, estimate: Estimate, seconds: float) -> None:
+        """Record the true time of a request with this estimate."""
+        self.count += 1
+        self.within_median += seconds <= estimate.median
+        self.within_p90 += seconds <= estimate.p90
+        first, second, third = estimate.bases
+        logs = [log((seconds + _OFFSET_S) / (second + _OFFSET_S))] * 3
+        if first != second or second != third:
+            logs = [log((seconds + _OFFSET_S) / (base + _OFFSET_S)) for base in estimate.bases]
+        ratios = self._regimes.get(estimate.regime)
+        if ratios is None:
+            ratios = self._regimes[estimate.regime] = _Ratios(self._all.values, self._all.distances)
+        ratios.add(logs)
+        if ratios.count <= _EARLY:
+            self._all.add(logs)

@@ -1,0 +1,83 @@
+"""Output lengths: how many tokens a request will generate, from requests like it that have finished.
+
+The scheduler reads no text. It knows the first block of a prompt by its key, because applications begin their prompts
+with the same system prompt. It also knows the tenant, the class, the sizes of the prompt and of `max_tokens`, and
+whether a grammar constrains the output. Lengths of finished requests are kept for every combination in `_likenesses`,
+the last `_SAMPLES` of each. A request is forecast from the most specific combination with enough of them.
+
+A request that has generated tokens already is compared only with those that generated more: a conversation that has
+survived the usual length is likely to be a long one.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+
+from scheduler_svc.core.requests.request import Request
+from shared.prefix_keys import KEY_BYTES
+
+_SAMPLES = 64
+_ENOUGH = 8
+"""Finished requests of a combination from which on it is used."""
+_ENOUGH_LONGER = 4
+"""Those of them that must have generated more than the request has."""
+_MAX_KEYS = 4096
+"""Maximum number of remembered combinations; the one that was used least recently is forgotten."""
+
+_Likeness = tuple[str | int | bytes, ...]
+
+
+class OutputLengths:
+    """Lengths of finished requests, by what the requests had in common."""
+
+    def __init__(self) -> None:
+        """Start without lengths."""
+        self._samples: OrderedDict[_Likeness, deque[int]] = OrderedDict()
+
+    def finished(self, request: Request) -> None:
+        """Record the output length of a completed request."""
+        generated = request.num_generated
+        for key in _likenesses(request):
+            samples = self._samples.get(key)
+            if samples is None:
+                samples = self._samples[key] = deque(maxlen=_SAMPLES)
+                if len(self._samples) > _MAX_KEYS:
+                    self._samples.popitem(last=False)
+            else:
+                self._samples.move_to_end(key)
+            samples.append(generated)
+
+    def like(self, request: Request, num_generated: int = 0) -> list[int]:
+        """Return the lengths of finished requests like this one, ascending; empty if too few are known.
+
+        Args:
+            request: the request.
+            num_generated: tokens that it has generated; only longer outputs are returned.
+        """
+        few: list[int] = []
+        for key in _likenesses(request):
+            samples = self._samples.get(key)
+            if samples is None:
+                continue
+            longer = sorted(samples)
+            if num_generated:
+                longer = longer[bisect_right(longer, num_generated) :]
+            if len(samples) >= _ENOUGH and len(longer) >= _ENOUGH_LONGER:
+                return longer
+            few = longer or few
+        # The last one is the most general: all finished requests.
+        return few
+
+
+def quantile(values: list[int], share: float) -> float:
+    """Return the value that this share of the ascending values does not exceed."""
+    return values[min(int(share * len(values)), len(values) - 1)]
+
+
+def _likenesses(request: Request) -> tuple[_Likeness, ...]:
+    """Return what the request has in common with others, most specific first."""
+    spec = request.spec
+    size, most, constrained = spec.num_prompt_tokens.bit_length(), spec.max_tokens.bit_length(), bool(spec.grammar)
+    kind = (spec.tenant, spec.request_class, most, constrained)
+    general: tuple[_Likeness, ...] = (*kind, size), (spec.tenant, size), (spec.tenant,), ()
+    first_block = next(iter(request.keys.values()), b"")[:KEY_BYTES]
+    return ((*kind, first_block), *general) if first_block else general

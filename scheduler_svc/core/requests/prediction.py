@@ -1,0 +1,71 @@
+"""Prediction: when a request will start, have its first token and end, as it was forecast at its arrival."""
+
+import re
+from typing import NamedTuple
+
+SHARES = (0.05, 0.5, 0.9)
+"""Shares of requests for which the quantiles of a time hold."""
+
+
+_TEXT = "forecast: row within %.3f s (90 %%: %.3f s), first token within %.3f s (90 %%: %.3f s)"
+_END = ", end within %.3f s (90 %%: %.3f s)"
+
+
+class Estimate(NamedTuple):
+    """Quantiles of a time in the future, seconds from the arrival of a request."""
+
+    regime: int
+    """Number of the kind of estimate, see `queueing.calibration`."""
+    bases: tuple[float, ...]
+    """Rough estimates, one for each of `SHARES`."""
+    values: tuple[float, ...]
+    """Quantiles for `SHARES`."""
+
+    @property
+    def surely(self) -> float:
+        """Time that 95 percent of requests exceed."""
+        return self.values[0]
+
+    @property
+    def median(self) -> float:
+        """Time within which half of the requests are."""
+        return self.values[1]
+
+    @property
+    def p90(self) -> float:
+        """Time within which 90 percent of the requests are."""
+        return self.values[2]
+
+
+class Prediction(NamedTuple):
+    """Times of one request as they were forecast at its arrival, from its arrival on."""
+
+    is_blocked: bool
+    """Whether it had to wait until others end."""
+    wait: Estimate
+    """Time until it has a row."""
+    first_token: Estimate
+    end: Estimate | None
+    """Time until its last token; None: no length was known."""
+
+    @property
+    def text(self) -> str:
+        """The prediction as a line of the request's history, read by `read_text`."""
+        wait, first = self.wait.values, self.first_token.values
+        text = _TEXT % (wait[1], wait[2], first[1], first[2])
+        return text if self.end is None else text + _END % (self.end.values[1], self.end.values[2])
+
+
+class Forecasted(NamedTuple):
+    """A moment of a request as its history tells what was forecast, seconds from the request's arrival."""
+
+    of: str
+    """"row", "first token" or "end"."""
+    median: float
+    p90: float
+
+
+def read_text(text: str) -> list[Forecasted]:
+    """Return the moments in a line that `Prediction.text` has made."""
+    found = re.findall(r"(row|first token|end) within ([\d.]+) s \(90 %: ([\d.]+) s\)", text)
+    return [Forecasted(of, float(median), float(p90)) for of, median, p90 in found]
