@@ -32,7 +32,7 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.PLACEMENT: "it waited for another worker's plan; if that is frequent, add rows or workers",
     CauseKind.ALONE: "workers died while they computed it, so it runs alone; see the workers' logs for the reason",
     CauseKind.NO_WORKER: f"no worker could serve it: {remedies.NO_WORKER}",
-    CauseKind.STEP_BEFORE: "steps of other requests were long: lower --max-num-batched-tokens for shorter steps",
+    CauseKind.STEP_BEFORE: f"steps of other requests were long: {remedies.PROMPTS}",
     CauseKind.OWN_PREFILL: "its own prompt takes this long: send a shorter one, or share a prefix that is cached",
     CauseKind.COLD_PREFIX: (
         "its prefix had been computed before and was gone: give workers more KV memory (--kv-cache-memory), or send"
