@@ -186,7 +186,7 @@ def test_a_click_on_the_chart_explains_the_request_there(served: Served) -> None
             client.generate("Once", max_tokens=30, ignore_eos=True, request_id=f"click-{name}").result()
         until(page, "[...quire.model.requests.values()].some(each => each.id.startsWith('click-second'))")
         until(page, "quire.model.load.running === 0")
-        until(page, "quire.gantt.behind < .01")
+        until(page, "quire.gantt.behind < .001")
         place = page.evaluate(OLDEST)
         page.locator("#gantt").hover(position={"x": place["x"], "y": place["y"]})
         until(page, "document.getElementById('hover').textContent.startsWith('Step ')")
@@ -281,7 +281,7 @@ def test_the_first_line_says_what_holds_the_service_back(served: Served) -> None
     """Idle, and then behind full rows: the state, the remedy, who waits, and the TTFT of those that wait."""
     with Client(served.grpc, token=OPERATOR) as client, _console(served) as page:
         page.locator("#now", has_text="idle: no request runs or waits").wait_for()
-        streams = [client.generate("Once", max_tokens=3000, ignore_eos=True) for _ in range(3 * ROWS)]
+        streams = [client.generate("Once", max_tokens=1500, ignore_eos=True) for _ in range(3 * ROWS)]
         page.locator("#now", has_text=f"{ROWS} of {ROWS} rows busy").wait_for()
         page.locator("#now", has_text="What helps: raise --max-num-seqs or add a worker").wait_for()
         page.locator("#now", has_text="requests wait, the oldest").wait_for()

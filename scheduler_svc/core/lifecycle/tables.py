@@ -4,6 +4,7 @@ Everything here reads and changes nothing. A snapshot of a large service is boun
 is shown, of long queues the first requests.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ def tables(workers: Iterable[Worker], backlog: Backlog, live: Iterable[Request])
     swapped: list[Request] = []
     if any(worker.swap.pool.num_held for worker in shown):
         swapped = [request for request in live if request.swapped is not None]
-    return Tables([block_map(worker, swapped, most) for worker in shown], queues(backlog))
+    return Tables([block_map(worker, swapped, most) for worker in shown], queues(backlog, _obstacle(shown)))
 
 
 def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap:
@@ -130,18 +131,24 @@ def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap
     return BlockMap(worker.worker_id, rows.block_size, device, host, owners)
 
 
-def queues(backlog: Backlog) -> list[Queue]:
-    """Return the waiting requests by what they wait for."""
+def _obstacle(workers: Iterable[Worker]) -> WaitReason | None:
+    """Return what holds back the queues of most workers; None if nothing does."""
+    found = Counter(worker.obstacle for worker in workers if worker.obstacle is not None)
+    return max(found, key=found.__getitem__, default=None)
+
+
+def queues(backlog: Backlog, obstacle: WaitReason | None = None) -> list[Queue]:
+    """Return the waiting requests by what they wait for; a request that waits for its turn waits for `obstacle`."""
     lengths = backlog.by_reason
     return [
-        Queue(reason, lengths[reason], [_queued(request) for request in first])
+        Queue(reason, lengths[reason], [_queued(request, obstacle) for request in first])
         for reason, first in backlog.first_by_reason(MAX_QUEUED).items()
         if lengths[reason]
     ]
 
 
-def _queued(request: Request) -> Queued:
-    spec = request.spec
+def _queued(request: Request, obstacle: WaitReason | None) -> Queued:
+    spec, reason = request.spec, request.wait.reason
     return Queued(
         key=request.key,
         request_id=spec.request_id,
@@ -150,7 +157,7 @@ def _queued(request: Request) -> Queued:
         priority=spec.priority,
         num_tokens=len(request.tokens),
         since=request.wait.since,
-        waits_for=request.wait.reason,
+        waits_for=obstacle if reason is WaitReason.TURN and obstacle is not None else reason,
     )
 
 

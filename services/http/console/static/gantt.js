@@ -14,6 +14,7 @@ const CATCH_UP = 6; // per second: how fast the chart moves to the newest step
 const AXIS = 26; // pixels below the rows: incidents and times
 const TICKS_S = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20];
 const TICK_WIDTH = 80;
+const IDLE_S = 2; // after this time without a step, the right edge is not "now"
 const REACH = 3; // pixels beside a step that still belong to it
 
 export class Gantt {
@@ -67,10 +68,10 @@ export class Gantt {
     this.report();
   }
 
-  /** The time at the right edge when the chart has caught up: the end of the newest step, or the newest load. */
+  /** The time at the right edge when the chart has caught up: the end of the newest step, also while the worker is idle. */
   get newestTime() {
     const step = this.steps.get(this.steps.count - 1);
-    return Math.max(step.start + step.seconds, this.model.load?.time ?? 0);
+    return step.start + step.seconds;
   }
 
   /** How far the chart is behind, in seconds. */
@@ -200,11 +201,13 @@ export class Gantt {
     context.fillStyle = colour("quiet");
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "bottom";
+    const age = (this.model.load?.time ?? this.shown) - this.shown;
+    const edge = age < IDLE_S ? "now" : `${Math.round(age)} s ago`;
     for (let back = 0; back < this.seconds; back += tick) {
       const x = this.plotWidth - (back / this.seconds) * this.plotWidth;
       context.fillRect(x - (back ? 0 : 1), bottom, 1, 4);
       context.textAlign = back ? "center" : "right";
-      if (x > 24) context.fillText(back ? `−${Number(back.toFixed(2))} s` : "now", x, this.height);
+      if (x > 24) context.fillText(back ? `−${Number(back.toFixed(2))} s` : edge, x, this.height);
     }
     context.textAlign = "left";
   }
