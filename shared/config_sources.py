@@ -25,6 +25,7 @@ API_KEY_VARIABLE = "QUIRE_API_KEY"
 
 OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, API_KEY_VARIABLE, "QUIRE_LOG_FORMAT", "QUIRE_CPU_KERNELS", "QUIRE_TOKEN", "QUIRE_TARGET"}
+    | {"QUIRE_TLS_CA"}
 )
 """Variables that Quire reads and that are not settings."""
 

@@ -18,6 +18,7 @@ from shared.config import ConfigError
 
 TARGET_VARIABLE = "QUIRE_TARGET"
 TOKEN_VARIABLE = "QUIRE_TOKEN"
+CA_VARIABLE = "QUIRE_TLS_CA"
 _GRPC_TARGET, _HTTP_TARGET = "127.0.0.1:50051", "127.0.0.1:8000"
 _TIMEOUT_S = 10.0
 """Timeout of unary calls, seconds."""
@@ -58,8 +59,10 @@ def _add_tls(parser: OneLineParser) -> None:
     # Read the token from the environment, so that process lists do not show it.
     parser.add_argument(
         "--tls-ca",
+        default=os.environ.get(CA_VARIABLE) or None,
         metavar="FILE",
-        help=f"use TLS and trust this CA (PEM file); the bearer token is read from the variable {TOKEN_VARIABLE}",
+        help=f"use TLS and trust this CA (PEM file; default: the variable {CA_VARIABLE}, or no TLS);"
+        f" the bearer token is read from the variable {TOKEN_VARIABLE}",
     )
 
 

@@ -19,7 +19,7 @@ _PATIENCE_S = 120
 
 
 def look_inside(cell: Cell) -> None:
-    """`quire workers --tls-ca`, and the other commands, through each front end.
+    """`quire workers`, and the other commands, through each front end.
 
     Callers without the token are refused.
     """
@@ -41,7 +41,7 @@ def look_inside(cell: Cell) -> None:
 
 
 def drain_a_worker(cell: Cell) -> None:
-    """`quire drain WORKER --tls-ca`, and back; requests continue on another worker."""
+    """`quire drain WORKER`, and back; requests continue on another worker."""
     cell.add("worker")
     name = cell.pods["worker"][0].name
     _expect("drain" in _quire(cell, "drain", name), "the worker is not drained")
@@ -109,10 +109,8 @@ def _quire(cell: Cell, *arguments: str, at: str = "", token: str | None = None, 
 
 def _call(cell: Cell, arguments: Sequence[str], address: str, token: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "quire_server.entry", *arguments, "--target", f"{address}:50051"]
-    known = os.environ | {"QUIRE_TOKEN": token, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run(
-        [*command, "--tls-ca", str(cell.ca)], env=known, capture_output=True, text=True, timeout=_PATIENCE_S
-    )
+    known = os.environ | {"QUIRE_TOKEN": token, "QUIRE_TLS_CA": str(cell.ca), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(command, env=known, capture_output=True, text=True, timeout=_PATIENCE_S)
 
 
 def _expect(condition: bool, otherwise: str) -> None:

@@ -152,7 +152,7 @@ def test_commands_of_the_pages_name_no_group_of_pods_to_delete() -> None:
     """A drill deletes one pod; a label would select all of them."""
     commands = re.findall(r"^kubectl .*delete pod.*$", OPERATIONS, re.MULTILINE)
 
-    assert len(commands) == 5
+    assert len(commands) == 6
     assert not [each for each in commands if " -l" in each or "--all" in each or "--selector" in each]
 
 

@@ -97,12 +97,14 @@ def test_an_error_is_one_line_with_its_remedy(arguments: list[str], code: int, l
     "command", ["generate", "chat", "models", "requests", "workers", "drain", "log_level", "batch"]
 )
 def test_a_command_goes_where_the_environment_says(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`QUIRE_TARGET` stands for `--target` in all of them."""
+    """`QUIRE_TARGET` stands for `--target` in all of them, and `QUIRE_TLS_CA` for `--tls-ca`."""
     monkeypatch.setenv("QUIRE_TARGET", "10.0.0.5:7")
+    monkeypatch.setenv("QUIRE_TLS_CA", "ca.pem")
     parser = OneLineParser(command, description="", examples="")
     importlib.import_module(f"quire_server.cli.{command}").configure(parser)
 
     assert parser.get_default("target") == "10.0.0.5:7"
+    assert parser.get_default("tls_ca") == "ca.pem"
 
 
 def test_a_wrong_choice_names_the_right_ones() -> None:
