@@ -1,7 +1,7 @@
 """Programs that read the flight record of a scheduler, which `scheduler_svc.recorder` writes.
 
 values      what a record holds, as values; decoding: from the messages of record.proto to these values
-reader      reads the files of a record
+reader      reads the files of a record; rows: which rows compute in which step
 replay      runs the core over a record
 timeline, lane: a record as a trace of Perfetto; perfetto: the writer of such a trace
 explain     explains why requests were slow

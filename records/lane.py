@@ -6,10 +6,11 @@ nest, and those of the steps follow one another, although plans are made ahead.
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from records.decoding import RowAtStart
 from records.perfetto import TraceWriter, Value
+from records.rows import Row, Rows
 from records.values import AdmissionDigest, PlanDigest, Timings
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import RequestArrived
@@ -79,14 +80,11 @@ class Tracks:
         return track
 
 
-@dataclass(slots=True)
-class _Row:
+@dataclass(slots=True, kw_only=True)
+class _Row(Row):
     request: Request
     track: int
     about: dict[str, Value]
-    prefill_left: int
-    is_held: bool = False
-    blocks: list[int] = field(default_factory=list)
     phase: str = ""
     """Name of the slice that is open inside that of the request; empty: none."""
 
@@ -96,7 +94,7 @@ class Lane:
 
     def __init__(self, trace: TraceWriter, tracks: Tracks, counts: Counts, now: float) -> None:
         self._trace, self._tracks, self._counts = trace, tracks, counts
-        self._rows: dict[int, _Row] = {}
+        self._rows: Rows[_Row] = Rows()
         self._plans: deque[tuple[PlanDigest, Sequence[Request], float]] = deque()
         """Plans without an answer, oldest first, with the requests of their admissions and their times."""
         self._clock = WorkerClock()
@@ -106,19 +104,29 @@ class Lane:
         """Last value of the counter."""
         self._end = now
         """End of the last step."""
-        self._decode_flows: bytes | None = None
-        """Flows of the rows that decode; None: the rows have changed."""
+        self._decoding: Sequence[_Row] | None = None
+        """Rows that decoded in the step before; None if there was no step."""
+        self._decode_flows = b""
+        """Their flows."""
 
     def take_over(self, row: RowAtStart, request: Request, now: float) -> None:
         """Add a row that was there at the beginning of the record; its blocks are not known."""
         track = self._tracks.row(row.row)
-        self._rows[row.row] = taken = _Row(request, track, request.about(), row.prefill_left, row.held)
+        taken = _Row(
+            number=row.row,
+            prefill_left=row.prefill_left,
+            is_held=row.held,
+            request=request,
+            track=track,
+            about=request.about(),
+        )
+        self._rows.add(taken)
         self._begin(taken, now)
 
     def begin_here(self, now: float) -> None:
         """Show from now on what is open."""
         self._end = max(self._end, now)
-        for row in self._rows.values():
+        for row in self._rows:
             self._begin(row, self._end)
             if row.phase:
                 self._trace.begin(row.track, self._end, row.phase)
@@ -155,7 +163,7 @@ class Lane:
         while self._plans:
             plan, admitted, planned = self._plans.popleft()
             self._step(plan, admitted, max(planned, self._end), end, {"unanswered": 1})
-        for row in self._rows.values():
+        for row in self._rows:
             self._close(row, end)
         self._block_users.clear()
         self._count_blocks(end)
@@ -166,32 +174,19 @@ class Lane:
         self, plan: PlanDigest, admitted: Sequence[Request], start: float, end: float, times: dict[str, Value]
     ) -> None:
         """Show a step: first the changes of its plan, at its start."""
-        for number in plan.leaves:
-            self._vacate(number, start)
-        for admission, request in zip(plan.admissions, admitted, strict=True):
-            self._vacate(admission.row, start)
-            self._admit(admission, request, start)
-        for number, block in zip(plan.append_rows, plan.append_blocks, strict=True):
-            if number in self._rows:
-                self._rows[number].blocks.append(block)
-                self._block_users[block] += 1
-        for column, is_held in ((plan.holds, True), (plan.releases, False)):
-            for number in column:
-                if number in self._rows:
-                    self._rows[number].is_held = is_held
-        if plan.leaves or plan.admissions or plan.holds or plan.releases or self._decode_flows is None:
-            self._decode_flows = self._change_phases(start)
-        chunks = [
-            (self._rows[number], length)
-            for number, length in zip(plan.chunk_rows, plan.chunk_lengths, strict=True)
-            if number in self._rows
-        ]
-        flows = self._decode_flows + b"".join([row.request.flow for row, _ in chunks])
+        requests = iter(admitted)
+        step = self._rows.apply(
+            plan,
+            admit=lambda admission: self._admit(admission, next(requests), start),
+            leave=lambda row: self._vacate(row, start),
+        )
+        grown = zip(plan.append_rows, plan.append_blocks, strict=True)
+        self._block_users.update(block for number, block in grown if number in self._rows)
+        if step.decodes is not self._decoding:
+            self._decoding, self._decode_flows = step.decodes, self._change_phases(step.decodes, start)
+        flows = self._decode_flows + b"".join([row.request.flow for row, _ in step.chunks])
         self._show(plan, start, end, times, flows)
-        for row, length in chunks:
-            row.prefill_left = max(0, row.prefill_left - length)
-            if not row.prefill_left:
-                self._decode_flows = None
+        for row, length in step.chunks:
             about = {"step": plan.step, "tokens": length, "tokens_left": row.prefill_left}
             self._trace.begin(row.track, start, "prefill", about)
             self._trace.end(row.track, end)
@@ -234,41 +229,42 @@ class Lane:
 
     # ---------------------------------------------------------------- rows
 
-    def _admit(self, admission: AdmissionDigest, request: Request, start: float) -> None:
+    def _admit(self, admission: AdmissionDigest, request: Request, start: float) -> _Row:
         about = request.about() | {
             "known_tokens": admission.num_tokens,
             "computed_tokens": admission.num_computed_tokens,
             "attempt": admission.attempt,
         }
-        prefill_left = admission.num_tokens - admission.num_computed_tokens
-        row = _Row(request, self._tracks.row(admission.row), about, prefill_left, blocks=list(admission.blocks))
-        self._rows[admission.row] = row
+        row = _Row(
+            number=admission.row,
+            prefill_left=admission.num_tokens - admission.num_computed_tokens,
+            blocks=list(admission.blocks),
+            request=request,
+            track=self._tracks.row(admission.row),
+            about=about,
+        )
         self._block_users.update(row.blocks)
         self._begin(row, start)
+        return row
 
-    def _vacate(self, number: int, start: float) -> None:
-        row = self._rows.pop(number, None)
-        if row is None:
-            return
+    def _vacate(self, row: _Row, start: float) -> None:
         self._close(row, start)
         for block in row.blocks:
             self._block_users[block] -= 1
             if not self._block_users[block]:
                 del self._block_users[block]
 
-    def _change_phases(self, start: float) -> bytes:
+    def _change_phases(self, decodes: Sequence[_Row], start: float) -> bytes:
         """End the slices of rows that do something else from now on, begin new ones, and return the decoding flows."""
-        flows = []
-        for row in self._rows.values():
-            phase = _HELD if row.is_held else "" if row.prefill_left else "decode"
-            if phase == "decode":
-                flows.append(row.request.flow)
+        decoding = {row.number for row in decodes}
+        for row in self._rows:
+            phase = _HELD if row.is_held else "decode" if row.number in decoding else ""
             if phase != row.phase:
                 self._end_phase(row, start)
                 row.phase = phase
                 if phase:
                     self._trace.begin(row.track, start, phase)
-        return b"".join(flows)
+        return b"".join([row.request.flow for row in decodes])
 
     def _begin(self, row: _Row, start: float) -> None:
         self._trace.begin(row.track, start, row.request.name, row.about, row.request.flow)

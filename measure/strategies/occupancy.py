@@ -7,7 +7,8 @@ blocks. Every other row with a complete prompt computes one token.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from records.values import Entry, PlanAsked, PlanDigest
+from records.rows import Row, Rows
+from records.values import AdmissionDigest, Entry, PlanAsked, PlanDigest
 from scheduler_svc.core.interface import events as ev
 
 
@@ -36,19 +37,16 @@ class Bar:
     """The step after the last one."""
 
 
-@dataclass(slots=True)
-class _Row:
+@dataclass(slots=True, kw_only=True)
+class _Row(Row):
     request: int
-    prefill_left: int
     num_tokens: int
-    num_blocks: int
-    is_held: bool = False
 
 
 def read_steps(entries: Iterable[Entry]) -> list[Step]:
     """Return the steps that computed something, in order; the record is of a service with one worker."""
     numbers: dict[tuple[object, int], int] = {}
-    rows: dict[int, _Row] = {}
+    rows: Rows[_Row] = Rows()
     plans: dict[int, Step] = {}
     steps: list[Step] = []
     for entry in entries:
@@ -65,38 +63,25 @@ def read_steps(entries: Iterable[Entry]) -> list[Step]:
     return steps
 
 
-def _apply(plan: PlanDigest, rows: dict[int, _Row], numbers: dict[tuple[object, int], int]) -> Step:
-    for number in plan.leaves:
-        rows.pop(number, None)
-    for new in plan.admissions:
-        rows[new.row] = _Row(
-            request=numbers[new.frontend, new.stream],
+def _apply(plan: PlanDigest, rows: Rows[_Row], numbers: dict[tuple[object, int], int]) -> Step:
+    def admit(new: AdmissionDigest) -> _Row:
+        return _Row(
+            number=new.row,
             prefill_left=new.num_tokens - new.num_computed_tokens,
+            blocks=list(new.blocks),
+            request=numbers[new.frontend, new.stream],
             num_tokens=new.num_computed_tokens,
-            num_blocks=len(new.blocks),
         )
-    for number in plan.append_rows:
-        rows[number].num_blocks += 1
-    for number in plan.holds:
-        rows[number].is_held = True
-    for number in plan.releases:
-        rows[number].is_held = False
-    chunks = dict(zip(plan.chunk_rows, plan.chunk_lengths, strict=True))
-    computing = []
-    for number, row in sorted(rows.items()):
-        if number in chunks:
-            row.prefill_left -= chunks[number]
-            row.num_tokens += chunks[number]
-        elif row.prefill_left or row.is_held:
-            continue
-        else:
-            row.num_tokens += 1
-        computing.append((number, row.request))
+
+    step = rows.apply(plan, admit)
+    computing = [*((row, 1) for row in step.decodes), *step.chunks]
+    for row, count in computing:
+        row.num_tokens += count
     return Step(
-        tuple(computing),
+        tuple(sorted((row.number, row.request) for row, _ in computing)),
         0.0,
-        sum(row.num_blocks for row in rows.values()),
-        sum(row.num_tokens for row in rows.values()),
+        sum(len(row.blocks) for row in rows),
+        sum(row.num_tokens for row in rows),
     )
 
 

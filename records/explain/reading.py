@@ -10,15 +10,17 @@ its row leaves, in all steps in which the row is not held out.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from protos.quire.link.v1 import link_pb2
 from records.decoding import Opening, WorkerAtStart
 from records.explain.facts import Holding, Life, Obstacle, Passing, Report, Step, StreamKey, Usual
 from records.reader import Segment
-from records.values import Entry, FrontendReported, PlanAsked, PlanDigest, Timings
+from records.rows import Row, Rows
+from records.values import AdmissionDigest, Entry, FrontendReported, PlanAsked, Timings
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Note, NoteKind, Peer, QueueNote, RequestEnded, WaitReason
 from scheduler_svc.recorder.worker_clock import WorkerClock
@@ -36,12 +38,10 @@ _MAX_SAMPLES = 20_000
 """Steps that tell how long a step usually takes; more are thinned out."""
 
 
-@dataclass(slots=True)
-class _Row:
+@dataclass(slots=True, kw_only=True)
+class _Row(Row):
     key: StreamKey
-    prefill_left: int
-    held: bool = False
-    since: float = 0.0
+    since: float
     num_tokens: int = 0
 
 
@@ -49,12 +49,14 @@ class _Row:
 class _Worker:
     worker_id: str
     max_drafts: int = 0
-    rows: dict[int, _Row] = field(default_factory=dict)
+    rows: Rows[_Row] = field(default_factory=Rows)
     plans: dict[int, tuple[float, frozenset[StreamKey], dict[StreamKey, int], int]] = field(default_factory=dict)
     """Plans without an answer, by step: time, decoding requests, chunks, swapped blocks."""
     clock: WorkerClock = field(default_factory=WorkerClock)
-    decodes: frozenset[StreamKey] | None = None
-    """Requests that decode in the next plan; None: the rows have changed."""
+    decoding: Sequence[_Row] | None = None
+    """Rows that decoded in the plan before; None if there was no plan."""
+    decodes: frozenset[StreamKey] = frozenset()
+    """Their requests."""
     drafting: dict[int, dict[int, StreamKey]] = field(default_factory=dict)
     """Requests by row, of plans without an answer; only of a worker that verifies drafts."""
     obstacle: WaitReason | None = None
@@ -272,7 +274,9 @@ class _Pass:
         self._set_obstacle(worker, state.obstacle)
         for row in state.rows:
             key = self._key(row.frontend, row.stream)
-            worker.rows[row.row] = _Row(key, row.prefill_left, row.held, self._now)
+            worker.rows.add(
+                _Row(number=row.row, prefill_left=row.prefill_left, is_held=row.held, key=key, since=self._now)
+            )
             request = self._live.get(key)
             if request is not None:
                 request.workers.add(worker.worker_id)
@@ -421,7 +425,7 @@ class _Pass:
         if worker is None:
             return
         self._lost_processes[worker.process] = worker.worker_id, self._now
-        for row in worker.rows.values():
+        for row in worker.rows:
             self._left_row(worker, row)
 
     def _left_row(self, worker: _Worker, row: _Row) -> None:
@@ -439,7 +443,7 @@ class _Pass:
 
     def _add_holdings(self, request: _Request, workers: Iterable[_Worker]) -> None:
         for worker in workers:
-            for row in worker.rows.values():
+            for row in worker.rows:
                 self._add_holding(request, worker, row)
 
     def _key_of(self, request: _Request) -> StreamKey:
@@ -460,47 +464,27 @@ class _Pass:
         plan, worker = asked.plan, self._workers.get(asked.worker)
         if plan is None or worker is None:
             return
-        rows = worker.rows
-        changed = bool(plan.leaves or plan.admissions or plan.holds or plan.releases)
-        for number in plan.leaves:
-            row = rows.pop(number, None)
-            if row is not None:
-                self._left_row(worker, row)
-        for admission in plan.admissions:
+
+        def admit(admission: AdmissionDigest) -> _Row:
             key = self._key(admission.frontend, admission.stream)
-            if admission.row in rows:
-                self._left_row(worker, rows[admission.row])
-            rows[admission.row] = _Row(
-                key,
-                admission.num_tokens - admission.num_computed_tokens,
+            self._admitted(key, worker, admission.num_computed_tokens, is_first=not admission.attempt)
+            return _Row(
+                number=admission.row,
+                prefill_left=admission.num_tokens - admission.num_computed_tokens,
+                key=key,
                 since=self._now,
                 num_tokens=admission.num_tokens,
             )
-            self._admitted(key, worker, admission.num_computed_tokens, is_first=not admission.attempt)
-        for column, held in ((plan.holds, True), (plan.releases, False)):
-            for number in column:
-                if number in rows:
-                    rows[number].held = held
-        if changed or worker.decodes is None:
-            worker.decodes = frozenset(row.key for row in rows.values() if not row.prefill_left and not row.held)
-        decodes, chunks = worker.decodes, self._chunks(worker, plan)
+
+        step = worker.rows.apply(plan, admit, partial(self._left_row, worker))
+        if step.decodes is not worker.decoding:
+            worker.decoding, worker.decodes = step.decodes, frozenset(row.key for row in step.decodes)
+        decodes, chunks = worker.decodes, {row.key: length for row, length in step.chunks}
         copies = plan.swap_outs + plan.swap_ins
         swapped = sum(len(copy.sources) for copy in copies)
         worker.plans[plan.step] = self._now, decodes, chunks, swapped
         if worker.max_drafts:
-            worker.drafting[plan.step] = {number: row.key for number, row in rows.items()}
-
-    def _chunks(self, worker: _Worker, plan: PlanDigest) -> dict[StreamKey, int]:
-        chunks = {}
-        for number, length in zip(plan.chunk_rows, plan.chunk_lengths, strict=True):
-            row = worker.rows.get(number)
-            if row is None:
-                continue
-            chunks[row.key] = length
-            row.prefill_left = max(0, row.prefill_left - length)
-            if not row.prefill_left:
-                worker.decodes = None
-        return chunks
+            worker.drafting[plan.step] = {row.number: row.key for row in worker.rows}
 
     def _admitted(self, key: StreamKey, worker: _Worker, num_computed: int, *, is_first: bool) -> None:
         request = self._live.get(key)

@@ -1,0 +1,92 @@
+"""Rows of a worker as its recorded plans change them, and the rows that compute in a step.
+
+A plan has only the differences from the plan before. This module applies them. Explanations, timelines and occupancy
+use it. What-if replays keep the same state as arrays (`records.whatif.rows`), because they also simulate.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from records.values import AdmissionDigest, PlanDigest
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A row in use. The readers derive classes with what they need to know of its request."""
+
+    number: int
+    prefill_left: int
+    """Known tokens that are not computed; the row decodes when there are none."""
+    is_held: bool = False
+    """Whether it is held out of steps."""
+    blocks: list[int] = field(default_factory=list)
+
+
+RowT = TypeVar("RowT", bound=Row)
+
+
+class StepRows(NamedTuple, Generic[RowT]):
+    """Rows that compute in a step."""
+
+    decodes: Sequence[RowT]
+    """Rows that decode; the same object as in the step before if they are the same rows."""
+    chunks: list[tuple[RowT, int]]
+    """Rows that compute a part of their prompt, and the number of its tokens."""
+
+
+class Rows(Generic[RowT]):
+    """The rows in use of one worker."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, RowT] = {}
+        self._decodes: list[RowT] | None = None
+
+    def __iter__(self) -> Iterator[RowT]:
+        return iter(self._rows.values())
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._rows
+
+    def add(self, row: RowT) -> None:
+        """Add a row that was in use when the recording began."""
+        self._rows[row.number] = row
+
+    def apply(
+        self, plan: PlanDigest, admit: Callable[[AdmissionDigest], RowT], leave: Callable[[RowT], None] | None = None
+    ) -> StepRows[RowT]:
+        """Apply a plan.
+
+        Args:
+            plan: the plan; it follows the one before.
+            admit: returns the row of an admission.
+            leave: called with each row that is free again, before another request gets it.
+        """
+        rows = self._rows
+        for number in plan.leaves:
+            self._leave(number, leave)
+        for admission in plan.admissions:
+            self._leave(admission.row, leave)
+            rows[admission.row] = admit(admission)
+        for number, block in zip(plan.append_rows, plan.append_blocks, strict=True):
+            if number in rows:
+                rows[number].blocks.append(block)
+        for column, is_held in ((plan.holds, True), (plan.releases, False)):
+            for number in column:
+                if number in rows:
+                    rows[number].is_held = is_held
+        if plan.leaves or plan.admissions or plan.holds or plan.releases or self._decodes is None:
+            self._decodes = [row for row in rows.values() if not row.prefill_left and not row.is_held]
+        step = StepRows(self._decodes, [])
+        for number, length in zip(plan.chunk_rows, plan.chunk_lengths, strict=True):
+            if (row := rows.get(number)) is not None:
+                step.chunks.append((row, length))
+                row.prefill_left = max(0, row.prefill_left - length)
+                if not row.prefill_left:
+                    self._decodes = None
+        return step
+
+    def _leave(self, number: int, leave: Callable[[RowT], None] | None) -> None:
+        row = self._rows.pop(number, None)
+        if row is not None and leave is not None:
+            leave(row)
