@@ -61,7 +61,9 @@ class SchedulerConfig(_Checked):
     frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address that front ends connect to")
     worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address that workers connect to")
     policy: str = _option(
-        "fcfs", "scheduling policy: the order of admission", choices=("fcfs", "priority", "sjf", "edf", "fair", "lpm")
+        "balanced",
+        "scheduling policy: the order in which prompts are computed",
+        choices=("balanced", "fcfs", "priority", "sjf", "edf", "fair", "lpm"),
     )
     admission_file: str = _option("", "TOML file with limits and shares of tenants, and request classes")
     batching: str = _option("continuous", "batching mode", choices=("continuous", "static", "dynamic"))

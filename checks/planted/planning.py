@@ -4,12 +4,22 @@ from typing import Any
 
 import pytest
 
-from checks.planted.aims import CONTINUOUS, with_extras, with_limits, with_long_prompts, with_moves
+from checks.planted.aims import (
+    CONTINUOUS,
+    both,
+    with_extras,
+    with_limits,
+    with_long_prompts,
+    with_moves,
+    with_much_memory,
+    with_overload,
+)
 from checks.planted.bug import bug, wrap
 from scheduler_svc.core.lifecycle.admission_control import AdmissionControl
-from scheduler_svc.core.planning import batch_selection, planner
+from scheduler_svc.core.planning import batch_selection, planner, prompt_chunks
 from scheduler_svc.core.planning.batch_selection import Admission
 from scheduler_svc.core.planning.planner import Planner
+from scheduler_svc.core.planning.prompt_chunks import StepChunks
 from scheduler_svc.core.queueing import policies
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.policies import KeyedQueue
@@ -20,6 +30,11 @@ from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 from scheduler_svc.core.workers.grammars import Grammars
 from scheduler_svc.core.workers.worker import Worker
 
+_LONG_PROMPTS = both(with_much_memory, with_limits(num_workers=1, classes={}, policy="balanced", **CONTINUOUS))
+"""One worker with much memory."""
+_MANY_PROMPTS = both(_LONG_PROMPTS, with_overload, with_limits(max_num_seqs=12, max_num_batched_tokens=20))
+"""The same with more prompts than its steps can hold."""
+
 
 @bug("limit.tokens", "plan.tokens", "limit.chunk")
 def budget_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -27,7 +42,7 @@ def budget_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
     def larger(init: Any, self: Planner, *arguments: Any, **keywords: Any) -> None:
         init(self, *arguments, **keywords)
-        self._budget += 1
+        self._chunks.budget += 1
 
     wrap(patch, Planner, "__init__", larger)
 
@@ -36,23 +51,53 @@ def budget_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def long_prefill_uncapped(patch: pytest.MonkeyPatch) -> None:
     """One prompt may take the whole step whatever its limit."""
 
-    def uncapped(init: Any, self: Planner, *arguments: Any, **keywords: Any) -> None:
+    def uncapped(init: Any, self: StepChunks, *arguments: Any, **keywords: Any) -> None:
         init(self, *arguments, **keywords)
-        self._max_chunk = 1 << 30
+        self._longest = 1 << 30
 
-    wrap(patch, Planner, "__init__", uncapped)
+    wrap(patch, StepChunks, "__init__", uncapped)
 
 
 @bug("limit.attention")
 def attention_costs_nothing(patch: pytest.MonkeyPatch) -> None:
     """Chunks of a long prompt stay as long however far it has got."""
-    patch.setattr(planner, "longest_chunk", lambda budget, _context, _break_even: budget)
+    patch.setattr(prompt_chunks, "longest_chunk", lambda budget, _context, _break_even: budget)
 
 
 @bug("limit.attention")
 def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
     """The last chunk of a prompt is charged without its attention, so the next prompt gets too large a chunk."""
-    patch.setattr(planner, "chunk_cost", lambda chunk, _context, _break_even: chunk)
+    patch.setattr(prompt_chunks, "chunk_cost", lambda chunk, _context, _break_even: chunk)
+
+
+@bug("order.prompts", aim=_MANY_PROMPTS)
+def short_prompts_take_all(patch: pytest.MonkeyPatch) -> None:
+    """The shortest prompts get all prompt tokens of a step, so a long one waits for as long as others arrive."""
+    patch.setattr(planner, "short_part", lambda budget, _step: budget)
+
+
+@bug("order.prompts", aim=_LONG_PROMPTS)
+def longest_prompt_first(patch: pytest.MonkeyPatch) -> None:
+    """The short part goes to the prompts with the most tokens left."""
+    wrap(patch, StepChunks, "rest", lambda rest, self, row: -rest(self, row))
+
+
+@bug("order.short", aim=_LONG_PROMPTS)
+def short_prompts_wait(patch: pytest.MonkeyPatch) -> None:
+    """There is no part for short prompts: they wait for the long ones under way."""
+    patch.setattr(planner, "short_part", lambda _budget, _step: 0)
+
+
+@bug("order.prompts", aim=both(_LONG_PROMPTS, with_limits(policy="priority")))
+def urgent_prompts_wait(patch: pytest.MonkeyPatch) -> None:
+    """Prompts under way go on in order of admission, however urgent a later one is."""
+
+    def by_admission(_share: Any, self: Planner, under_way: list[int], admission: Any) -> None:
+        self._share_short_part(under_way, admission)
+        for row in self._prompts_under_way():
+            self._chunks.add(row)
+
+    wrap(patch, Planner, "_share", by_admission)
 
 
 @bug("limit.target", aim=with_long_prompts)

@@ -103,9 +103,11 @@ def _policy(best: Measured, slo: Slo, has_tenants: bool, has_priorities: bool) -
         return Suggestion("--policy", "fair", "the requests have tenants; fair divides the service between them")
     if server is None or server.waiting is None:
         reason = "it is not known whether requests wait; give the server's --metrics"
-        return Suggestion("--policy", "fcfs", reason)
+        return Suggestion("--policy", "balanced", reason)
     if server.waiting < 0.5:
-        return Suggestion("--policy", "fcfs", "hardly a request waits at this load, so the order makes no difference")
+        return Suggestion(
+            "--policy", "balanced", "hardly a request waits at this load, so the order makes no difference"
+        )
     if (server.prefix_hit_share or 0.0) > 0.2:
         share = server.prefix_hit_share or 0.0
         reason = f"{share:.0%} of the prompt tokens were cached; lpm starts requests while their prefix is still there"
@@ -118,4 +120,4 @@ def _policy(best: Measured, slo: Slo, has_tenants: bool, has_priorities: bool) -
     if slo.ttft_s is not None or slo.e2e_s is not None:
         reason = "requests wait and have limits; edf serves the most urgent first if clients send these as targets"
         return Suggestion("--policy", "edf", reason)
-    return Suggestion("--policy", "fcfs", "no other policy has a reason in these figures")
+    return Suggestion("--policy", "balanced", "no other policy has a reason in these figures")

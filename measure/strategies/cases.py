@@ -76,7 +76,11 @@ class Case:
             batching |= {"max_batch_size": self.slots, "max_wait_ms": 50.0}
         if self.memory == "equal KV memory":
             batching["max_tokens_in_paged_kv_cache"] = self.workload.slots * LONGEST
-        return batching | {"prefix_cache": "off", "itl_target_ms": 0.0, "block_size": BLOCK_SIZE} | dict(self.settings)
+        return (
+            batching
+            | {"policy": "fcfs", "prefix_cache": "off", "itl_target_ms": 0.0, "block_size": BLOCK_SIZE}
+            | dict(self.settings)
+        )
 
 
 def _repeated(lengths: tuple[int, ...], times: int) -> tuple[Asked, ...]:

@@ -127,6 +127,7 @@ class Scheduler:
             requests.forecast,
             self._config,
             self._frontends.numbers,
+            requests.queued_tokens // len(self._fleet),
             now,
         ).run()
         if outcome.obstacle is not worker.obstacle:

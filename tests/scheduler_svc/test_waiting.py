@@ -133,7 +133,7 @@ def test_the_queue_of_a_worker_is_noted_with_what_holds_it_back() -> None:
     _turn(cluster)
     assert cluster.obstacles == [WaitReason.MEMORY]
 
-    cluster = _cluster(max_num_batched_tokens=8, max_num_seqs=4)
+    cluster = _cluster(max_num_batched_tokens=8, max_num_seqs=4, policy="fcfs")
     cluster.submit(0, [1] * 60, 2)
     cluster.submit(1, [2] * 4, 2)
     _turn(cluster)

@@ -3,6 +3,7 @@
 * `book` – where every stream is; `base` – the base class of a promise; `watch` – all promises, called in order.
 * `limits`, `admissions` – what one plan may contain; `waits`, `ends` – how long a request waits and why it ends.
 * `queues`, `quotas` – the limits of the queue and of tenants; `blame` – which requests are suspects after a death.
+* `keys` – bounds of the keys of policies; `prompts` – how the prompt tokens of a step are shared.
 * `eligible` – whether a request could start; `order`, `passing`, `work` (no idle worker) and `fairness` use it.
 * `drains` – which requests a drain moves; `sizes` – how much memory the core uses; `evictions` – which blocks stay
   cached; `effort` – how many requests a plan looks at.

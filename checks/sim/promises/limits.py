@@ -1,8 +1,7 @@
-"""Limits of a step: rows, tokens, plans in flight, chunks of prompts."""
+"""Limits of a step: rows, tokens, plans in flight, length of chunks."""
 
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
-from checks.sim.promises.blame import Suspects
 from checks.sim.sites import Epoch
 from records.rules.model_worker import ModelWorker
 from records.rules.violation import ViolationError
@@ -108,38 +107,6 @@ class TargetIsKept(Promise):
         if count > self.config.max_plans_in_flight and expected_s > _UNCERTAINTY * max(target_s, 2 * decode_s):
             what = f"{num_prefill} prompt tokens make step {plan.step} {expected_s / target_s:.0f} times its target"
             raise ViolationError("limit.target", what)
-
-
-class PromptsInOrder(Promise):
-    """Started prompts are computed in the order of their admission.
-
-    A later prompt gets a chunk only when every earlier one whose reader has credit got one. Only the last chunk of a
-    step is shorter than the prompt's rest and the limit of a chunk allow.
-    """
-
-    def __init__(self, watched: Watched, suspects: Suspects) -> None:
-        super().__init__(watched)
-        self._suspects = suspects
-        self._longest = self.config.long_prefill_token_threshold
-
-    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
-        chunk_rows: list[int] = plan.chunk_rows.tolist()
-        if not chunk_rows or self._suspects.may_try_alone:
-            return  # while a suspect is tried, the others wait
-        rows = epoch.model.rows
-        ages = [rows[index].admitted for index in chunk_rows]
-        if ages != sorted(ages):
-            raise ViolationError("order.prompts", f"chunks for rows {chunk_rows}, admitted in the order {ages}")
-        for index, length in zip(chunk_rows[:-1], plan.chunk_lengths.tolist(), strict=False):
-            row = rows[index]
-            if row.computed < row.num_admitted and length != self._longest:
-                rest = row.num_admitted - row.computed
-                raise ViolationError("order.prompts", f"{rest} tokens of row {index} wait for a later prompt", row.name)
-        for row in rows.values():
-            if row.computed < row.num_admitted and row.admitted < ages[-1] and row.index not in chunk_rows:
-                stream = self.clients.live.get(row.name)
-                if stream is not None and not stream.starved:
-                    raise ViolationError("order.prompts", f"row {row.index} gets no chunk, a later one does", row.name)
 
 
 def drafts_of(model: ModelWorker) -> int:

@@ -6,11 +6,12 @@ waits.
 """
 
 import bisect
-import math
 
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.promises.eligible import Eligibility, Obstacle, assigned_s
+from checks.sim.promises.keys import PolicyKeys
+from checks.sim.promises.prompts import PromptOrder
 from checks.sim.sites import Epoch
 from checks.sim.stream import Stream
 from records.rules.violation import StreamName, ViolationError
@@ -18,8 +19,6 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
-from scheduler_svc.core.queueing.policies import AGEING_S, EDF_SLACK_S, SJF_S_PER_TOKEN
-from shared.request_spec import Pooling
 
 _Entry = tuple[float, int, Stream]
 
@@ -55,70 +54,18 @@ class WaitingRoom:
         return [entry[2] for entry in queue[: bisect.bisect_left(queue, key)]]
 
 
-class PolicyKeys(Promise):
-    """Bounds of the keys by which policies order requests; guarantees nothing itself."""
-
-    def queue(self, stream: Stream) -> tuple[str, str]:
-        """Return the queue of a stream: that of its class, and under `fair` that of its tenant."""
-        name = stream.demand.tenant if stream.demand.tenant in self.config.classes else ""
-        return name, stream.demand.tenant if self._policy(stream) == "fair" else ""
-
-    def largest(self, stream: Stream) -> float:
-        """Return the largest key that the stream can have."""
-        demand = stream.demand
-        match self._policy(stream):
-            case "priority":
-                return stream.arrival - demand.priority * AGEING_S
-            case "sjf":
-                forecast = min(demand.expected_output_tokens or demand.max_tokens, demand.max_tokens)
-                return stream.arrival + self._length_penalty(stream, forecast)
-            case "edf":
-                wanted = [stream.deadline, stream.total_deadline, None if stream.tokens else stream.ttft_deadline]
-                # After its target is missed, a request ranks behind those that can still meet theirs.
-                has_target = any(time is not None for time in wanted)
-                return math.inf if has_target else stream.arrival + EDF_SLACK_S
-            case "lpm":
-                return math.inf
-        return stream.arrival
-
-    def smallest(self, stream: Stream) -> float:
-        """Return the smallest key that the stream can have."""
-        demand = stream.demand
-        match self._policy(stream):
-            case "sjf":
-                most = min(demand.max_tokens, stream.context - len(demand.prompt))
-                return stream.arrival + self._length_penalty(stream, min(demand.expected_output_tokens, most))
-            case "edf":
-                # A target that is already met may still count, because keys are fixed when a request is queued.
-                wanted = [stream.deadline, stream.total_deadline, stream.ttft_deadline]
-                soonest = min((time for time in wanted if time is not None), default=None)
-                if soonest is None:
-                    return stream.arrival + EDF_SLACK_S
-                steps = len(demand.prompt) + demand.max_tokens
-                return min(soonest - steps * self.cluster.longest_step, stream.arrival + EDF_SLACK_S)
-            case "lpm":
-                return -math.inf
-        return self.largest(stream)
-
-    @staticmethod
-    def _length_penalty(stream: Stream, forecast: float) -> float:
-        generates = stream.demand.pooling is Pooling.NONE
-        return SJF_S_PER_TOKEN * max(0, forecast - len(stream.tokens)) if generates else 0.0
-
-    def _policy(self, stream: Stream) -> str:
-        return self.config.policy_of(stream.demand.tenant)
-
-
 class AdmissionOrder(Promise):
     """Requests are admitted in the order of their policy.
 
     A request is overtaken only when it could not start. While it lacks memory, at most `MAX_OVERTAKEN` others overtake
-    it in one wait. With several workers it may also be assigned to a better placed one, for a bounded time.
+    it in one wait. With several workers it may also be assigned to a better placed one, for a bounded time. A shorter
+    request may overtake it in the short part of a step's prompt tokens.
     """
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched)
         self._eligibility = eligibility
+        self._prompts = PromptOrder(watched)
         self._room = WaitingRoom(PolicyKeys(watched))
         self._overtaken: dict[Stream, int] = {}
         """By stream: the number of requests that overtook it in its present wait while it lacked memory."""
@@ -174,6 +121,8 @@ class AdmissionOrder(Promise):
             if other in self._just_displaced:
                 continue
             if other.demand.tenant in self._just_left and self._eligibility.has_quota(other):
+                continue
+            if self._prompts.by_short_part(other, stream, plan, epoch):
                 continue
             obstacle = self._eligibility.obstacle(other, epoch, memory, without=stream)
             if obstacle is Obstacle.CREDIT:

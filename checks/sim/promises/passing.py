@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.promises.eligible import Eligibility, Memory
+from checks.sim.promises.prompts import PromptOrder
 from checks.sim.sites import Epoch
 from checks.sim.stream import Stream
 from records.rules.violation import ViolationError
@@ -28,6 +29,7 @@ class _Passing(Promise, ABC):
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched)
         self._eligibility = eligibility
+        self._prompts = PromptOrder(watched) if self.policy == "edf" else None
         policies = {self.config.policy, *(each.policy for each in self.config.classes.values())}
         self._applies = len(self.cluster.sites) == 1 and self.policy in policies
 
@@ -38,6 +40,8 @@ class _Passing(Promise, ABC):
                 for other in self.book.waiting
                 if self.config.same_class(other.demand.tenant, stream.demand.tenant) and not other.starved
             ]
+            if self._prompts is not None:
+                rivals = [each for each in rivals if not self._prompts.by_short_part(each, stream, plan, epoch)]
             self._look(stream, rivals, epoch, self._eligibility.memory(epoch, without=stream))
 
     @abstractmethod

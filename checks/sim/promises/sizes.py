@@ -31,6 +31,8 @@ _IS_LAZY = frozenset(
         "KeyedQueue._heap",
         "Placement._by_load",
         "PlanSchedule._heap",
+        "ShortestFirst._heap",
+        "ShortestFirst._places",
         "Timeouts._deadlines",
         "_GrammarTurns._keys[]",
         "_LeastServed._heap",

@@ -16,9 +16,10 @@ from checks.sim.promises.eligible import Eligibility
 from checks.sim.promises.ends import EndsAreJustified
 from checks.sim.promises.evictions import LeastRecentlyUsedGoFirst
 from checks.sim.promises.fairness import ServiceIsShared
-from checks.sim.promises.limits import AttentionIsCounted, PromptsInOrder, StepLimits, TargetIsKept
+from checks.sim.promises.limits import AttentionIsCounted, StepLimits, TargetIsKept
 from checks.sim.promises.order import AdmissionOrder
 from checks.sim.promises.passing import PassedOverSeldom, TargetsGoFirst
+from checks.sim.promises.prompts import PromptsAreShared, ShortPromptsStart
 from checks.sim.promises.queues import QueueLimits
 from checks.sim.promises.quotas import Quotas
 from checks.sim.promises.sizes import MemoryIsBounded
@@ -64,7 +65,8 @@ class Promises:
                 QueueLimits(watched),
                 quotas,
                 suspects,
-                PromptsInOrder(watched, suspects),
+                PromptsAreShared(watched, suspects),
+                ShortPromptsStart(watched, eligibility),
                 RowsGoOn(watched, suspects),
                 AdmissionOrder(watched, eligibility),
                 WorkConservation(watched, eligibility),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.interface.errors import InvalidLimitsError
 
-POLICIES = ("fcfs", "priority", "sjf", "edf", "fair", "lpm")
+POLICIES = ("balanced", "fcfs", "priority", "sjf", "edf", "fair", "lpm")
 PREEMPTIVE_POLICIES = ("priority", "edf")
 """Policies under which a waiting request may rank so far ahead of a running one that it preempts it."""
 PREFIX_CACHES = ("radix", "hash", "off")
@@ -47,7 +47,7 @@ class RequestClass:
 class CoreConfig:
     """Configuration of the core; see `shared.config.SchedulerConfig` for each limit. Times are in seconds."""
 
-    policy: str = "fcfs"
+    policy: str = "balanced"
     tenant_weights: dict[str, float] = field(default_factory=dict)
     """Shares of tenants under `fair`; 1 for tenants that are not named."""
     classes: dict[str, RequestClass] = field(default_factory=dict)
@@ -114,6 +114,12 @@ class CoreConfig:
             )
         if self.max_plans_in_flight not in (1, 2):
             raise InvalidLimitsError(f"max_plans_in_flight: {self.max_plans_in_flight} is not supported; use 1 or 2")
+
+    @property
+    def serves_short_first(self) -> bool:
+        """Whether a part of each step's prompt tokens goes to the shortest prompts."""
+        is_strict = self.policy == "fcfs" and not self.classes
+        return not is_strict and self.batching.mode == "continuous" and not self.batching.delay_factor
 
     def policy_of(self, request_class: str) -> str:
         """Return the order of admission in which requests of a class wait."""

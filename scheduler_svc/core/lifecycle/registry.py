@@ -116,6 +116,11 @@ class RequestRegistry:
         return self._states.num_waiting
 
     @property
+    def queued_tokens(self) -> int:
+        """Number of tokens of the waiting requests."""
+        return self._states.queued_tokens
+
+    @property
     def waiting_by_reason(self) -> dict[str, int]:
         """Number of waiting requests by what they wait for."""
         return self._states.waiting_by_reason

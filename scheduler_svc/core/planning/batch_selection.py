@@ -10,6 +10,7 @@ A request that cannot start for another reason is held apart (see `backlog`). Re
 as overtaking it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +20,8 @@ from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES, CoreConfig
 from scheduler_svc.core.interface.records import EndReason, WaitReason
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
 from scheduler_svc.core.queueing.backlog import Backlog, waits_for_prefix
-from scheduler_svc.core.queueing.placement import DECODE_COST, MAX_ASSIGNED, Placement, Room, find_room
-from scheduler_svc.core.queueing.policies import late_rank
+from scheduler_svc.core.queueing.placement import DECODE_COST, MAX_ASSIGNED, NOTHING_CACHED, Placement, Room, find_room
+from scheduler_svc.core.queueing.policies import Place, late_rank
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.rows import DECODE
@@ -106,11 +107,52 @@ class Admission:
         self._looked_for_suspects = False
         self._is_assigned = False
         """Whether the last request taken was assigned to this worker."""
+        self._has_found_first = False
+        """Whether the first requests were tested for memory, because shorter ones may overtake them."""
+        self._first: Request | None = None
+        """The first request that has room; shorter ones that overtake it leave it the room."""
 
     def next(self) -> tuple[Request, Room] | None:
         """Return the next request to admit and the memory for its KV, or None.
 
         A draining worker takes back requests that it ran before, see `Backlog.returns_to`.
+        """
+        return self._next(self._take)
+
+    def next_ahead(self, place: Place) -> tuple[Request, Room] | None:
+        """Do the same with requests ahead of `place` only; the policy has keys."""
+        return self._next(lambda: self._backlog.take_ahead(self._worker, place), all_of_them=False)
+
+    def next_short(self, rest: int | None) -> tuple[Request, Room] | None:
+        """Return the shortest request if it has fewer tokens than `rest`, and the memory for its KV; otherwise None.
+
+        It overtakes requests that rank ahead of it. So it takes neither the last row nor the memory that the first of
+        them needs. Those that lack memory anyway are found first, because they must not be overtaken too often.
+        """
+        is_half_full = self._num_admitted >= MAX_ADMITTED // 2 or self._num_bytes >= MAX_ADMITTED_BYTES // 2
+        if is_half_full or self._worker.rows.num_running >= self._max_running:
+            return None
+        return self._next(lambda: self._take_short(rest), all_of_them=False)
+
+    def _take_short(self, rest: int | None) -> Request | None:
+        if not self._has_found_first:
+            self._find_first()
+        request = self._backlog.take_short(self._worker, rest) if self._may_look_further() else None
+        if request is None:
+            return None
+        if request is self._first:
+            self._first, self._has_found_first = None, False
+        elif self._first is not None and not self._leaves_room(request, self._first):
+            self._backlog.put_back(request)
+            return None
+        return request
+
+    def _next(self, take: Callable[[], Request | None], *, all_of_them: bool = True) -> tuple[Request, Room] | None:
+        """Return the next request that `take` returns and that can start, and the memory for its KV; otherwise None.
+
+        Args:
+            take: takes a request out of the backlog.
+            all_of_them: whether no request is left to wait when `take` returns None.
         """
         gate = self._worker.gate
         while self._may_look_further():
@@ -127,9 +169,11 @@ class Admission:
             if not self._looked_for_suspects:
                 self._look_for_suspects()
                 continue
-            request = self._take()
+            self._is_assigned = False
+            request = take()
             if request is None:
-                gate.close()
+                if all_of_them:
+                    gate.close()
                 return None
             if request.faults.suspect:
                 self._backlog.put_back(request)  # it became one while it waited
@@ -154,9 +198,51 @@ class Admission:
             if room is not None:
                 self._admitted(request)
                 return request, room
-        if self._overtakable:
+        if self._overtakable and all_of_them:
             self.obstacle = self._overtakable[0].wait.reason
         return None
+
+    def _find_first(self) -> None:
+        """Find the first requests in the order that lack memory, up to the first one that does not."""
+        self._has_found_first = True
+        while self._may_look_further():
+            request = self._backlog.take(self._worker, None)
+            if request is None:
+                return
+            if request.faults.suspect:
+                self._backlog.put_back(request)
+                return
+            if _requeue_if_late(request, self._backlog, self._now):
+                self._num_late += 1
+                continue
+            if not self._is_eligible(request):
+                continue
+            worker = self._worker
+            if find_room(worker, request, NOTHING_CACHED) or find_room(worker, request, worker.match(request)):
+                self._first = request
+                self._backlog.put_back(request)
+                return
+            request.waits_for(WaitReason.MEMORY, self._now)
+            self._overtakable.append(request)
+
+    def _leaves_room(self, request: Request, first: Request) -> bool:
+        """Return whether a row and memory are left for `first` if `request` is admitted."""
+        worker = self._worker
+        if self._max_running - worker.rows.num_running < 2:
+            return False
+        whole = [-(-len(each.tokens) // worker.rows.block_size) for each in (request, first)]
+        worst = sum(-(-(worker.limit_of(each) - 1) // worker.rows.block_size) for each in (request, first))
+        num_available = worker.pool.num_available
+        if worker.capacity.admits(worker.rows, num_new=sum(whole), worst_blocks=worst, num_available=num_available):
+            return True
+        cached = [worker.match(each).blocks for each in (request, first)]
+        num_idle = sum(worker.pool.count_idle(blocks) for blocks in cached)
+        return worker.capacity.admits(
+            worker.rows,
+            num_new=sum(whole) - sum(map(len, cached)),
+            worst_blocks=worst,
+            num_available=num_available - num_idle,
+        )
 
     def next_suspect(self) -> tuple[Request, Room] | None:
         """Return a suspect that can start now and the memory for its KV; the other suspects keep their places.

@@ -3,9 +3,10 @@
 A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 
 * Every decode row that can continue gets one token, and the drafts that it may verify (`speculation`).
-* Prompts under way get chunks (`chunks`), in order of arrival. Chunks take less than the rest of the budget if the step
-  would exceed its target time (`chunks`).
-* Waiting requests are admitted while rows, blocks and budget last (iteration-level batching, Orca, OSDI 2022).
+* Prompts get chunks (`prompt_chunks`): first the shortest ones, up to half of what is left, then all in the order of
+  the policy. Chunks take less than the rest of the budget if the step would exceed its target time (`chunks`).
+* Waiting requests are admitted in their turn while rows, blocks and budget last (iteration-level batching, Orca, OSDI
+  2022).
 
 There are no phases: chunks of one prompt and decodes of other rows share a step.
 
@@ -28,21 +29,18 @@ from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind, WaitReason
 from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victims_for_urgent
 from scheduler_svc.core.planning.block_allocation import BlockAllocation, Preemption
+from scheduler_svc.core.planning.prompt_chunks import StepChunks, short_part
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.placement import Placement, Room
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, as_column
-from scheduler_svc.core.workers.chunks import chunk_budget, chunk_cost, longest_chunk
+from scheduler_svc.core.workers.chunks import PACE_S, STEPS_TO_DRAIN, chunk_budget
 from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.rows import DECODE
 from scheduler_svc.core.workers.speculation import fitting
 from scheduler_svc.core.workers.worker import StepInFlight, Trial, Worker
-from shared.frames import MAX_STEP_VECTOR_BYTES
 from shared.request_spec import Pooling
-
-_FLOAT_BYTES = 4
-"""Bytes of one element of an embedding."""
 
 
 @dataclass(slots=True)
@@ -78,6 +76,7 @@ class Planner:
         forecast: Forecast,
         config: CoreConfig,
         frontends: dict[bytes, int],
+        queued_tokens: int,
         now: float,
     ) -> None:
         self._worker = worker
@@ -93,26 +92,23 @@ class Planner:
         self._copy_targets: list[int] = []
         self._config = config
         self._frontends = frontends
+        self._queued_tokens = queued_tokens
+        """The worker's share of the tokens of waiting requests."""
         self._now = now
-        self._budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
-        self._max_chunk = config.long_prefill_token_threshold or self._budget
+        budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
+        self._chunks = StepChunks(worker, budget, config.long_prefill_token_threshold or budget)
         self._max_rows = min(config.max_num_seqs, worker.rows.max_rows)
         self._allocation = BlockAllocation(worker)
-        self._chunk_rows: list[int] = []
-        self._chunk_lengths: list[int] = []
-        self._chunks_cost = 0
         self._decodes = NO_INDICES
         """The decode rows of the step."""
         self._is_limited = False
-        """Whether the budget is limited to what the step's target allows."""
+        """Whether the chunk budget is limited to what the step's target allows."""
         self._num_drafts = 0
         """Most drafts that the step verifies in all."""
         self._draft_limits: tuple[IndexArray, Int32Array] | None = None
         """Decode rows and their draft limits from this step on; None: unchanged."""
         self._newly_held: list[int] = []
         """Rows that are held out from this plan on."""
-        self._vector_bytes = 0
-        """Bytes of the embeddings that the step completes."""
         self._outcome = Outcome(None, [], self._allocation.preempted, [], [], [], [], [])
 
     def run(self) -> Outcome:
@@ -133,15 +129,18 @@ class Planner:
             self._allocation.preempt(row, urgent)
         decodes = self._schedule_decodes()
         self._spend_decodes(decodes)
-        self._schedule_prefills()
-        if not self._allocation.out_of_memory:
-            worker.capacity.is_growing = bool(len(decodes) or self._chunk_rows or worker.in_flight)
-            self._admit()
-        else:
+        under_way = self._prompts_under_way()
+        if self._allocation.out_of_memory:
+            self._share(under_way, None)
             self._note_obstacle(WaitReason.MEMORY)
+        elif not self._backlog.has_for(worker):
+            self._share(under_way, None)
+        else:
+            worker.capacity.is_growing = bool(len(decodes) or under_way or worker.in_flight)
+            self._admit(under_way)
         # A worker without further work still needs a plan that names the rows which have ended.
         idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
-        if len(decodes) or self._chunk_rows or self._allocation.swap_outs or idle_leaves:
+        if len(decodes) or self._chunks or self._allocation.swap_outs or idle_leaves:
             self._outcome.plan = self._issue(decodes)
         elif worker.trial_due and not worker.in_flight:
             self._try_suspect()
@@ -166,6 +165,7 @@ class Planner:
             if suspect is not None:
                 placed = self._place(*suspect)
                 self._outcome.admitted.append((suspect[0], placed))
+                self._add_chunk(placed.row)
                 worker.trial = Trial(suspect[0], placed.row, placed.generation)
             self._close(admission)
             return NO_INDICES
@@ -227,7 +227,7 @@ class Planner:
         if limits is None:
             limits = np.zeros(num_candidates, np.int32)
         else:
-            spare = max(0, self._budget - num_candidates)
+            spare = max(0, self._chunks.budget - num_candidates)
             if worker.prefilling or self._backlog.has_for(worker):
                 spare //= 2
             limits = fitting(limits, spare)
@@ -278,69 +278,122 @@ class Planner:
     def _spend_decodes(self, decodes: IndexArray) -> None:
         """Take the tokens of decode rows from the budget."""
         self._decodes = decodes
-        self._budget -= len(decodes) + self._num_drafts
+        self._chunks.budget -= len(decodes) + self._num_drafts
 
     def _limit_chunks(self) -> None:
         """Limit the rest of the budget to what the step's target allows."""
+        if self._is_limited:
+            return
         self._is_limited = True
         decodes, target_s = self._decodes, self._config.itl_target_s
         if not target_s:
             return
         shape = StepShape(len(decodes), 0, int(self._rows.length[decodes].sum()), self._num_drafts)
-        for_chunks = chunk_budget(self._worker.costs, target_s, shape)
-        if for_chunks is not None and for_chunks < self._budget:
-            self._budget = for_chunks
-
-    def _schedule_prefills(self) -> None:
-        rows = self._rows
-        for row in self._worker.prefilling:
-            if self._budget == 0:
-                return
-            if rows.length[row] < rows.allowed[row]:
-                self._add_chunk(row)
-
-    def _add_chunk(self, row: int) -> None:
-        if not self._is_limited:
-            self._limit_chunks()
-        computed = self._rows.computed.item(row)
-        break_even = self._worker.model.break_even_context
-        affordable = longest_chunk(self._budget, computed, break_even)
-        chunk = min(self._rows.length.item(row) - computed, affordable, self._max_chunk)
-        if computed + chunk == self._rows.length.item(row) and not self._has_room_for_result(row):
-            chunk -= 1  # the last token waits for a step whose answer has room for the embedding
-            if not chunk:
-                return
-        # If the budget ends the chunk, the rest cannot pay for one more token of this prompt: charge the rest too.
-        cost = self._budget if chunk == affordable else chunk_cost(chunk, computed, break_even)
-        self._chunk_rows.append(row)
-        self._chunk_lengths.append(chunk)
-        self._chunks_cost += cost
-        self._budget -= cost
-        self._worker.publish_blocks(row, computed + chunk)
-
-    def _has_room_for_result(self, row: int) -> bool:
-        """Reserve space in the step's answer for the embedding of a row that pools; return False if it is full."""
-        request = self._rows.requests[row]
-        assert request is not None
-        if request.spec.pooling == Pooling.NONE:
-            return True
-        self._vector_bytes += _FLOAT_BYTES * self._worker.model.hidden_size
-        return self._vector_bytes <= MAX_STEP_VECTOR_BYTES
-
-    def _admit(self) -> None:
-        """Admit waiting requests while the budget lasts."""
-        if not self._backlog.has_for(self._worker):
+        costs = self._worker.costs
+        for_chunks = chunk_budget(costs, target_s, shape)
+        if for_chunks is None:
             return
+        self._chunks.limit(for_chunks)
+        if len(decodes):
+            paced = chunk_budget(costs, min(target_s, PACE_S), shape)
+            assert paced is not None
+            self._chunks.limit(max(paced, -(-self._prompt_tokens_here() // STEPS_TO_DRAIN)))
+
+    def _prompt_tokens_here(self) -> int:
+        """Return the prompt tokens of all requests that wait, or are under way here, except cached ones."""
+        rows, under_way = self._rows, self._worker.prefilling
+        uncached = rows.length[under_way] - rows.shared[under_way] * rows.block_size
+        return self._queued_tokens + int(uncached.sum())
+
+    def _prompts_under_way(self) -> list[int]:
+        """Return the rows in prefill whose readers have credit, in order of admission."""
+        rows = self._rows
+        return [row for row in self._worker.prefilling if rows.length[row] < rows.allowed[row]]
+
+    def _add_chunk(self, row: int, most: int | None = None) -> int:
+        """Compute more tokens of a row's prompt in the step; return the budget tokens that they take."""
+        self._limit_chunks()
+        return self._chunks.add(row, most)
+
+    def _share(self, under_way: list[int], admission: Admission | None) -> None:
+        """Share the chunk budget among prompts under way and waiting requests, except what is left for admissions.
+
+        Args:
+            under_way: rows in prefill whose readers have credit.
+            admission: the admissions of this plan; None: no request can be admitted.
+        """
+        if admission is None and len(under_way) <= 1:
+            for row in under_way:
+                self._add_chunk(row)
+            return
+        if self._config.serves_short_first and (under_way or self._has_row()):
+            self._share_short_part(under_way, admission)
+            under_way = self._prompts_under_way()
+        by_key = self._policy.has_keys
+        if by_key:
+            under_way.sort(key=self._place_of)
+        for row in under_way:
+            if not self._chunks.budget:
+                return
+            if admission is not None and by_key:
+                self._admit_ahead(admission, self._place_of(row))
+            self._add_chunk(row)
+
+    def _share_short_part(self, under_way: list[int], admission: Admission | None) -> None:
+        """Spend the short part on the prompts with the fewest tokens left."""
+        self._limit_chunks()
+        left = short_part(self._chunks.budget, self._worker.last_step)
+        rows = self._rows
+        longest_first = sorted(
+            under_way, key=lambda row: (-self._chunks.rest(row), -rows.rank.item(row), -rows.sequence.item(row))
+        )
+        while left > 0:
+            rest = self._chunks.rest(longest_first[-1]) if longest_first else None
+            if admission is not None:
+                admitted = admission.next_short(rest)
+                cost = 0 if admitted is None else self._admitted(*admitted, most=left)
+                if cost:
+                    left -= cost
+                    continue
+                admission = None
+            if not longest_first:
+                return
+            cost = self._add_chunk(longest_first.pop(), most=left)
+            if not cost:
+                return  # what is left does not pay for one token of the shortest prompt
+            left -= cost
+
+    def _admit(self, under_way: list[int]) -> None:
+        """Share the chunk budget, and admit waiting requests while it lasts."""
         if not self._worker.draining:
             self._backlog.prepare(self._worker, max(0, self._max_rows - self._rows.num_running), self._now)
         admission = Admission(self._worker, self._backlog, self._placement, self._tenants, self._config, self._now)
-        while self._budget and (admitted := admission.next()) is not None:
-            self._outcome.admitted.append((admitted[0], self._place(*admitted)))
-        if admission.obstacle is not None or not self._budget:
+        self._share(under_way, admission)
+        while self._chunks.budget and (admitted := admission.next()) is not None:
+            self._admitted(*admitted)
+        if admission.obstacle is not None or not self._chunks.budget:
             self._note_obstacle(admission.obstacle or WaitReason.BUDGET)
         self._close(admission)
         if admission.lacks_row and self._config.capacity != "guaranteed_no_evict":
             self._give_back_row()
+
+    def _admit_ahead(self, admission: Admission, place: tuple[float, int]) -> None:
+        """Admit the requests that rank ahead of a prompt under way."""
+        while self._chunks.budget and self._has_row() and (admitted := admission.next_ahead(place)) is not None:
+            self._admitted(*admitted)
+
+    def _has_row(self) -> bool:
+        return self._rows.num_running < self._max_rows
+
+    def _place_of(self, row: int) -> tuple[float, int]:
+        """Return the place of a row's request in the order of a policy with keys."""
+        return self._rows.rank.item(row), self._rows.sequence.item(row)
+
+    def _admitted(self, request: Request, room: Room, most: int | None = None) -> int:
+        """Give a request its row and a chunk; return the budget tokens that the chunk takes."""
+        admission = self._place(request, room)
+        self._outcome.admitted.append((request, admission))
+        return self._add_chunk(admission.row, most)
 
     def _note_obstacle(self, reason: WaitReason) -> None:
         """Record what holds back the requests that compete for the worker, and note it for the first of them."""
@@ -406,7 +459,6 @@ class Planner:
         self._worker.prefilling.append(row)
         self._worker.capacity.is_growing = True
         self._worker.grammars.occupied(request.grammar_key)
-        self._add_chunk(row)
         forecast = self._forecast.learned_output_tokens(request) if self._tenants.have_rates else 0.0
         self._tenants.started(request, forecast, self._now)
         self._backlog.tenant_changed(request.spec.tenant, self._now)
@@ -440,13 +492,13 @@ class Planner:
         if self._draft_limits is not None:
             draft_rows, draft_limits = self._set_draft_limits(decodes, *self._draft_limits)
         prefilled, pooled = self._advance_prefills()
-        sampling, chunk_rows = decodes, _indices(self._chunk_rows)
+        sampling, chunk_rows = decodes, _indices(self._chunks.rows)
         if prefilled:
             sampling = np.concatenate((decodes, np.array(prefilled, np.intp)))
             sampling.sort()
             length = rows.length[sampling]
-        num_tokens = len(decodes) + sum(self._chunk_lengths)
-        shape = StepShape(len(decodes), self._chunks_cost, context, self._num_drafts)
+        num_tokens = len(decodes) + sum(self._chunks.lengths)
+        shape = StepShape(len(decodes), self._chunks.cost, context, self._num_drafts)
         least_s, expected_s, allowance = worker.costs.bounds(shape, self._config.step_deadline_s)
         leaves = worker.pending_leaves
         worker.pending_leaves = []
@@ -467,7 +519,7 @@ class Planner:
                 successor_due=self._now + worker.timing.lead(least_s),
                 # Rows that decoded before and are not released in this step could continue in any case.
                 goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
-                chunk_rows=self._chunk_rows,
+                chunk_rows=self._chunks.rows,
                 chunk_generations=rows.generation[chunk_rows],
                 solo=worker.trial.request if worker.trial is not None else None,
                 copy_ids=[copy.copy_id for copy in self._allocation.swap_outs + self._swap_ins],
@@ -478,7 +530,7 @@ class Planner:
         worker.capacity.step_planned()
         worker.counters.scheduled_tokens += num_tokens
         worker.counters.decode_rows += len(decodes)
-        worker.counters.chunks += len(self._chunk_rows)
+        worker.counters.chunks += len(self._chunks.rows)
         plan = Plan(
             worker=worker.peer,
             epoch=worker.epoch,
@@ -488,7 +540,7 @@ class Planner:
             append_rows=_joined(self._allocation.appended_rows),
             append_blocks=_joined(self._allocation.appended_blocks),
             chunk_rows=chunk_rows,
-            chunk_lengths=_indices(self._chunk_lengths),
+            chunk_lengths=_indices(self._chunks.lengths),
             holds=holds,
             releases=releases,
             swap_outs=tuple(self._allocation.swap_outs),
@@ -550,7 +602,7 @@ class Planner:
         rows = self._rows
         prefilled: list[int] = []
         pooled: list[int] = []
-        for row, chunk in zip(self._chunk_rows, self._chunk_lengths, strict=True):
+        for row, chunk in zip(self._chunks.rows, self._chunks.lengths, strict=True):
             computed = rows.computed.item(row) + chunk
             rows.computed[row] = computed
             if computed < rows.length.item(row):
@@ -573,7 +625,7 @@ class Planner:
             request = rows.requests[row]
             assert request is not None
             decodes = rows.state.item(row) == DECODE and not rows.held.item(row)
-            if decodes or row in self._chunk_rows:
+            if decodes or row in self._chunks.rows:
                 traced.append(request.key)
         return tuple(traced)
 

@@ -25,7 +25,8 @@ from itertools import chain, islice
 
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.queueing.holding import Holding
-from scheduler_svc.core.queueing.policies import CachedTokens, KeyedQueue, Policy, WaitingQueue
+from scheduler_svc.core.queueing.policies import CachedTokens, KeyedQueue, Place, Policy, WaitingQueue
+from scheduler_svc.core.queueing.shortest_first import ShortestFirst
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.accounts import Account
 from scheduler_svc.core.requests.request import Request
@@ -59,6 +60,8 @@ class Backlog:
         self._restricted: dict[Scope | Worker, WaitingQueue] = {}
         """Queues by the workers that serve their requests, or by one draining worker; none is empty."""
         self._suspects = KeyedQueue(policy.rank)
+        self._shortest = None if policy.is_by_turns else ShortestFirst(self._competing, policy.rank)
+        """The competing requests by length, without suspects; None: groups of requests take turns."""
         self.kinds = Kinds()
         """Kinds of the workers that take requests."""
         self._workers: dict[Worker, None] = {}
@@ -216,6 +219,8 @@ class Backlog:
             if queue is not None:
                 queue.discard(request)
                 self._drop_empty()
+                if self._shortest is not None:
+                    self._shortest.compact()
         elif request in self._assigned:
             self._assigned.discard(request)
         else:
@@ -230,6 +235,8 @@ class Backlog:
         self._num_requests -= 1
         assert self._competing.pop(request) is None
         self._left(request)
+        if self._shortest is not None:
+            self._shortest.compact()
 
     def admitted(self, request: Request, worker: Worker) -> None:
         """Remove a request that was taken and is admitted to a worker."""
@@ -279,6 +286,43 @@ class Backlog:
         request = self._take_competing(worker, cached)
         if request is not None:
             self._competing[request] = None
+        return request
+
+    def take_ahead(self, worker: Worker, place: Place) -> Request | None:
+        """Take out the first request that the worker can serve if it is ahead of `place`, or return None.
+
+        The policy has keys.
+        """
+        if not self._restricted and not worker.draining:
+            first = self.first()
+            if first is None or self.policy.place(first) >= place:
+                return None
+        request = self.take(worker, None)
+        if request is not None and self.policy.place(request) >= place:
+            self.put_back(request)
+            return None
+        return request
+
+    def take_short(self, worker: Worker, rest: int | None) -> Request | None:
+        """Take out the shortest request that the worker can serve if it is shorter than `rest` tokens, or return None.
+
+        If groups of requests take turns, the first request of the next group counts as the shortest.
+        """
+        if worker.draining:
+            return None
+        if self._shortest is None:
+            request = self.take(worker, None)
+            if request is not None and rest is not None and len(request.tokens) >= rest:
+                self.put_back(request)
+                return None
+            return request
+        request = self._shortest.first(lambda request: self.can_serve(worker, request))
+        if request is None or (rest is not None and len(request.tokens) >= rest):
+            return None
+        queue = self._competing[request]
+        assert queue is not None
+        queue.extract(request)
+        self._competing[request] = None
         return request
 
     def take_assigned(self, worker: Worker) -> Request | None:
@@ -496,6 +540,8 @@ class Backlog:
             queue = self._restricted[place]
         queue.push(request)
         self._competing[request] = queue
+        if self._shortest is not None and queue is not self._suspects:
+            self._shortest.push(request)
 
     def _takers(self, request: Request) -> Scope | Worker | None:
         """Return the workers that may take the request, or the draining one that takes it back; None: all, or none."""

@@ -35,7 +35,8 @@ MAX_ASSIGNED = 4
 """Number of failed assignments of a request, after which any worker takes it."""
 _MAX_TRIES = 8
 """Number of the least loaded workers that are checked for room."""
-_NOTHING_CACHED = Match(NO_INDICES)
+NOTHING_CACHED = Match(NO_INDICES)
+"""The match of a request with an empty cache."""
 
 
 @dataclass(slots=True)
@@ -248,7 +249,7 @@ class Placement:
                 heappop(heap)
                 if self._listed.get(other) == load:
                     del self._listed[other]
-            elif other is not worker and self._may_take(other, request) and _has_room(other, request, _NOTHING_CACHED):
+            elif other is not worker and self._may_take(other, request) and _has_room(other, request, NOTHING_CACHED):
                 found = other
                 break
             else:

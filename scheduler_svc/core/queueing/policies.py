@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from scheduler_svc.core.interface.config import RequestClass
 from scheduler_svc.core.queueing.service_ledger import ServiceLedger
 from scheduler_svc.core.requests.accounts import Account
-from scheduler_svc.core.requests.request import Request, RequestState
+from scheduler_svc.core.requests.request import Request
 
 AGEING_S = 10.0
 """Waiting time that weighs as much as one level of priority, s."""
@@ -80,6 +80,10 @@ class WaitingQueue(ABC):
         return
 
     @abstractmethod
+    def extract(self, request: Request) -> None:
+        """Take out a request, whatever its place."""
+
+    @abstractmethod
     def discard(self, request: Request) -> None:
         """Remove a request that has finished."""
 
@@ -100,6 +104,10 @@ class Policy(ABC):
 
     accounts_service = False
     """Whether `served` must be called with every token before `take`; if False, no call is needed."""
+    has_keys = False
+    """Whether the order of all requests, waiting or running, is that of their ranks."""
+    is_by_turns = False
+    """Whether groups of requests take turns, so that a short request is served in the turn of its group only."""
 
     @abstractmethod
     def make_queue(self) -> WaitingQueue:
@@ -129,6 +137,8 @@ class Policy(ABC):
 class KeyedPolicy(Policy):
     """An order by one key per request; ties go by order of arrival."""
 
+    has_keys = True
+
     def __init__(self, key: Callable[[Request], float]) -> None:
         self._key = key
 
@@ -148,13 +158,19 @@ class KeyedQueue(WaitingQueue):
     def __init__(self, key: Callable[[Request], float]) -> None:
         self._key = key
         self._heap: list[tuple[float, int, Request]] = []
-        self._num_gone = 0
+        """Entries by key; an entry is void if its request has left the queue, or has another key now."""
+        self._keys: dict[Request, float] = {}
+        """The requests in the queue, with the key of each."""
+        self._extracted: dict[Request, float] = {}
+        """Requests that were taken out of turn, with the key of the entry that they have left in the heap."""
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_gone
+        return len(self._keys)
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (self._key(request), request.sequence, request))
+        key = self._keys[request] = self._key(request)
+        if not self._extracted or self._extracted.pop(request, None) != key:
+            heapq.heappush(self._heap, (key, request.sequence, request))
 
     def take(self, cached: CachedTokens) -> Request | None:
         return self.pop()
@@ -162,11 +178,12 @@ class KeyedQueue(WaitingQueue):
     def first(self) -> Request | None:
         """Return the first request, or None."""
         while self._heap:
-            request = self._heap[0][2]
-            if request.state is not RequestState.FINISHED:
+            key, _, request = self._heap[0]
+            if self._keys.get(request) == key:
                 return request
             heapq.heappop(self._heap)
-            self._num_gone -= 1
+            if self._extracted.get(request) == key:
+                del self._extracted[request]
         return None
 
     def pop(self) -> Request | None:
@@ -174,37 +191,44 @@ class KeyedQueue(WaitingQueue):
         request = self.first()
         if request is not None:
             heapq.heappop(self._heap)
+            del self._keys[request]
         return request
 
+    def extract(self, request: Request) -> None:
+        self._extracted[request] = self._keys.pop(request)
+        self._compact()
+
     def discard(self, request: Request) -> None:
-        self._num_gone += 1
-        if self._num_gone == len(self._heap):
-            self._heap.clear()
-            self._num_gone = 0
-        elif self._num_gone > _FEW_GONE and self._num_gone * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].state is not RequestState.FINISHED]
-            heapq.heapify(self._heap)
-            self._num_gone = 0
+        del self._keys[request]
+        self._compact()
 
     def remove(self, requests: AbstractSet[Request]) -> None:
-        self._heap = [
-            entry for entry in self._heap if entry[2] not in requests and entry[2].state is not RequestState.FINISHED
-        ]
+        self._keys = {request: key for request, key in self._keys.items() if request not in requests}
+        self._rebuild()
+
+    def _compact(self) -> None:
+        """Drop the void entries if there are many."""
+        num_void = len(self._heap) - len(self._keys)
+        if not self._keys or (num_void > _FEW_GONE and num_void * 2 > len(self._heap)):
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [(key, request.sequence, request) for request, key in self._keys.items()]
         heapq.heapify(self._heap)
-        self._num_gone = 0
+        self._extracted.clear()
 
     def first_ones(self, most: int) -> list[Request]:
         # The next entry is always a child of an entry that came before.
-        found: list[Request] = []
+        found: dict[Request, None] = {}
         reached = [(self._heap[0], 0)] if self._heap else []
         while reached and len(found) < most:
-            (_, _, request), place = heapq.heappop(reached)
-            if request.state is not RequestState.FINISHED:
-                found.append(request)
+            (key, _, request), place = heapq.heappop(reached)
+            if self._keys.get(request) == key:
+                found[request] = None
             for child in (2 * place + 1, 2 * place + 2):
                 if child < len(self._heap):
                     heapq.heappush(reached, (self._heap[child], child))
-        return found
+        return list(found)
 
 
 class FairPolicy(Policy):
@@ -216,6 +240,7 @@ class FairPolicy(Policy):
     """
 
     accounts_service = True
+    is_by_turns = True
     INPUT_WEIGHT = 1.0
     OUTPUT_WEIGHT = 2.0
 
@@ -301,6 +326,10 @@ class FairQueue(WaitingQueue):
         queue = self._queues.get(self._policy.group_of(request.account))
         if queue is not None:
             queue.admitted(request)
+
+    def extract(self, request: Request) -> None:
+        self._num_requests -= 1
+        self._queues[self._policy.group_of(request.account)].extract(request)
 
     def discard(self, request: Request) -> None:
         self._num_requests -= 1
@@ -389,6 +418,12 @@ class LongestPrefixQueue(WaitingQueue):
                 return
             older.wait.passed_over += 1
 
+    def extract(self, request: Request) -> None:
+        if request in self._window:
+            self._window.remove(request)
+        else:
+            self._rest.extract(request)
+
     def discard(self, request: Request) -> None:
         if request in self._window:
             self._window.remove(request)
@@ -447,7 +482,7 @@ def _tenant(account: Account) -> str:
     return account.tenant
 
 
-_KEYS = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key, "edf": edf_key}
+_KEYS = {"balanced": fcfs_key, "fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key, "edf": edf_key}
 
 
 def make_policy(name: str, tenant_weights: Mapping[str, float], classes: Mapping[str, RequestClass]) -> Policy:

@@ -21,6 +21,14 @@ PREFILL_FACTOR = 2.0
 """A step without decode rows may take the target times this. No reader waits for its next token then, but requests that
 arrive wait for the step to end."""
 
+PACE_S = 0.04
+"""Time of a step with chunks and decode rows while few prompt tokens wait, s: readers get 25 tokens per second."""
+STEPS_TO_DRAIN = 64
+"""Number of steps in which the prompts that wait or are under way should be computed, if the target allows it.
+
+The more prompt tokens wait, the longer are the steps. So a busy worker loses no throughput by short chunks.
+"""
+
 
 def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | None:
     """Return the most budget tokens that the chunks of a step may take, at least 1; None: no limit.
@@ -57,11 +65,8 @@ def affordable_tokens(target_s: float, decode_s: float, token_s: float) -> int:
 
 
 def longest_chunk(budget: int, context: int, break_even: int) -> int:
-    """Return the most tokens that `budget` (at least 1) pays for after `context` others.
-
-    The result is at least 1, so that the prompt always advances.
-    """
-    return max(1, budget * break_even // (break_even + context)) if break_even else budget
+    """Return the most tokens that `budget` pays for after `context` others; it may be 0."""
+    return budget * break_even // (break_even + context) if break_even else budget
 
 
 def chunk_cost(chunk: int, context: int, break_even: int) -> int:

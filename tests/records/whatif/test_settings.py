@@ -64,7 +64,7 @@ def test_the_drafts_of_workers_can_be_set(setting: str, most: int) -> None:
         ("max_num_seq=5", "did you mean max_num_seqs"),
         ("polici=sjf", "did you mean policy"),
         ("record_dir=/tmp", "does not change what the scheduler decides"),
-        ("policy=best", "unknown value 'best'; give one of fcfs, priority"),
+        ("policy=best", "unknown value 'best'; give one of balanced, fcfs, priority"),
         ("max_num_seqs=many", "'many' is not of type int"),
         ("max_num_seqs=-1", "too small"),
         ("speculation=draft", "give speculation=off, or speculative_tokens=N"),

@@ -10,6 +10,7 @@ const TITLES = {
   worker: "Wait for a worker that can serve them",
 };
 const ORDERS = {
+  balanced: "half of the prompt tokens in order of arrival, half to the shortest prompts first",
   fcfs: "first come, first served",
   priority: "by priority, which rises while a request waits",
   sjf: "shortest job first",

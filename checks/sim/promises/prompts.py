@@ -1,0 +1,197 @@
+"""How the prompt tokens of a step are shared: in the order of the policy, with a part for the shortest prompts."""
+
+from dataclasses import dataclass
+
+from checks.sim.promises.base import Promise, Watched
+from checks.sim.promises.blame import Suspects
+from checks.sim.promises.eligible import Eligibility
+from checks.sim.promises.keys import PolicyKeys
+from checks.sim.promises.limits import most_tokens_of
+from checks.sim.sites import Epoch
+from checks.sim.stream import Stream
+from records.rules.model_worker import Row
+from records.rules.violation import ViolationError
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from shared.request_spec import Pooling
+
+_HAVE_NO_KEYS = ("fair", "lpm")
+_MOST_ADMITTED = 32
+"""Admissions of one plan up to which no limit of a plan stops the short part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that has tokens to compute when a plan is made."""
+
+    row: Row
+    stream: Stream
+    rest: int
+    """Tokens that were not computed before the plan."""
+    length: int
+    """Tokens by which it counts as short: `rest`, or all tokens if the plan admits it and may find some cached."""
+    is_new: bool
+    """Whether the plan admits it."""
+    chunk: int
+    """Tokens of them that the plan computes."""
+    cost: float
+    """Budget tokens that the chunk takes."""
+
+
+class PromptOrder(Promise):
+    """Compares prompts of one plan; guarantees nothing itself."""
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__(watched)
+        self._keys = PolicyKeys(watched)
+        self.has_keys = not self.config.classes and self.config.policy not in _HAVE_NO_KEYS
+
+    def prompts(self, plan: Plan, epoch: Epoch) -> list[Prompt]:
+        """Return the prompts under way whose readers have credit, including those that the plan admits."""
+        chunks = dict(zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True))
+        admitted = {admission.row for admission in plan.admissions}
+        found = []
+        for row in epoch.model.rows.values():
+            chunk = chunks.get(row.index, 0)
+            rest = row.num_admitted - row.computed + chunk
+            stream = self.clients.live.get(row.name)
+            if stream is None or rest <= 0 or (stream.starved and not chunk):
+                continue
+            is_new = row.index in admitted
+            length = row.num_admitted if is_new else rest
+            found.append(Prompt(row, stream, rest, length, is_new, chunk, self._cost(row, chunk, epoch)))
+        return found
+
+    def is_behind(self, one: Stream, other: Stream) -> bool:
+        """Return whether `one` certainly ranks behind `other` under a policy with keys."""
+        ahead, behind = self._keys.largest(other), self._keys.smallest(one)
+        return ahead < behind or (ahead == behind and self.book.sequence[other] < self.book.sequence[one])
+
+    def is_admitted_later(self, one: Prompt, other: Prompt) -> bool:
+        """Return whether `one` certainly gets tokens after `other`, apart from the short part."""
+        if self.has_keys:
+            return self.is_behind(one.stream, other.stream)
+        return one.row.admitted > other.row.admitted
+
+    def keeps_share(
+        self, behind: list[Prompt], all_of_them: list[Prompt], epoch: Epoch, budget: float | None = None
+    ) -> bool:
+        """Return whether the prompts that rank behind another one take no more than the short part of the plan.
+
+        Args:
+            behind: the prompts that rank behind.
+            all_of_them: all prompts of the plan.
+            epoch: the worker.
+            budget: the most budget tokens that the chunks of the plan can take; None: what they take.
+        """
+        if not self.config.serves_short_first:
+            return not any(each.chunk for each in behind)
+        if budget is None:
+            budget = sum(each.cost for each in all_of_them)
+        break_even = epoch.model.break_even_context
+        # Costs are rounded up, and the budget that is left may not pay for one more token.
+        dearest = max((each.row.num_admitted for each in all_of_them), default=0) / break_even if break_even else 0.0
+        tolerance = 1 + len(all_of_them) + dearest if break_even else 0.5
+        return sum(each.cost for each in behind) <= budget / 2 + tolerance
+
+    def by_short_part(self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch) -> bool:
+        """Return whether `stream` may be admitted before `other`, which waits, because it is short."""
+        if not (self.config.serves_short_first and self.has_keys):
+            return False  # `fair` and `lpm` have checks of their own
+        prompts = self.prompts(plan, epoch)
+        if any(each.stream is other for each in prompts):
+            return True  # the same plan admits it
+        behind = [each for each in prompts if self.is_behind(each.stream, other)]
+        if stream.num_known > other.num_known:
+            return False
+        # The other half may be unused, or used by prompts behind, if no memory or no row is left.
+        budget = most_tokens_of(self, epoch.model) - plan.num_decodes
+        has_no_row = len(epoch.model.rows) >= min(self.config.max_num_seqs, epoch.model.max_rows)
+        return has_no_row or self.keeps_share(behind, prompts, epoch, budget)
+
+    @staticmethod
+    def _cost(row: Row, chunk: int, epoch: Epoch) -> float:
+        break_even = epoch.model.break_even_context
+        return chunk * (1 + (row.computed - chunk) / break_even) if break_even else float(chunk)
+
+
+class PromptsAreShared(Promise):
+    """The first prompts in the order of the policy get at least half of a step's prompt tokens.
+
+    The other half goes to the shortest prompts. Under `fcfs` and in batch modes, all prompt tokens go in the order of
+    the policy. So a prompt waits for at most twice the time that it and everything before it take.
+    """
+
+    def __init__(self, watched: Watched, suspects: Suspects) -> None:
+        super().__init__(watched)
+        self._suspects = suspects
+        self._order = PromptOrder(watched)
+        self._longest = self.config.long_prefill_token_threshold
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        if not len(plan.chunk_rows) or self._suspects.may_try_alone:
+            return  # while a suspect is tried, the others wait
+        order, prompts = self._order, self._order.prompts(plan, epoch)
+        for prompt in prompts:
+            if self._has_all(prompt):
+                continue
+            behind = [each for each in prompts if each.chunk and order.is_admitted_later(each, prompt)]
+            if not order.keeps_share(behind, prompts, epoch):
+                what = f"{prompt.rest - prompt.chunk} tokens of row {prompt.row.index} wait for later prompts"
+                raise ViolationError("order.prompts", what, prompt.row.name)
+            if prompt.is_new:
+                continue  # it may have lacked a row or memory in the short part
+            for each in behind:
+                if each.length > prompt.length:
+                    what = f"row {each.row.index} has {each.length} tokens left and goes before {prompt.length}"
+                    raise ViolationError("order.prompts", what, prompt.row.name)
+
+    def _has_all(self, prompt: Prompt) -> bool:
+        """Return whether no limit but the budget stops the prompt in this plan."""
+        left = prompt.rest - prompt.chunk
+        waits_for_room = left == 1 and prompt.row.pooling is not Pooling.NONE
+        return not left or prompt.chunk == self._longest > 0 or waits_for_room
+
+
+class ShortPromptsStart(Promise):
+    """The shortest prompt of all is in the next plan, if a row and memory are free beside those for the first one."""
+
+    def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
+        super().__init__(watched)
+        self._eligibility = eligibility
+        self._order = PromptOrder(watched)
+        config = self.config
+        self._applies = config.serves_short_first and self._order.has_keys and len(self.cluster.sites) == 1
+        self._is_calm = False
+
+    def asked(self, epoch: Epoch) -> None:
+        self._is_calm = True
+
+    def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
+        self._is_calm = False
+
+    def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
+        self._is_calm &= len(plan.admissions) < _MOST_ADMITTED
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        if not (self._applies and self._is_calm and self.book.waiting and len(plan.chunk_rows)):
+            return
+        waiting = list(self.book.waiting)
+        shortest = min(waiting, key=lambda stream: stream.num_known)
+        prompts = self._order.prompts(plan, epoch)
+        given = [each for each in prompts if each.chunk]
+        others = [other.num_known for other in waiting if other is not shortest]
+        if (
+            min([each.length for each in prompts] + others) <= shortest.num_known
+            or sum(each.cost for each in given) < 2
+        ):
+            return
+        model, memory = epoch.model, self._eligibility.memory(epoch)
+        if len(model.rows) + 1 >= min(self.config.max_num_seqs, model.max_rows):
+            return
+        needed = sum(-(-length // model.block_size) for length in (shortest.num_known, max(others, default=0)))
+        if self.config.capacity == "guaranteed_no_evict" or needed + memory.reserve > memory.available:
+            return
+        if any(self._eligibility.obstacle(each, epoch, memory) is not None for each in waiting):
+            return
+        what = f"{shortest.num_known} tokens wait, {len(given)} longer prompts get a chunk"
+        raise ViolationError("order.short", what, shortest.name)

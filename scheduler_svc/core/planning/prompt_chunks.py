@@ -1,0 +1,126 @@
+"""Chunks of one step: which prompts it computes, and how many tokens of each.
+
+The prompt tokens of a step are shared in two parts:
+
+* The *short part*, half of the tokens, goes to the prompts with the fewest tokens left, whether they are under way or
+  wait (shortest remaining processing time). So a short prompt starts with the next plan, whatever long prompts are
+  under way.
+* The rest, and what the short part leaves, goes in the order of the policy.
+
+The first prompts in the policy's order get at least half of all prompt tokens. So a prompt gets its first token after
+at most `1 / (1 - SHORT_SHARE)` = 2 times the time that it and everything before it in that order take. That holds
+whatever short prompts arrive.
+
+Under `fcfs` there is no short part: all prompt tokens go in order of arrival.
+"""
+
+from scheduler_svc.core.workers.chunks import chunk_cost, longest_chunk
+from scheduler_svc.core.workers.worker import Worker
+from shared.frames import MAX_STEP_VECTOR_BYTES
+from shared.request_spec import Pooling
+
+SHORT_SHARE = 0.5
+"""Share of a step's prompt tokens that goes to the shortest prompts."""
+_FLOAT_BYTES = 4
+"""Bytes of one element of an embedding."""
+
+
+def short_part(budget: int, step: int) -> int:
+    """Return the budget tokens of the short part.
+
+    An odd token goes to one part in odd steps and to the other one in even steps, so that both advance even if a step
+    has one token.
+    """
+    return (budget + step % 2) // 2
+
+
+class StepChunks:
+    """The chunks of one step of a worker, within a budget."""
+
+    def __init__(self, worker: Worker, budget: int, longest: int) -> None:
+        """Start without chunks.
+
+        Args:
+            worker: the worker.
+            budget: budget tokens of the step, for all purposes.
+            longest: most tokens of one prompt in the step.
+        """
+        self._worker = worker
+        self._longest = longest
+        self._break_even = worker.model.break_even_context
+        self._at: dict[int, int] = {}
+        """By row: the position of its chunk."""
+        self._charged: list[int] = []
+        """Budget tokens that each chunk takes."""
+        self._pooled: set[int] = set()
+        """Rows whose embedding the step completes, or that wait for room in its answer."""
+        self.budget = budget
+        """Budget tokens that are left."""
+        self.rows: list[int] = []
+        self.lengths: list[int] = []
+        self.cost = 0
+        """Budget tokens that the chunks take."""
+
+    def __bool__(self) -> bool:
+        """Return whether the step has a chunk."""
+        return bool(self.rows)
+
+    def limit(self, budget: int) -> None:
+        """Lower the budget that is left to `budget`."""
+        self.budget = min(self.budget, budget)
+
+    def add(self, row: int, most: int | None = None) -> int:
+        """Compute more tokens of a row's prompt in the step; return the budget tokens that they take.
+
+        Args:
+            row: a row in prefill.
+            most: most budget tokens to take; None: all that are left.
+        """
+        budget = self.budget if most is None else min(most, self.budget)
+        if budget <= 0:
+            return 0
+        rows = self._worker.rows
+        at = self._at.get(row)
+        # More tokens of a chunk cost what the longer chunk costs more.
+        chunk, charged = (0, 0) if at is None else (self.lengths[at], self._charged[at])
+        computed = rows.computed.item(row)
+        rest = rows.length.item(row) - computed - chunk
+        affordable = longest_chunk(budget + charged, computed, self._break_even) - chunk
+        if at is None and budget == self.budget:
+            affordable = max(1, affordable)
+        added = min(rest, affordable, self._longest - chunk)
+        if added == rest and added > 0 and not self._has_room_for_result(row):
+            added -= 1  # the last token waits for a step whose answer has room for the embedding
+        if added <= 0:
+            if most is None and affordable <= 0:
+                self.budget = 0  # what is left does not pay for one more token, and goes to no later prompt
+            return 0
+        # If the budget ends the chunk, the rest cannot pay for one more token of this prompt: charge the rest too.
+        ends_budget = budget == self.budget and added == affordable
+        cost = budget if ends_budget else chunk_cost(chunk + added, computed, self._break_even) - charged
+        if at is None:
+            self._at[row] = len(self.rows)
+            self.rows.append(row)
+            self.lengths.append(added)
+            self._charged.append(cost)
+        else:
+            self.lengths[at] += added
+            self._charged[at] += cost
+        self.cost += cost
+        self.budget -= cost
+        self._worker.publish_blocks(row, computed + chunk + added)
+        return cost
+
+    def rest(self, row: int) -> int:
+        """Return the tokens of a row's prompt that neither an earlier step nor this one computes."""
+        rows, at = self._worker.rows, self._at.get(row)
+        return rows.length.item(row) - rows.computed.item(row) - (0 if at is None else self.lengths[at])
+
+    def _has_room_for_result(self, row: int) -> bool:
+        """Reserve space in the step's answer for the embedding of a row that pools; return False if it is full."""
+        request = self._worker.rows.requests[row]
+        assert request is not None
+        if request.spec.pooling == Pooling.NONE:
+            return True
+        self._pooled.add(row)
+        return len(self._pooled) * _FLOAT_BYTES * self._worker.model.hidden_size <= MAX_STEP_VECTOR_BYTES

@@ -1,0 +1,69 @@
+"""Waiting requests by their number of tokens, shortest first; ties go by the order of the policy.
+
+A request stays in its queue of the policy meanwhile. It leaves this order without a notice: an entry counts only while
+the request competes and still has the length and the rank of the entry. Other entries are dropped when they get to the
+top, or when they make up more than half of the heap.
+"""
+
+import heapq
+from collections.abc import Callable, Mapping
+
+from scheduler_svc.core.requests.request import Request
+
+_FEW_GONE = 16
+"""Number of void entries that are left in the heap; they keep the tokens of ended requests."""
+_MAX_SKIPPED = 8
+"""Maximum number of requests that are skipped in one search."""
+
+
+class ShortestFirst:
+    """The competing requests by length; ties go by rank, then by order of arrival."""
+
+    def __init__(self, competing: Mapping[Request, object | None], rank: Callable[[Request], float]) -> None:
+        """Start empty.
+
+        Args:
+            competing: a live view of the requests that may be found; those with the value None are not found now.
+            rank: returns the rank of a request under the policy.
+        """
+        self._competing = competing
+        self._rank = rank
+        self._heap: list[tuple[int, float, int, Request]] = []
+        self._places: dict[Request, tuple[int, float]] = {}
+        """The length and the rank in the newest entry of each request."""
+
+    def push(self, request: Request) -> None:
+        """Add a request, or put one back."""
+        place = len(request.tokens), self._rank(request)
+        if self._places.get(request) != place:
+            self._places[request] = place
+            heapq.heappush(self._heap, (*place, request.sequence, request))
+            self.compact()
+
+    def first(self, accepts: Callable[[Request], bool]) -> Request | None:
+        """Return the shortest request that `accepts` approves, or None; only a few are asked about."""
+        skipped: list[tuple[int, float, int, Request]] = []
+        found = None
+        while self._heap and len(skipped) < _MAX_SKIPPED:
+            length, rank, _, request = self._heap[0]
+            is_newest = self._places.get(request) == (length, rank)
+            if self._competing.get(request) is None or not is_newest:
+                heapq.heappop(self._heap)
+                if is_newest:
+                    del self._places[request]
+            elif accepts(request):
+                found = request
+                break
+            else:
+                skipped.append(heapq.heappop(self._heap))
+        for entry in skipped:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def compact(self) -> None:
+        """Drop void entries if there are many."""
+        if len(self._heap) > _FEW_GONE + 2 * len(self._competing):
+            present = {each for each, queue in self._competing.items() if queue is not None}
+            self._places = {each: place for each, place in self._places.items() if each in present}
+            self._heap = [(*place, each.sequence, each) for each, place in self._places.items()]
+            heapq.heapify(self._heap)
