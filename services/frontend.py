@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from quire.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from services.access.principals import Principals, read_api_keys
-from services.access.shares import Share, make_shares
+from services.access.shares import Shares, make_shares
 from services.access.tls import server_tls
 from services.calls.context import LiveRequests, Services
 from services.calls.embeddings import Embedder
@@ -134,7 +134,7 @@ class Frontend:
         self._texts = Texts(services, prompts)
         self._reports = LoadReports()
         policy = cross_origin_policy(config)
-        self._grpc = self._make_grpc_server(services, shares.calls, principals)
+        self._grpc = self._make_grpc_server(services, shares, principals)
         self._api = make_api(
             services,
             self._generator,
@@ -223,9 +223,9 @@ class Frontend:
             self._reports.newest = to_report(families) if families is not None else None
             await asyncio.sleep(_REPORT_EVERY_S)
 
-    def _make_grpc_server(self, services: Services, calls: Share, principals: Principals) -> aio.Server:
+    def _make_grpc_server(self, services: Services, shares: Shares, principals: Principals) -> aio.Server:
         server = aio.server(
-            interceptors=[Boundary(self._metrics.rpc_ended, calls, principals, self._reports)],
+            interceptors=[Boundary(self._metrics.rpc_ended, shares, principals, self._reports)],
             options=[
                 ("grpc.so_reuseport", 1),
                 # Detects a client whose machine has died before its reader counts as stalled.
@@ -235,9 +235,10 @@ class Frontend:
                 # Clients do the same with a server while a stream is quiet; gRPC's default is a ping in five minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
+                ("grpc.max_allowed_incoming_connections", max(_max_connections() // 2, 1)),
             ],
         )
-        generation = GenerationServicer(self._generator, self._embedder, self._texts)
+        generation = GenerationServicer(self._generator, self._embedder, self._texts, shares.large_bodies)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         add_vllm_service(server, services, self._generator, self._embedder)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(services), server)
@@ -257,7 +258,7 @@ class Frontend:
 
 
 def _max_connections() -> int:
-    """Return the limit of HTTP connections: half of the file descriptors, so that gRPC and links have the others."""
+    """Return the limit of HTTP connections: half of the file descriptors. gRPC has half as many, links the others."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(soft // 2, 1)
 

@@ -79,6 +79,15 @@ class PermissionDeniedError(QuireError):
     reason = "PERMISSION_DENIED"
 
 
+class FieldDeniedError(PermissionDeniedError):
+    """The caller may not use the value of a field."""
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(f"{field}: {description}")
+        self.field = field
+        self.description = description
+
+
 class ModelNotFoundError(QuireError):
     """No model with this name is served."""
 

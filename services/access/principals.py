@@ -34,7 +34,7 @@ from typing import Any
 
 from shared.config import ConfigError
 from shared.config_sources import API_KEY_VARIABLE
-from shared.errors import PermissionDeniedError, UnauthenticatedError
+from shared.errors import FieldDeniedError, PermissionDeniedError, UnauthenticatedError
 from shared.logging import get_logger
 
 ANY = "*"
@@ -67,8 +67,8 @@ class Principal:
             return "" if self.tenants[:1] in ((), (ANY,)) else self.tenants[0]
         if ANY in self.tenants or asked in self.tenants:
             return asked
-        raise PermissionDeniedError(
-            f"scheduling.tenant: principal {self.name} may not act for this tenant; use one of its own"
+        raise FieldDeniedError(
+            "scheduling.tenant", f"principal {self.name} may not act for this tenant; use one of its own"
         )
 
     def check_scope(self, asked: str) -> None:
@@ -78,8 +78,8 @@ class Principal:
             PermissionDeniedError: it may not.
         """
         if asked and ANY not in self.cache_scopes and asked not in self.cache_scopes:
-            raise PermissionDeniedError(
-                f"scheduling.cache_scope: principal {self.name} may not use this scope; use one of its own"
+            raise FieldDeniedError(
+                "scheduling.cache_scope", f"principal {self.name} may not use this scope; use one of its own"
             )
 
     def check_admin(self) -> None:

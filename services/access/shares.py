@@ -24,6 +24,11 @@ from services.errors import RETRY_MS
 from shared.errors import OverloadedError
 from shared.logging import get_logger
 
+SMALL_REQUEST_BYTES = 64 << 10
+"""Maximum size of a request that is parsed and checked at once, bytes; larger ones may take a tenth of a second."""
+_PAUSE = 8.0
+"""Pause after work that blocks the event loop, in units of its time."""
+
 Result = TypeVar("Result")
 
 _LOG_EVERY_S = 60.0
@@ -136,6 +141,20 @@ class Turns:
             else:
                 self.release()  # it got the place and was cancelled before it ran
             raise
+
+    async def begin_work(self, principal: str) -> None:
+        """Wait for a place to block the event loop.
+
+        The place is held until the calling task next waits, and then eight times as long as it has worked, for all
+        other work.
+        """
+        await self.acquire(principal)
+        self.release_after_work()
+
+    def release_after_work(self) -> None:
+        """Release a place when the calling task has waited next, and then a pause has passed; see `begin_work`."""
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        loop.call_soon(lambda: loop.call_later(_PAUSE * (time.monotonic() - began), self.release))
 
     def release(self) -> None:
         """Give a place to the next principal."""

@@ -23,6 +23,7 @@ from services.errors import error_of
 from services.requests.prompts import Prompts
 from services.requests.scheduling import block_keys, check_scheduling, due_times, schedule
 from services.requests.validation import (
+    MAX_TOKEN_IDS,
     Violations,
     check_model,
     check_request_id,
@@ -207,14 +208,17 @@ def _violations(request: v1.EmbedRequest, model: link_pb2.ServedModel) -> Violat
     yield from check_request_id(request.request_id)
     if not 1 <= len(request.inputs) <= MAX_INPUTS:
         yield FieldViolation("inputs", f"must hold 1 to {MAX_INPUTS} inputs, not {len(request.inputs)}")
+    num_ids = sum(len(each.token_ids.ids) for each in request.inputs[:MAX_INPUTS])
+    if num_ids > MAX_TOKEN_IDS:
+        yield FieldViolation("inputs", f"too many token ids ({num_ids}); give at most {MAX_TOKEN_IDS} in a call")
+        return
     for index, each in enumerate(request.inputs[:MAX_INPUTS]):
         field = f"inputs[{index}]"
         match each.WhichOneof("input"):
             case "text":
                 yield from check_text(each.text, f"{field}.text")
             case "token_ids":
-                ids = list(each.token_ids.ids)
-                yield from check_token_ids(ids, model.vocab_size, f"{field}.token_ids")
+                yield from check_token_ids(each.token_ids.ids, model.vocab_size, f"{field}.token_ids")
             case _:
                 yield FieldViolation(field, "missing; give one of `text` and `token_ids`")
     if request.pooling not in v1.Pooling.values():

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from quire.v1 import generation_pb2 as v1
+from services.access.principals import CURRENT
+from services.access.shares import SMALL_REQUEST_BYTES, Turns
 from services.calls.context import Caller
 from services.calls.delivery import FINAL_WRITE_TIMEOUT_S
 from services.calls.generation import Generator
@@ -31,6 +33,7 @@ class Batch:
         generator: Generator,
         caller: Callable[[], Caller],
         write: Callable[[v1.GenerateBatchResponse], Awaitable[object]],
+        large_requests: Turns,
     ) -> None:
         """Create a batch.
 
@@ -38,10 +41,12 @@ class Batch:
             generator: runs the requests.
             caller: returns the caller of the next request, with the current time as its arrival.
             write: sends a message to the client.
+            large_requests: turns for checking a large request.
         """
         self._generator = generator
         self._caller = caller
         self._write = write
+        self._large_requests = large_requests
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(MAX_IN_PROGRESS)
         self._closing = False
@@ -98,6 +103,8 @@ class Batch:
     async def _answer(self, key: int, request: v1.GenerateRequest) -> None:
         failure: QuireError
         try:
+            if request.ByteSize() > SMALL_REQUEST_BYTES:
+                await self._large_requests.begin_work(CURRENT.get().name)
             await self._generator.run(
                 request,
                 self._caller(),

@@ -20,7 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
 from services.access.principals import CURRENT, Principals
-from services.access.shares import Share
+from services.access.shares import SMALL_REQUEST_BYTES, Shares
 from services.access.tls import grpc_names
 from services.calls.context import Caller
 from services.calls.load_reports import TRAILER, LoadReports
@@ -59,7 +59,7 @@ class Boundary(aio.ServerInterceptor):
     def __init__(
         self,
         on_outcome: Callable[[str, str, str, float], None],
-        calls: Share,
+        shares: Shares,
         principals: Principals,
         reports: LoadReports,
     ) -> None:
@@ -67,14 +67,14 @@ class Boundary(aio.ServerInterceptor):
 
         Args:
             on_outcome: called with method, status code, type of error and seconds of each finished RPC.
-            calls: limits the number of concurrent calls of each principal.
+            shares: limits what each principal holds.
             principals: authenticates callers.
             reports: the newest load report, if reports are on; responses get it as a trailer.
         """
         self._reports = reports
         self._principals = principals
         self._on_outcome = on_outcome
-        self._calls = calls
+        self._shares = shares
 
     async def intercept_service(
         self,
@@ -123,7 +123,9 @@ class Boundary(aio.ServerInterceptor):
             code, failure, began = "", None, time.monotonic()
             try:
                 principal = self._identify(method, context)
-                with self._calls.holding(principal) if limited else contextlib.nullcontext():
+                with self._shares.calls.holding(principal) if limited else contextlib.nullcontext():
+                    if isinstance(request, Message) and request.ByteSize() > SMALL_REQUEST_BYTES:
+                        await self._shares.large_bodies.begin_work(principal)
                     if isinstance(request, MalformedRequest):
                         raise InvalidRequestError(FieldViolation(request.field, request.description))
                     response = await handler(request, context)

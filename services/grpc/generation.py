@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
+from services.access.shares import Turns
 from services.calls.collect import Collector
 from services.calls.embeddings import Embedder
 from services.calls.generation import Generator
@@ -20,7 +21,8 @@ REQUEST_ID_KEY = "quire-request-id"
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """Generation service of one front-end process."""
 
-    def __init__(self, generator: Generator, embedder: Embedder, texts: Texts) -> None:
+    def __init__(self, generator: Generator, embedder: Embedder, texts: Texts, large_requests: Turns) -> None:
+        self._large_requests = large_requests
         self._generator = generator
         self._embedder = embedder
         self._texts = texts
@@ -45,7 +47,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, requests: AsyncIterator[v1.GenerateBatchRequest], context: Context
     ) -> None:
         """Generate from many prompts on one call."""
-        batch = Batch(self._generator, lambda: make_caller(context, rpc("GenerateBatch")), context.write)
+        batch = Batch(
+            self._generator, lambda: make_caller(context, rpc("GenerateBatch")), context.write, self._large_requests
+        )
         await batch.run(requests)
 
     async def Resume(self, request: v1.ResumeRequest, context: Context) -> None:  # type: ignore[override]

@@ -9,7 +9,7 @@ import jiter
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from services.http.schema import MANY_VALUES, MAX_JSON_VALUES, Body
+from services.http.schema import JSON_BUDGET, MAX_JSON_VALUES, Body
 from services.requests.validation import MAX_TOKEN_IDS
 from shared.errors import FieldViolation, InvalidRequestError
 
@@ -87,7 +87,7 @@ def checked(kind: type[BodyT], document: object, *, many_values: bool = False) -
     if not isinstance(document, dict):
         raise InvalidRequestError(FieldViolation("body", "must be a JSON object"))
     try:
-        return kind.model_validate(document, context={MANY_VALUES: many_values})
+        return kind.model_validate(document, context={JSON_BUDGET: [2 * MAX_JSON_VALUES] if many_values else None})
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)[:_MAX_ERRORS]
         raise InvalidRequestError(*_violations(kind, document, found)) from None

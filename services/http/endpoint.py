@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from services.access.principals import CURRENT, Principals
-from services.access.shares import Shares, Slices
+from services.access.shares import SMALL_REQUEST_BYTES, Shares, Slices, Turns
 from services.calls.context import Caller
 from services.calls.delivery import FINAL_WRITE_TIMEOUT_S
 from services.calls.tracing import TRACEPARENT_KEY, Operation
@@ -39,10 +39,6 @@ from shared.logging import get_logger
 
 MAX_BODY_BYTES = 8 << 20
 """Maximum size of a body, bytes; equal to that of a gRPC request."""
-SMALL_BODY_BYTES = 64 << 10
-"""Maximum size of a body that is parsed at once, bytes; larger ones may take a tenth of a second."""
-_PAUSE = 8.0
-"""Pause after a large body, in units of the time to parse it. Its conversion may take twice as long as parsing it."""
 BODY_TIMEOUT_S = 60.0
 """Maximum time to receive a body, seconds."""
 TIMEOUT_HEADER = "x-request-timeout"
@@ -203,7 +199,7 @@ class Exchange:
         try:
             await self._receive_body(received)
             self._admit()
-            if len(received) <= SMALL_BODY_BYTES:
+            if len(received) <= SMALL_REQUEST_BYTES:
                 return parse(bytes(received))
             return await self._in_turn(parse, bytes(received))
         finally:
@@ -234,13 +230,28 @@ class Exchange:
     async def _in_turn(self, parse: Callable[[bytes], Parsed], raw: bytes) -> Parsed:
         """Parse a large body, which blocks the event loop; principals take turns, with pauses for all other work."""
         turns = self._shares.large_bodies
-        await turns.acquire(self._principal)
-        began = time.monotonic()
+        await self._acquire(turns)
+        turns.release_after_work()
+        return parse(raw)
+
+    async def _acquire(self, turns: Turns) -> None:
+        """Wait for a place.
+
+        Raises:
+            ClientGoneError: the client disconnected before.
+        """
+        acquiring = asyncio.ensure_future(turns.acquire(self._principal))
+        leaving = asyncio.ensure_future(self._disconnected())
+        has_place = False
         try:
-            return parse(raw)
+            await asyncio.wait((acquiring, leaving), return_when=asyncio.FIRST_COMPLETED)
+            has_place = acquiring.done()
         finally:
-            pause_s = _PAUSE * (time.monotonic() - began)
-            asyncio.get_running_loop().call_later(pause_s, turns.release)
+            leaving.cancel()
+            if not has_place and not acquiring.cancel():
+                turns.release()
+        if not has_place:
+            raise ClientGoneError
 
     def _check_content_type(self) -> None:
         given = self.headers.get("content-type", "")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from shared.errors import (
+    FieldDeniedError,
     FieldViolation,
     InvalidRequestError,
     ModelNotFoundError,
@@ -158,12 +159,14 @@ def with_http_names(error: QuireError, name: Callable[[str], str]) -> QuireError
         return type(error)(*(FieldViolation(name(v.field), v.description) for v in error.violations))
     if isinstance(error, UnsupportedFieldError):
         return UnsupportedFieldError(name(error.field))
+    if isinstance(error, FieldDeniedError):
+        return FieldDeniedError(name(error.field), error.description)
     return error
 
 
 def _param(error: QuireError) -> str | None:
     if isinstance(error, InvalidRequestError) and error.violations:
         return error.violations[0].field
-    if isinstance(error, UnsupportedFieldError):
+    if isinstance(error, UnsupportedFieldError | FieldDeniedError):
         return error.field
     return "model" if isinstance(error, ModelNotFoundError) else None

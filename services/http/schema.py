@@ -49,8 +49,15 @@ MAX_JSON_VALUES = 1 << 16
 
 
 def _few_values(value: object, info: ValidationInfo) -> object:
-    """Refuse a value with too many parts before any of them is examined, if the body is large enough to have them."""
-    left, containers = MAX_JSON_VALUES, [value] if info.context and info.context[MANY_VALUES] else []
+    """Refuse a value with too many parts before any of them is examined, if the body is large enough to have them.
+
+    All fields of a body together may have twice as many as one of them.
+    """
+    budget: list[int] | None = info.context[JSON_BUDGET] if info.context else None
+    if budget is None:
+        return value
+    most = left = min(MAX_JSON_VALUES, budget[0])
+    containers = [value]
     while containers:
         each = containers.pop()
         parts = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
@@ -58,11 +65,15 @@ def _few_values(value: object, info: ValidationInfo) -> object:
         if left < 0:
             raise PydanticCustomError("too_many_values", "too many values", {"max_length": MAX_JSON_VALUES})
         containers.extend(part for part in parts if isinstance(part, dict | list))
+    budget[0] -= most - left
     return value
 
 
-MANY_VALUES = "many_values"
-"""Key of the validation context: whether the body has more than MAX_JSON_VALUES values."""
+JSON_BUDGET = "json_budget"
+"""Key of the validation context: a list with the number of values that fields without a schema may still have.
+
+None: the body has at most MAX_JSON_VALUES values, so nothing is counted.
+"""
 JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_few_values)]
 Ignored = Any
 """Type of a field without effect. Any JSON value is valid, and none is examined."""

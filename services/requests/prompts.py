@@ -1,6 +1,7 @@
 """Encodes prompts and bad words of a request as token ids."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from opentelemetry.trace import Tracer
 
@@ -8,7 +9,7 @@ from protos.quire.link.v1 import link_pb2
 from quire.v1 import generation_pb2 as v1
 from services.requests.validation import ValidRequest
 from services.tail import part_span
-from services.text.chat import template_input
+from services.text.chat import chat_size, template_input
 from services.text.chat_template import ChatTemplateError
 from services.text.tokenizer import TextTokenizer
 from shared import span_names
@@ -60,7 +61,7 @@ class Prompts:
             InvalidRequestError: the template rejects it.
         """
         try:
-            return await self._tokenizer.encode_chat(template_input(chat))
+            return await self._tokenizer.encode_chat(partial(template_input, chat), chat_size(chat))
         except ChatTemplateError as error:
             raise InvalidRequestError(
                 FieldViolation(field_name, f"rejected by the model's chat template: {error}")

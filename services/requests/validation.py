@@ -5,7 +5,7 @@ depend on the prompt's tokens; `resolve_max_tokens` checks the length of the pro
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from protos.quire.link.v1 import link_pb2
@@ -237,13 +237,13 @@ def check_text(text: str, field: str, *, may_be_empty: bool = False) -> Violatio
         yield FieldViolation(field, f"too long; give at most {MAX_TEXT} bytes")
 
 
-def check_token_ids(ids: "list[int]", vocab_size: int, field: str, limit: int = MAX_TOKEN_IDS) -> Violations:
+def check_token_ids(ids: Collection[int], vocab_size: int, field: str, limit: int = MAX_TOKEN_IDS) -> Violations:
     """Check that the ids are in the vocabulary and not too many."""
     if len(ids) > limit:
         yield FieldViolation(field, f"too many ids ({len(ids)}); give at most {limit}")
     elif ids and max(ids) >= vocab_size:
-        position = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
-        yield FieldViolation(field, f"id {ids[position]} at position {position} is outside [0, {vocab_size})")
+        position, wrong = next((i, token_id) for i, token_id in enumerate(ids) if token_id >= vocab_size)
+        yield FieldViolation(field, f"id {wrong} at position {position} is outside [0, {vocab_size})")
 
 
 def check_request_id(request_id: str) -> Violations:
@@ -267,7 +267,7 @@ def _check_input(request: v1.GenerateRequest, model: link_pb2.ServedModel, has_c
         case "chat":
             yield from check_chat(request.chat, has_chat_template)
         case "token_ids":
-            ids = list(request.token_ids.ids)
+            ids = request.token_ids.ids
             if not ids:
                 yield FieldViolation("token_ids", "the prompt is empty; give at least one token")
             yield from check_token_ids(ids, model.vocab_size, "token_ids")

@@ -26,6 +26,9 @@ MAX_TOOLS = 1 << 20
 MAX_VARIABLES = 64 << 10
 """Maximum length of JSON text with template variables, bytes."""
 
+MAX_JSON_VALUES = 1 << 18
+"""Maximum number of values in the JSON texts of a conversation; small values take far longer to read than long ones."""
+
 _MAX_DEPTH = 64
 """Maximum nesting depth of JSON text."""
 _TOO_DEEP = f"nested too deeply; nest at most {_MAX_DEPTH} levels"
@@ -42,12 +45,12 @@ class TemplateInput:
     add_generation_prompt: bool
     continue_final_message: bool
 
-    @property
-    def size(self) -> int:
-        """Approximate number of characters to render."""
-        return sum(len(str(value)) for message in self.messages for value in message.values()) + (
-            len(str(self.tools)) if self.tools else 0
-        )
+
+def chat_size(chat: v1.ChatInput) -> int:
+    """Return the approximate number of characters to render."""
+    return len(chat.tools_json) + sum(
+        len(message.role) + len(message.content) + len(message.tool_calls_json) for message in chat.messages
+    )
 
 
 def template_input(chat: v1.ChatInput) -> TemplateInput:
@@ -70,6 +73,12 @@ def check_chat(chat: v1.ChatInput, has_chat_template: bool) -> Iterator[FieldVio
         yield FieldViolation("chat.messages", "must not be empty; give at least one message")
     elif len(chat.messages) > MAX_MESSAGES:
         yield FieldViolation("chat.messages", f"too many messages; give at most {MAX_MESSAGES}")
+    if sum(map(_num_values, _json_texts(chat))) > MAX_JSON_VALUES:
+        what = (
+            f"has more than {MAX_JSON_VALUES} values in the JSON of tools and tool calls; send fewer or smaller calls"
+        )
+        yield FieldViolation("chat.messages", what)
+        return
     for index, message in enumerate(chat.messages[:MAX_MESSAGES]):
         yield from _check_message(message, f"chat.messages[{index}]")
     yield from _check_json(chat.tools_json, "chat.tools_json", list, MAX_TOOLS)
@@ -78,6 +87,18 @@ def check_chat(chat: v1.ChatInput, has_chat_template: bool) -> Iterator[FieldVio
         yield FieldViolation(
             "chat.continue_final_message", "the last message is empty; give it content or unset this field"
         )
+
+
+def _json_texts(chat: v1.ChatInput) -> Iterator[str]:
+    yield chat.tools_json
+    yield chat.template_variables_json
+    for message in chat.messages[:MAX_MESSAGES]:
+        yield message.tool_calls_json
+
+
+def _num_values(text: str) -> int:
+    """Return a number that is at least that of the values in JSON text, and of those in JSON inside its strings."""
+    return text.count(",") + text.count("[") + text.count("{")
 
 
 def _check_message(message: v1.ChatMessage, field: str) -> Iterator[FieldViolation]:

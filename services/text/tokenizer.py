@@ -98,13 +98,16 @@ class TextTokenizer:
             return text
         return (await self.decode(ids[:count], skip_special_tokens=False)).rstrip("\ufffd")
 
-    async def encode_chat(self, conversation: TemplateInput) -> list[int]:
+    async def encode_chat(self, conversation: Callable[[], TemplateInput], size: int) -> list[int]:
         """Return the token ids of a conversation; the template adds special tokens.
+
+        Args:
+            conversation: returns the template's input; this may take long for a large conversation.
+            size: the approximate number of characters.
 
         Raises:
             ChatTemplateError: the template rejects the conversation.
         """
-        size = conversation.size
         if size <= INLINE_CHARACTERS:
             return self._encode_chat(conversation)
         return await self._in_thread(size, self._encode_chat, conversation)
@@ -132,9 +135,9 @@ class TextTokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def _encode_chat(self, conversation: TemplateInput) -> list[int]:
+    def _encode_chat(self, conversation: Callable[[], TemplateInput]) -> list[int]:
         assert self._chat_template is not None, "validation lets no chat through without a template"
-        text = self._chat_template.render(conversation)
+        text = self._chat_template.render(conversation())
         # A template may render a short conversation as a long text.
         return self._encode(text, False) if len(text) <= INLINE_CHARACTERS else self._encode_long(text, False)
 

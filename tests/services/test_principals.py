@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -85,6 +86,31 @@ def test_api_keys_come_from_the_variable_and_the_file(tmp_path: Path) -> None:
         read_api_keys("", str(path))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_api_keys("", str(tmp_path / "none"))
+
+
+def test_a_tenant_of_others_is_named_as_clients_call_it(tmp_path: Path) -> None:
+    """Errors of HTTP have the field's HTTP name, in every API."""
+    path = tmp_path / "principals.toml"
+    path.write_text(f'[principals.a]\ntokens = ["{hashlib.sha256(b"token").hexdigest()}"]\ntenants = ["a"]\n')
+    turns = [{"role": "user", "content": "x"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": turns},
+        "/v1/responses": {"input": "x"},
+    }
+
+    async def main() -> None:
+        async with running_stack(tmp_path, principals=str(path)) as stack:
+            for api, body in bodies.items():
+                for field in ("tenant", "cache_salt"):
+                    response = await stack.http.post(
+                        api, json={**body, field: "of others"}, headers={"authorization": "Bearer token"}
+                    )
+                    error = response.json()["error"]
+                    assert (response.status_code, error["param"]) == (403, field), api
+                    assert error["message"].startswith(f"{field}: principal a may not ")
+
+    asyncio.run(main())
 
 
 def test_a_principal_acts_for_its_tenants_only(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from quire.v1 import generation_pb2 as v1
 from services.access.principals import CURRENT, Principal
-from services.text.chat import template_input
+from services.text.chat import chat_size, template_input
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.tokenizer import INLINE_CHARACTERS, load_tokenizer
 from shared.config import ConfigError
@@ -100,7 +101,7 @@ def test_a_long_text_does_not_block_the_event_loop(tmp_path: Path) -> None:
     async def main() -> None:
         assert await longest_standstill(tokenizer.encode(text)) < 0.5
         chat = v1.ChatInput(messages=[v1.ChatMessage(role="user", content=text)])
-        assert await longest_standstill(tokenizer.encode_chat(template_input(chat))) < 0.5
+        assert await longest_standstill(tokenizer.encode_chat(partial(template_input, chat), chat_size(chat))) < 0.5
         ids = await tokenizer.encode(text)
         assert await longest_standstill(tokenizer.decode(ids, skip_special_tokens=True)) < 0.5
 
@@ -125,7 +126,7 @@ def test_a_conversation_goes_through_the_template(tmp_path: Path, length: int) -
     tokenizer = load_tokenizer(write_model(tmp_path, byte_level()))
     conversation = template_input(v1.ChatInput(messages=[v1.ChatMessage(role="user", content="x" * length)]))
 
-    ids = asyncio.run(tokenizer.encode_chat(conversation))
+    ids = asyncio.run(tokenizer.encode_chat(lambda: conversation, length))
 
     assert ids.count(BOS) == 1
     assert byte_level().decode(ids, skip_special_tokens=True) == f"user: {'x' * length}\nassistant:"
@@ -136,7 +137,7 @@ def test_a_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
     folder = write_model(tmp_path, byte_level())
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
 
-    ids = asyncio.run(load_tokenizer(folder).encode_chat(template_input(CHAT)))
+    ids = asyncio.run(load_tokenizer(folder).encode_chat(partial(template_input, CHAT), chat_size(CHAT)))
 
     assert byte_level().decode(ids) == "hi!"
 

@@ -426,3 +426,18 @@ def test_a_refusal_examines_only_the_start_of_a_body(body: dict[str, Any], messa
     assert refused.value.message.startswith(message)
     assert len(refused.value.message) < 2000
     assert calls < 100_000
+
+
+def test_the_json_of_all_fields_is_bounded_together() -> None:
+    """Many fields without a schema have together at most twice as many values as one of them may have."""
+    function = {"name": "f", "parameters": {"enum": [[]] * 1000}}
+    body: dict[str, Any] = {"messages": MESSAGES, "tools": [{"type": "function", "function": function}] * 200}
+
+    with pytest.raises(InvalidRequestError) as refused:
+        parse(ChatBody, json.dumps(body).encode())
+
+    (violation,) = refused.value.violations
+    assert violation.field.startswith("tools[1")
+    assert violation.field.endswith("].function.parameters")
+    assert violation.description.startswith("must have at most ")
+    assert parse(ChatBody, json.dumps(body | {"tools": body["tools"][:60]}).encode()).tools

@@ -7,7 +7,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from grpc import aio
 
+from services import frontend
 from services.http import server
 from services.http.server import _owner
 from tests.services.stack import PATIENCE_S, Stack, running_stack
@@ -149,6 +151,26 @@ def test_an_address_with_many_requests_delays_no_other(tmp_path: Path, monkeypat
         return order
 
     assert asyncio.run(main()) == ["other", "busy"]
+
+
+def test_grpc_connections_leave_descriptors_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the bound they are closed; HTTP is served as before, and gRPC again when some have ended."""
+    monkeypatch.setattr(frontend, "_max_connections", lambda: 12)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            host, port = stack.target.split(":")
+            opened = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
+            async with asyncio.timeout(PATIENCE_S):
+                firsts = await asyncio.gather(*(reader.read(1) for reader, _ in opened), return_exceptions=True)
+            assert 5 <= sum(isinstance(each, bytes) and len(each) == 1 for each in firsts) <= 6
+            assert (await stack.http.get("/health")).status_code == 200
+            for _, writer in opened:
+                writer.close()
+            async with aio.insecure_channel(stack.target) as channel, asyncio.timeout(PATIENCE_S):
+                await channel.channel_ready()
+
+    asyncio.run(main())
 
 
 def test_addresses_of_one_network_share() -> None:

@@ -4,20 +4,26 @@ import asyncio
 import contextlib
 from functools import partial
 
-from services.access.shares import Shares, make_shares
+from services.access.shares import SMALL_REQUEST_BYTES, Shares, make_shares
 from services.http import bodies
-from services.http.endpoint import SMALL_BODY_BYTES, Exchange
+from services.http.endpoint import ClientGoneError, Exchange
 from services.http.schema import CompletionBody
 
 SMALL = b'{"prompt": "small"}'
-LARGE = b'{"prompt": [%s]}' % b",".join([b"1"] * SMALL_BODY_BYTES)
+LARGE = b'{"prompt": [%s]}' % b",".join([b"1"] * SMALL_REQUEST_BYTES)
 
 
-async def received(shares: Shares, principal: str, body: bytes) -> CompletionBody:
-    """Read and parse a body that has arrived."""
+async def received(shares: Shares, principal: str, body: bytes, leaves: asyncio.Event | None = None) -> CompletionBody:
+    """Read and parse a body that has arrived; its client may leave."""
+    leaves = leaves or asyncio.Event()
+
+    messages: list[dict[str, object]] = [{"type": "http.request", "body": body}]
 
     async def receive() -> dict[str, object]:
-        return {"type": "http.request", "body": body}
+        if not messages:
+            await leaves.wait()
+            return {"type": "http.disconnect"}
+        return messages.pop()
 
     async def send(_message: object) -> None:
         raise AssertionError("reading a body sends nothing")
@@ -48,7 +54,7 @@ def test_principals_take_turns_with_large_bodies() -> None:
 
     order, waiting, left = asyncio.run(main())
 
-    assert order == ["greedy", "small", "greedy", "large", "greedy", "greedy"]
+    assert order == ["small", "greedy", "greedy", "large", "greedy", "greedy"]
     assert (waiting, left) == (4 * len(LARGE), 0)
 
 
@@ -68,3 +74,22 @@ def test_the_event_loop_serves_others_between_large_bodies() -> None:
         return order
 
     assert asyncio.run(main()) == ["greedy", "small", "greedy"]
+
+
+def test_the_body_of_a_client_that_left_is_dropped() -> None:
+    """A client that disconnects while its body waits for a turn holds neither bytes nor a turn."""
+
+    async def main() -> list[object]:
+        shares, leaves = make_shares(100, 100), asyncio.Event()
+        await shares.large_bodies.acquire("other")
+        leaving = asyncio.create_task(received(shares, "leaving", LARGE, leaves))
+        staying = asyncio.create_task(received(shares, "staying", LARGE))
+        await asyncio.sleep(0.01)
+        assert shares.body_bytes.num_held() == 2 * len(LARGE)
+        leaves.set()
+        (outcome,) = await asyncio.gather(leaving, return_exceptions=True)
+        held = shares.body_bytes.num_held()
+        shares.large_bodies.release()
+        return [type(outcome), held, type(await staying)]
+
+    assert asyncio.run(main()) == [ClientGoneError, len(LARGE), CompletionBody]
