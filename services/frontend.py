@@ -41,6 +41,7 @@ from services.http.app import make_api, make_probes
 from services.http.cross_origin import cross_origin_policy
 from services.http.server import HttpServer, listening_socket
 from services.link.core_link import CoreLink
+from services.memory import return_large_blocks
 from services.metrics import FrontendMetrics
 from services.parsers import model_format
 from services.requests.defaults import read_sampling_defaults
@@ -266,6 +267,7 @@ def _max_connections() -> int:
 def run(config: FrontendConfig) -> int:
     """Run a front-end process until a signal ends it; return its exit status."""
     configure_logging("quire-frontend")
+    return_large_blocks()
     try:
         tokenizer = load_tokenizer(resolve_model(config.model, weights=False), max_bytes=config.max_tokenizing_bytes)
         # Exclude long-lived objects from garbage collection, and collect rarely: tens of thousands of short-lived

@@ -55,7 +55,7 @@ def test_principals_take_turns_with_large_bodies() -> None:
     order, waiting, left = asyncio.run(main())
 
     assert order == ["small", "greedy", "greedy", "large", "greedy", "greedy"]
-    assert (waiting, left) == (4 * len(LARGE), 0)
+    assert (waiting, left) == (5 * len(LARGE), 0)
 
 
 def test_the_event_loop_serves_others_between_large_bodies() -> None:
