@@ -41,7 +41,6 @@ from services.http.app import make_api, make_probes
 from services.http.cross_origin import cross_origin_policy
 from services.http.server import HttpServer, listening_socket
 from services.link.core_link import CoreLink
-from services.memory import return_large_blocks
 from services.metrics import FrontendMetrics
 from services.parsers import model_format
 from services.requests.defaults import read_sampling_defaults
@@ -54,6 +53,7 @@ from shared.config import ConfigError, FrontendConfig
 from shared.config_sources import API_KEY_VARIABLE
 from shared.curve import FRONTEND, check_bind, is_routable, load_keys
 from shared.logging import configure_logging, get_logger
+from shared.memory import return_large_blocks
 from shared.model_path import resolve_model
 from shared.pulse import Pulse
 from shared.telemetry import Telemetry

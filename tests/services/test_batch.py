@@ -12,6 +12,7 @@ from grpc import aio
 
 from quire import AsyncClient, BatchAnswer, FinishReason, errors
 from quire.v1 import generation_pb2 as v1
+from services.access.shares import Turns
 from services.calls.context import Caller
 from services.calls.generation import Generator
 from services.grpc import batch
@@ -155,7 +156,7 @@ def test_a_write_after_the_end_of_its_call_fails_silently() -> None:
             await asyncio.Event().wait()
 
         call = asyncio.create_task(
-            Batch(cast(Generator, OneDelta()), lambda: cast(Caller, None), write).run(requests())
+            Batch(cast(Generator, OneDelta()), lambda: cast(Caller, None), write, Turns()).run(requests())
         )
         await began.wait()
         call.cancel()

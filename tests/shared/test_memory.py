@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import resource
-from services.memory import return_large_blocks
+from shared.memory import return_large_blocks
 
 def resident():
     with open("/proc/self/statm") as statm:
