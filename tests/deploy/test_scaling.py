@@ -27,6 +27,7 @@ from tests.deploy.manifests import ROOT, needs_tools, of_kind
 from tests.e2e.harness import QUIRE, free_ports
 
 PROMETHEUS = shutil.which("prometheus")
+PROMTOOL = shutil.which("promtool")
 _MINUTE_S = 1.0
 """Length of a minute of the manifest."""
 _STEP_MS, _ROWS, _TOKENS = 100, 10, 20
@@ -115,6 +116,43 @@ class Scaler:
         with opener.open(url, timeout=10) as answer:
             result = json.load(answer)["data"]["result"]
         return float(result[0]["value"][1]) if result else None
+
+
+@needs_tools
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian package prometheus)")
+@pytest.mark.parametrize(("rows", "requests", "wanted"), [(10, 80, 10), (10, 81, 11), (256, 205, 2), (256, 204, 1)])
+def test_workers_are_wanted_by_the_part_of_their_rows_in_use(
+    tmp_path: Path, rows: int, requests: int, wanted: int
+) -> None:
+    """The same threshold fits workers of any size, and another cell does not count.
+
+    A lost worker's rows still count: without them there would be no answer while all workers are replaced.
+    """
+    (scaled,) = (each for each in of_kind("eight-gpus", "ScaledObject") if each["metadata"]["name"] == "a-quire-worker")
+    trigger = scaled["spec"]["triggers"][0]
+    wanted_range = (
+        (wanted - 1) * float(trigger["metadata"]["threshold"]),
+        wanted * float(trigger["metadata"]["threshold"]),
+    )
+    query = trigger["metadata"]["query"]
+    given = [
+        {"series": 'vllm:num_requests_running{cell="a"}', "values": f"{requests - 3}x20"},
+        {"series": 'vllm:num_requests_waiting{cell="a"}', "values": "3x20"},
+        {"series": 'quire_batch_row_limit{cell="a",worker="one"}', "values": f"{rows}x20"},
+        {"series": 'quire_batch_row_limit{cell="a",worker="lost"}', "values": f"{rows}x8 stale"},
+        {"series": 'vllm:num_requests_running{cell="b"}', "values": "999x20"},
+        {"series": 'quire_batch_row_limit{cell="b",worker="one"}', "values": "1x20"},
+    ]
+    expression = f"({query}) > {wanted_range[0]} and ({query}) <= {wanted_range[1]}"
+    sample = {"labels": "{}", "value": requests / rows}
+    case = {"interval": "1m", "input_series": given,
+            "promql_expr_test": [{"expr": expression, "eval_time": "18m", "exp_samples": [sample]}]}  # fmt: skip
+    (tmp_path / "case.json").write_text(json.dumps({"rule_files": [], "tests": [case]}))
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, "test", "rules", str(tmp_path / "case.json")], capture_output=True, text=True)
+
+    assert trigger["metricType"] == "AverageValue", "the number of workers is the value divided by the threshold"
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.release
