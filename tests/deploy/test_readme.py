@@ -94,6 +94,9 @@ def test_the_principals_of_the_page_have_an_operator_and_admit_other_callers(tmp
     with pytest.raises(UnauthenticatedError):
         Principals(str(path), anonymous_is_admin=False).identify("")
     (added,) = re.findall(r"printf '(.*)' >> principals.toml", README)
+    # Who copies whole blocks for `eight-gpus` must not open its public Gateway.
+    (block,) = (each for each in _shell_blocks() if ">> principals.toml" in each)
+    assert len(block.strip().splitlines()) == 1
     path.write_text(path.read_text("utf-8") + added.replace("\\n", "\n"), "utf-8")
     principals = Principals(str(path), anonymous_is_admin=False)
 
