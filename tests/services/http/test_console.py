@@ -114,7 +114,7 @@ def test_no_file_names_another_server() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file.name
 
 
-@pytest.mark.parametrize("path", ["watch", "drain", "resume", "explain", "strategies"])
+@pytest.mark.parametrize("path", ["watch", "drain", "resume", "explain", "strategies", "predict", "service"])
 def test_data_is_for_operators_only(tmp_path: Path, path: str) -> None:
     """Without a token, and with that of a client, the data is refused. The page itself holds no data."""
     (tmp_path / "principals.toml").write_text(PRINCIPALS)
@@ -300,7 +300,12 @@ def test_text_that_is_not_unicode_is_refused(tmp_path: Path, path: str, name: st
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [("strategies", '{"seconds": 60, "rows": 4}'), ("explain", '{"request": "r"}')]
+    ("path", "body"),
+    [
+        ("strategies", '{"seconds": 60, "rows": 4}'),
+        ("explain", '{"request": "r"}'),
+        ("predict", '{"seconds": 60, "settings": {"policy": "sjf"}, "workers": 2}'),
+    ],
 )
 def test_a_page_that_leaves_ends_the_work_for_it(tmp_path: Path, path: str, body: str) -> None:
     """The core is notified that nobody waits for a reply any more."""
@@ -315,5 +320,28 @@ def test_a_page_that_leaves_ends_the_work_for_it(tmp_path: Path, path: str, body
             (number,) = [each.number for message in stack.core.messages for each in message.operator_requests]
             asking.cancel()
             await stack.core.saw(lambda core: any(number in message.ended_orders for message in core.messages))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"settings": {}}',
+        '{"seconds": 901}',
+        '{"seconds": 60, "settings": ["policy=sjf"]}',
+        '{"seconds": 60, "settings": {"policy": {}}}',
+        '{"seconds": 60, "workers": 65}',
+        '{"seconds": 60, "memoryPercent": 1001}',
+    ],
+)
+def test_a_prediction_that_is_not_valid_is_refused(tmp_path: Path, body: str) -> None:
+    """Times, settings, workers and memory beyond their limits never reach the scheduler."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            response = await stack.http.post("/console/api/predict", content=body, headers=JSON)
+            assert response.status_code == 400
+            assert not any(message.operator_requests for message in stack.core.messages)
 
     asyncio.run(main())
