@@ -123,6 +123,11 @@ def _preempted(_cause: Cause, life: Life) -> str:
     )
 
 
+def _drained(_cause: Cause, life: Life) -> str:
+    """Return the advice for a request that found only drained workers; empty if that was not the reason."""
+    return f"all workers were drained: {remedies.DRAINED}" if life.met_drain else ""
+
+
 def _refused(_cause: Cause, life: Life) -> str:
     tenant = f"tenant {life.tenant!r}" if life.tenant else "its tenant"
     return {
@@ -140,4 +145,5 @@ _SPECIAL: dict[CauseKind, Callable[[Cause, Life], str]] = {
     CauseKind.PREEMPTED: _preempted,
     CauseKind.SWAPPED: _preempted,
     CauseKind.REFUSED: _refused,
+    CauseKind.NO_WORKER: _drained,
 }

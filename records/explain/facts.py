@@ -138,6 +138,8 @@ class Life:
     report: Report | None = None
     until: float | None = None
     """The present, for a live request; None: it has ended."""
+    met_drain: bool = False
+    """Whether it found no worker because all were drained."""
     is_cut: bool = False
     """Whether the record ends, or has a gap, before its end."""
     end: str = ""

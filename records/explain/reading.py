@@ -81,6 +81,8 @@ class _Request:
     holdings: list[Holding] = field(default_factory=list)
     known_tokens: int = 0
     known_by: StreamKey | None = None
+    met_drain: bool = False
+    """Whether it found no worker because all were drained."""
     cut_at: float | None = None
     """When the record of its scheduler ended, unless another one has taken it over."""
     arrival: float = 0.0
@@ -179,6 +181,8 @@ class _Pass:
         self._lost_processes: dict[str, tuple[str, float]] = {}
         """By process: the name of a lost worker, and the time of its loss."""
         self._config: dict[str, Any] = {}
+        self._draining: set[str] = set()
+        """Names of drained workers."""
         self._first_keys: dict[StreamKey, StreamKey] = {}
         """Keys of requests that were taken over: the key at their first scheduler."""
         self._handlers: dict[type, Callable[..., None]] = {
@@ -190,6 +194,8 @@ class _Pass:
             FrontendReported: self._reported,
             ev.WorkerHello: self._hello,
             ev.WorkerLost: self._lost,
+            ev.DrainRequested: self._drained,
+            ev.ResumeRequested: self._resumed,
         }
 
     def run(self, parts: Iterable[tuple[Opening, Iterable[Entry]]]) -> Findings:
@@ -343,6 +349,8 @@ class _Pass:
         request = self._live.get(self._key(note.frontend, note.stream))
         if request is None or note.kind is NoteKind.ARRIVED:
             return
+        if note.kind is NoteKind.WAITS and note.text == WaitReason.NO_WORKER.value and self._workers:
+            request.met_drain |= all(worker.worker_id in self._draining for worker in self._workers.values())
         if self._offset:
             note = replace(note, time=note.time + self._offset)
         if request.notes[-1].kind is not NoteKind.ENDED:
@@ -416,6 +424,12 @@ class _Pass:
         self._workers[hello.worker] = _Worker(
             hello.worker_id, hello.max_draft_tokens, process=hello.process, pid=hello.pid
         )
+
+    def _drained(self, event: ev.DrainRequested) -> None:
+        self._draining.add(event.worker_id)
+
+    def _resumed(self, event: ev.ResumeRequested) -> None:
+        self._draining.discard(event.worker_id)
 
     def _lost(self, lost: ev.WorkerLost) -> None:
         self._lost_worker(lost.worker)
@@ -571,6 +585,7 @@ class _Pass:
             stalls=tuple(self._stalls),
             steps=tuple(request.steps),
             report=request.report,
+            met_drain=request.met_drain,
             is_cut=end is None and request.cut_at is not None,
             until=None if end is not None else self._now if request.cut_at is None else request.cut_at,
             went_first=tuple(request.went_first),

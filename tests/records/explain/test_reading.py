@@ -11,6 +11,7 @@ from protos.quire.plan.v1 import plan_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from quire_server.cli.main import main
 from records.explain.accounting import CauseKind, account
+from records.explain.advice import advice
 from records.explain.answers import answer
 from records.explain.facts import Life, StreamKey
 from records.explain.reading import Findings, study
@@ -320,6 +321,24 @@ def test_a_life_goes_on_behind_a_gap_of_the_record_which_is_named(tmp_path: Path
     assert "The record lacks " in text
     with pytest.raises(RequestNotFoundError, match=r"which goes from .* to .* UTC and lacks .* to "):
         answer(admin.ExplainRequest(request_id="other"), tmp_path)
+
+
+def test_a_wait_for_drained_workers_is_told_from_one_for_none(tmp_path: Path) -> None:
+    """The advice is to end the drain, and not to start a worker."""
+    cluster = _cluster(tmp_path)
+    cluster.handle(ev.DrainRequested(worker_id="w", move=False))
+    cluster.submit(1, [1] * 8, 4)
+    cluster.pass_time(5)
+    cluster.handle(ev.ResumeRequested(worker_id="w"))
+    cluster.finish()
+
+    found = cluster.study("r1")
+
+    assert _first(found) is CauseKind.NO_WORKER
+    (life,) = found.lives
+    assert advice(account(life)).startswith(
+        "all workers were drained: end the drain of one (`quire drain WORKER --resume`"
+    )
 
 
 def test_the_slowest_requests_have_live_ones_among_them(tmp_path: Path) -> None:
