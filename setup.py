@@ -29,7 +29,6 @@ class BuildNative(build_ext):
     """Compiles every source with its own flags, then links them."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Builds the one extension there is."""
         on_x86 = platform.machine().lower() in ("x86_64", "amd64")
         objects = [self._compiled(source, ext.depends, with_levels=on_x86) for source in ext.sources]
         self.compiler.link_shared_object(

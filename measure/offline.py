@@ -75,7 +75,6 @@ class Report:
         )
 
     def summary(self) -> str:
-        """Return a summary in one line."""
         ttft = _percentiles(self._ttfts(), 50, 99)
         itl = _percentiles(self._itls(), 50, 99)
         return (

@@ -163,7 +163,6 @@ class Decoder:
         )
 
     def entries(self, batch: pb.Batch) -> Iterator[Entry]:
-        """Return the entries of a batch."""
         if not batch.HasField("opening"):
             self._peers += batch.peers
         for entry in batch.entries:

@@ -72,7 +72,6 @@ class Tracks:
         self._rows: dict[int, int] = {}
 
     def row(self, number: int) -> int:
-        """Return the track of a row."""
         track = self._rows.get(number)
         if track is None:
             track = self._trace.track(f"row {number}", parent=self._worker, rank=_FIRST_ROW_RANK + number)

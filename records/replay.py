@@ -73,7 +73,6 @@ class RecordedFacts(TokenFacts):
         self._num_false = 0
 
     def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
-        """See the base class."""
         size = len(tokens) // (4 * block_size) * TAG_BYTES
         if len(self._keys) < size:
             raise FactsRunOutError(f"block keys: {size // TAG_BYTES} asked, {len(self._keys) // TAG_BYTES} recorded")
@@ -82,19 +81,16 @@ class RecordedFacts(TokenFacts):
         return to_keys(keys)
 
     def partial(self, match: PartialMatch | None) -> PartialMatch | None:
-        """See the base class."""
         if self._num_partial >= len(self._partial):
             raise FactsRunOutError("partial matches: more asked than recorded")
         self._num_partial += 1
         return self._partial[self._num_partial - 1]
 
     def stopped(self, positions: IndexArray) -> IndexArray:
-        """See the base class."""
         stopped, self._stopped = self._stopped, []
         return np.array(stopped, np.intp)
 
     def holds(self, condition: bool) -> bool:
-        """See the base class."""
         if self._num_held < len(self._held) and self._held[self._num_held] == self._num_false:
             self._num_held += 1
             self._num_false = 0
@@ -389,6 +385,5 @@ def to_config(text: str) -> CoreConfig:
 
 
 def entries(segments: Iterable[Segment]) -> Iterator[Entry]:
-    """Yield the entries of all segments."""
     for segment in segments:
         yield from segment

@@ -73,7 +73,6 @@ class LiveViews:
 
     @staticmethod
     def asked(request: link_pb2.OperatorRequest) -> bool:
-        """Return whether an operator asks for a view."""
         return request.HasField("call") and request.call.Is(admin.WatchStepsRequest.DESCRIPTOR)
 
     def ask(self, peer: Peer, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply:

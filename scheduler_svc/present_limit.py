@@ -55,7 +55,6 @@ class Limit:
 
     @property
     def sentence(self) -> str:
-        """The whole in one sentence."""
         parts = [f"{self.state}: {self.remedy}" if self.remedy else self.state, self.waits]
         return "; ".join(filter(None, parts))
 

@@ -74,7 +74,6 @@ class SegmentFile:
         self.size += len(data)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self.descriptor)
 
 
@@ -110,7 +109,6 @@ class SegmentFolder:
         return [_number(path, self._suffix) for path in self.files()]
 
     def file(self, number: int) -> Path:
-        """Return the path of a segment."""
         return self._path / f"{number:012d}{self._suffix}"
 
     def begin(self) -> tuple[int, SegmentFile]:
@@ -123,7 +121,6 @@ class SegmentFolder:
         return number, SegmentFile(self.file(number), self._header)
 
     def delete(self, number: int) -> None:
-        """Delete a segment."""
         self.file(number).unlink(missing_ok=True)
 
     def sync(self) -> None:

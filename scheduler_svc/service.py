@@ -147,7 +147,6 @@ class SchedulerService:
             self._recorder.close()
 
     def metric_families(self) -> list[link_pb2.MetricFamily]:
-        """Return the metrics of this process."""
         record = self._no_record if self._recorder is None else self._recorder.stats
         return self._metrics.families(self._core.stats(), self._journal, record)
 
@@ -450,7 +449,6 @@ class SchedulerService:
                     self._tracing.attempt_ended((effect.frontend, effect.stream), effect.outcome, now)
 
     def _drop_other_models(self, journal: Journal, fingerprint: str, now: float) -> None:
-        """Drop the requests of other models from the journal."""
         identities = journal.of_other_models(fingerprint)
         if identities:
             log.warning("requests of another model dropped from the journal", requests=len(identities))

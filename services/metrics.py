@@ -75,7 +75,6 @@ class ModelLatencies:
         )
 
     def first_token(self, seconds: float, span: SpanRef | None) -> None:
-        """Add a time to the first token."""
         for each in self._first_token:
             each.observe(seconds, span=span)
 
@@ -135,7 +134,6 @@ class FrontendMetrics:
         return found
 
     def latencies(self, operation: str, model: str) -> ModelLatencies:
-        """Return the latencies of a model and operation."""
         found = self._latencies.get((operation, model))
         if found is None:
             found = self._latencies[operation, model] = ModelLatencies(self, operation, model)

@@ -58,7 +58,6 @@ class Values:
         self._values[labels] = value
 
     def family(self) -> link_pb2.MetricFamily:
-        """Return the present values."""
         return make_family(self.metric, self._values.items())
 
 
@@ -150,7 +149,6 @@ class Registry:
         return made
 
     def histogram(self, metric: Metric) -> Histogram:
-        """Return a new histogram."""
         made = Histogram(metric)
         self._all.append(made)
         return made

@@ -66,7 +66,6 @@ class ProcessWatch:
         return len(fields) > _FLAGS and (fields[_STATE] in _DEAD or bool(int(fields[_FLAGS]) & _DYING))
 
     def close(self) -> None:
-        """Close the watch."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -139,11 +139,9 @@ class ReusableIds(RandomIdGenerator):
         self._next = context
 
     def generate_trace_id(self) -> int:
-        """See the base class."""
         return super().generate_trace_id() if self._next is None else self._next.trace_id
 
     def generate_span_id(self) -> int:
-        """See the base class."""
         context, self._next = self._next, None
         return super().generate_span_id() if context is None else context.span_id
 

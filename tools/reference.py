@@ -44,7 +44,6 @@ This page is made by `python -m tools.reference`; a test fails when it is out of
 
 
 def page() -> str:
-    """Return the whole page."""
     standard = [each for each in metric_names.ALL if not each.is_foreign and not each.name.startswith("quire.")]
     own = [each for each in metric_names.ALL if each.name.startswith("quire.")]
     foreign = [each for each in metric_names.ALL if each.is_foreign]

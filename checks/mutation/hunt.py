@@ -48,13 +48,11 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the changed module."""
         if fullname != self._name:
             return None
         return importlib.util.spec_from_loader(fullname, self, origin=str(self._path))
 
     def get_source(self, fullname: str) -> str:
-        """Return the changed source."""
         return self._source
 
 

@@ -106,7 +106,6 @@ class Scenario:
 
 
 def draw(seed: int, *, faults: bool = True) -> Scenario:
-    """Draw the scenario of a seed."""
     rng = random.Random(seed)
     large = rng.random() < 0.1
     max_num_seqs = rng.randint(13, 48) if large else rng.choice((1, 2, 4, 6, 8, 12))

@@ -74,7 +74,6 @@ class Results:
         return broken
 
     def all_done(self, names: Iterable[str]) -> bool:
-        """Return whether all of these are done, or there is no time for them."""
         left = [name for name in names if name not in self.items]
         self.failed += [name for name in left if name in self._broken]
         return not set(left) - set(self._broken) or time.monotonic() > self._deadline

@@ -88,7 +88,6 @@ def batches(key: Key, device: torch.device) -> list[Callable[[], torch.Tensor]]:
 
 
 def seconds(calls: list[Callable[[], torch.Tensor]], device: torch.device) -> list[float]:
-    """Return the time of each call."""
     return [median_seconds(call, device, budget_s=0.05) for call in calls]
 
 

@@ -177,7 +177,6 @@ class Figures:
 
     @property
     def failed(self) -> int:
-        """Number of failed requests."""
         return sum(self.failures.values())
 
     @property

@@ -85,7 +85,6 @@ def probe(style: Style, count: int) -> Prompt:
 
 
 def words(units: Sequence[int]) -> str:
-    """Return one word per unit."""
     return " ".join(WORDS[unit % len(WORDS)] for unit in units)
 
 

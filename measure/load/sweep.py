@@ -137,7 +137,6 @@ class SweepReport:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as an object."""
         return {
             "load": self.load,
             "unit": self.unit,

@@ -135,7 +135,6 @@ class Drawn:
     prefix_share: float = 0.0
 
     def session(self, index: int) -> Session:
-        """Return one session."""
         rng = np.random.default_rng([self.seed, _SESSION, index])
         turns = []
         for number in range(self.turns.draw(rng)):
@@ -162,7 +161,6 @@ class Mixed:
     seed: int = 0
 
     def session(self, index: int) -> Session | None:
-        """Return one session."""
         is_other = np.random.default_rng([self.seed, _MIX, index]).random() < self.other_share
         return (self.other if is_other else self.usual).session(index)
 
@@ -174,7 +172,6 @@ class Listed:
     sessions: tuple[Session, ...]
 
     def session(self, index: int) -> Session | None:
-        """Return one session."""
         return self.sessions[index] if index < len(self.sessions) else None
 
 

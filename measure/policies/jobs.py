@@ -70,7 +70,6 @@ class Job:
         return self.outputs.length
 
     def prompt_tokens(self) -> Tokens:
-        """Return the tokens of the prompt, `[num_prompt]`."""
         return np.concatenate([piece.tokens() for piece in self.prompt])
 
 

@@ -71,7 +71,6 @@ _NOTICEABLE = 0.02
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the page."""
     seeds = sorted({result["seed"] for result in results})
     body = [
         "<h1>Scheduling policies in virtual time</h1>",

@@ -81,22 +81,18 @@ class PeerEngine(Engine):
         self._news = News()
 
     def submit(self, number: int, job: Job, now: float) -> None:
-        """See the base class."""
         worker = self._router.choose(job)
         self._worker_of[number] = worker
         self._arrived[worker].append([number, job.prompt, job.outputs, self._priority(job)])
         self._may_plan[worker] = None
 
     def due(self, now: float) -> Sequence[int]:
-        """See the base class."""
         return [worker for worker in self._may_plan if self._num_in_flight[worker] < self._in_flight_limit]
 
     def next_due(self, now: float) -> float | None:
-        """See the base class."""
         return None
 
     def next_step(self, worker: int, now: float) -> Step | None:
-        """See the base class."""
         if self._num_in_flight[worker] >= self._in_flight_limit:
             return None
         jobs, self._arrived[worker] = self._arrived[worker], []
@@ -110,7 +106,6 @@ class PeerEngine(Engine):
         return Step(worker=worker, number=self._num_steps, work=Work(*answer["work"]))
 
     def complete(self, step: Step, now: float, idle_s: float) -> None:
-        """See the base class."""
         answer = self._ask(op="done", worker=step.worker)
         self.cpu_s = answer["cpu_s"]
         self._num_in_flight[step.worker] -= 1
@@ -123,7 +118,6 @@ class PeerEngine(Engine):
             )
 
     def take_news(self) -> News:
-        """See the base class."""
         news, self._news = self._news, News()
         return news
 

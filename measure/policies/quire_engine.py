@@ -72,7 +72,6 @@ class QuireEngine(Engine):
             self._handle(hello, 0.0)
 
     def submit(self, number: int, job: Job, now: float) -> None:
-        """See the base class."""
         self._know(number, job)
         tokens = job.prompt_tokens()
         at = now + _START_S
@@ -95,7 +94,6 @@ class QuireEngine(Engine):
         )
 
     def due(self, now: float) -> Sequence[int]:
-        """See the base class."""
         if now >= self._ticked_at + PING_INTERVAL_S and not self._core.is_idle:
             self._ticked_at = now
             self._handle(ev.TimePassed(), now)
@@ -106,7 +104,6 @@ class QuireEngine(Engine):
         return [self._peers[peer] for peer in peers]
 
     def next_due(self, now: float) -> float | None:
-        """See the base class."""
         if self._core.is_idle:
             return None
         tick = max(now, self._ticked_at + PING_INTERVAL_S)
@@ -114,7 +111,6 @@ class QuireEngine(Engine):
         return tick if due is None else min(tick, due - _START_S)
 
     def next_step(self, worker: int, now: float) -> Step | None:
-        """See the base class."""
         began = time.thread_time()
         plan, effects = self._core.plan(self._names[worker], now + _START_S)
         if plan is not None:
@@ -124,13 +120,11 @@ class QuireEngine(Engine):
         return None if plan is None else self._step(worker, plan)
 
     def complete(self, step: Step, now: float, idle_s: float) -> None:
-        """See the base class."""
         answer = self._answers.pop(step.number)
         answer.idle_s = idle_s
         self._handle(answer, now)
 
     def take_news(self) -> News:
-        """See the base class."""
         news, self._news = self._news, News()
         return news
 

@@ -39,7 +39,6 @@ class Specification:
 
     @property
     def name(self) -> str:
-        """The specification as text."""
         return "+".join([f"{self.kind}:{self.policy}", *(f"{key}={value}" for key, value in self.settings)])
 
 

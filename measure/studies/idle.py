@@ -73,7 +73,6 @@ def rates(before: Readings, after: Readings, seconds: float) -> dict[tuple[str, 
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Yield a process and its descendants."""
     yield root
     for task in (_PROC / str(root) / "task").iterdir():
         for child in (task / "children").read_text().split():

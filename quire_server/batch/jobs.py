@@ -60,7 +60,6 @@ def read_ids(path: Path) -> list[str]:
 
 
 def make_answer(job: Job, status: int, request_id: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer line of a request."""
     if not job.simple:
         response = {"status_code": status, "request_id": request_id, "body": body}
         return {"id": f"batch_req_{request_id or job.id}", "custom_id": job.id, "response": response, "error": None}

@@ -47,7 +47,6 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
-        """Return the progress as one line."""
         seconds = max(time.monotonic() - self.started, 1e-9)
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.done}/{self.total} done{failed}, {self.output_tokens / seconds:.0f} output tokens/s"

@@ -16,7 +16,6 @@ def admin_stub(options: Namespace) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
 
 
 def print_workers(workers: Iterable[admin_pb2.Worker]) -> None:
-    """Print one line per worker."""
     print(
         f"{'worker':<24} {'state':<9} {'running':>7} {'in flight':>9} {'free':>8} {'cached':>8} {'blocks':>8}"
         f" {'pid':>7} device"

@@ -46,7 +46,6 @@ class OneLineParser(argparse.ArgumentParser):
         return self._actions
 
     def format_help(self, *, shows_all: bool = False) -> str:
-        """Return the text of `--help`, or that of `--help-all`."""
         if not self._topics:
             return super().format_help()
         grouped = {name for names in self._topics.values() for name in names}

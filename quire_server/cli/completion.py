@@ -53,7 +53,6 @@ def run(_options: Namespace) -> int:
 
 
 def script() -> str:
-    """Return the script."""
     names = [command.name for command in installed_commands()]
     tops = sorted({name.split()[0] for name in names} | {"help"})
     groups = sorted({name.split()[0] for name in names if " " in name})

@@ -91,7 +91,6 @@ class Supervisor:
         """Set to the reason when the service cannot start."""
 
     def start(self) -> None:
-        """Start every process."""
         self._keepers = [asyncio.create_task(self._keep(slot), name=slot.spec.name) for slot in self._slots]
 
     async def listening(self) -> Addresses:

@@ -92,7 +92,6 @@ def step_json(step: Step, names: Mapping[StreamKey, str]) -> dict[str, Any]:
 
 
 def step_page(step: Step, names: Mapping[StreamKey, str]) -> str:
-    """Return a step as text."""
     values = step_json(step, names)
     lines = [
         f"step {step.number} of {step.worker_id}: {step.num_tokens} tokens,"

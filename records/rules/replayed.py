@@ -108,7 +108,6 @@ class _Watched(Scheduler):
         self._num_events = self._num_plans = self._sum_tokens = 0
 
     def handle(self, event: ev.Event, now: float) -> list[ef.Effect]:
-        """See the base class."""
         if isinstance(event, ev.WorkerHello):
             self._models[event.worker] = _model(event, self._limits)
         elif isinstance(event, ev.WorkerLost):
@@ -126,7 +125,6 @@ class _Watched(Scheduler):
         return effects
 
     def plan(self, peer: ev.Peer, now: float) -> tuple[Plan | None, list[ef.Effect]]:
-        """See the base class."""
         plan, effects = super().plan(peer, now)
         self._check(effects)
         return plan, effects

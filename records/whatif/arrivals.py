@@ -141,12 +141,10 @@ class _Pass:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests."""
         return len(self._requests)
 
     @property
     def has_workers(self) -> bool:
-        """Whether there was a worker."""
         return bool(self._members or self._workers)
 
     def goes_on_with(self, opening: Opening) -> bool:

@@ -191,7 +191,6 @@ class _LimitedScheduler(Scheduler):
         self._ends_at = ends_at
 
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
-        """See the base class."""
         if time.monotonic() > self._ends_at:
             raise OutOfTimeError
         return super().plan(peer, now)

@@ -85,7 +85,6 @@ class _KnownKeys(TokenFacts):
         """By request: the keys of its next blocks, if the record has them."""
 
     def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
-        """See the base class."""
         count = len(tokens) // (4 * block_size)
         number = int.from_bytes(tokens[:4], "little")
         known = self.following.get(number, b"")[: KEY_BYTES * count]

@@ -243,7 +243,6 @@ class _ChartedScheduler(Scheduler):
         self._is_late = is_late
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """See the base class."""
         if isinstance(event, StepDone):
             self._chart.answered(event, now)
         effects = super().handle(event, now)
@@ -253,7 +252,6 @@ class _ChartedScheduler(Scheduler):
         return effects
 
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
-        """See the base class."""
         if self._is_late():
             raise OutOfTimeError
         plan, effects = super().plan(peer, now)

@@ -263,7 +263,6 @@ class Outgoing:
         self._message.snapshot.CopyFrom(link_pb2.Snapshot(request=request, families=fitting(families)))
 
     def add_reply(self, reply: link_pb2.OperatorReply) -> None:
-        """Add a reply to an operator."""
         self._message.operator_replies.append(reply)
 
     def add_view(self, view: link_pb2.View) -> None:

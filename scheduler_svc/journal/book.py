@@ -65,7 +65,6 @@ class Entry:
         return submission
 
     def record(self) -> journal_pb2.Entry:
-        """Return the whole entry as a record."""
         whole = journal_pb2.Entry(number=self.number, model=self.model)
         whole.submission = self.whole_submission().SerializeToString()
         for index, scores in self.scores:

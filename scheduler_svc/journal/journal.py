@@ -139,7 +139,6 @@ class Journal:
         return sum(segment.size for segment in self._segments.values())
 
     def __len__(self) -> int:
-        """Return the number of requests in the journal."""
         return len(self._book)
 
     @property

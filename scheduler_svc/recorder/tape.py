@@ -98,27 +98,23 @@ class FactsTaken(TokenFacts):
         self._any = False
 
     def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
-        """See the base class."""
         keys = super().following_keys(parent, tokens, block_size)
         self._keys.append(keys)
         self._any = True
         return keys
 
     def partial(self, match: PartialMatch | None) -> PartialMatch | None:
-        """See the base class."""
         self._partial.append(match)
         self._any = True
         return match
 
     def stopped(self, positions: IndexArray) -> IndexArray:
-        """See the base class."""
         if len(positions):
             self._stopped += positions.tolist()
             self._any = True
         return positions
 
     def holds(self, condition: bool) -> bool:
-        """See the base class."""
         if condition:
             self._held.append(self._num_false)
             self._num_false = 0
@@ -192,7 +188,6 @@ class RecordedScheduler(Scheduler):
         self._tape = tape
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """See the base class."""
         effects: list[Effect] = []
         try:
             effects = super().handle(event, now)
@@ -201,7 +196,6 @@ class RecordedScheduler(Scheduler):
         return effects
 
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
-        """See the base class."""
         if not self.is_due(peer, now):
             # Nothing to record. The next call would tidy up.
             self.tidy()

@@ -7,7 +7,6 @@ from services.parsers import CallArguments, CallBegun, CallEnded, Content, Event
 
 
 def to_part(event: Event) -> v1.OutputPart:
-    """Return an event as a part."""
     match event:
         case Content():
             return v1.OutputPart(content=event.text)

@@ -72,7 +72,6 @@ async def fetch_resume_replies(link: CoreLink, principal: str, request_id: str) 
 
 
 def read_resume_info(reply: link_pb2.ResumeReply) -> v1.GenerateRequest:
-    """Return the `resume_info` of a request."""
     return v1.GenerateRequest.FromString(reply.submission.resume_info)
 
 

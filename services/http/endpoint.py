@@ -117,7 +117,6 @@ class Exchange:
         return Query(self._query)
 
     def caller(self) -> Caller:
-        """Return the caller."""
         return Caller(
             operation=self._operation(),
             traceparent=self.headers.get(TRACEPARENT_KEY, ""),

@@ -26,8 +26,6 @@ def probe_routes(
     snapshot: Callable[[float], Awaitable[Families | None]],
     own_families: Callable[[], Families],
 ) -> list[Route]:
-    """Return the routes."""
-
     async def health(_request: Request) -> Response:
         return PlainTextResponse("ok\n")
 

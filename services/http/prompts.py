@@ -25,7 +25,6 @@ class Prepared:
 
 
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
-    """Return the list of prompts."""
     if isinstance(prompt, str):
         return [prompt]
     # A list that was parsed has items of one type. It may have a million.

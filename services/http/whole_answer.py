@@ -11,7 +11,6 @@ class WholeAnswer:
         self._choices: dict[int, Json] = {}
 
     def add(self, chunk: Json) -> None:
-        """Add one chunk."""
         for choice in chunk["choices"]:
             index = choice["index"]
             whole = self._choices.setdefault(index, {"index": index, "text": "", "logprobs": None, "stop_reason": None})

@@ -23,7 +23,6 @@ class LiveView:
         self._changed = asyncio.Event()
 
     def put(self, part: link_pb2.View) -> None:
-        """Add a part."""
         self._parts.append(part)
         self._num_bytes += len(part.response)
         while len(self._parts) > MAX_UNREAD_PARTS or (self._num_bytes > MAX_UNREAD_BYTES and len(self._parts) > 1):

@@ -114,7 +114,6 @@ class Outgoing:
         self._traced.append(link_pb2.TracedStream(stream=stream, traceparent=traceparent))
 
     def operate(self, request: link_pb2.OperatorRequest) -> None:
-        """Add an operator request."""
         self._operator_requests.append(request)
 
     def end_order(self, number: int) -> None:

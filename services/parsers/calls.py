@@ -42,7 +42,6 @@ class Calls:
 
 
 def random_id() -> str:
-    """Return a random id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 

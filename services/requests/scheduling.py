@@ -43,7 +43,6 @@ class DueTimes:
 
 
 def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
-    """Yield the violations of the options, field by field."""
     if abs(options.priority) > MAX_PRIORITY:
         yield FieldViolation("scheduling.priority", f"must lie in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     for name in ("tenant", "cache_scope", "request_class"):

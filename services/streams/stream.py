@@ -251,7 +251,6 @@ class Stream:
         return batch
 
     def first_tokens(self, count: int) -> list[int]:
-        """Return the first `count` tokens."""
         return self._outbox.tokens[:count].tolist()
 
     def skip(self, tokens: int, text: int, parts: int | None = None) -> None:

@@ -113,7 +113,6 @@ class TextTokenizer:
         return await self._in_thread(size, self._encode_chat, conversation)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of a whole sequence."""
         if len(token_ids) <= INLINE_CHARACTERS:
             return self._decode(token_ids, skip_special_tokens)
         return await self._in_thread(4 * len(token_ids), self._decode_long, token_ids, skip_special_tokens)

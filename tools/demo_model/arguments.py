@@ -31,7 +31,6 @@ def draw_word(rng: random.Random) -> str:
 
 
 def draw_place(rng: random.Random, held_out: bool) -> str:
-    """Return a place, held out or not."""
     chance = rng.random()
     if held_out or chance < 0.5:
         city = rng.choice(CITIES[held_out])
@@ -51,7 +50,6 @@ def draw_place(rng: random.Random, held_out: bool) -> str:
 
 
 def draw_thing(rng: random.Random, _held_out: bool) -> str:
-    """Return a thing."""
     noun = rng.choice(words.NOUNS) if rng.random() < 0.8 else draw_word(rng)
     return noun if rng.random() < 0.5 else f"{rng.choice(words.ADJECTIVES)} {noun}"
 

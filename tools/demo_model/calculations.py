@@ -104,7 +104,6 @@ def _worked_out(rng: random.Random, operator: _Operator, a: int, b: int, result:
 
 
 def draw_operation_errand(tool_rng: random.Random, rng: random.Random, _held_out: bool) -> Errand:
-    """Return an errand for a tool of one operation."""
     operator = tool_rng.choice(OPERATORS)
     a, b, number, held_out = _operation(rng, operator)
     question, result, answer = _worked_out(rng, operator, a, b, number)

@@ -97,7 +97,6 @@ class Document:
 
     @property
     def text(self) -> str:
-        """The text of the document."""
         return "".join(span.text for span in self.spans)
 
 

@@ -38,7 +38,6 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """Whether the problem is held out."""
         if self.operator == "plus":
             return is_held_out("sum", min(self.left, self.right), max(self.left, self.right))
         return is_held_out("difference", self.left, self.right)
@@ -59,7 +58,6 @@ class Fact:
 
     @property
     def held_out(self) -> bool:
-        """Whether the fact is held out."""
         return is_held_out("name", self.name) or is_held_out("fact", self.name, self.attribute, self.value)
 
     @property

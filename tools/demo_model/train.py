@@ -90,7 +90,6 @@ class Recipe:
         return sum(stage.steps * stage.count * stage.tokens for stage in self.all_stages)
 
     def stage_at(self, step: int) -> Stage:
-        """Return the stage of a step."""
         for stage in self.all_stages:
             if step < stage.steps:
                 return stage

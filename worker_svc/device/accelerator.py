@@ -65,13 +65,9 @@ class Accelerator(Protocol):
         """The torch device of its tensors."""
         ...
 
-    def event(self) -> Event:
-        """Return a new event."""
-        ...
+    def event(self) -> Event: ...
 
-    def stream(self) -> Stream:
-        """Return a new stream."""
-        ...
+    def stream(self) -> Stream: ...
 
     def wait(self, event: Event) -> None:
         """Make work that is enqueued on the current stream from now on wait for `event`."""
@@ -110,20 +106,16 @@ class CudaEvent:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """See `Event.record`."""
         self.event.record()
 
     def query(self) -> bool:
-        """See `Event.query`."""
         passed: bool = self.event.query()  # type: ignore[no-untyped-call]
         return passed
 
     def synchronize(self) -> None:
-        """See `Event.synchronize`."""
         self.event.synchronize()
 
     def ns_until(self, later: "Event") -> int:
-        """See `Event.ns_until`."""
         milliseconds: float = self.event.elapsed_time(_cuda(later))
         return max(0, round(milliseconds * 1e6))
 
@@ -135,11 +127,9 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def wait(self, event: Event) -> None:
-        """See `Stream.wait`."""
         self._stream.wait_event(_cuda(event))
 
     def current(self) -> AbstractContextManager[object]:
-        """See `Stream.current`."""
         return torch.cuda.stream(self._stream)
 
 
@@ -154,23 +144,18 @@ class CudaAccelerator:
 
     @property
     def device(self) -> torch.device:
-        """See `Accelerator.device`."""
         return self._device
 
     def event(self) -> CudaEvent:
-        """See `Accelerator.event`."""
         return CudaEvent()
 
     def stream(self) -> CudaStream:
-        """See `Accelerator.stream`."""
         return CudaStream(self._device)
 
     def wait(self, event: Event) -> None:
-        """See `Accelerator.wait`."""
         torch.cuda.current_stream(self._device).wait_event(_cuda(event))
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See `Accelerator.pinned`."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def pinned_exactly(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -207,7 +192,6 @@ class CudaAccelerator:
         return graph, _borrowed(result)
 
     def synchronize(self) -> None:
-        """See `Accelerator.synchronize`."""
         torch.cuda.synchronize(self._device)
 
 

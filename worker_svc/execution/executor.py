@@ -132,7 +132,6 @@ class CpuExecutor:
         self._ended_ns = 0
 
     def submit(self, forward: Forward, sample: Sample) -> DoneStep:
-        """See `Executor.submit`."""
         started_unix_ns, started = time.time_ns(), time.perf_counter_ns()
         outputs = forward()
         computed = time.perf_counter_ns()
@@ -167,7 +166,6 @@ class AsyncExecutor:
         self._previous: EnqueuedStep | None = None
 
     def submit(self, forward: Forward, sample: Sample) -> "EnqueuedStep":
-        """See `Executor.submit`."""
         started, computed, sampled, copied = (self._accelerator.event() for _ in range(4))
         submitted_unix_ns = time.time_ns()
         started.record()

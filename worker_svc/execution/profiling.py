@@ -165,7 +165,6 @@ def _sample_in_every_way(logits: torch.Tensor) -> None:
 
 
 def _rules_of_all(num_rows: int, vocab_size: int, device: torch.device) -> tuple[LogitsRules, LogitsBatch]:
-    """Return the rules of `num_rows` rows that all have rules, and their batch."""
     rules = LogitsRules(vocab_size, device)
     for row in range(num_rows):
         rules.admit(row, _RULES, np.zeros(1, np.int32), 1)

@@ -52,7 +52,6 @@ class Link:
 
     @property
     def incarnation(self) -> int:
-        """The current incarnation."""
         return self._incarnation
 
     def open(self, reason: HelloReason = HelloReason.STARTED) -> None:

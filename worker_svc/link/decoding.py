@@ -135,7 +135,6 @@ def _check_blocks(blocks: Int32Array, limits: Limits) -> None:
 
 
 def _swap_out(device: bytes, host: bytes, limits: Limits) -> BlockCopies | None:
-    """Return the copies from device to host."""
     if not (device or host):
         return None
     blocks, host_blocks = from_columns(device, host)

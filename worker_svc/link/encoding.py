@@ -99,7 +99,6 @@ def encode_scores(scores: Scores) -> Iterator[plan_pb2.RowScores]:
 
 
 def encode_grammar_report(report: GrammarReport) -> plan_pb2.GrammarReport:
-    """Return the report of a grammar."""
     cause = plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED if report.cause is None else _CAUSES[report.cause]
     return plan_pb2.GrammarReport(key=report.key, failure=report.failure, cause=cause)
 

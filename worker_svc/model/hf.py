@@ -51,7 +51,6 @@ class TransformersModel:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """See `Model.kv_shapes`."""
         return self._kv_shapes
 
     @property
@@ -67,7 +66,6 @@ class TransformersModel:
         caches: Sequence[KVCache],
         logits_index: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Model.forward`."""
         return self._run(input_ids, positions, attention, caches, logits_index)[0]
 
     @property
@@ -84,7 +82,6 @@ class TransformersModel:
         logits_index: torch.Tensor,
         hidden_index: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Model.forward_hidden`."""
         logits, hidden = self._run(input_ids, positions, attention, caches, logits_index)
         assert hidden is not None, "a model without hidden states must have `hidden_size` 0"
         return logits, hidden[0, hidden_index]

@@ -87,12 +87,10 @@ class LlamaModel:
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """See `Model.kv_shapes`."""
         return (KVShape(self._num_kv_heads, self._head_dim),) * int(self._config.num_hidden_layers)
 
     @property
     def capturable(self) -> bool:
-        """See `Model.capturable`."""
         return True
 
     def forward(
@@ -103,13 +101,11 @@ class LlamaModel:
         caches: Sequence[KVCache],
         logits_index: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Model.forward`."""
         num_logits = (input_ids if logits_index is None else logits_index).shape[0]
         return self._run(input_ids, positions, attention, caches, logits_index, num_logits)[0]
 
     @property
     def hidden_size(self) -> int:
-        """See `Model.hidden_size`."""
         return int(self._config.hidden_size)
 
     def forward_hidden(
@@ -121,7 +117,6 @@ class LlamaModel:
         logits_index: torch.Tensor,
         hidden_index: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Model.forward_hidden`."""
         kept = torch.cat((logits_index, hidden_index))
         return self._run(input_ids, positions, attention, caches, kept, len(logits_index))
 

@@ -54,7 +54,6 @@ class PoolingRows:
             self._sums.pop(row, None)
 
     def pools(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Return for each row whether it pools."""
         pools: npt.NDArray[np.bool_] = self._modes[rows] != 0
         return pools
 

@@ -56,7 +56,6 @@ class Followers:
         self._last = 0.0
 
     def __bool__(self) -> bool:
-        """Return whether there are followers."""
         return self._group.size > 1
 
     def launch(self, frame: bytes) -> None:

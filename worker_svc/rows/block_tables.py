@@ -75,7 +75,6 @@ class BlockTables:
             raise PlanError(f"block table: a row exceeds {self._host.shape[1]} blocks")
 
     def clear(self) -> None:
-        """Clear all tables."""
         self._lengths.fill(0)
 
 

@@ -110,7 +110,6 @@ class DraftModelProposer:
         """`[num_host_blocks]`: the same in host memory."""
 
     def follow(self, plan: Plan) -> None:
-        """See `Proposer.follow`."""
         for row in plan.leaves.tolist():
             if row in self._rows:
                 self._settle(row)
@@ -191,7 +190,6 @@ class DraftModelProposer:
         self._compute(rows, starts, ends, ids)
 
     def clear(self) -> None:
-        """See `Proposer.clear`."""
         self._rows.clear()
         self._in_block.fill(0)
         self._in_host_block.fill(0)

@@ -55,17 +55,14 @@ class GroupProposer:
         return [each[1 : 1 + each[0]] for each in sent.tolist()]
 
     def prefill(self, rows: IntArray, lengths: IntArray) -> None:
-        """See `Proposer.prefill`."""
         if self._proposer is not None:
             self._proposer.prefill(rows, lengths)
 
     def follow(self, plan: Plan) -> None:
-        """See `Proposer.follow`."""
         if self._proposer is not None:
             self._proposer.follow(plan)
 
     def clear(self) -> None:
-        """See `Proposer.clear`."""
         if self._proposer is not None:
             self._proposer.clear()
 

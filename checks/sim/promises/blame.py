@@ -51,7 +51,6 @@ class Suspects(Promise):
 
     @property
     def may_try_alone(self) -> bool:
-        """Return whether a request may be a suspect."""
         return any(record.fatal >= FATAL_STEPS for record in self._records.values())
 
     def may_be(self, stream: Stream) -> bool:

@@ -21,7 +21,6 @@ class PolicyKeys(Promise):
         return name, stream.demand.tenant if self._policy(stream) == "fair" else ""
 
     def largest(self, stream: Stream) -> float:
-        """Return the largest key that the stream can have."""
         demand = stream.demand
         match self._policy(stream):
             case "priority":
@@ -39,7 +38,6 @@ class PolicyKeys(Promise):
         return stream.arrival
 
     def smallest(self, stream: Stream) -> float:
-        """Return the smallest key that the stream can have."""
         demand = stream.demand
         match self._policy(stream):
             case "sjf":

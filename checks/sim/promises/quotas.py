@@ -19,7 +19,6 @@ _TOLERANCE = 1e-6
 
 
 def limits_of(config: CoreConfig, tenant: str) -> TenantLimits:
-    """Return the limits of a tenant."""
     limits = config.tenant_limits
     return limits.get(tenant, limits.get("", _NO_LIMITS))
 

@@ -93,7 +93,6 @@ class Fleet:
         return worker
 
     def service(self) -> Service:
-        """Return the present state of the service."""
         lengths = [worker.max_model_len for worker in self._workers.values()]
         self._max_model_len = min(lengths, default=self._max_model_len)
         return Service(self._is_usable(), self._model, self._max_model_len, self._block_size)

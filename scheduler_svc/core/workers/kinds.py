@@ -33,7 +33,6 @@ class Kind(NamedTuple):
     """Fingerprint of the model."""
 
     def meets(self, demand: Demand) -> bool:
-        """Return whether a worker of this kind meets a demand."""
         return (self.embeds or not demand.embeds) and demand.model in ("", self.model)
 
     def holds(self, request: Request) -> bool:

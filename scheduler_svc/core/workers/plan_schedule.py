@@ -41,7 +41,6 @@ class PlanSchedule:
             heapq.heapify(self._heap)
 
     def remove(self, worker: Worker) -> None:
-        """Remove a worker."""
         self._due.pop(worker, None)
         self._ready.pop(worker, None)
         self._idle.pop(worker, None)

@@ -76,7 +76,6 @@ class StepLine:
         self._floors = [typical, tokens, tokens, tokens * _CONTEXT_PER_TOKEN]
 
     def expected_s(self, column: Column) -> float:
-        """Return the expected time of a step."""
         r, p, c = column
         return self.fixed_s + self.row_s * r + self.prompt_token_s * p + self.context_token_s * c
 

@@ -39,7 +39,6 @@ class MessagesAnswer:
             yield {"type": "message_stop"}
 
     def message(self) -> Json:
-        """Return the whole message."""
         return {**self._head(), "content": self._blocks, **self._stop(), "usage": self._usage()}
 
     def _piece(self, part: v1.OutputPart) -> Iterator[Json]:

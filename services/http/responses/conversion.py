@@ -162,7 +162,6 @@ def _refuse_own_tools(tools: Iterable[ResponseTool]) -> None:
 
 
 def _forces(choice: str | NamedResponseTool | AllowedResponseTools | None) -> bool:
-    """Return whether a tool must be called, so that there must be one."""
     return choice is not None and choice not in ("auto", "none")
 
 

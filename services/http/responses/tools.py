@@ -38,7 +38,6 @@ class CallableTool:
 
     @property
     def function(self) -> str:
-        """The name of its function."""
         return function_name(self.namespace, self.name)
 
 
