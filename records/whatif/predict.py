@@ -19,7 +19,7 @@ from records.whatif.load import Arrival, Member
 from records.whatif.page import disturbance
 from records.whatif.recent import MAX_OUTPUTS, MAX_REQUESTS, OutOfTimeError, read_recent
 from records.whatif.settings import Changed, change
-from records.whatif.simulate import SimulationError, simulate
+from records.whatif.simulate import Simulated, SimulationError, simulate
 from records.whatif.step_times import StepTimes, StepTimesError, learn
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect
@@ -38,6 +38,8 @@ _FEW_OUTPUTS = 4_000
 """Generated tokens of the requests that are simulated first."""
 _SIMULATING_SHARE = 0.7
 """Share of the time left after the first simulation for which the second one is planned."""
+_FEW_EXTRAPOLATED = 0.01
+"""Share of extrapolated steps from which on the page warns."""
 _FEW_REQUESTS = 20
 """Simulated requests below which the page warns."""
 
@@ -120,23 +122,29 @@ def _predict(
     num_asked = sum(1 for each in recorded.load.arrivals if not each.left_out)
 
     def run(arrivals: Sequence[Arrival], ends_at: float) -> admin.PredictResponse:
-        def figures(members: Sequence[Member], config: CoreConfig) -> Figures:
+        def simulated(members: Sequence[Member], config: CoreConfig) -> Simulated:
             def make(config: CoreConfig, incarnation: int, facts: TokenFacts) -> Scheduler:
                 return _LimitedScheduler(config, incarnation, facts, ends_at)
 
-            found = simulate(arrivals, members, config, times, acceptance=recorded.acceptance, make_core=make)
-            return found.figures
+            return simulate(arrivals, members, config, times, acceptance=recorded.acceptance, make_core=make)
 
         count = sum(1 for each in arrivals if not each.left_out)
+        present, predicted = simulated(members, config), simulated(others, changed.config)
+        notes = _notes(recorded, count, num_asked)
+        if predicted.extrapolated_share > _FEW_EXTRAPOLATED:
+            notes.append(
+                f"caution: {predicted.extrapolated_share:.0%} of the predicted steps are larger than any step of the"
+                " record, so their times are extrapolated"
+            )
         return admin.PredictResponse(
             measured=to_figures(recorded.figures),
-            present=to_figures(figures(members, config)),
-            predicted=to_figures(figures(others, changed.config)),
+            present=to_figures(present.figures),
+            predicted=to_figures(predicted.figures),
             requests=count,
             asked_requests=num_asked,
             present_workers=len(members),
             predicted_workers=len(others),
-            notes=_notes(recorded, times, count, num_asked),
+            notes=notes,
         )
 
     few = latest(recorded.load.arrivals, _FEW_OUTPUTS)
@@ -172,7 +180,7 @@ def _with_memory(member: Member, factor: float) -> Member:
     return dataclasses.replace(member, hello=dataclasses.replace(member.hello, num_blocks=blocks))
 
 
-def _notes(recorded: Recorded, times: StepTimes, count: int, num_asked: int) -> list[str]:
+def _notes(recorded: Recorded, count: int, num_asked: int) -> list[str]:
     notes = []
     if count < num_asked:
         notes.append(f"the newest {count} of {num_asked} requests are simulated, so that the answer comes in time")

@@ -92,7 +92,8 @@ export class Gantt {
   // ---------------------------------------------------------------- pixels
 
   catchUp(steps) {
-    const rows = Math.max(8, steps.rows);
+    const own = this.model.load?.workers.find((each) => each.id === this.worker)?.rows ?? 1;
+    const rows = Math.max(Math.min(8, own), steps.rows);
     if (rows > this.rows) {
       this.rows = rows > 64 ? Math.ceil(rows / 64) * 64 : rows;
       this.ring.height = this.rows;
