@@ -63,7 +63,7 @@ class SchedulerConfig(_Checked):
     policy: str = _option(
         "balanced",
         "scheduling policy: the order in which prompts are computed",
-        choices=("balanced", "fcfs", "priority", "sjf", "edf", "fair", "lpm"),
+        choices=("balanced", "fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"),
     )
     admission_file: str = _option("", "TOML file with limits and shares of tenants, and request classes")
     batching: str = _option("continuous", "batching mode", choices=("continuous", "static", "dynamic"))
@@ -90,6 +90,17 @@ class SchedulerConfig(_Checked):
     )
     preempt_threshold: float = _option(
         5.0, "how far a running request must rank behind a waiting one to be preempted", unit="s", least=0
+    )
+    preempt_priority_difference: float = _option(
+        0.0,
+        "policy priority: least difference in priority from which on a running request may be preempted; 0: any",
+        least=0,
+    )
+    slo_ttft_ms: float = _option(
+        2000.0, "policy slo: target for the first token of a request without its own", unit="ms", least=0
+    )
+    slo_ttft_token_us: float = _option(
+        125.0, "policy slo: time that is added to this target for each prompt token", unit="us", least=0
     )
     victim_rule: str = _option(
         "fewest", "which running request to preempt", choices=("fewest", "youngest", "lowest_priority")

@@ -39,7 +39,7 @@ def offered(completion: Path, *words: str) -> set[str]:
         ("quire help bench sw", {"sweep"}),
         ("quire serve --policy f", {"fcfs", "fair"}),
         ("quire serve --policy = f", {"fcfs", "fair"}),
-        ("quire serve m --policy =", {"balanced", "fcfs", "priority", "sjf", "edf", "fair", "lpm"}),
+        ("quire serve m --policy =", {"balanced", "fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"}),
         ("quire serve --worker-sil", {"--worker-silence-s"}),
         ("quire serve --no-cons", {"--no-console"}),
         ("quire bench serve --prompts t", {"tokens", "text"}),

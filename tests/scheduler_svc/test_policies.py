@@ -816,3 +816,32 @@ def test_a_victim_does_not_overtake_the_request_that_preempted_it(is_victim: boo
     assert bool(small.tokens) != is_victim
     cluster.run()
     assert small.end is not None
+
+
+def test_slo_serves_requests_last_that_miss_their_target() -> None:
+    """Under `slo` every request has a target for its first token, and one that has missed it runs after all others."""
+    cluster = Cluster(policy="slo", slo_ttft_s=0.5, max_num_seqs=1, max_num_batched_tokens=16, prefix_cache="off")
+    late = cluster.submit(1, [1, 2], 1)
+    cluster.now += 1.0
+    in_time = [cluster.submit(stream, [stream, 2], 1) for stream in range(2, 5)]
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    cluster.run()
+    ends = [effect.stream for effect in cluster.effects if isinstance(effect, ef.RequestEnded)]
+    assert ends == [2, 3, 4, 1]
+    assert len(late.tokens) == 1
+    assert all(len(each.tokens) == 1 for each in in_time)
+
+
+@pytest.mark.parametrize(("difference", "is_preempted"), [(0.0, True), (2.0, True), (3.0, False)])
+def test_a_request_is_preempted_from_a_difference_in_priority_on(difference: float, is_preempted: bool) -> None:
+    """Under `priority` a running request whose priority is lower by less than the difference keeps its row."""
+    cluster = Cluster(policy="priority", max_num_seqs=1, preempt_threshold=5.0, preempt_priority_difference=difference)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    cluster.submit(1, [1, 2, 3], 20, priority=0)
+    for _ in range(4):
+        cluster.plan()
+        cluster.answer()
+    cluster.submit(2, [4, 5, 6], 1, priority=2)
+    cluster.run()
+    preempted = [note for note in cluster.notes if note.kind is NoteKind.PREEMPTED]
+    assert bool(preempted) == is_preempted

@@ -10,7 +10,7 @@ from scheduler_svc.core.planning.prompt_chunks import short_part
 from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.operations import count_calls
 
-_EVERY_POLICY_BUT_FCFS = ["balanced", "priority", "sjf", "edf", "fair", "lpm"]
+_EVERY_POLICY_BUT_FCFS = ["balanced", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 
 
 def _cluster(policy: str, *, budget: int = 16, rows: int = 8, blocks: int = 40960) -> Cluster:

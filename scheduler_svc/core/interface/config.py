@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core.interface.errors import InvalidLimitsError
 
-POLICIES = ("balanced", "fcfs", "priority", "sjf", "edf", "fair", "lpm")
+POLICIES = ("balanced", "fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm")
+BY_ARRIVAL = ("balanced", "fcfs")
+"""Policies that admit requests in order of arrival, so that the wait for those before them can be forecast."""
 PREEMPTIVE_POLICIES = ("priority", "edf")
 """Policies under which a waiting request may rank so far ahead of a running one that it preempts it."""
 PREFIX_CACHES = ("radix", "hash", "off")
@@ -60,6 +62,12 @@ class CoreConfig:
     """"on": a waiting request may preempt running ones that rank behind it; "auto": where policy and capacity allow."""
     preempt_threshold: float = 5.0
     """Distance in rank, in the policy's seconds, from which on a running request may be preempted."""
+    preempt_priority_difference: float = 0.0
+    """`priority`: least difference in priority from which on a running request may be preempted; 0: any."""
+    slo_ttft_s: float = 2.0
+    """`slo`: target for the first token of a request without its own, s."""
+    slo_ttft_token_s: float = 125e-6
+    """`slo`: time that is added to this target per prompt token, s."""
     victim_rule: str = "fewest"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512

@@ -15,7 +15,7 @@ limits by the requests that front ends hold. New requests are refused until it i
 
 from typing import NamedTuple
 
-from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.config import BY_ARRIVAL, CoreConfig
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request
@@ -77,11 +77,11 @@ class AdmissionControl:
         """Return whether a new request would not be complete in time, with a probability of 95 percent.
 
         A request without competing ones is always accepted. The measurements may be out of date, and only running
-        requests produce new ones. Under another order than first come, first served, the wait does not count.
+        requests produce new ones. Under another order than that of arrival, the wait does not count.
         """
         if request.deadline is None or request.num_generated or not num_competing:
             return False
-        if self._config.policy_of(request.spec.request_class) != "fcfs":
+        if self._config.policy_of(request.spec.request_class) not in BY_ARRIVAL:
             return request.wait.must_start is not None and now > request.wait.must_start
         prediction = request.prediction
         if prediction is None:

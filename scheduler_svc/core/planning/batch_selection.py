@@ -482,7 +482,7 @@ def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
     """
     if request.wait.latest_start is None or now <= request.wait.latest_start:
         return False
-    request.late_rank = late_rank(request, now)
+    request.late_rank = late_rank(request, now, backlog.policy.late_s(request))
     request.wait.latest_start = None
     backlog.put_back(request)
     return True
@@ -541,8 +541,13 @@ def victims_for_urgent(
     if placement is not None and placement.with_room(worker, request, assign=False) is not None:
         return None, []
     behind = backlog.policy.rank(request) + config.preempt_threshold
+    difference = config.preempt_priority_difference
     has_progress = rows.committed - rows.num_prompt > rows.preempted_at
     may_pause = np.flatnonzero((rows.state == DECODE) & (rows.rank > behind) & has_progress)
+    if difference and config.policy_of(request.spec.request_class) == "priority":
+        most = request.spec.priority - difference
+        runs = ((row, rows.requests[row]) for row in may_pause.tolist())
+        may_pause = np.array([row for row, each in runs if each is not None and each.spec.priority <= most], np.intp)
     if config.classes:
         others = [rows.requests[row] for row in may_pause.tolist()]
         same = [

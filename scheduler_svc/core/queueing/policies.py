@@ -17,6 +17,7 @@ So no request starves: only requests that arrive within its key's advantage can 
 | priority | arrival - priority x `AGEING_S` | (their priority - its own) x `AGEING_S` later |
 | sjf | arrival + `SJF_S_PER_TOKEN` x expected tokens | `SJF_S_PER_TOKEN` x its expected tokens later |
 | edf | latest start that still meets the deadline | its slack later; without one, `EDF_SLACK_S` later |
+| slo | as edf; each request has a target for its first token | its slack later; once missed, `SLO_LATE_S` later |
 
 Under `edf`, a request that has missed its target ranks behind all requests that were there at that moment with no more
 slack than it had, and with no more than `EDF_SLACK_S`. So it delays none of those that can still be in time, and it
@@ -48,6 +49,9 @@ EDF_SLACK_S = 60.0
 
 _FEW_GONE = 16
 """So many entries of finished requests are left in a queue; they keep the tokens of those requests."""
+
+SLO_LATE_S = 600.0
+"""The same under `slo`, for a request that can no longer meet its target: it comes after all that can, s."""
 
 CachedTokens = Callable[[Request], int] | None
 """Returns the number of a request's cached tokens; None: they do not count."""
@@ -121,6 +125,10 @@ class Policy(ABC):
     def place(self, request: Request) -> Place:
         """Return the request's place among the first requests of this policy's queues."""
 
+    def late_s(self, request: Request) -> float:
+        """Return how much later than now a request ranks at least that misses its target now, s."""
+        return EDF_SLACK_S
+
     def enter(self, account: Account) -> None:
         """Count one more waiting request of the account."""
         return
@@ -139,8 +147,12 @@ class KeyedPolicy(Policy):
 
     has_keys = True
 
-    def __init__(self, key: Callable[[Request], float]) -> None:
+    def __init__(self, key: Callable[[Request], float], late_s: float = EDF_SLACK_S) -> None:
         self._key = key
+        self._late_s = late_s
+
+    def late_s(self, request: Request) -> float:
+        return self._late_s
 
     def make_queue(self) -> WaitingQueue:
         return KeyedQueue(self._key)
@@ -261,6 +273,9 @@ class FairPolicy(Policy):
 
     def rank(self, request: Request) -> float:
         return self.within(self.group_of(request.account)).rank(request)
+
+    def late_s(self, request: Request) -> float:
+        return self.within(self.group_of(request.account)).late_s(request)
 
     def place(self, request: Request) -> Place:
         group = self.group_of(request.account)
@@ -453,10 +468,10 @@ def sjf_key(request: Request) -> float:
     return request.arrival + SJF_S_PER_TOKEN * max(0.0, request.wait.forecast_tokens - request.num_generated)
 
 
-def late_rank(request: Request, now: float) -> float:
-    """Return the key under `edf` of a request that misses its target now."""
+def late_rank(request: Request, now: float, late_s: float = EDF_SLACK_S) -> float:
+    """Return the key under `edf` or `slo` of a request that misses its target now."""
     assert request.wait.latest_start is not None
-    return now + max(EDF_SLACK_S, request.wait.latest_start - request.arrival)
+    return now + max(late_s, request.wait.latest_start - request.arrival)
 
 
 def edf_key(request: Request) -> float:
@@ -466,6 +481,13 @@ def edf_key(request: Request) -> float:
     if request.wait.latest_start is None:
         return request.arrival + EDF_SLACK_S
     return request.wait.latest_start
+
+
+def slo_key(request: Request) -> float:
+    """Return the key of least slack first; a request that has tokens continues before others start."""
+    if request.late_rank is None and request.wait.latest_start is None and request.num_generated:
+        return request.arrival
+    return edf_key(request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,4 +524,6 @@ def make_policy(name: str, tenant_weights: Mapping[str, float], classes: Mapping
         return FairPolicy(_tenant, tenant_weights, {"": KeyedPolicy(fcfs_key)})
     if name == "lpm":
         return LongestPrefixPolicy()
+    if name == "slo":
+        return KeyedPolicy(slo_key, SLO_LATE_S)
     return KeyedPolicy(_KEYS[name])

@@ -34,7 +34,12 @@ def test_every_field_of_the_core_can_be_set() -> None:
     """No field of the core's configuration is missing among the settings, except those of the admission file."""
     of_file = {"classes", "tenant_limits", "tenant_weights"}
     # These differ in name or unit.
-    renamed = {"batching": "batching", "itl_target_s": "itl_target_ms"}
+    renamed = {
+        "batching": "batching",
+        "itl_target_s": "itl_target_ms",
+        "slo_ttft_s": "slo_ttft_ms",
+        "slo_ttft_token_s": "slo_ttft_token_us",
+    }
     fields = {renamed.get(each.name, each.name) for each in dataclasses.fields(CoreConfig)} - of_file
 
     assert fields <= to_settings(RECORDED).keys()

@@ -15,6 +15,7 @@ const ORDERS = {
   priority: "by priority, which rises while a request waits",
   sjf: "shortest job first",
   edf: "earliest deadline first",
+  slo: "least slack first, by targets for the first token; those that miss theirs last",
   fair: "the tenant with the least service first",
   lpm: "longest cached prefix first, within a window of the oldest requests",
 };
