@@ -128,6 +128,10 @@ class SchedulerMetrics:
             ),
             make_family(names.MALFORMED_FRAMES, [((), self.malformed_frames)]),
             make_family(names.WORKER_TIME, phases),
+            make_family(
+                names.STEP_COST,
+                [((each.worker_id, part), s) for each in stats.workers for part, s in each.step_costs.items()],
+            ),
             *_worker_families(stats.workers, model),
             *self._registry.families(),
         ]

@@ -348,6 +348,13 @@ FORECASTS_HELD = Metric(
     "Those of them that were within the forecast quantile 0.5 or 0.9; the share should be that number",
     ("of", "quantile"),
 )
+STEP_COST = Metric(
+    "quire.step_cost",
+    _G,
+    "Learned time of a worker's steps: fixed, per decode row, prompt_token, context_token and block_copy",
+    ("worker", "part"),
+    "s",
+)
 MALFORMED_FRAMES = Metric("quire.malformed_frames", _C, "Frames dropped as malformed")
 TURN = Metric(
     "quire.scheduler.turn", _H, "Time of one turn of the scheduler's loop, without its sleep", (), "s", _TURN_BOUNDS

@@ -29,6 +29,8 @@ class WorkerStats:
     swapped_in_blocks: int
     plans_in_flight: int
     last_step_tokens: int
+    step_costs: dict[str, float]
+    """Learned times of the worker's steps by part, s."""
     counters: WorkerCounters
 
 
@@ -128,5 +130,6 @@ def worker_stats(worker: Worker) -> WorkerStats:
         swapped_in_blocks=worker.swap.swapped_in_blocks,
         plans_in_flight=len(worker.in_flight),
         last_step_tokens=worker.last_tokens,
+        step_costs=worker.costs.parts(),
         counters=worker.counters,
     )

@@ -144,6 +144,16 @@ class CostModel:
         """Time per block that is copied between device and host; 0: not measured."""
         return self._copies.block_s
 
+    def parts(self) -> dict[str, float]:
+        """Return the learned times by what they belong to, for operators."""
+        return {
+            "fixed": self.fixed_s,
+            "row": self.row_s,
+            "prompt_token": self.prompt_token_s,
+            "context_token": self.context_token_s,
+            "block_copy": self.block_copy_s,
+        }
+
     @property
     def cautious_prompt_token_s(self) -> float:
         """Time per budget token of a chunk, and its standard deviation: little is known from short prompts."""
