@@ -242,7 +242,7 @@ class Bench:
                 self._carry_out(effects, outgoing)
                 if plan is None:
                     break
-                step, attempts = self._tracing.plan_issued(plan, self._now)
+                step, attempts = self._tracing.plan_issued(plan, peer.decode(), self._now)
                 worker_link.encode_plan(plan, step_traceparent=step, attempt_traceparents=attempts)
                 timings.append((time.thread_time_ns() - begin, len(plan.admissions)))
                 begin = time.thread_time_ns()
