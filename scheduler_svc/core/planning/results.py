@@ -22,6 +22,8 @@ from scheduler_svc.core.workers.worker import StepInFlight, Worker
 
 _CHUNKS_GAIN = 0.02
 """Weight of the newest step in the mean of the chunks of a step."""
+_LEAST_CHUNKS = 0.01
+"""A mean below this number of tokens counts as 0."""
 
 
 @dataclass(slots=True)
@@ -139,15 +141,21 @@ def _measure(worker: Worker, record: StepInFlight, event: StepDone, num_drafts: 
         duration -= event.copy_s
     if record.goes_on:
         worker.timing.idled(record.expected_s, event.idle_s)
-    allowed = record.draft_limits is not None
-    if allowed:
-        shape = shape._replace(drafts=num_drafts)
-    if worker.speculation.max_drafts and not shape.prompt_tokens:
-        worker.speculation.measured(shape, len(event.tokens), duration, allowed=allowed)
-    costs.measured(shape, duration, drafts_allowed=allowed)
-    worker.mean_chunks += _CHUNKS_GAIN * (shape.prompt_tokens - worker.mean_chunks)
+    if worker.speculation.max_drafts:
+        allowed = record.draft_limits is not None
+        if allowed:
+            shape = shape._replace(drafts=num_drafts)
+        if not shape.prompt_tokens:
+            worker.speculation.measured(shape, len(event.tokens), duration, allowed=allowed)
+        costs.measured(shape, duration, drafts_allowed=allowed)
+    else:
+        costs.measured(shape, duration)
     if shape.prompt_tokens:
         worker.prefill = shape
+        worker.mean_chunks += _CHUNKS_GAIN * (shape.prompt_tokens - worker.mean_chunks)
+    elif worker.mean_chunks:
+        mean = worker.mean_chunks * (1.0 - _CHUNKS_GAIN)
+        worker.mean_chunks = mean if mean > _LEAST_CHUNKS else 0.0
 
 
 @dataclass(slots=True)
