@@ -179,21 +179,20 @@ def _durations_beside_a_long_prompt(**limits: float) -> list[tuple[Plan, float]]
 
 
 def test_a_long_prompt_does_not_hold_up_a_decode_row_beyond_the_target() -> None:
-    """The first chunks are shorter, because the speed is not known well; all others but the last take the target."""
-    first, second, *rest, _ = [
+    """No step with a chunk takes longer than the target; while few prompt tokens wait, it is shorter."""
+    durations = [
         duration for _, duration in _durations_beside_a_long_prompt(max_num_batched_tokens=1000, itl_target_s=TARGET_S)
     ]
 
-    assert DECODE_S < first < TARGET_S
-    assert second == pytest.approx(TARGET_S, rel=0.25)
-    assert rest == [pytest.approx(TARGET_S, rel=0.1)] * len(rest)
+    assert min(durations[:-1]) > DECODE_S
+    assert max(durations) <= 1.05 * TARGET_S
 
 
 def test_the_token_budget_is_obeyed_whatever_the_target() -> None:
     """`max_num_batched_tokens` limits every step, even if the target would allow more."""
-    plans = _durations_beside_a_long_prompt(max_num_batched_tokens=50, itl_target_s=1000.0)
+    plans = _durations_beside_a_long_prompt(max_num_batched_tokens=30, itl_target_s=1000.0)
 
-    assert {plan.num_tokens for plan, _ in plans[:-1]} == {50}
+    assert max(plan.num_tokens for plan, _ in plans) == 30
 
 
 def test_without_a_target_a_prompt_takes_the_whole_budget() -> None:
