@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from records.rules.model_worker import ModelWorker
-from records.rules.oracle import expected_output
+from records.rules.oracle import SCORED, expected_output, scores_of
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.interface.records import Log
 from scheduler_svc.core.requests.kept import KeptLogs
+from shared.columns import to_column
+from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 from tests.scheduler_svc.requests import make_arrival
 
@@ -72,6 +74,23 @@ def test_an_interrupted_request_goes_on_from_its_log(how: str) -> None:
     assert ended is not None
     assert ended.end is not None
     assert ended.end.reason is ef.EndReason.LENGTH
+
+
+def test_log_probabilities_beyond_the_tokens_of_a_client_are_replaced() -> None:
+    """A client that has fewer tokens than the log gets one entry of log-probabilities per token after it goes on."""
+    spec = RequestSpec(request_id="r", num_prompt_tokens=3, max_tokens=8, identity=b"i", sampling=SCORED)
+    output = expected_output(PROMPT, 8, set())
+    scores = tuple((index, scores_of([output[index]])) for index in range(5))
+    log = Log(spec=spec, tokens=to_column([*PROMPT, *output[:5]]), scores=scores, end=None)
+    cluster = _cluster()
+    cluster.handle(ev.LogsRestored(logs=((0.0, log),)))
+
+    reader = cluster.submit(1, PROMPT, 8, identity=b"i", sampling=SCORED, again=True, delivered=tuple(output[:3]))
+    cluster.run()
+    assert reader.tokens == output
+    kept = _resume(cluster, b"i")
+    assert kept is not None
+    assert [index for index, _ in kept.scores] == list(range(8))
 
 
 def test_an_id_is_taken_while_anything_is_known_of_it() -> None:

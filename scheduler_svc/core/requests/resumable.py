@@ -36,7 +36,8 @@ class IdentifiedRequests:
         request.is_logged = True
         if log is not None:
             request.accepted = True
-            request.scores = list(log.scores)
+            # Its client may have fewer tokens than the log: the others are generated again.
+            request.scores = [each for each in log.scores if each[0] < request.num_generated]
             request.prompt_charged |= log.charged_tokens > 0
         self._live[identity] = request
         self._effects.append(
