@@ -47,16 +47,17 @@ def run(options: Namespace) -> int:
 
 
 def _one(seed: int, steps: int, log: Path | None) -> int:
+    from checks.sim.aims import draw_world
     from checks.sim.coverage import Coverage
     from checks.sim.report import line, render
-    from checks.sim.scenario import draw
     from checks.sim.simulation import Simulation
 
     if log is None:
-        result = Simulation(draw(seed), Coverage()).run(steps)
+        result = Simulation(draw_world(seed), Coverage()).run(steps)
     else:
         with log.open("w", encoding="utf-8") as file:
-            result = Simulation(draw(seed), Coverage(), lambda now, what: print(line(now, what), file=file)).run(steps)
+            world = draw_world(seed)
+            result = Simulation(world, Coverage(), lambda now, what: print(line(now, what), file=file)).run(steps)
     print(render(result, steps))
     return 0 if result.failure is None else 1
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from checks.sim.scenario import Scenario
+from checks.sim.aims import Aim
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-Aim = Callable[[Scenario], Scenario]
 
 
 @dataclass(frozen=True, slots=True)

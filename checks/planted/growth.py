@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from checks.planted.aims import (
+from checks.planted.bug import bug, wrap
+from checks.sim.aims import (
     CONTINUOUS,
     both,
     with_extras,
@@ -15,7 +16,6 @@ from checks.planted.aims import (
     with_overload,
     with_traffic,
 )
-from checks.planted.bug import bug, wrap
 from checks.sim.faults import Fault
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.lifecycle.timeouts import Timeouts

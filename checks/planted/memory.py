@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checks.planted.aims import both, with_faults, with_few_words, with_limits, with_traffic
 from checks.planted.bug import bug, wrap
+from checks.sim.aims import both, with_faults, with_few_words, with_limits, with_traffic
 from checks.sim.faults import Fault
 from scheduler_svc.core.memory import token_facts
 from scheduler_svc.core.memory.block_pool import BlockPool

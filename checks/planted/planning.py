@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from checks.planted.aims import (
+from checks.planted.bug import bug, wrap
+from checks.sim.aims import (
     CONTINUOUS,
     both,
     with_extras,
@@ -14,7 +15,6 @@ from checks.planted.aims import (
     with_much_memory,
     with_overload,
 )
-from checks.planted.bug import bug, wrap
 from scheduler_svc.core.lifecycle.admission_control import AdmissionControl
 from scheduler_svc.core.planning import batch_selection, planner, prompt_chunks
 from scheduler_svc.core.planning.batch_selection import Admission

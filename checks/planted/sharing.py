@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from checks.planted.aims import (
+from checks.planted.bug import bug, wrap
+from checks.sim.aims import (
     CONTINUOUS,
     both,
     with_faults,
@@ -14,7 +15,6 @@ from checks.planted.aims import (
     with_overload,
     with_traffic,
 )
-from checks.planted.bug import bug, wrap
 from checks.sim.faults import Fault
 from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.queueing import policies

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checks.planted.aims import both, with_drafts, with_limits, with_swaps, with_traffic
 from checks.planted.bug import bug, wrap
+from checks.sim.aims import both, with_drafts, with_limits, with_swaps, with_traffic
 from scheduler_svc.core.interface.arrays import NO_INDICES
 from scheduler_svc.core.planning import planner, results
 from scheduler_svc.core.planning.planner import Planner

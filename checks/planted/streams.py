@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checks.planted.aims import with_extras
 from checks.planted.bug import bug, wrap
+from checks.sim.aims import with_extras
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.planning import results

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from checks.planted.aims import with_faults, with_long_freezes
 from checks.planted.bug import bug, wrap
+from checks.sim.aims import with_faults, with_long_freezes
 from checks.sim.faults import Fault
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.planning import results

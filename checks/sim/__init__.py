@@ -10,10 +10,13 @@ Read the modules in this order:
 
 * `records.rules` – a broken promise; arithmetic instead of a model; a worker that checks every rule of the protocol.
 * `gaps` – promises that are known to be broken.
-* `faults`, `scenario`, `traffic` – the values drawn from the seed: faults, limits and sizes, requests.
+* `faults`, `scenario`, `traffic` – the values drawn from the seed: faults, limits and sizes, requests; `aims` –
+  adaptations of every second scenario to rare situations.
 * `coverage` – counts of what happened; `agenda`, `world` – virtual time and the state that all parts share.
-* `stream`, `clients` – requests as their front ends see them; `returns` – clients that reconnect.
+* `stream`, `clients` – requests as their front ends see them; `returns` – clients that reconnect; `journalling` – the
+  journal from which a restarted core gets their requests back.
 * `answers`, `sites`, `cluster` – workers, their links and epochs, and the checks on them.
+* `wire` – the codecs of the links.
 * `promises` – the guarantees of the core about requests, plans and limits, one class each.
 * `simulation` – the loop and the two phases; `report` – the result as text; `campaign` – many seeds in parallel.
 """

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 
+from checks.sim.aims import draw_world
 from checks.sim.coverage import Coverage, Kind
 from checks.sim.report import render
-from checks.sim.scenario import draw
 from checks.sim.simulation import Result, Simulation
 
 _MOST_FAILURES = 5
@@ -91,6 +91,6 @@ def _run_one(seed: int, steps: int) -> tuple[Result, Counter[Kind]]:
     coverage = Coverage()
     # Garbage collection takes a tenth of the time, and the garbage of one simulation fits into memory.
     gc.disable()
-    result = Simulation(draw(seed), coverage).run(steps)
+    result = Simulation(draw_world(seed), coverage).run(steps)
     gc.collect()
     return result, coverage.counts

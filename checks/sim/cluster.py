@@ -1,6 +1,7 @@
 """All workers as the core sees them: their epochs, and checks on the core's reactions to their answers."""
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.workers.cost_model import MIN_DEADLINE_S
 
 _EPSILON = 1e-6
+_SHORT_DRAIN = 50
+"""Longest time of every second drain, in steps."""
 _MOST_CHANGES = 1000
 """Number of changes of the fleet that are kept."""
 
@@ -31,12 +34,16 @@ class Cluster:
         """Epochs that ended with the present event."""
         self.longest_step = 0.0
         """The longest time from a plan to its answer, seconds."""
-        self._lengths: deque[tuple[float, int]] = deque([(world.now, 0)], maxlen=_MOST_CHANGES)
-        """Pairs of a time and the longest sequence that a worker open for requests could hold from then on."""
+        self._lengths: deque[tuple[float, int, str]] = deque([(world.now, 0, "")], maxlen=_MOST_CHANGES)
+        """The longest sequence that a worker open for requests could hold from a time on, and its model."""
+        self.wanted: Callable[[], set[str]] = set
+        """Returns the models that live requests name; "" for those that name none."""
         self._drained: set[str] = set()
         """Workers that were drained when they were lost; such a worker is still drained after it reconnects."""
         self._served = ""
         """Fingerprint of the model served last."""
+        self._known = ""
+        """The same, as the present core knows it."""
         self.unusable = b""
         """Key of the grammar that a worker has just reported as impossible to compile, after a question."""
         self._expectation = ""
@@ -51,11 +58,12 @@ class Cluster:
         """Return the longest sequence that a worker open for requests can hold; 0 without such a worker."""
         return self._lengths[-1][1]
 
-    def longest_since(self, time: float) -> int:
-        """Return the longest sequence that such a worker could hold at any moment since `time`."""
+    def longest_since(self, time: float, model: str = "") -> int:
+        """Return the longest sequence that such a worker of a model could hold at any moment since `time`."""
         longest = 0
-        for since, length in reversed(self._lengths):
-            longest = max(longest, length)
+        for since, length, served in reversed(self._lengths):
+            if model in ("", served):
+                longest = max(longest, length)
             if since <= time:
                 break
         return longest
@@ -68,8 +76,8 @@ class Cluster:
     def _fleet_changed(self) -> None:
         """Record which workers are open for requests, after a possible change."""
         longest = max((epoch.context for epoch in self.usable), default=0)
-        if longest != self._lengths[-1][1]:
-            self._lengths.append((self._world.now, longest))
+        if (longest, self._served) != self._lengths[-1][1:]:
+            self._lengths.append((self._world.now, longest, self._served))
 
     def start(self) -> None:
         """Start all workers at almost the same time."""
@@ -120,7 +128,10 @@ class Cluster:
         if epoch.number != event.epoch:
             return "stale"
         sound = epoch.in_flight[0].answer if epoch.in_flight else None
-        if sound is None or (sound.step, sound.completed_copies) != (event.step, event.completed_copies):
+        if sound is None or (sound.step, tuple(sound.completed_copies)) != (
+            event.step,
+            tuple(event.completed_copies),
+        ):
             return "wrong"
         # A wrong answer may by chance equal the right one; then the core cannot detect it.
         for name in ("rows", "tokens", "counts", "draft_counts"):
@@ -184,7 +195,7 @@ class Cluster:
             raise ViolationError("worker.model", f"{effect.worker!r} serves another model than the others")
         if self._served not in ("", fingerprint):
             self._world.coverage.limit(Limit.MODEL)
-        self._served = fingerprint
+        self._served = self._known = fingerprint
         epoch = self.epochs[effect.worker] = site.welcomed(effect.epoch)
         # A new process replaces a drained one, and is not drained.
         epoch.draining = site.worker_id in self._drained and site.hello_reason is not ev.HelloReason.STARTED
@@ -209,9 +220,12 @@ class Cluster:
         world, site = self._world, self._site(effect.worker)
         rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)
         impossible = site.size.num_blocks < 1 or site.size.max_tokens_per_step < rows
-        if not impossible and site.fingerprint == self._served:
+        wanted = {model or self._known for model in self.wanted()} - {""}
+        is_alone = all(epoch.worker_id == site.worker_id for epoch in self.epochs.values())
+        is_unwanted = is_alone and bool(wanted) and site.fingerprint not in wanted
+        if not impossible and site.fingerprint == self._served and not is_unwanted:
             raise ViolationError("worker.refused", f"{effect.worker!r}: {effect.reason}")
-        site.fingerprint = self._served or site.fingerprint
+        site.fingerprint = world.rng.choice(sorted(wanted)) if is_unwanted else self._served or site.fingerprint
         context = world.scenario.traffic.context
         site.refused(draw_size(world.rng, world.scenario.config, context) if impossible else site.size)
 
@@ -229,7 +243,10 @@ class Cluster:
         """Check that no worker is removed before the shortest deadline, or while the scheduler was blocked."""
         oldest = epoch.in_flight[0] if epoch.in_flight else None
         shortest = min(self._world.scenario.config.step_deadline_s, MIN_DEADLINE_S)
-        if oldest is None or self._world.now < oldest.time + shortest + oldest.excused - _EPSILON:
+        # A plan that is sent ahead starts when its predecessor is answered.
+        if oldest is None or self._world.now < max(oldest.time, epoch.answered_at) + shortest - _EPSILON:
+            raise ViolationError("worker.blamed", f"{epoch.peer!r} was given up too early")
+        if self._world.now < oldest.time + shortest + oldest.excused - _EPSILON:
             raise ViolationError("worker.blamed", f"{epoch.peer!r} was given up too early")
         if self._world.now < epoch.compiling_until - _EPSILON:
             raise ViolationError("worker.blamed", f"{epoch.peer!r} was given up while it compiled")
@@ -261,7 +278,8 @@ class Cluster:
         world.fault(Fault.DRAIN)
         worker_id = world.rng.choice([*(site.worker_id for site in self.sites), "nobody"])
         world.feed(ev.DrainRequested(worker_id=worker_id, move=world.rng.random() < 0.5))
-        world.agenda.after(world.rng.random(), world.feed, ev.ResumeRequested(worker_id=worker_id))
+        longest_s = world.rng.choice((1.0, _SHORT_DRAIN * world.scenario.pace.step))
+        world.agenda.after(longest_s * world.rng.random(), world.feed, ev.ResumeRequested(worker_id=worker_id))
 
     def core_died(self) -> None:
         """End all epochs; workers notice when they send something, or by silence."""
@@ -269,6 +287,7 @@ class Cluster:
             epoch.is_lost = True
         self.epochs.clear()
         self._drained.clear()
+        self._known = ""
         self._fleet_changed()
         for site in self.sites:
             site.lose_scheduler(self._world.rng.uniform(0.05, 1.0))

@@ -1,7 +1,8 @@
 """Clients that reconnect: requests with an identity are taken over, detached, resumed, submitted twice and dropped.
 
-The core reports when a log begins, ends and is dropped, as it reports to a journal. So the content that it keeps is
-known exactly, and also its answer to a client that resumes. After a restart, the core may get its logs back.
+The core reports when a log begins, ends and is dropped. So the content that it keeps is known exactly, and also its
+answer to a client that resumes. The reports go to a journal, which a restarted core may get back. What the journal then
+has is known as well.
 """
 
 import enum
@@ -10,12 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from checks.sim.clients import Clients
+from checks.sim.journalling import JournalFolder
 from checks.sim.stream import Stream
 from checks.sim.world import World
+from records.rules.oracle import scores_of
 from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import EndReason, Log
+from shared.frames import TOKEN_BYTES
 from shared.request_spec import RequestSpec
 
 _AGAIN = 0.5
@@ -40,7 +44,6 @@ class _Kept:
     stream: Stream
     tokens: list[int]
     end: ef.RequestEnded | None
-    since: float
 
 
 class Returns:
@@ -54,8 +57,11 @@ class Returns:
         self._live: dict[bytes, ef.LogBegun] = {}
         """Requests whose logs have begun and not ended."""
         self._kept: dict[bytes, _Kept] = {}
+        self._scored_from: dict[bytes, int] = {}
+        """By identity: the first token whose log-probabilities the core has; those before are lost with a journal."""
         self._answers: list[ef.ResumeAnswered] = []
         self._questions = 0
+        self._journal = JournalFolder(world) if world.scenario.traffic.identified else None
 
     def began(self, stream: Stream) -> None:
         """Schedule an action on a stream with an identity, after its submission."""
@@ -115,16 +121,16 @@ class Returns:
         if log.end is None and not self._world.healed:
             self._clients.go_on(stream, kept.tokens)
 
-    @staticmethod
-    def _check(log: Log, kept: _Kept) -> None:
-        """Check that the log holds the delivered tokens, and the log-probabilities of the newest ones."""
+    def _check(self, log: Log, kept: _Kept) -> None:
+        """Check that the log holds the delivered tokens with their log-probabilities, and the end."""
         name, demand = kept.stream.name, kept.stream.demand
         if np.frombuffer(log.tokens, np.int32).tolist() != [*demand.prompt, *kept.tokens]:
             raise ViolationError("resume.tokens", "the log has other tokens than were delivered", name)
         if (log.end is None) != (kept.end is None) or (log.end and kept.end and log.end.reason is not kept.end.reason):
             raise ViolationError("resume.end", f"the log ends with {log.end}, the request with {kept.end}", name)
-        indices = [index for index, _ in log.scores]
-        if indices != list(range(len(kept.tokens)))[len(kept.tokens) - len(indices) :]:
+        first = self._scored_from[kept.spec.identity] if demand.scored else len(kept.tokens)
+        if list(log.scores) != [(index, scores_of([kept.tokens[index]])) for index in range(first, len(kept.tokens))]:
+            indices = [index for index, _ in log.scores]
             raise ViolationError("resume.scores", f"scores of {indices} for {len(kept.tokens)} tokens", name)
 
     @staticmethod
@@ -144,6 +150,9 @@ class Returns:
         if identity in self._live:
             raise ViolationError("log.begun", f"the log of {identity!r} begins twice")
         self._live[identity] = effect
+        num_tokens = len(effect.tokens) // TOKEN_BYTES - effect.spec.num_prompt_tokens
+        known = self._scored_from.get(identity, num_tokens) if identity in self._kept else num_tokens
+        self._scored_from[identity] = min(known, num_tokens)
 
     def log_ended(self, effect: ef.LogEnded) -> None:
         """Record that the request is no longer live; the core keeps its log until it reports otherwise."""
@@ -151,24 +160,41 @@ class Returns:
         stream = self._clients.find(StreamName(effect.frontend, effect.stream))
         if begun is None or stream is None or (begun.frontend, begun.stream) != stream.name:
             raise ViolationError("log.ended", f"the log of {effect.identity!r} ends and never began")
-        self._kept[effect.identity] = _Kept(begun.spec, stream, list(stream.tokens), effect.end, self._world.now)
+        self._kept[effect.identity] = _Kept(begun.spec, stream, list(stream.tokens), effect.end)
 
     def log_dropped(self, effect: ef.LogDropped) -> None:
         """Record that the core has dropped the log."""
         if self._kept.pop(effect.identity, None) is None:
             raise ViolationError("log.dropped", f"the log of {effect.identity!r} is dropped and was not kept")
 
+    def note(self, effects: list[ef.Effect]) -> None:
+        """Write the effects of one turn to the journal."""
+        if self._journal is not None and effects:
+            self._journal.commit(effects)
+
     def core_died(self) -> None:
-        """Give the new core the logs of the old one, or none."""
-        self._live.clear()
+        """Give the new core the journal of the old one, or an empty one."""
+        live, self._live = self._live, {}
+        if self._journal is None:
+            return
         if self._world.rng.random() < 0.5:
             self._kept.clear()
-        elif self._kept:
-            now = self._world.now
-            oldest_first = sorted(self._kept.values(), key=lambda kept: kept.since)
-            self._world.feed(ev.LogsRestored(logs=tuple((now - kept.since, _to_log(kept)) for kept in oldest_first)))
+            self._journal.empty()
+            return
+        for identity, begun in live.items():
+            stream = self._clients.find(StreamName(begun.frontend, begun.stream))
+            if stream is not None:
+                self._kept[identity] = _Kept(begun.spec, stream, list(stream.tokens), None)
+        event = self._journal.recover()
+        logs = {log.spec.identity: log for _, log in event.logs}
+        if logs.keys() != self._kept.keys():
+            missing, more = self._kept.keys() - logs.keys(), logs.keys() - self._kept.keys()
+            raise ViolationError("journal.logs", f"the journal lacks {sorted(missing)} and has dropped {sorted(more)}")
+        for identity, log in logs.items():
+            self._check(log, self._kept[identity])
+        self._world.feed(event)
 
-
-def _to_log(kept: _Kept) -> Log:
-    tokens = np.array([*kept.stream.demand.prompt, *kept.tokens], np.int32)
-    return Log(spec=kept.spec, tokens=tokens.tobytes(), scores=(), end=kept.end)
+    def close(self) -> None:
+        """Delete the journal."""
+        if self._journal is not None:
+            self._journal.close()

@@ -23,6 +23,8 @@ from scheduler_svc.core.interface.config import (
 )
 
 TENANTS = ("", "a", "b", "c")
+MODELS = ("f", "g")
+"""Fingerprints of the models; workers begin with the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class TrafficShape:
     """Share of requests that ask for log-probabilities."""
     identified: float = 0.0
     """Share of requests that a client resumes."""
+    models: float = 0.0
+    """Share of requests that name the model for which they were validated."""
     embeds: float = 0.0
     """Share of requests for an embedding."""
 
@@ -219,10 +223,10 @@ def _draw_keeping(seed: int) -> dict[str, Any]:
 
 
 def _with_extras(traffic: TrafficShape, seed: int) -> TrafficShape:
-    """Add grammars, log-probabilities and clients that reconnect, each in one of four worlds."""
+    """Add grammars, log-probabilities, clients that reconnect and names of models, each in one of four worlds."""
     rng = random.Random(f"extras of {seed}")
-    shares = [rng.choice((0.1, 0.6)) if rng.random() < 0.25 else 0.0 for _ in range(3)]
-    return replace(traffic, grammars=shares[0], scored=shares[1], identified=shares[2])
+    shares = [rng.choice((0.1, 0.6)) if rng.random() < 0.25 else 0.0 for _ in range(4)]
+    return replace(traffic, grammars=shares[0], scored=shares[1], identified=shares[2], models=shares[3])
 
 
 def _with_room(scenario: Scenario, context: int) -> Scenario:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from checks.sim import wire
 from checks.sim.agenda import Agenda
 from checks.sim.clients import Clients
 from checks.sim.cluster import Cluster
@@ -35,6 +36,7 @@ _MOST_ACTS = 256
 _MOST_PLANS = 8
 _TURNS_PER_STEP = 5
 """A phase with faults ends after this number of turns per step, even if the core got fewer events."""
+_LINKS_SHARE = 0.25
 _SHORT = 300
 """In runs of at most this number of steps, the core's own invariants are checked after every event."""
 
@@ -94,6 +96,7 @@ class Simulation:
         self._world = World(scenario, rng, self._agenda, coverage, self.feed, scenario.faults)
         self._cluster = Cluster(self._world)
         self._clients = Clients(self._world, self._stream_began, self._stream_ended)
+        self._cluster.wanted = lambda: {each.demand.model for each in self._clients.live.values() if each.known}
         self._returns = Returns(self._world, self._clients)
         self._core = make_core(scenario.config, rng.getrandbits(63))
         self._promises = self._watch()
@@ -103,6 +106,8 @@ class Simulation:
         self._check_every = scenario.check_every
         self._was_fed = False
         """Whether the core has got an event since it last planned."""
+        self._has_links = random.Random(f"links of {scenario.seed}").random() < _LINKS_SHARE
+        """Whether messages go through the codecs of the links."""
         self.num_events = 0
         self.num_plans = 0
         self._carry_out: dict[type, Callable[[Any], None]] = {
@@ -140,6 +145,8 @@ class Simulation:
             self._heal_and_finish()
         except Exception as error:  # whatever it is, it is what we are looking for
             failure = self._explain(error)
+        finally:
+            self._returns.close()
         return Result(self._scenario.seed, self.num_events, self.num_plans, failure)
 
     def _watch(self) -> Promises:
@@ -176,6 +183,8 @@ class Simulation:
         self._last_time = agenda.now
         self._cluster.before(event)
         self._promises.before(event)
+        if self._has_links:
+            event = wire.received(event, agenda.now)
         effects = self._core.handle(event, agenda.now)
         if effects or kind is not ev.TimePassed:
             self.num_events += 1
@@ -197,7 +206,8 @@ class Simulation:
             counts["effect", kind.__name__] += 1
             if self._log is not None:
                 self._log(self._agenda.now, effect)
-            self._carry_out[kind](effect)
+            self._carry_out[kind](wire.delivered(effect) if self._has_links else effect)
+        self._returns.note(effects)
         self._clients.check_ends()
 
     def _request_ended(self, effect: ef.RequestEnded) -> None:
@@ -233,6 +243,8 @@ class Simulation:
 
     def _execute(self, plan: Plan) -> None:
         self.num_plans += 1
+        if self._has_links:
+            plan = wire.planned(plan)
         if self._log is not None:
             self._log(self._agenda.now, plan)
         epoch = self._cluster.epochs[plan.worker]
@@ -338,7 +350,9 @@ class Simulation:
         step = 2 * (pace.step + pace.per_token * config.max_num_batched_tokens + pace.latency + pace.turn) + pace.tick
         waits = config.stall_timeout_s + config.worker_wait_s + 4 * config.step_deadline_s
         batches = len(self._clients.live) * config.batching.max_wait_s
-        return 60.0 + waits + batches + 4 * tokens * step + tokens / 50
+        rates = [each.tokens_per_s for each in config.tenant_limits.values() if each.tokens_per_s]
+        quotas = tokens / min([50.0, *rates])
+        return 60.0 + waits + batches + 4 * tokens * step + quotas
 
     def _check_empty(self) -> None:
         self._core.validate()

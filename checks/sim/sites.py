@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from checks.sim.answers import malformed, with_unknown_failure
 from checks.sim.coverage import Limit
 from checks.sim.faults import Fault
-from checks.sim.scenario import WorkerSize, draw_size
+from checks.sim.scenario import MODELS, WorkerSize, draw_size
 from checks.sim.traffic import UNUSABLE
 from checks.sim.world import World
 from records.rules.model_worker import ModelWorker
@@ -24,7 +24,6 @@ from scheduler_svc.core.interface.plan import Plan
 
 _NOTICE_S = 0.05
 """A dead connection is noticed within the interval of pings."""
-_MODELS = ("f", "g")
 _FAILED_GRAMMARS = 0.1
 """Share of grammars that one worker cannot compile, and another one may."""
 
@@ -83,7 +82,7 @@ class Site:
         self._world = world
         self.worker_id = f"w{number}"
         self.size = size
-        self.fingerprint = _MODELS[0]
+        self.fingerprint = MODELS[0]
         self.incarnation = 0
         self.model: ModelWorker | None = None
         """Model of the present incarnation, from its hello on."""
@@ -311,7 +310,7 @@ class Site:
                 self.crash()
                 return None
             case Fault.RESTART_OTHER_MODEL:
-                self.fingerprint = rng.choice(_MODELS)
+                self.fingerprint = rng.choice(MODELS)
                 self.crash()
                 return None
             case Fault.RESTART_IMPOSSIBLE:

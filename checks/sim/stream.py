@@ -122,6 +122,10 @@ class Stream:
         self.allowed += len(tokens)
         self._value = value_of([*self.demand.prompt, *tokens])
 
+    def may_run_on(self, fingerprint: str) -> bool:
+        """Return whether the model with this fingerprint may compute it."""
+        return self.demand.model in ("", fingerprint)
+
     @property
     def is_under_way(self) -> bool:
         """Whether it was accepted and cannot be refused any more."""
@@ -165,6 +169,7 @@ class Stream:
                 priority=demand.priority,
                 expected_output_tokens=demand.expected_output_tokens,
                 cache_scope=demand.salt,
+                model=demand.model,
                 identity=self.identity,
                 traceparent=_TRACEPARENT if demand.traced else "",
             ),

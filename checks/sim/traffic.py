@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, replace
 
 from checks.sim.faults import Fault, FaultRates
-from checks.sim.scenario import TENANTS, Pace, TrafficShape
+from checks.sim.scenario import MODELS, TENANTS, Pace, TrafficShape
 from records.rules.oracle import VOCAB, expected_output
 from shared.request_spec import Pooling
 
@@ -49,6 +49,8 @@ class Demand:
     """Whether it asks for the log-probabilities of its output and of its prompt."""
     identified: bool = False
     """Whether a client resumes it."""
+    model: str = ""
+    """Fingerprint of the only model that may compute it; "": any."""
     poison_at: int | None = None
     """Number of generated tokens from which on every worker that computes it dies."""
     pooling: Pooling = Pooling.NONE
@@ -131,6 +133,8 @@ class Traffic:
             demand = replace(demand, scored=True)
         if shape.identified and rng.random() < shape.identified:
             demand = replace(demand, identified=True)
+        if shape.models and rng.random() < shape.models:
+            demand = replace(demand, model=rng.choice((MODELS[0], *MODELS)))
         return demand
 
     def _with_faults(self, demand: Demand) -> Demand:

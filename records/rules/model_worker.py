@@ -168,6 +168,11 @@ class ModelWorker:
         if spoil and self.rows[row].spoil is None:
             self.rows[row].spoil = Spoil()
 
+    @property
+    def num_unnamed(self) -> int:
+        """Number of usable device blocks that no row's table names."""
+        return self._holders[: self.num_usable or self.num_blocks].count(0)
+
     def writer(self, block: int) -> StreamName | None:
         """Return the stream whose KV the block holds."""
         row = self._writer[block]

@@ -71,6 +71,7 @@ class Journal:
         fsync: one of FSYNC_MODES.
         fsync_interval_s: interval of syncs in mode "interval", in seconds.
         clock_ms: returns the time in ms since 1970.
+        reports: whether to log what the folder holds.
 
     Raises:
         OSError: the folder cannot be used.
@@ -85,6 +86,7 @@ class Journal:
         fsync: str = "none",
         fsync_interval_s: float = 0.1,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        reports: bool = True,
     ) -> None:
         self.stats = JournalStats()
         self.written = 0
@@ -96,7 +98,8 @@ class Journal:
         self._folder = open_folder(path)
         try:
             found = recover(self._folder)
-            found.report()
+            if reports:
+                found.report()
             self.restored = to_event(found.book, clock_ms())
             """Event with the requests of the last process; the first event for the core."""
             self._book = _as_restored(found.book)

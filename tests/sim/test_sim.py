@@ -9,6 +9,7 @@ import zlib
 
 import pytest
 
+from checks.sim.aims import AIMS, draw_world
 from checks.sim.campaign import run_campaign, summary
 from checks.sim.coverage import Coverage, expected_kinds
 from checks.sim.faults import NONE
@@ -26,7 +27,7 @@ FRESH_S = 15.0
 @pytest.mark.parametrize("seed", FIXED_SEEDS)
 def test_fixed_seeds(seed: int) -> None:
     """Whatever goes wrong in the world of this seed, every check holds, and everything ends once it is healed."""
-    result = Simulation(draw(seed), Coverage()).run(STEPS)
+    result = Simulation(draw_world(seed), Coverage()).run(STEPS)
     assert result.failure is None, render(result, STEPS)
 
 
@@ -35,14 +36,14 @@ def test_fresh_seeds() -> None:
     seeds = random.SystemRandom()
     until = time.monotonic() + FRESH_S
     while time.monotonic() < until:
-        result = Simulation(draw(seeds.randrange(1 << 32)), Coverage()).run(STEPS)
+        result = Simulation(draw_world(seeds.randrange(1 << 32)), Coverage()).run(STEPS)
         assert result.failure is None, render(result, STEPS)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_short_runs_check_the_core_after_every_event(seed: int) -> None:
     """In a short run the core's own invariants are checked after each event, and hold."""
-    result = Simulation(draw(seed), Coverage()).run(300)
+    result = Simulation(draw_world(seed), Coverage()).run(300)
     assert result.failure is None, render(result, 300)
 
 
@@ -88,6 +89,14 @@ def test_different_seeds_differ() -> None:
     """Two seeds are two worlds."""
     assert draw(5) != draw(6)
     assert _digest(draw(5)) != _digest(draw(6))
+
+
+def test_every_second_world_is_adapted() -> None:
+    """Each adaptation has its turn, and every other seed is drawn as it is."""
+    seeds = range(2 * len(AIMS))
+    assert all(draw_world(seed) == draw(seed) for seed in seeds[::2])
+    assert all(draw_world(seed) == aim(draw(seed)) for seed, (_, aim) in zip(seeds[1::2], AIMS, strict=True))
+    assert len({name for name, _ in AIMS}) == len(AIMS)
 
 
 def test_every_limit_is_drawn() -> None:

@@ -16,6 +16,8 @@ class AdmissionsAreSound(Promise):
         row, demand = epoch.model.rows[admission.row], stream.demand
         if epoch.draining and stream.home is not epoch:
             raise ViolationError("worker.draining", f"an admission to {epoch.worker_id}", stream.name)
+        if not stream.may_run_on(epoch.model.fingerprint):
+            raise ViolationError("worker.model", f"{epoch.worker_id} serves {epoch.model.fingerprint!r}", stream.name)
         if demand.grammar and grammar_key(demand.grammar) not in epoch.compiled:
             raise ViolationError("grammar.compiled", f"{epoch.worker_id} has not compiled its grammar", stream.name)
         if admission.spec.grammar != demand.grammar:

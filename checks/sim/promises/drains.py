@@ -28,21 +28,8 @@ class DrainsMoveWhatHasRoom(Promise):
         others = (epoch.context for epoch in self.cluster.usable if epoch.worker_id != event.worker_id)
         longest = max(others, default=0)
         for stream in self.clients.live.values():
-            if stream.epoch is not None and stream.epoch.worker_id == event.worker_id and self._is_in_row(stream):
+            if stream.epoch is not None and stream.epoch.worker_id == event.worker_id and is_in_row(stream):
                 self._stay[stream] = not event.move or stream.longest > longest
-
-    @staticmethod
-    def _is_in_row(stream: Stream) -> bool:
-        """Return whether the request has its row; a request whose last step is planned has left it."""
-        epoch = stream.epoch
-        if epoch is None or stream.row is None:
-            return False
-        row = epoch.model.rows.get(stream.row[0])
-        if row is None or row.generation != stream.row[1]:
-            return False
-        if stream.demand.pooling is not Pooling.NONE:
-            return row.computed < row.num_prompt
-        return len(row.tokens) < stream.longest
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         if not isinstance(event, ev.DrainRequested):
@@ -60,3 +47,16 @@ class DrainsMoveWhatHasRoom(Promise):
         filled_context = stream.num_known >= epoch.context
         if outcome == "moved" and stream not in self._stay and not filled_context:
             raise ViolationError("drain.moved", f"it was not in a row of {epoch.worker_id}", stream.name)
+
+
+def is_in_row(stream: Stream) -> bool:
+    """Return whether the request has its row; a request whose last step is planned has left it."""
+    epoch = stream.epoch
+    if epoch is None or stream.row is None:
+        return False
+    row = epoch.model.rows.get(stream.row[0])
+    if row is None or row.generation != stream.row[1]:
+        return False
+    if stream.demand.pooling is not Pooling.NONE:
+        return row.computed < row.num_prompt
+    return len(row.tokens) < stream.longest

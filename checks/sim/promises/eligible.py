@@ -25,6 +25,7 @@ class Obstacle(enum.Enum):
     UNSETTLED = "a step in flight still names it"
     DRAINING = "the worker is drained"
     CONTEXT = "the worker's context is too short"
+    MODEL = "the worker serves another model"
     GRAMMAR = "the worker has not compiled its grammar"
     QUOTA = "its tenant's quota"
     RIVALS = "others of its tenant may use up the quota"
@@ -53,12 +54,26 @@ class Eligibility(Promise):
         super().__init__(watched)
         self._quotas = quotas
         self._suspects = suspects
+        self._given_up = self._growth = 0
+        """Blocks of requests that left their rows in the present plan, and blocks that they could still have taken.
+
+        A reader that takes nothing loses its row only after other requests were considered.
+        """
+
+    def asked(self, epoch: Epoch) -> None:
+        self._given_up = self._growth = 0
+
+    def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
+        size = epoch.model.block_size
+        longest, present = _blocks(min(stream.longest, epoch.context) - 1, size), _blocks(stream.num_known, size)
+        self._given_up += present
+        self._growth += max(1, longest - present)
 
     def memory(self, epoch: Epoch, *, without: Stream | None = None) -> Memory:
         """Return the memory of a worker; the blocks of `without`, a new stream, count as available."""
         stats = next(each for each in self.stats().workers if each.worker_id == epoch.worker_id)
-        available = stats.blocks_free + stats.blocks_cached
-        growth = promised = 0
+        available = stats.blocks_free + stats.blocks_cached - self._given_up
+        growth, promised = self._growth, 0
         size = epoch.model.block_size
         for row in epoch.model.rows.values():
             stream = self.clients.live.get(row.name)
@@ -80,8 +95,11 @@ class Eligibility(Promise):
         demand = stream.demand
         if stream.starved:
             return Obstacle.CREDIT
-        if epoch.draining:
+        # The only worker takes back what it has preempted while it drains.
+        if epoch.draining and (stream.home is not epoch or len(self.cluster.sites) > 1):
             return Obstacle.DRAINING
+        if not stream.may_run_on(epoch.model.fingerprint):
+            return Obstacle.MODEL
         whole = len(demand.prompt) + demand.max_tokens
         if stream.num_known >= epoch.context or epoch.context < min(whole, self.cluster.longest()):
             return Obstacle.CONTEXT

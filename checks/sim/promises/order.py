@@ -132,8 +132,8 @@ class AdmissionOrder(Promise):
                 self._lacked_memory(other, stream)
             elif obstacle is None:
                 self._could_start(other, stream)
-            elif other.num_known >= self.cluster.longest():
-                self._forget(other)  # it waits outside the queue for a larger worker
+            elif other.num_known >= self.cluster.longest() or obstacle is Obstacle.MODEL:
+                self._forget(other)  # it waits outside the queue for a larger worker, or one of its model
             else:
                 self._left.pop(other, None)
 

@@ -22,7 +22,9 @@ from checks.sim.promises.passing import PassedOverSeldom, TargetsGoFirst
 from checks.sim.promises.prompts import PromptsAreShared, ShortPromptsStart
 from checks.sim.promises.queues import QueueLimits
 from checks.sim.promises.quotas import Quotas
+from checks.sim.promises.refusals import RefusalsAreNeeded
 from checks.sim.promises.sizes import MemoryIsBounded
+from checks.sim.promises.victims import VictimsRankLast
 from checks.sim.promises.waits import UnusableGrammarsEnd, WaitsAreBounded
 from checks.sim.promises.work import RowsGoOn, WorkConservation
 from checks.sim.sites import Epoch
@@ -61,6 +63,7 @@ class Promises:
             quotas, suspects = Quotas(watched), Suspects(watched)
             eligibility = Eligibility(watched, quotas, suspects)
             promises += [
+                eligibility,
                 WaitsAreBounded(watched),
                 QueueLimits(watched),
                 quotas,
@@ -74,6 +77,8 @@ class Promises:
                 ServiceIsShared(watched, eligibility),
                 TargetsGoFirst(watched, eligibility),
                 PassedOverSeldom(watched, eligibility),
+                VictimsRankLast(watched, eligibility),
+                RefusalsAreNeeded(watched, quotas),
                 WorkPerPlan(watched),
             ]
         # Most promises override a few hooks, and every hook is called for every event or plan.

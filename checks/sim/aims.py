@@ -1,0 +1,423 @@
+"""Adaptations of drawn scenarios, which meet a rare situation more often.
+
+`draw_world` draws the scenario of a seed and applies one of them, in turn, to every second seed. So each area of the
+core is visited in the situations in which its errors show. The other seeds still combine everything with everything.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from checks.sim.faults import REQUEST_FAULTS, STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
+from checks.sim.scenario import Scenario, draw
+from scheduler_svc.core.interface.config import BatchingLimits, RequestClass, TenantLimits
+
+Aim = Callable[[Scenario], Scenario]
+"""Changes a scenario so that it meets a rare situation more often."""
+
+
+def with_faults(*faults: Fault, per_step: float = 0.05, per_100_steps: float = 2.0, per_request: float = 0.05) -> Aim:
+    """Scenarios with exactly these faults."""
+
+    def aim(scenario: Scenario) -> Scenario:
+        rates = FaultRates(
+            of_steps=tuple(fault for fault in faults if fault in STEP_FAULTS),
+            per_step=per_step if set(faults) & set(STEP_FAULTS) else 0.0,
+            timed=tuple(fault for fault in faults if fault in TIMED_FAULTS),
+            per_s=per_100_steps / 100 / scenario.pace.step if set(faults) & set(TIMED_FAULTS) else 0.0,
+            of_requests={fault: per_request for fault in faults if fault in (*REQUEST_FAULTS, Fault.POISON)},
+        )
+        return dataclasses.replace(scenario, faults=rates)
+
+    return aim
+
+
+CONTINUOUS: dict[str, Any] = {"batching": BatchingLimits(), "tenant_limits": {}, "max_queued_requests": 4096}
+"""Nothing but rows and memory holds a request up."""
+
+
+def both(*aims: Aim) -> Aim:
+    """All of them, one after the other."""
+
+    def aim(scenario: Scenario) -> Scenario:
+        for each in aims:
+            scenario = each(scenario)
+        return scenario
+
+    return aim
+
+
+def with_limits(*, num_workers: int | None = None, giants: float = 0.0, **limits: Any) -> Aim:
+    """Scenarios with these limits; all requests are traced."""
+
+    def aim(scenario: Scenario) -> Scenario:
+        return dataclasses.replace(
+            scenario,
+            config=dataclasses.replace(scenario.config, **limits),
+            workers=scenario.workers[:num_workers],
+            traffic=dataclasses.replace(scenario.traffic, giants=giants or scenario.traffic.giants, traced=1.0),
+        )
+
+    return aim
+
+
+def with_long_freezes(scenario: Scenario) -> Scenario:
+    """Workers stand still for seconds without being given up, and so does the scheduler, about as often."""
+    patient = with_limits(step_deadline_s=5.0, worker_wait_s=10.0)(scenario)
+    return with_faults(Fault.SCHEDULER_STALL, Fault.FREEZE, per_100_steps=50 * scenario.pace.step)(patient)
+
+
+def with_moves(scenario: Scenario) -> Scenario:
+    """Three equal workers, two plans in flight, and drains that move requests."""
+    several = dataclasses.replace(with_limits(max_plans_in_flight=2)(scenario), workers=scenario.workers[:1] * 3)
+    return with_faults(Fault.DRAIN, per_100_steps=2.0)(several)
+
+
+def with_extras(scenario: Scenario) -> Scenario:
+    """Many requests have grammars, ask for log-probabilities, or are come back to."""
+    traffic = dataclasses.replace(scenario.traffic, grammars=0.5, scored=0.5, identified=0.5)
+    config = dataclasses.replace(scenario.config, resume_keep_s=300.0, resume_keep_bytes=1 << 28)
+    return dataclasses.replace(scenario, traffic=traffic, config=config)
+
+
+def with_drafts(scenario: Scenario) -> Scenario:
+    """Few rows that decode for long with free drafts, and not enough memory for all of them."""
+    config = dataclasses.replace(
+        scenario.config,
+        **CONTINUOUS,
+        max_num_seqs=3,
+        max_num_batched_tokens=40,
+        max_queued_tokens=1 << 24,
+        max_tokens_in_paged_kv_cache=0,
+        step_deadline_s=5.0,
+    )
+    size = dataclasses.replace(
+        scenario.workers[0], block_size=2, num_blocks=100, max_rows=3, max_tokens_per_step=40, max_model_len=400,
+        max_draft_tokens=4,
+    )  # fmt: skip
+    traffic = dataclasses.replace(
+        scenario.traffic, longest_prompt=20, longest_output=90, context=120, most_live=6, giants=0.0, embeds=0.0,
+        traced=1.0,
+    )  # fmt: skip
+    pace = dataclasses.replace(scenario.pace, per_token=0.0)
+    return dataclasses.replace(scenario, config=config, workers=(size,), traffic=traffic, pace=pace)
+
+
+def with_swaps(scenario: Scenario) -> Scenario:
+    """Urgent requests preempt others, whose KV is swapped out at nearly no cost."""
+    limits = with_limits(
+        policy="priority", policy_preemption="on", capacity="max_utilization", preempt_threshold=0.0,
+        prefix_cache="off", max_plans_in_flight=2,
+    )  # fmt: skip
+    scenario = limits(scenario)
+    workers = tuple(dataclasses.replace(size, num_host_blocks=400) for size in scenario.workers)
+    pace = dataclasses.replace(scenario.pace, copy=scenario.pace.step / 1e4, per_token=scenario.pace.step / 100)
+    return dataclasses.replace(scenario, workers=workers, pace=pace)
+
+
+def with_few_words(scenario: Scenario) -> Scenario:
+    """Prompts repeat themselves, and the cache is on."""
+    return dataclasses.replace(
+        scenario,
+        config=dataclasses.replace(scenario.config, prefix_cache="hash"),
+        traffic=dataclasses.replace(scenario.traffic, alphabet=2),
+    )
+
+
+def with_traffic(**shape: Any) -> Aim:
+    """Scenarios with such requests."""
+    return lambda scenario: dataclasses.replace(scenario, traffic=dataclasses.replace(scenario.traffic, **shape))
+
+
+def with_much_memory(scenario: Scenario) -> Scenario:
+    """One worker with more blocks than its rows can need, and readers that take everything at once."""
+    size = dataclasses.replace(scenario.workers[0], num_blocks=4096, max_model_len=4096)
+    traffic = dataclasses.replace(scenario.traffic, credit_tokens=0, embeds=0.0, traced=1.0)
+    return dataclasses.replace(scenario, workers=(size,), traffic=traffic)
+
+
+def with_overload(scenario: Scenario) -> Scenario:
+    """Many short requests wait at all times; most of their prompts begin alike."""
+    traffic = dataclasses.replace(
+        scenario.traffic,
+        gap_s=scenario.pace.step,
+        burst=10,
+        most_live=60,
+        longest_prompt=24,
+        longest_output=3,
+        families=1,
+        alphabet=900,
+        shared_salt=True,
+        giants=0.0,
+        traced=1.0,
+        scored=0.0,
+    )
+    return dataclasses.replace(scenario, traffic=traffic)
+
+
+def with_long_prompts(scenario: Scenario) -> Scenario:
+    """Prompts of several steps arrive together with decode rows; a prompt token takes as long as a decode step."""
+    config = dataclasses.replace(
+        scenario.config,
+        **CONTINUOUS,
+        max_num_seqs=4,
+        max_num_batched_tokens=300,
+        long_prefill_token_threshold=0,
+        max_queued_tokens=1 << 24,
+        max_tokens_in_paged_kv_cache=0,
+        itl_target_s=10 * scenario.pace.step,
+        step_deadline_s=5.0,
+    )
+    size = dataclasses.replace(
+        scenario.workers[0], block_size=16, num_blocks=200, max_rows=4, max_tokens_per_step=300, max_model_len=800,
+        break_even_context=0,
+    )  # fmt: skip
+    traffic = dataclasses.replace(
+        scenario.traffic, longest_prompt=500, longest_output=60, context=700, most_live=6, alphabet=900, families=0,
+        giants=0.0, credit_tokens=0, deadlines=0.0, embeds=0.0, traced=1.0,
+    )  # fmt: skip
+    pace = dataclasses.replace(scenario.pace, per_token=scenario.pace.step)
+    return dataclasses.replace(scenario, config=config, workers=(size,), traffic=traffic, pace=pace)
+
+
+ALL_TRACED = with_traffic(traced=1.0, embeds=0.0)
+"""The simulator knows of every preemption."""
+
+
+def with_several(scenario: Scenario) -> Scenario:
+    """Three workers, each with half of the context of the one before."""
+    first = scenario.workers[0]
+    context = min(first.max_model_len, first.num_blocks * first.block_size)
+    sizes = [dataclasses.replace(first, max_model_len=max(2, context >> number)) for number in range(3)]
+    return dataclasses.replace(scenario, workers=tuple(sizes))
+
+
+def with_quota(**limits: Any) -> Aim:
+    """One worker with much memory, and every tenant with these limits."""
+    each = {"": TenantLimits(**limits)}
+    return both(with_much_memory, with_limits(**CONTINUOUS | {"tenant_limits": each}))
+
+
+def with_little_memory(scenario: Scenario) -> Scenario:
+    """One worker whose rows need more blocks than there are, and urgent requests that preempt others."""
+    config = dataclasses.replace(
+        scenario.config, **CONTINUOUS, policy="priority", classes={}, policy_preemption="on", preempt_threshold=0.0,
+        capacity="max_utilization", victim_rule="fewest", prefix_cache="hash", max_num_seqs=6,
+        max_num_batched_tokens=64, max_queued_tokens=1 << 24, max_tokens_in_paged_kv_cache=0, max_plans_in_flight=2,
+    )  # fmt: skip
+    size = dataclasses.replace(
+        scenario.workers[0], block_size=2, num_blocks=40, max_rows=6, max_tokens_per_step=64, max_model_len=4096,
+    )  # fmt: skip
+    traffic = dataclasses.replace(
+        scenario.traffic, longest_prompt=24, longest_output=24, context=60, most_live=12, families=2, alphabet=900,
+        shared_salt=True, giants=0.0, embeds=0.0, scored=0.0, traced=1.0,
+    )  # fmt: skip
+    return dataclasses.replace(scenario, config=config, workers=(size,), traffic=traffic)
+
+
+def with_few_rows(scenario: Scenario) -> Scenario:
+    """Two rows with enough memory, and slow readers."""
+    config = dataclasses.replace(
+        scenario.config, **CONTINUOUS, max_num_seqs=2, max_num_batched_tokens=32, capacity="max_utilization"
+    )
+    traffic = dataclasses.replace(scenario.traffic, credit_tokens=2, traced=1.0)
+    return with_much_rows(dataclasses.replace(scenario, config=config, traffic=traffic))
+
+
+def with_much_rows(scenario: Scenario) -> Scenario:
+    """One worker on which every request has memory."""
+    size = scenario.workers[0]
+    blocks = size.max_rows * -(-2 * scenario.traffic.context // size.block_size)
+    size = dataclasses.replace(size, num_blocks=max(size.num_blocks, blocks), max_model_len=4096)
+    config = dataclasses.replace(scenario.config, max_tokens_in_paged_kv_cache=0, max_queued_tokens=1 << 24)
+    traffic = dataclasses.replace(scenario.traffic, giants=0.0)
+    return dataclasses.replace(scenario, config=config, workers=(size,), traffic=traffic)
+
+
+def with_slow_steps(scenario: Scenario) -> Scenario:
+    """Let steps take about as long as buckets take to refill."""
+    pace = dataclasses.replace(
+        scenario.pace, step=_SLOW_STEP_S, latency=0.001, per_token=0.0, copy=0.001, turn=0.0, tick=0.2
+    )
+    gap_s = scenario.traffic.gap_s * _SLOW_STEP_S / scenario.pace.step
+    return dataclasses.replace(scenario, pace=pace, traffic=dataclasses.replace(scenario.traffic, gap_s=gap_s))
+
+
+_SLOW_STEP_S = 0.05
+
+
+def with_rates(scenario: Scenario) -> Scenario:
+    """Tenants take more than their token rates allow; workers and cores come and go, and clients come back."""
+    rates = both(
+        with_quota(tokens_per_s=_SLOW_RATE),
+        with_slow_steps,
+        with_traffic(traced=1.0, longest_prompt=12, longest_output=12, most_live=30, identified=0.3, deadlines=0.0),
+        with_limits(
+            resume_keep_s=300.0,
+            resume_keep_bytes=1 << 28,
+            step_deadline_s=5.0,
+            worker_wait_s=10.0,
+            stall_timeout_s=5.0,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            max_queued_tokens=1 << 24,
+        ),
+    )
+    faults = with_faults(
+        Fault.GOODBYE,
+        Fault.RESULT_AFTER_RECONNECT,
+        Fault.CORE_RESTART,
+        Fault.CANCEL,
+        per_step=0.05,
+        per_100_steps=0.5,
+        per_request=0.2,
+    )
+    return both(rates, faults)(scenario)
+
+
+def with_deadlines(scenario: Scenario) -> Scenario:
+    """Many rows and deadlines, no faults, and tenants of whose requests one runs at a time."""
+    calm = both(with_quota(max_running=1), with_faults(), with_much_rows)(scenario)
+    config = dataclasses.replace(calm.config, policy="fcfs", classes={}, max_num_seqs=12, max_num_batched_tokens=64)
+    size = dataclasses.replace(calm.workers[0], max_rows=12, max_tokens_per_step=64)
+    traffic = dataclasses.replace(
+        calm.traffic, deadlines=0.5, credit_tokens=0, grammars=0.0, identified=0.0, embeds=0.0, traced=1.0, most_live=50
+    )
+    return with_much_rows(dataclasses.replace(calm, config=config, workers=(size,), traffic=traffic))
+
+
+def with_short_logs(scenario: Scenario) -> Scenario:
+    """Kept logs are dropped soon, because they are old or others need their room."""
+    scenario = both(with_extras, with_traffic(identified=0.9, scored=0.5, embeds=0.0))(scenario)
+    scenario = with_limits(resume_keep_s=20 * scenario.pace.step, resume_keep_bytes=20_000)(scenario)
+    return with_faults(Fault.CORE_RESTART, per_100_steps=0.2)(scenario)
+
+
+_SLOW_RATE = 10.0
+_CRASHES = both(ALL_TRACED, with_limits(num_workers=1, **CONTINUOUS), with_faults(Fault.CRASH, per_step=0.2))
+_FAIR = both(with_much_memory, with_limits(policy="fair", classes={}, tenant_weights={"b": 2.0}, **CONTINUOUS))
+_CLASSES = {name: RequestClass(policy="priority", weight=1.0) for name in ("a", "b")}
+
+AIMS: tuple[tuple[str, Aim], ...] = (
+    ("crashes", _CRASHES),
+    ("orderly losses", both(ALL_TRACED, with_faults(Fault.GOODBYE, Fault.WRONG_STEP, per_step=0.2))),
+    ("reconnects", both(ALL_TRACED, with_faults(Fault.RESULT_AFTER_RECONNECT, Fault.STALE_EPOCH, per_step=0.2))),
+    ("partitions", both(ALL_TRACED, with_limits(step_deadline_s=0.2), with_faults(Fault.FREEZE, per_step=0.2))),
+    ("poison", both(ALL_TRACED, with_faults(Fault.POISON, per_request=0.1))),
+    (
+        "poison and slow readers",
+        both(
+            ALL_TRACED,
+            with_much_rows,
+            with_limits(**CONTINUOUS),
+            with_traffic(credit_tokens=2),
+            with_faults(Fault.POISON, Fault.CRASH, per_step=0.02, per_request=0.05),
+        ),
+    ),
+    ("drains", both(ALL_TRACED, with_several, with_faults(Fault.DRAIN, per_100_steps=5.0))),
+    (
+        "drains without memory",
+        both(with_little_memory, with_limits(worker_wait_s=0.1), with_faults(Fault.DRAIN, per_100_steps=5.0)),
+    ),
+    (
+        "drains with reconnects",
+        both(
+            ALL_TRACED,
+            with_several,
+            with_faults(Fault.DRAIN, Fault.RESULT_AFTER_RECONNECT, per_100_steps=5.0, per_step=0.1),
+        ),
+    ),
+    ("moves", with_moves),
+    (
+        "losses",
+        both(
+            ALL_TRACED,
+            with_limits(**CONTINUOUS),
+            with_several,
+            with_faults(Fault.CRASH, Fault.IDLE_CRASH, per_step=0.05),
+        ),
+    ),
+    ("restarts", both(with_limits(max_queued_requests=4), with_faults(Fault.CORE_RESTART))),
+    (
+        "clients that come back",
+        both(
+            with_extras,
+            with_traffic(identified=0.9, scored=0.5, embeds=0.0),
+            with_faults(Fault.CORE_RESTART, per_100_steps=0.5),
+        ),
+    ),
+    ("logs that expire", with_short_logs),
+    ("grammars", with_extras),
+    ("grammars of several workers", both(with_extras, with_several)),
+    ("tenants that run one request", with_quota(max_running=1)),
+    ("tenants that queue two requests", with_quota(max_queued=2)),
+    ("token rates", with_rates),
+    ("fair", _FAIR),
+    (
+        "fair and overload",
+        both(
+            with_much_memory,
+            with_limits(policy="fair", classes={}, tenant_weights={"a": 8.0, "b": 8.0}, **CONTINUOUS),
+            with_overload,
+        ),
+    ),
+    (
+        "deadlines",
+        both(
+            with_much_memory,
+            with_limits(policy="edf", **CONTINUOUS),
+            with_traffic(deadlines=0.4, longest_prompt=3, families=0),
+        ),
+    ),
+    (
+        "lengths",
+        both(with_much_memory, with_limits(policy="sjf", **CONTINUOUS), with_faults(Fault.GOODBYE, per_step=0.05)),
+    ),
+    (
+        "prefixes and overload",
+        both(
+            with_much_memory,
+            with_overload,
+            with_limits(policy="lpm", classes={}, prefix_cache="hash", long_prefill_token_threshold=3, **CONTINUOUS),
+            with_traffic(embeds=0.1),
+            with_faults(Fault.GOODBYE, Fault.CANCEL, per_step=0.02, per_request=0.1),
+        ),
+    ),
+    ("drafts", with_drafts),
+    ("drafts and swaps", both(with_drafts, with_swaps)),
+    ("swaps", both(with_swaps, with_faults(Fault.CRASH, Fault.FAILED_ROW, Fault.CANCEL, per_step=0.02))),
+    ("urgent requests", with_little_memory),
+    ("few words", with_few_words),
+    ("parts of blocks", both(with_few_words, with_limits(prefix_cache="radix"))),
+    ("spoilt rows", both(with_few_words, with_traffic(traced=1.0), with_faults(Fault.SPOILT_ROW, per_step=0.1))),
+    ("long freezes", with_long_freezes),
+    ("long prompts", with_long_prompts),
+    ("slow readers", with_few_rows),
+    ("fair and interruptions", both(_FAIR, with_faults(Fault.GOODBYE, per_step=0.1))),
+    ("fair and tenants that come and go", both(_FAIR, with_traffic(burst=30), with_limits(stall_timeout_s=5.0))),
+    ("urgent requests of two classes", both(with_little_memory, with_limits(classes=_CLASSES))),
+    (
+        "compiling workers",
+        both(ALL_TRACED, with_limits(step_deadline_s=0.2), with_faults(Fault.COMPILING, per_step=0.1)),
+    ),
+    (
+        "two plans and freezes",
+        both(
+            ALL_TRACED, with_limits(max_plans_in_flight=2), with_faults(Fault.FREEZE, Fault.LATE_RESULT, per_step=0.05)
+        ),
+    ),
+    ("deadlines and a backlog", with_deadlines),
+)
+"""Every adaptation, with a name."""
+
+
+def draw_world(seed: int) -> Scenario:
+    """Draw the scenario of a seed; every second one is adapted, by the adaptations in turn."""
+    scenario = draw(seed)
+    turn, is_adapted = divmod(seed, 2)
+    return AIMS[turn % len(AIMS)][1](scenario) if is_adapted else scenario
+
+
+def adaptation(name: str) -> Aim:
+    """Return the adaptation with this name."""
+    return dict(AIMS)[name]

@@ -1,0 +1,58 @@
+"""The journal of a simulated core: the production one, in a folder of its own.
+
+Its clock is the virtual time. What a core reports in one turn is one commit, as in the service.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from checks.sim.world import World
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.journal.journal import Journal
+
+_MAX_BYTES = 1 << 18
+"""So small that segments are replaced, and so large that no request is dropped."""
+
+
+class JournalFolder:
+    """A folder, and the journal in it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._path = Path(tempfile.mkdtemp(prefix="quire-sim-"))
+        self._journal = self._open()
+
+    def _open(self) -> Journal:
+        world = self._world
+        return Journal(
+            self._path,
+            max_bytes=_MAX_BYTES,
+            keep_s=world.scenario.config.resume_keep_s,
+            clock_ms=lambda: int(1000 * world.now),
+            reports=False,
+        )
+
+    def commit(self, effects: list[ef.Effect]) -> None:
+        """Commit the effects of one turn."""
+        for effect in effects:
+            self._journal.note(effect)
+        self._journal.commit()
+
+    def recover(self) -> ev.LogsRestored:
+        """Open the journal as the next process does; return what it restores."""
+        self._journal.close()
+        self._journal = self._open()
+        return self._journal.restored
+
+    def empty(self) -> None:
+        """Begin an empty journal."""
+        self._journal.close()
+        shutil.rmtree(self._path)
+        self._journal = self._open()
+
+    def close(self) -> None:
+        """Delete the folder."""
+        self._journal.close()
+        shutil.rmtree(self._path)

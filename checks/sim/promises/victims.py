@@ -1,0 +1,140 @@
+"""Which running requests are preempted, and when they may run again."""
+
+from checks.sim.coverage import Limit
+from checks.sim.promises.base import Promise, Watched
+from checks.sim.promises.drains import is_in_row
+from checks.sim.promises.eligible import Eligibility, Obstacle
+from checks.sim.promises.order import PolicyKeys
+from checks.sim.sites import Epoch
+from checks.sim.stream import Stream
+from records.rules.violation import StreamName, ViolationError
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from scheduler_svc.core.interface.records import NoteKind
+
+_MOST_NOTES = 64
+"""Lines of a story; a longer one may not show the newest preemption."""
+
+
+class VictimsRankLast(Promise):
+    """A request is preempted only for one that ranks before it, and does not overtake that one.
+
+    * For an urgent request that waits, the victim is of its class and ranks behind it by more than the threshold. It is
+      not admitted again while the urgent request lacks nothing but memory.
+    * The victims of one plan make room for the urgent request, as far as blocks are concerned.
+    * When memory runs out, no request that ranks behind the victim keeps its row, unless it has generated no token
+      since its own last preemption.
+    """
+
+    def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
+        super().__init__(watched)
+        self._core = watched.core
+        self._eligibility = eligibility
+        self._keys = PolicyKeys(watched)
+        self._behind: dict[Stream, Stream] = {}
+        """By victim that waits: the urgent request for which it was preempted."""
+        self._ranks: dict[Stream, tuple[float, float]] = {}
+        """By stream: the smallest and the largest key that it can have had at its last admission."""
+        self._urgent: dict[Stream, None] = {}
+        """Requests for which the plan being made preempts others."""
+        self._is_only_site = len(self.cluster.sites) == 1
+
+    def before(self, event: ev.Event) -> None:
+        match event:
+            case ev.CreditGranted():
+                stream = self.clients.find(StreamName(event.frontend, event.stream))
+                if stream is not None:
+                    self._behind.pop(stream, None)  # it may have waited for credit; it then queues anew
+            case ev.WorkerHello() | ev.WorkerLost() | ev.DrainRequested() | ev.ResumeRequested():
+                self._behind.clear()
+
+    def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
+        self._behind.pop(stream, None)
+        if outcome != "preempted":
+            return
+        by = self._cause(stream)
+        if by is None or by is stream:
+            return
+        is_urgent = by in self.book.waiting
+        self._check_rank(stream, by, is_urgent=is_urgent)
+        if is_urgent:
+            self._behind[stream] = by
+            self._urgent[by] = None
+            self.seen(Limit.URGENT)
+        else:
+            self._check_last(stream, epoch)
+
+    def _cause(self, stream: Stream) -> Stream | None:
+        """Return the request for which a stream was just preempted; None: the story does not show it."""
+        story = self._core.story(*stream.name)
+        if story is None or len(story.notes) >= _MOST_NOTES:
+            return None
+        kinds = (NoteKind.PREEMPTED, NoteKind.SWAPPED)
+        by = next((note.by for note in reversed(story.notes) if note.kind in kinds), None)
+        return None if by is None else self.clients.live.get(StreamName(*by))
+
+    def _check_rank(self, victim: Stream, by: Stream, *, is_urgent: bool) -> None:
+        same_class = self.config.same_class(victim.demand.tenant, by.demand.tenant)
+        if is_urgent and not same_class:
+            raise ViolationError("preempt.class", f"for {by.name}, which is of another class", victim.name)
+        if not same_class:
+            return  # ranks of two classes do not compare
+        first = self._keys.smallest(by) if is_urgent else self._ranks[by][0]
+        distance = self._ranks[victim][1] - first
+        threshold = self.config.preempt_threshold if is_urgent else 0.0
+        later = self.book.sequence[victim] > self.book.sequence[by]
+        if distance < threshold or (distance == threshold and (is_urgent or not later)):
+            raise ViolationError("preempt.rank", f"for {by.name}, {distance:.3f} before it", victim.name)
+
+    def _check_last(self, victim: Stream, epoch: Epoch) -> None:
+        if self.config.classes:
+            return
+        for other in self.book.sequence:
+            if other.epoch is not epoch or other is victim or len(other.tokens) <= other.preempted_at:
+                continue
+            if is_in_row(other) and self._ranks[other][0] > self._ranks[victim][1]:
+                raise ViolationError("preempt.last", f"{other.name} ranks behind it and keeps its row", victim.name)
+
+    def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
+        self._ranks[stream] = self._keys.smallest(stream), self._keys.largest(stream)
+        by = self._behind.pop(stream, None)
+        # Those that wait behind this one may run again from now on.
+        self._behind = {victim: urgent for victim, urgent in self._behind.items() if urgent is not stream}
+        if by is None or by not in self.book.waiting or not self._is_only_site or self._eligibility.has_quota(by):
+            return
+        memory = self._eligibility.memory(epoch, without=stream)
+        obstacle = self._eligibility.obstacle(by, epoch, memory, without=stream)
+        held = self._eligibility.held_by(by, epoch, without=stream)
+        if obstacle is None or (obstacle is Obstacle.MEMORY and held is None):
+            raise ViolationError("order.victim", f"it runs again before {by.name}", stream.name)
+
+    def asked(self, epoch: Epoch) -> None:
+        self._urgent.clear()
+
+    def plan_made(self, plan: Plan, epoch: Epoch) -> None:
+        urgent, self._urgent = self._urgent, {}
+        for stream in urgent:
+            if stream in self.book.waiting:
+                self._check_room(stream, plan, epoch)
+
+    def _check_room(self, stream: Stream, plan: Plan, epoch: Epoch) -> None:
+        """Check that the victims were enough for a request that shares no block."""
+        model = epoch.model
+        first = stream.first_tokens(model.block_size)
+        if any(row.tokens[: len(first)] == first for row in model.rows.values()):
+            return
+        needed = -(-stream.num_known // model.block_size)
+        # Rows that run may take blocks of the same plan.
+        left = model.num_unnamed + len(plan.append_rows) + sum(len(each.blocks) for each in plan.admissions)
+        if left < needed:
+            raise ViolationError("preempt.needless", f"victims leave {left} blocks, it needs {needed}", stream.name)
+
+    def ended(self, stream: Stream) -> None:
+        self._behind.pop(stream, None)
+        self._ranks.pop(stream, None)
+
+    def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+        if isinstance(event, ev.RequestCancelled):
+            # The cause may be over.
+            self._behind = {victim: by for victim, by in self._behind.items() if by.end is None}
