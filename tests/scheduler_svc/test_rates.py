@@ -4,7 +4,7 @@ from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.interface.effects import EndReason
-from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 RATE = 10.0
 LONGEST = 300
@@ -60,3 +60,19 @@ def test_a_request_that_has_started_is_never_held_for_the_rate() -> None:
     assert reader.end is not None
     assert reader.end.reason is EndReason.LENGTH
     assert later.end is None
+
+
+def test_an_early_end_brings_the_next_start_forward() -> None:
+    """When a request ends with less output than it has reserved, the next one waits for the debt only."""
+    cluster = _cluster()
+    cluster.submit(1, [1] * 105, 60, tenant="t")
+    cluster.plan()
+    waiting = cluster.submit(2, [2], 1, tenant="t")
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=1))
+    cluster.run()
+    assert waiting.end is None
+    cluster.now += 1.0
+    cluster.handle(ev.TimePassed())
+    cluster.run()
+    assert waiting.end is not None
+    assert waiting.end.reason is EndReason.LENGTH

@@ -19,6 +19,7 @@ assigned requests first. Requests that the plan does not take compete again.
 """
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -86,9 +87,9 @@ class Backlog:
         """By the key of the grammar: the worker that was asked last and has not reported."""
         self._turns = _GrammarTurns(self._for_grammar)
         self._refills: list[tuple[float, str]] = []
-        """A heap of (time, tenant): when the token rate of a tenant with held requests may allow more."""
-        self._refilling: set[str] = set()
-        """The tenants in the heap."""
+        """A heap of (time, tenant): when the token rate of a tenant with held requests may allow more; some are stale."""
+        self._refilling: dict[str, float] = {}
+        """By tenant: the time of its present entry in the heap."""
 
     def __len__(self) -> int:
         """Count the requests."""
@@ -270,9 +271,10 @@ class Backlog:
     def time_passed(self, now: float) -> None:
         """Make requests compete whose tenant's token rate allows it now."""
         while self._refills and self._refills[0][0] <= now:
-            _, tenant = heapq.heappop(self._refills)
-            self._refilling.remove(tenant)
-            self.tenant_changed(tenant, now)
+            time, tenant = heapq.heappop(self._refills)
+            if self._refilling.get(tenant) == time:
+                del self._refilling[tenant]
+                self.tenant_changed(tenant, now)
 
     # ---------------------------------------------------------------- one worker's next plan
 
@@ -494,12 +496,22 @@ class Backlog:
         self._await_refill(request.spec.tenant, now)
 
     def _await_refill(self, tenant: str, now: float) -> None:
-        """Schedule a check of a tenant's held requests for the time when its token rate may allow one."""
-        if self._over_quota.count((tenant, False)) and tenant not in self._refilling:
-            refilled = self._tenants.refilled_at(tenant, now)
-            if refilled is not None:
-                heapq.heappush(self._refills, (max(refilled, now + _REFILL_S), tenant))
-                self._refilling.add(tenant)
+        """Schedule a check of a tenant's held requests for the time when its token rate may allow one.
+
+        That time comes sooner when a running request ends with less output than it has reserved.
+        """
+        if not self._over_quota.count((tenant, False)):
+            return
+        refilled = self._tenants.refilled_at(tenant, now)
+        if refilled is None:
+            return
+        refilled = max(refilled, now + _REFILL_S)
+        if refilled + _REFILL_S < self._refilling.get(tenant, math.inf):
+            self._refilling[tenant] = refilled
+            heapq.heappush(self._refills, (refilled, tenant))
+            if len(self._refills) > 64 + 2 * len(self._refilling):
+                self._refills = [(time, name) for name, time in self._refilling.items()]
+                heapq.heapify(self._refills)
 
     def _enter(self, request: Request) -> None:
         self.competing_tokens += request.wait.uncached
