@@ -16,13 +16,15 @@ from kernels.philox import gumbel_from_words, random_words
 from quire import AsyncClient, Finished, FinishReason
 from quire.admin.v1 import admin_pb2
 from quire.admin.v1.admin_pb2_grpc import AdminServiceStub
-from quire.errors import QuireError
+from quire.errors import QueueFullError, QuireError
 from tests.e2e.oracle import NEAR_TIE, Oracle, Tally
 
 if TYPE_CHECKING:
     from quire.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 TEMPERATURE = 0.8
+_MOST_CALLS = 20
+"""Calls of a client after the first one that the server refused for a moment."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class Load:
     """How many of the streams answer to a JSON schema."""
     done: list[Streamed] = field(default_factory=list)
     live: dict[str, Streamed] = field(default_factory=dict)
+    refusals: int = 0
+    """Calls that the server refused for a moment."""
     flows: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first token of all."""
     _stopping: bool = False
@@ -99,12 +103,24 @@ class Load:
             if rng.random() < self.constrained_share:
                 streamed.schema, streamed.max_tokens = constrained.draw_schema(rng), constrained.MAX_TOKENS
             self.live[streamed.request_id] = streamed
-            await self._stream(client, streamed)
+            await self._stream_once_accepted(client, streamed)
             del self.live[streamed.request_id]
             self.done.append(streamed)
             if streamed.finished is not None and streamed.finished.usage.preemptions:
                 streamed.story = await _story(admin, streamed.request_id)
             number += 1
+
+    async def _stream_once_accepted(self, client: AsyncClient, streamed: Streamed) -> None:
+        """Run a stream; call again, as clients do, while the server refuses it for a moment before it has begun."""
+        await self._stream(client, streamed)
+        for _ in range(_MOST_CALLS):
+            error = streamed.error
+            if not isinstance(error, QueueFullError) or streamed.tokens or error.retry_after_s is None:
+                return
+            self.refusals += 1
+            streamed.error = None
+            await asyncio.sleep(error.retry_after_s)
+            await self._stream(client, streamed)
 
     async def _stream(self, client: AsyncClient, streamed: Streamed) -> None:
         generation = client.generate(

@@ -23,16 +23,18 @@ class PlantedBug:
     plant: Patch
     found_by: frozenset[str]
     aim: Aim
+    unseen: str
+    """Why no check finds it; "": one does."""
 
 
 BUGS: list[PlantedBug] = []
 
 
-def bug(*found_by: str, aim: Aim = lambda scenario: scenario) -> Callable[[Patch], Patch]:
+def bug(*found_by: str, aim: Aim = lambda scenario: scenario, unseen: str = "") -> Callable[[Patch], Patch]:
     """Registers a patch as a planted bug."""
 
     def register(patch: Patch) -> Patch:
-        BUGS.append(PlantedBug(patch.__name__, patch, frozenset(found_by), aim))
+        BUGS.append(PlantedBug(patch.__name__, patch, frozenset(found_by), aim, unseen))
         return patch
 
     return register

@@ -275,13 +275,61 @@ def with_rates(scenario: Scenario) -> Scenario:
     return both(rates, faults)(scenario)
 
 
-def with_deadlines(scenario: Scenario) -> Scenario:
-    """Many rows and deadlines, no faults, and tenants of whose requests one runs at a time."""
-    calm = both(with_quota(max_running=1), with_faults(), with_much_rows)(scenario)
-    config = dataclasses.replace(calm.config, policy="fcfs", classes={}, max_num_seqs=12, max_num_batched_tokens=64)
-    size = dataclasses.replace(calm.workers[0], max_rows=12, max_tokens_per_step=64)
+def with_groups(scenario: Scenario) -> Scenario:
+    """Prompts with the same beginning are computed a few tokens at a time, some of them whole, and clients leave."""
+    calm = both(with_much_memory, with_faults(Fault.CANCEL, per_request=0.3))(scenario)
+    config = dataclasses.replace(
+        calm.config,
+        **CONTINUOUS,
+        policy="fcfs",
+        classes={},
+        prefix_cache="hash",
+        long_prefill_token_threshold=2,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_queued_tokens=1 << 24,
+        max_tokens_in_paged_kv_cache=0,
+    )
+    size = dataclasses.replace(calm.workers[0], block_size=2, max_rows=4, max_tokens_per_step=16, break_even_context=0)
     traffic = dataclasses.replace(
-        calm.traffic, deadlines=0.5, credit_tokens=0, grammars=0.0, identified=0.0, embeds=0.0, traced=1.0, most_live=50
+        calm.traffic,
+        gap_s=3 * calm.pace.step,
+        burst=3,
+        most_live=14,
+        longest_prompt=24,
+        longest_output=3,
+        families=1,
+        alphabet=900,
+        shared_salt=True,
+        giants=0.0,
+        embeds=0.3,
+        traced=1.0,
+        scored=0.2,
+        deadlines=0.0,
+    )
+    return dataclasses.replace(calm, config=config, workers=(size,), traffic=traffic)
+
+
+def with_deadlines(scenario: Scenario) -> Scenario:
+    """Few rows, many deadlines, no faults, and a tenant of whose requests one runs at a time."""
+    limits = {"a": TenantLimits(max_running=1)}
+    calm = both(with_much_memory, with_faults(), with_limits(**CONTINUOUS | {"tenant_limits": limits}))(scenario)
+    config = dataclasses.replace(calm.config, policy="fcfs", classes={}, max_num_seqs=3, max_num_batched_tokens=64)
+    size = dataclasses.replace(calm.workers[0], max_rows=3, max_tokens_per_step=64)
+    traffic = dataclasses.replace(
+        calm.traffic,
+        deadlines=0.5,
+        steps_per_token=100.0,
+        longest_prompt=8,
+        longest_output=8,
+        credit_tokens=0,
+        grammars=0.0,
+        identified=0.0,
+        embeds=0.0,
+        traced=1.0,
+        most_live=60,
+        gap_s=calm.pace.step * 2,
+        burst=8,
     )
     return with_much_rows(dataclasses.replace(calm, config=config, workers=(size,), traffic=traffic))
 
@@ -383,6 +431,7 @@ AIMS: tuple[tuple[str, Aim], ...] = (
             with_faults(Fault.GOODBYE, Fault.CANCEL, per_step=0.02, per_request=0.1),
         ),
     ),
+    ("groups that wait for one prefix", with_groups),
     ("drafts", with_drafts),
     ("drafts and swaps", both(with_drafts, with_swaps)),
     ("swaps", both(with_swaps, with_faults(Fault.CRASH, Fault.FAILED_ROW, Fault.CANCEL, per_step=0.02))),

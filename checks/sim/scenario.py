@@ -90,6 +90,8 @@ class TrafficShape:
     """Share of requests that a client resumes."""
     models: float = 0.0
     """Share of requests that name the model for which they were validated."""
+    steps_per_token: float = 5.0
+    """Longest deadline, in steps per generated token."""
     embeds: float = 0.0
     """Share of requests for an embedding."""
 

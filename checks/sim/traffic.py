@@ -78,7 +78,9 @@ class Traffic:
         prompt = self._prompt(earlier)
         max_tokens = rng.randint(1, max(1, int(shape.longest_output * rng.random())))
         deadlines = [
-            rng.uniform(1, 5 * max_tokens) * self._pace.step if rng.random() < shape.deadlines else None
+            rng.uniform(1, shape.steps_per_token * max_tokens) * self._pace.step
+            if rng.random() < shape.deadlines
+            else None
             for _ in range(3)
         ]
         tenant = rng.choice(TENANTS)

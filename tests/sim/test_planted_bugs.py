@@ -11,7 +11,7 @@ MOST_SEEDS = 40
 STEPS = 500
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.unseen], ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the core makes one of its own checks fail within 40 short simulations."""
     bug.plant(monkeypatch)
@@ -25,9 +25,9 @@ def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch
     pytest.fail(f"{bug.plant.__doc__} Found were only {found}.")
 
 
-def test_at_least_eighty_bugs_are_planted() -> None:
-    """At least eighty bugs are planted, each once."""
-    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 80
+def test_at_least_160_bugs_are_planted() -> None:
+    """At least 160 bugs are planted, each once."""
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 160
 
 
 AIMED = [bug for bug in BUGS if bug.aim(draw(0)) != draw(0)]

@@ -9,7 +9,7 @@ from checks.sim.promises.quotas import Quotas
 from checks.sim.stream import Stream
 from scheduler_svc.core.interface.records import EndReason
 
-_CAUTION = 4.0
+_CAUTION = 3.0
 """Factor on the longest time that a request can take: forecasts have safety factors, and durations are random."""
 
 
