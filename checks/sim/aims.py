@@ -443,7 +443,6 @@ AIMS: tuple[tuple[str, Aim], ...] = (
     ("long prompts", with_long_prompts),
     ("slow readers", with_few_rows),
     ("fair and interruptions", both(_FAIR, with_faults(Fault.GOODBYE, per_step=0.1))),
-    ("fair and tenants that come and go", both(_FAIR, with_traffic(burst=30), with_limits(stall_timeout_s=5.0))),
     ("urgent requests of two classes", both(with_little_memory, with_limits(classes=_CLASSES))),
     (
         "compiling workers",

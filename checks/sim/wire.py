@@ -8,20 +8,20 @@ Not covered are the hello of front ends and the operator's calls.
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from records.rules.violation import StreamName, ViolationError
-from scheduler_svc import frontend_link, worker_link
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
 from scheduler_svc.core.interface.records import EndReason, Log, Peer
-from scheduler_svc.frontend_link import Incoming, Outgoing
+from scheduler_svc.frontend import link as frontend_link
+from scheduler_svc.frontend.link import Incoming, Outgoing
+from scheduler_svc.worker import link as worker_link
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_VERSIONS, MalformedFrameError
 from shared.request_spec import read_spec
@@ -48,6 +48,8 @@ _REASONS = {
 def received(event: ev.Event, now: float) -> ev.Event:
     """Return the event as the scheduler decodes it, if it comes over a link."""
     match event:
+        case ev.StepDone(step=step) if step < 0:
+            return event  # the wire has no such number
         case ev.StepDone() | ev.GrammarReported() | ev.WorkerHello():
             return _from_worker(event)
         case ev.RequestArrived() | ev.StopMatched() | ev.RequestCancelled() | ev.CreditGranted() | ev.ResumeAsked():
@@ -136,7 +138,9 @@ def _hello(event: ev.WorkerHello) -> plan_pb2.Hello:
     return hello
 
 
-def _from_frontend(event: Any, now: float) -> ev.Event:
+def _from_frontend(
+    event: ev.RequestArrived | ev.StopMatched | ev.RequestCancelled | ev.CreditGranted | ev.ResumeAsked, now: float
+) -> ev.Event:
     message = link_pb2.FrontendMessage()
     match event:
         case ev.RequestArrived():

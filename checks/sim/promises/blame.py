@@ -4,7 +4,6 @@ from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.sites import Epoch
 from checks.sim.stream import Stream
-from records.rules.violation import ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
@@ -140,18 +139,8 @@ class Suspects(Promise):
                     record.clear()
                 continue
             if record.surely >= FATAL_STEPS:
-                self._check_trial(stream, record, epoch)
                 self.seen(Limit.ACQUITTED)
             record.clear()
-
-    def _check_trial(self, stream: Stream, record: _Record, epoch: Epoch) -> None:
-        """Check that a suspect that runs with others has been tried alone, unless it lacked a block for its trial."""
-        stats = next(each for each in self.stats().workers if each.worker_id == epoch.worker_id)
-        num_alone = len(stream.tokens) - record.at
-        if num_alone < PROBATION and stats.blocks_free + stats.blocks_cached:
-            raise ViolationError(
-                "suspect.company", f"a suspect with {num_alone} tokens alone is not alone", stream.name
-            )
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         self._judge_losses()

@@ -103,6 +103,8 @@ class VictimsRankLast(Promise):
         self._behind = {victim: urgent for victim, urgent in self._behind.items() if urgent is not stream}
         if by is None or by not in self.book.waiting or not self._is_only_site or self._eligibility.has_quota(by):
             return
+        if self._keys.largest(by) > self._keys.smallest(stream):
+            return  # it may have missed its target, and rank behind by now
         memory = self._eligibility.memory(epoch, without=stream)
         obstacle = self._eligibility.obstacle(by, epoch, memory, without=stream)
         held = self._eligibility.held_by(by, epoch, without=stream)

@@ -1,0 +1,115 @@
+"""Bugs of what steps in flight still use: host blocks, rows that requests have left, the KV that is swapped."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from checks.planted.bug import bug, wrap
+from checks.sim.aims import adaptation, both, with_faults
+from checks.sim.faults import Fault
+from scheduler_svc.core.lifecycle.registry import RequestRegistry
+from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
+from scheduler_svc.core.planning import results
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.worker import Worker
+
+_SWAPS = adaptation("swaps")
+_MOVES = adaptation("moves")
+
+
+@bug("kv.reuse", aim=_SWAPS)
+def host_blocks_free_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """Host blocks are free as soon as the plan that copies them back is made."""
+
+    def at_once(release: Any, self: Worker, request: Request, *, last_step: int) -> None:
+        release(self, request, last_step=self.answered_step)
+
+    wrap(patch, Worker, "release_swapped", at_once)
+
+
+@bug("kv.reuse", "kv.prefix", aim=_SWAPS)
+def host_blocks_wait_for_no_answer(patch: pytest.MonkeyPatch) -> None:
+    """Retired host blocks are free with the next answer, whichever step it answers."""
+    wrap(patch, BlockPool, "step_answered", lambda answered, self, step: answered(self, step + 1))
+
+
+@bug("core", "empty", aim=_SWAPS)
+def host_blocks_of_cancelled_kept(patch: pytest.MonkeyPatch) -> None:
+    """The host blocks of a request that ends while it waits stay in use."""
+
+    def forget(_drop: Any, self: RequestRegistry, request: Request) -> None:
+        request.swapped = None
+
+    wrap(patch, RequestRegistry, "drop_swapped", forget)
+
+
+@bug("plan.copy", "kv.prefix", "core", "stream.token", "kv.reuse", aim=_SWAPS)
+def swapped_kv_outlives_its_worker(patch: pytest.MonkeyPatch) -> None:
+    """The KV of a request counts as swapped on whichever worker takes it, also after that worker was lost."""
+    patch.setattr(Worker, "swapped_here", lambda self, request: request.swapped)
+
+
+@bug("kv.prefix", "plan.admission", "plan.copy", "core", aim=_SWAPS)
+def swapped_one_token_more(patch: pytest.MonkeyPatch) -> None:
+    """One token more than was computed counts as swapped out."""
+
+    def more(swap_out: Any, self: Worker, row: int) -> Any:
+        request, copy = swap_out(self, row)
+        swapped: SwappedKV = request.swapped
+        request.swapped = dataclasses.replace(swapped, num_tokens=swapped.num_tokens + 1)
+        return request, copy
+
+    wrap(patch, Worker, "swap_out", more)
+
+
+@bug("plan.copy", "kv.prefix", "stream.token", aim=_SWAPS)
+def swapped_back_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    """Host blocks are copied back in reverse order."""
+    wrap(patch, SwapSpace, "back", lambda back, self, host_blocks, blocks: back(self, host_blocks[::-1], blocks))
+
+
+@bug("core", "plan.admission", "stream.order", "stream.ends", "worker.sound", aim=_MOVES)
+def departures_settled_one_step_early(patch: pytest.MonkeyPatch) -> None:
+    """A request that has left its row is dropped one answer before the last step that names it."""
+    wrap(patch, results, "_settle_departures", lambda settle, worker, step: settle(worker, step + 1))
+
+
+@bug("core", "plan.admission", "stream.order", "order.policy", aim=_MOVES)
+def settled_with_the_first_answer(patch: pytest.MonkeyPatch) -> None:
+    """A request that has left its row may be admitted after the next answer, though a later step samples it too."""
+
+    def all_settled(settle: Any, worker: Worker, step: int) -> None:
+        settle(worker, step)
+        for departure in worker.departed.values():
+            departure.request.unsettled = False
+
+    wrap(patch, results, "_settle_departures", all_settled)
+
+
+@bug("work.waiting", "finish", aim=_MOVES)
+def unsettled_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A request stays unsettled after the last step that names it was answered."""
+
+    def stays(settle: Any, worker: Worker, step: int) -> None:
+        requests = [departure.request for departure in worker.departed.values()]
+        settle(worker, step)
+        for request in requests:
+            request.unsettled = True
+
+    wrap(patch, results, "_settle_departures", stays)
+
+
+@bug("core", "worker.sound", "stream.order", aim=both(_MOVES, with_faults(Fault.DRAIN, Fault.CANCEL, per_request=0.3)))
+def prompts_leave_without_trace(patch: pytest.MonkeyPatch) -> None:
+    """A request that leaves its row while steps are in flight is not remembered for their answers."""
+
+    def untraced(vacate: Any, self: Worker, row: int, last_step: int) -> Any:
+        request = vacate(self, row, last_step)
+        if not request.num_generated:
+            self.departed = {key: each for key, each in self.departed.items() if each.request is not request}
+            request.unsettled = False
+        return request
+
+    wrap(patch, Worker, "_vacate", untraced)
