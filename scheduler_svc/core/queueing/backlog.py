@@ -87,7 +87,7 @@ class Backlog:
         """By the key of the grammar: the worker that was asked last and has not reported."""
         self._turns = _GrammarTurns(self._for_grammar)
         self._refills: list[tuple[float, str]] = []
-        """A heap of (time, tenant): when the token rate of a tenant with held requests may allow more; some are stale."""
+        """A heap of (time, tenant): when a tenant with held requests may have tokens again; some entries are stale."""
         self._refilling: dict[str, float] = {}
         """By tenant: the time of its present entry in the heap."""
 
