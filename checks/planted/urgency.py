@@ -34,7 +34,7 @@ def guarantee_of_the_prompt(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Capacity, "admits", present)
 
 
-@bug("preempt.rank", "preempt.progress", "preempt.last", "order.victim", aim=_URGENT)
+@bug("preempt.rank", "preempt.progress", "preempt.last", aim=_URGENT)
 def victims_of_any_rank(patch: pytest.MonkeyPatch) -> None:
     """An urgent request may preempt requests that rank before it."""
 
@@ -75,7 +75,7 @@ def victims_without_progress(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, RowTable, "occupy", never)
 
 
-@bug("order.victim", "order.policy", aim=_URGENT)
+@bug(unseen="a short prompt may overtake an urgent request that has room, and the victim may be one")
 def victims_overtake(patch: pytest.MonkeyPatch) -> None:
     """A victim may be admitted before the urgent request for which it was preempted."""
 
@@ -126,7 +126,7 @@ class _NoClasses(dict[Any, Any]):
         return False
 
 
-@bug("preempt.progress", "order.victim", "preempt.needless", aim=_URGENT)
+@bug("preempt.progress", "preempt.needless", aim=_URGENT)
 def shared_blocks_count_as_released(patch: pytest.MonkeyPatch) -> None:
     """All blocks of a victim count as released, also those that others share."""
     patch.setattr("scheduler_svc.core.memory.block_pool.BlockPool.count_sole", lambda self, blocks: len(blocks))

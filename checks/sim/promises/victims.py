@@ -1,15 +1,12 @@
-"""Which running requests are preempted, and when they may run again."""
+"""Which running requests are preempted."""
 
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.promises.drains import is_in_row
-from checks.sim.promises.eligible import Eligibility, Obstacle
-from checks.sim.promises.order import PolicyKeys
+from checks.sim.promises.keys import PolicyKeys
 from checks.sim.sites import Epoch
 from checks.sim.stream import Stream
 from records.rules.violation import StreamName, ViolationError
-from scheduler_svc.core.interface import effects as ef
-from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind
 
@@ -18,39 +15,24 @@ _MOST_NOTES = 64
 
 
 class VictimsRankLast(Promise):
-    """A request is preempted only for one that ranks before it, and does not overtake that one.
+    """A request is preempted only for one that ranks before it.
 
-    * For an urgent request that waits, the victim is of its class and ranks behind it by more than the threshold. It is
-      not admitted again while the urgent request lacks nothing but memory.
+    * For an urgent request that waits, the victim is of its class and ranks behind it by more than the threshold.
     * The victims of one plan make room for the urgent request, as far as blocks are concerned.
     * When memory runs out, no request that ranks behind the victim keeps its row, unless it has generated no token
       since its own last preemption.
     """
 
-    def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
+    def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         self._core = watched.core
-        self._eligibility = eligibility
         self._keys = PolicyKeys(watched)
-        self._behind: dict[Stream, Stream] = {}
-        """By victim that waits: the urgent request for which it was preempted."""
         self._ranks: dict[Stream, tuple[float, float]] = {}
         """By stream: the smallest and the largest key that it can have had at its last admission."""
         self._urgent: dict[Stream, None] = {}
         """Requests for which the plan being made preempts others."""
-        self._is_only_site = len(self.cluster.sites) == 1
-
-    def before(self, event: ev.Event) -> None:
-        match event:
-            case ev.CreditGranted():
-                stream = self.clients.find(StreamName(event.frontend, event.stream))
-                if stream is not None:
-                    self._behind.pop(stream, None)  # it may have waited for credit; it then queues anew
-            case ev.WorkerHello() | ev.WorkerLost() | ev.DrainRequested() | ev.ResumeRequested():
-                self._behind.clear()
 
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
-        self._behind.pop(stream, None)
         if outcome != "preempted":
             return
         by = self._cause(stream)
@@ -59,7 +41,6 @@ class VictimsRankLast(Promise):
         is_urgent = by in self.book.waiting
         self._check_rank(stream, by, is_urgent=is_urgent)
         if is_urgent:
-            self._behind[stream] = by
             self._urgent[by] = None
             self.seen(Limit.URGENT)
         else:
@@ -98,18 +79,12 @@ class VictimsRankLast(Promise):
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         self._ranks[stream] = self._keys.smallest(stream), self._keys.largest(stream)
-        by = self._behind.pop(stream, None)
-        # Those that wait behind this one may run again from now on.
-        self._behind = {victim: urgent for victim, urgent in self._behind.items() if urgent is not stream}
-        if by is None or by not in self.book.waiting or not self._is_only_site or self._eligibility.has_quota(by):
-            return
-        if self._keys.largest(by) > self._keys.smallest(stream):
-            return  # it may have missed its target, and rank behind by now
-        memory = self._eligibility.memory(epoch, without=stream)
-        obstacle = self._eligibility.obstacle(by, epoch, memory, without=stream)
-        held = self._eligibility.held_by(by, epoch, without=stream)
-        if obstacle is None or (obstacle is Obstacle.MEMORY and held is None):
-            raise ViolationError("order.victim", f"it runs again before {by.name}", stream.name)
+
+    @staticmethod
+    def _shares(stream: Stream, epoch: Epoch) -> bool:
+        """Return whether a waiting request may share blocks with a row."""
+        first = stream.first_tokens(epoch.model.block_size)
+        return any(row.tokens[: len(first)] == first for row in epoch.model.rows.values())
 
     def asked(self, epoch: Epoch) -> None:
         self._urgent.clear()
@@ -123,8 +98,7 @@ class VictimsRankLast(Promise):
     def _check_room(self, stream: Stream, plan: Plan, epoch: Epoch) -> None:
         """Check that the victims were enough for a request that shares no block."""
         model = epoch.model
-        first = stream.first_tokens(model.block_size)
-        if any(row.tokens[: len(first)] == first for row in model.rows.values()):
+        if self._shares(stream, epoch):
             return
         needed = -(-stream.num_known // model.block_size)
         # Rows that run may take blocks of the same plan.
@@ -133,10 +107,4 @@ class VictimsRankLast(Promise):
             raise ViolationError("preempt.needless", f"victims leave {left} blocks, it needs {needed}", stream.name)
 
     def ended(self, stream: Stream) -> None:
-        self._behind.pop(stream, None)
         self._ranks.pop(stream, None)
-
-    def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
-        if isinstance(event, ev.RequestCancelled):
-            # The cause may be over.
-            self._behind = {victim: by for victim, by in self._behind.items() if by.end is None}

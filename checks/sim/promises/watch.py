@@ -77,7 +77,7 @@ class Promises:
                 ServiceIsShared(watched, eligibility),
                 TargetsGoFirst(watched, eligibility),
                 PassedOverSeldom(watched, eligibility),
-                VictimsRankLast(watched, eligibility),
+                VictimsRankLast(watched),
                 RefusalsAreNeeded(watched, quotas),
                 WorkPerPlan(watched),
             ]
