@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from records.replay import ReplayError
+from records.whatif.saved import Service, from_json
+from records.whatif.step_times import StepTimesError
 from shared.config import ConfigError
 
 
@@ -102,7 +105,10 @@ DEFAULT = "8b-h100"
 
 
 def read_costs(name: str) -> Costs:
-    """Return the costs with a name, or those in a JSON file with the fields of `Costs`.
+    """Return the costs with a name, or those in a JSON file: the fields of `Costs`, or a service's learned step times.
+
+    `quire replay RECORD --learn-step-times FILE` writes the file of a service. The linear model and the first worker
+    count; the scatter of the steps is left out.
 
     Raises:
         ConfigError: there are none of this name, or the file is not valid.
@@ -116,6 +122,11 @@ def read_costs(name: str) -> Costs:
         raise ConfigError(f"--costs: {name}: cannot be read ({error}); give a JSON file or one of {known}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"--costs: {name}: not a JSON object; give the fields of a device, see docs/arena.md")
+    if "step_times" in found:
+        try:
+            return _of_service(Path(name).stem, from_json(json.dumps(found)))
+        except (StepTimesError, ReplayError) as error:
+            raise ConfigError(f"--costs: {name}: {error}") from None
     types = {field.name: field.type for field in dataclasses.fields(Costs)}
     fields: dict[str, Any] = {"name": Path(name).stem, **found}
     for key, value in fields.items():
@@ -133,3 +144,21 @@ def read_costs(name: str) -> Costs:
         raise ConfigError(f"--costs: {name}: constant_s is 0; a step takes time, so give more than 0")
     values: dict[str, Any] = {key: int(value) if types[key] is int else value for key, value in fields.items()}
     return Costs(**values)
+
+
+def _of_service(name: str, service: Service) -> Costs:
+    times, worker = service.times, service.members[0].hello
+    return Costs(
+        name=name,
+        constant_s=times.constant_s,
+        prefill_s=times.prefill_s,
+        decode_s=times.decode_s,
+        context_s=times.context_s,
+        prefill_context_s=times.prefill_context_s,
+        block_copy_s=times.block_copy_s,
+        kv_tokens=worker.num_blocks * worker.block_size,
+        max_model_len=worker.model.max_model_len,
+        block_size=worker.block_size,
+        max_num_seqs=worker.max_rows,
+        max_num_batched_tokens=worker.max_tokens_per_step,
+    )

@@ -11,13 +11,20 @@ import pytest
 
 from measure.policies.arena import Served, run
 from measure.policies.campaign import Campaign
-from measure.policies.costs import PRESETS, Costs, read_costs
+from measure.policies.costs import PRESETS, Costs, Work, read_costs
 from measure.policies.jobs import Job, Piece, SeenPrefixes
 from measure.policies.metrics import meets_targets, metrics, quantile, service_difference
 from measure.policies.page import losses
 from measure.policies.schedulers import Setup, candidates, make, parse
 from measure.policies.workloads import DRAWN, OpenLoop, read, traced
 from quire_server.cli.main import main
+from records.whatif.load import Member
+from records.whatif.rows import Shape
+from records.whatif.saved import Service, to_json
+from records.whatif.step_times import StepTimes
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.config import CoreConfig
+from shared.config import ConfigError
 
 _SLOW = Costs(
     name="slow", constant_s=1.0, prefill_s=0.1, decode_s=0.01, context_s=0.001, kv_tokens=4096, max_num_seqs=4
@@ -282,3 +289,27 @@ def test_the_policy_best_stands_for_a_grid_of_settings() -> None:
     assert all(each.name.endswith("+watermark=0.01") for each in tried)
     assert len(candidates(best, with_priorities=False)) == 12
     assert candidates(parse("quire:fcfs"), with_priorities=True) == [parse("quire:fcfs")]
+
+
+def test_the_learned_step_times_of_a_service_are_costs(tmp_path: Path) -> None:
+    """The file of `quire replay --learn-step-times` has the costs and the sizes of a worker; a damaged one is named."""
+    model = ev.ModelFacts(
+        name="m", architecture="x", fingerprint="f", max_model_len=512, vocab_size=100, dtype="bf16", eos_token_ids=(2,)
+    )
+    hello = ev.WorkerHello(
+        worker=b"w", worker_id="w", model=model, block_size=4, num_blocks=100, max_rows=8, max_tokens_per_step=64
+    )
+    times = StepTimes(
+        constant_s=0.01, decode_s=0.002, prefill_s=0.003, context_s=1e-6, prefill_context_s=1e-7, block_copy_s=0,
+        link_s=0.001,
+    )  # fmt: skip
+    service = Service(config=CoreConfig(), members=[Member(hello=hello)], times=times)
+    path = tmp_path / "service.json"
+    path.write_text(to_json(service))
+    costs = read_costs(str(path))
+
+    assert costs.seconds(Work(10, 2, 30, 55)) == pytest.approx(times.seconds(Shape(2, 10, 30, 55)))
+    assert (costs.kv_tokens, costs.max_num_seqs, costs.max_num_batched_tokens) == (400, 8, 64)
+    path.write_text(to_json(service).replace("constant_s", "konstant_s"))
+    with pytest.raises(ConfigError, match="--costs"):
+        read_costs(str(path))
