@@ -4,6 +4,7 @@ A prompt consists of pieces. Equal pieces stand for equal tokens, so two prompts
 pieces agree. The tokens that a job generates are a piece as well: a later prompt of the same session contains it.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +15,6 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 _TOKENS = 1 << 30
 """Number of different tokens."""
-_STRIDE = 2_654_435_761
-"""Distance of the tokens of two neighbouring pieces: odd and large, so that no two pieces overlap by accident."""
 
 
 class Piece(NamedTuple):
@@ -30,8 +29,8 @@ class Piece(NamedTuple):
 
 
 def first_token(name: int) -> int:
-    """Return the first token of a piece; the others follow by counting on."""
-    return name * _STRIDE % _TOKENS
+    """Return the first token of a piece, a hash of its name; the others follow by counting on."""
+    return int.from_bytes(hashlib.blake2b(name.to_bytes(8, "little"), digest_size=8).digest(), "little") % _TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

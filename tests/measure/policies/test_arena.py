@@ -193,6 +193,7 @@ def test_a_share_above_one_adds_copies_without_common_prefixes(tmp_path: Path) -
 
     assert len(jobs) == 6
     assert len({piece for job in jobs for piece in job.prompt}) == 8
+    assert len({piece.tokens()[0] for job in jobs for piece in (*job.prompt, job.outputs)}) == 14
 
 
 @pytest.mark.parametrize(
