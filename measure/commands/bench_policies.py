@@ -66,10 +66,10 @@ def run(options: Namespace) -> int:
         for result in campaign.results():
             results.append(result)
             print(line(result), flush=True)
+            if options.json is not None:  # after each run, so that an interrupted campaign keeps its results
+                options.json.write_text(json.dumps({"results": results}, indent=1) + "\n", "utf-8")
     except ArenaError as error:
         raise CommandError(str(error)) from None
-    if options.json is not None:
-        options.json.write_text(json.dumps({"results": results}, indent=1) + "\n", "utf-8")
     if options.html is not None:
         options.html.write_text(page(results), "utf-8")
     return 0

@@ -7,16 +7,13 @@ import pytest
 
 from measure.policies.arena import Served, run
 from measure.policies.campaign import Campaign
-from measure.policies.costs import PRESETS, Costs
+from measure.policies.costs import PRESETS
 from measure.policies.jobs import Job, Piece
 from measure.policies.routers import ROUTERS
 from measure.policies.schedulers import VLLM_PYTHON, Setup, make, parse
 from measure.policies.workloads import OpenLoop
 from quire_server.cli.main import main
 
-_SLOW = Costs(
-    name="slow", constant_s=1.0, prefill_s=0.1, decode_s=0.01, context_s=0.001, kv_tokens=4096, max_num_seqs=4
-)
 needs_vllm = pytest.mark.skipif(
     not (VLLM_PYTHON.parents[1] / ".installed").exists(), reason="vLLM is not installed; run make arena-vllm"
 )
@@ -40,10 +37,10 @@ def test_both_schedulers_are_charged_the_same_for_the_same_steps() -> None:
     shared = Piece(1, 64)
     jobs = [
         _job(0.0, (shared, Piece(2, 10)), 4, 0),
-        _job(1.0, (Piece(3, 16),), 2, 1),
-        _job(30.0, (shared, Piece(4, 20)), 3, 2),
+        _job(0.001, (Piece(3, 16),), 2, 1),
+        _job(1.0, (shared, Piece(4, 20)), 3, 2),
     ]
-    setup = Setup(costs=_SLOW, num_workers=1, in_flight=1)
+    setup = Setup(costs=PRESETS["8b-h100"], num_workers=1, in_flight=1)
     quire, vllm = (_serve(scheduler, jobs, setup) for scheduler in ("quire:fcfs", "vllm:fcfs"))
 
     assert [each.tokens for each in quire] == [pytest.approx(each.tokens) for each in vllm]
