@@ -182,6 +182,8 @@ class Slices:
     """Long work on the event loop in slices: one slice at a time, in turn by principal, with a pause after each."""
 
     SLICE_S = 0.002
+    _PAUSE = 3.0
+    """Pause after a slice, in units of its time."""
 
     def __init__(self) -> None:
         self._turns = Turns()
@@ -195,7 +197,7 @@ class Slices:
             try:
                 is_done = self._run(steps, results)
             finally:
-                asyncio.get_running_loop().call_later(self.SLICE_S, self._turns.release)
+                asyncio.get_running_loop().call_later(self._PAUSE * self.SLICE_S, self._turns.release)
         return results
 
     def _run(self, steps: Iterator[Result], results: list[Result]) -> bool:
@@ -209,9 +211,9 @@ class Slices:
 
 
 class Pace:
-    """Time of the event loop that each address may take: half of it, and a burst."""
+    """Time of the event loop that each address may take: a quarter of it, and a burst."""
 
-    _PART = 0.5
+    _PART = 0.25
     _BURST_S = 0.05
     _FEW = 64
 

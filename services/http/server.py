@@ -45,7 +45,7 @@ _MAX_PIPELINED = 16
 """Maximum number of requests that wait for the answer to an earlier one on their connection."""
 _MAX_UNPARSED_BYTES = 64 << 20
 """Maximum size of what connections have received and may not parse yet, bytes."""
-_REQUEST_S = 0.0003
+_REQUEST_S = 0.0002
 """Approximate time to refuse a request, seconds; added to the time of parsing it."""
 _DATE_INTERVAL_S = 1.0
 ABORT_KEY = "quire.abort"
