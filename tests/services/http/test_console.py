@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
+from scheduler_svc.core.interface.config import POLICIES
 from services.http.console import page
 from services.http.console.feed import Feed
 from services.link.live_view import MAX_UNREAD_PARTS
@@ -112,6 +113,16 @@ def test_no_file_names_another_server() -> None:
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://[\w.]|url\(", text), file.name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), file.name
+
+
+def test_every_policy_can_be_predicted() -> None:
+    """The page offers each policy of the scheduler, and explains its order."""
+    offered = re.search(r'name="policy">(.*?)</select>', (STATIC / "index.html").read_text("utf-8"))
+    assert offered is not None
+
+    assert tuple(re.findall(r"<option>(\w+)</option>", offered[1])) == POLICIES
+    orders = (STATIC / "queues.js").read_text("utf-8").partition("ORDERS = {")[2].partition("};")[0]
+    assert set(re.findall(r"^  (\w+):", orders, re.MULTILINE)) == set(POLICIES)
 
 
 @pytest.mark.parametrize("path", ["watch", "drain", "resume", "explain", "strategies", "predict", "service"])
