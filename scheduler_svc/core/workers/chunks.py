@@ -45,9 +45,12 @@ def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | N
     token_s = costs.cautious_prompt_token_s
     if token_s <= 0:
         return None
-    if shape.rows:
-        return affordable_tokens(target_s, costs.expected_s(shape), token_s)
-    return affordable_tokens(PREFILL_FACTOR * target_s, costs.fixed_s, token_s)
+    without = costs.expected_s(shape)
+    target_s = target_s if shape.rows else PREFILL_FACTOR * target_s
+    if target_s < 2.0 * without:
+        # Where all steps had chunks of one size, their time may be that of the tokens.
+        without *= max(0.0, 1.0 - costs.uncertainty(shape))
+    return affordable_tokens(target_s, without, token_s)
 
 
 def affordable_tokens(target_s: float, decode_s: float, token_s: float) -> int:
