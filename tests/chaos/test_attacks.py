@@ -179,5 +179,5 @@ def test_a_principal_that_attacks_in_every_way_hurts_no_other(tmp_path: Path) ->
     assert honest.failures == attacked.failures == []
     assert {outcome.partition(" ")[0] for outcome in attacked.outcomes} >= set(ATTACKS) - {"idle"}
     assert left[0] <= descriptors + 4
-    assert left[1] <= memory + (64 << 20)
+    assert left[1] <= memory + (128 << 20)
     assert attacked.p99 <= 2 * honest.p99
