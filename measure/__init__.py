@@ -8,5 +8,6 @@ scheduler, frontend, kernels, cpu, gpu: one part alone
 studies     comparisons for the documentation, in virtual time in plots
 peers       Quire and other servers in turn
 commands    the commands of the command line
+spread      the distribution of measured values
 results, notes: measurements, as files and as text
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from measure.spread import Spread
 from quire.aio import AsyncClient
 from shared.config import ConfigError
 from shared.json_text import describe_json_error
@@ -62,8 +63,8 @@ class Report:
                 "out_tokens": self._out_tokens(),
                 "wall_s": self.wall_s,
                 "out_tok_per_s": self._out_tokens() / self.wall_s if self.wall_s else 0.0,
-                "ttft_s": _percentiles(self._ttfts(), 50, 99),
-                "itl_s": {**_percentiles(self._itls(), 50, 99), "max": max(self._itls(), default=0.0)},
+                "ttft_s": Spread.of(self._ttfts()).named("p50", "p99"),
+                "itl_s": Spread.of(self._itls()).named("p50", "p99", "max"),
                 "requests": len(self._timed()),
                 "cpu_s": dict(self.cpu_s),
                 "tokens": [trace.tokens for trace in self.traces],
@@ -75,8 +76,8 @@ class Report:
         )
 
     def summary(self) -> str:
-        ttft = _percentiles(self._ttfts(), 50, 99)
-        itl = _percentiles(self._itls(), 50, 99)
+        ttft = Spread.of(self._ttfts()).named("p50", "p99")
+        itl = Spread.of(self._itls()).named("p50", "p99")
         return (
             f"{self._out_tokens()} tokens of {len(self._timed())} requests in {self.wall_s:.2f} s:"
             f" {self._out_tokens() / self.wall_s if self.wall_s else 0.0:.1f} tokens/s,"
@@ -195,7 +196,3 @@ def _parse(line: str, where: str) -> OfflineRequest:
         )
     except (TypeError, ValueError):
         raise ConfigError(f"{where}: a field has the wrong type; see quire bench offline --help") from None
-
-
-def _percentiles(values: Sequence[float], *ranks: int) -> dict[str, float]:
-    return {f"p{rank}": float(np.percentile(values, rank)) if values else 0.0 for rank in ranks}

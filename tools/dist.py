@@ -36,6 +36,7 @@ TAKEN = (
     "measure/__init__.py",
     "measure/commands",
     "measure/load",
+    "measure/spread.py",
     *(f"measure/commands/{name}.py" for name in _COMMANDS),
 )
 """Parts of these in the wheel: load on a running service, and what-if replays, which read traces of load."""

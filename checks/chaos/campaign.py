@@ -10,7 +10,6 @@ import enum
 import os
 import random
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ import psutil
 
 from checks.chaos.load import Load, Streamed, check
 from checks.chaos.proxy import Wires
+from measure.spread import Spread
 from tests.checkpoints import make_checkpoint
 from tests.e2e.harness import Served, serve
 from tests.e2e.oracle import Oracle, Tally
@@ -171,15 +171,8 @@ def _itemised(pauses: Sequence[Pause]) -> dict[str, Any]:
 
 def quantiles(values: list[float]) -> dict[str, float | int]:
     """Median, 99th percentile and maximum."""
-    if not values:
-        return {"n": 0}
-    ordered = sorted(values)
-    return {
-        "n": len(ordered),
-        "p50": round(statistics.median(ordered), 4),
-        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 4),
-        "max": round(ordered[-1], 4),
-    }
+    spread = Spread.of(values)
+    return {"n": spread.count, **(spread.named("p50", "p99", "max", digits=4) if values else {})}
 
 
 def preemptions(streamed: Streamed) -> int:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from grpc import RpcError, aio
 
 from checks.chaos.command import parser, tell
+from measure.spread import Spread
 from quire.v1 import generation_pb2 as v1
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
 from records.explain.accounting import Account, account
@@ -321,17 +322,8 @@ def check(run: Run) -> Check:
     return Check(run, accounts, segments)
 
 
-def quantile(ordered: list[float], share: float) -> float:
-    """Return a quantile of sorted values."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def _quantiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    ordered = sorted(values)
-    shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
-    return {name: round(quantile(ordered, share), 5) for name, share in shares.items()}
+    return Spread.of(values).named("p50", "p90", "p95", "p99", "max", digits=5) if values else {}
 
 
 def main() -> int:

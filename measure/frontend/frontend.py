@@ -16,7 +16,6 @@ of 2 for `lagging_tokens_per_s_to_bare`.
 """
 
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from measure.frontend.child import PATIENCE_S, Child
+from measure.spread import median_and_range
 
 STREAMS = 128
 OFFERED_SHARE = 0.7
@@ -181,7 +181,7 @@ def _target(line: str) -> str:
 
 def _summary(rounds: Sequence[dict[str, dict[str, float]]], stalled: dict[str, Any]) -> dict[str, Any]:
     results = [
-        {"scenario": scenario, **{name: _median_and_spread([r[scenario][name] for r in rounds]) for name in figures}}
+        {"scenario": scenario, **{name: median_and_range([r[scenario][name] for r in rounds], 3) for name in figures}}
         for scenario, figures in rounds[0].items()
     ]
     ratios = {
@@ -196,16 +196,8 @@ def _summary(rounds: Sequence[dict[str, dict[str, float]]], stalled: dict[str, A
         "streams": STREAMS,
         "rounds": len(rounds),
         "results": results,
-        "ratios": {name: _median_and_spread(values) for name, values in ratios.items()},
+        "ratios": {name: median_and_range(values, 3) for name, values in ratios.items()},
         "stalled": stalled,
-    }
-
-
-def _median_and_spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 3),
-        "min": round(min(values), 3),
-        "max": round(max(values), 3),
     }
 
 

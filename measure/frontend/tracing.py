@@ -13,7 +13,6 @@ Aims: at most 1.02 times the CPU time at 1 %, and at most 1.05 times at 100 %.
 import argparse
 import itertools
 import json
-import statistics
 import sys
 import tempfile
 import urllib.request
@@ -27,6 +26,7 @@ from typing import Any
 import grpc
 
 from measure.frontend.child import PATIENCE_S, Child
+from measure.spread import median_and_range
 
 SHARES = (0.0, 0.01, 1.0)
 """Share of the requests that are sampled; 0: traces are off."""
@@ -91,19 +91,11 @@ def _result(share: float, found: Sequence[_Figures], off: Sequence[_Figures], dr
     pairs = list(zip(found, off, strict=True))
     return {
         "sampled": share,
-        "cpu_us_per_token": _median_and_range([each.cpu_us_per_token for each in found]),
-        "cpu_to_off": _median_and_range([each.cpu_us_per_token / base.cpu_us_per_token for each, base in pairs]),
-        "tokens_per_s": _median_and_range([each.tokens_per_s for each in found]),
-        "tokens_to_off": _median_and_range([each.tokens_per_s / base.tokens_per_s for each, base in pairs]),
+        "cpu_us_per_token": median_and_range([each.cpu_us_per_token for each in found], 4),
+        "cpu_to_off": median_and_range([each.cpu_us_per_token / base.cpu_us_per_token for each, base in pairs], 4),
+        "tokens_per_s": median_and_range([each.tokens_per_s for each in found], 4),
+        "tokens_to_off": median_and_range([each.tokens_per_s / base.tokens_per_s for each, base in pairs], 4),
         "spans_dropped": dropped,
-    }
-
-
-def _median_and_range(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
     }
 
 

@@ -6,45 +6,19 @@ Percentiles are exact: they are computed from all values, with linear interpolat
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from measure.load.outcomes import Ending, Outcome
+from measure.spread import Spread
 
 _T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
 """Quantiles of Student's t at 97.5 %, for 1 to 20 degrees of freedom."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Distribution of a number."""
-
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    p999: float
-    max: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread":
-        """Return the distribution of the values; all zero if there are none."""
-        all_values = np.fromiter(values, float)
-        if not all_values.size:
-            return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        p50, p90, p95, p99, p999 = np.percentile(all_values, (50, 90, 95, 99, 99.9)).tolist()
-        return cls(int(all_values.size), float(all_values.mean()), p50, p90, p95, p99, p999, float(all_values.max()))
-
-    def to_json(self) -> dict[str, float]:
-        """Return the numbers by name; the 99.9th percentile is "p99.9"."""
-        return {"p99.9" if name == "p999" else name: value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)

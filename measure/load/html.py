@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from measure.load.figures import Spread
 from measure.load.outcomes import Outcome
 from measure.load.report import RATES, Report, describe_server, number, spreads
 from measure.load.run import token_rates
 from measure.load.svg import Segment, Series, lines, strips
+from measure.spread import Spread
 
 STRIPS = 60
 """Most requests in the Gantt chart."""

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from measure.load.figures import Figures, Interval, Slo, Spread
+from measure.load.figures import Figures, Interval, Slo
 from measure.load.outcomes import Outcome
 from measure.load.run import Run
+from measure.spread import Spread
 
 RATES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("requests/s", "requests_per_s", lambda figures: figures.request_rate),

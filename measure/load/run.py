@@ -16,12 +16,13 @@ from typing import Any
 import uvloop
 
 from measure.load.arrivals import Users
-from measure.load.figures import Figures, Sample, Slo, Spread, is_saturated
+from measure.load.figures import Figures, Sample, Slo, is_saturated
 from measure.load.generator import Generated, generate, get_ready, open_target
 from measure.load.outcomes import Outcome
 from measure.load.plan import ANSWERED, BEGUN, ENDED, FAILED, TOKENS, Counters, Plan, Share
 from measure.load.recorded import FLUSH_S, run_in_record
 from measure.load.server import ServerFigures, gauges_of
+from measure.spread import Spread
 from quire_server.http_client import Server
 from quire_server.scrape import parse
 

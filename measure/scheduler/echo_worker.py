@@ -19,12 +19,13 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import zmq
 
+from measure.spread import Spread
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
@@ -278,17 +279,17 @@ class EchoProcess:
         steps = len(self._lateness)
         if steps == 0 or self._num_sampling() < begin_rows:
             raise EchoError("rows ended during the measurement" if steps else "no step was answered")
-        wait_p50, wait_p99 = _percentiles(wait for worker in self._workers for wait in worker.timeline.waits)
-        late_p50, late_p99 = _percentiles(self._lateness)
+        wait = Spread.of(wait for worker in self._workers for wait in worker.timeline.waits)
+        late = Spread.of(self._lateness)
         return EchoReport(
             elapsed_s=end - begin,
             steps=steps,
             wait_s=sum(waits),
             worst_wait_s=max(waits),
-            wait_p50_s=wait_p50,
-            wait_p99_s=wait_p99,
-            late_p50_s=late_p50,
-            late_p99_s=late_p99,
+            wait_p50_s=wait.p50,
+            wait_p99_s=wait.p99,
+            late_p50_s=late.p50,
+            late_p99_s=late.p99,
             num_rows=self._num_sampling(),
         )
 
@@ -327,12 +328,6 @@ class EchoProcess:
         end = worker.timeline.next_end()
         assert end is not None
         heapq.heappush(self._agenda, (end, self._index[id(worker)]))
-
-
-def _percentiles(values: Iterable[float]) -> tuple[float, float]:
-    """Return the median and the 99th percentile."""
-    p50, p99 = np.percentile(np.fromiter(values, np.float64), (50, 99))
-    return float(p50), float(p99)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
+from measure.spread import Spread
 from measure.strategies.bounds import fewest_steps, fewest_steps_in_blocks, static_steps
 from measure.strategies.cases import BLOCK_SIZE, LONG_PROMPT, LONGEST, PROMPT_TOKENS, Asked, Case, Workload
 from measure.strategies.occupancy import (
@@ -180,8 +181,8 @@ def _static_padded(case: Case, steps: Sequence[Step], answers: Sequence[Answer])
     return result | {
         "wall_s": wall,
         "out_tok_per_s": result["out_tok_per_s"] * result["wall_s"] / wall,
-        "e2e_s": _percentiles(e2e),
-        "ttft_s": _percentiles(e2e) | {"max": max(e2e)},
+        "e2e_s": Spread.of(e2e).named("p50", "p99"),
+        "ttft_s": Spread.of(e2e).named("p50", "p99", "max"),
         "itl_s": {"p50": 0.0, "p99": 0.0, "max": 0.0},
         "computed_from": "static-held",
     }
@@ -224,9 +225,9 @@ def _result(case: Case, strategy: str, steps: Sequence[Step], answers: Sequence[
         **bounds,
         "wall_s": wall,
         "out_tok_per_s": num_tokens / wall,
-        "e2e_s": _percentiles([answer.times_s[-1] - answer.arrive_s for answer in answers]),
-        "ttft_s": _percentiles(first_tokens) | {"max": max(first_tokens)},
-        "itl_s": _percentiles(gaps) | {"max": max(gaps, default=0.0)},
+        "e2e_s": Spread.of(answer.times_s[-1] - answer.arrive_s for answer in answers).named("p50", "p99"),
+        "ttft_s": Spread.of(first_tokens).named("p50", "p99", "max"),
+        "itl_s": Spread.of(gaps).named("p50", "p99", "max"),
         "idle_slot_share": idle_share(steps, case.slots),
         "most_rows": max(len(step.computing) for step in steps),
         "mean_step_ms": 1e3 * sum(step.busy_s for step in steps) / len(steps),
@@ -234,8 +235,3 @@ def _result(case: Case, strategy: str, steps: Sequence[Step], answers: Sequence[
         "reserved_kv_waste": reserved_waste(steps, int(settings.get("max_model_len", LONGEST))),
         "gantt": [[bar.slot, bar.request, bar.begin, bar.end] for bar in bars(steps)],
     }
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    p50, p99 = np.percentile(values, (50, 99)).tolist() if values else (0.0, 0.0)
-    return {"p50": p50, "p99": p99}

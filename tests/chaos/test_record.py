@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from numpy import quantile
 
-from checks.chaos.mixed import Check, check, quantile, run_load
+from checks.chaos.mixed import Check, check, run_load
 from quire_server.cli.main import main
 from records.replay import replay
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from measure.load.figures import Figures, Interval, Sample, Slo, Spread, is_saturated
+from measure.load.figures import Figures, Interval, Sample, Slo, is_saturated
 from measure.load.outcomes import Ending, Outcome
+from measure.spread import Spread
 
 
 def _outcome(

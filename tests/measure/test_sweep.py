@@ -5,13 +5,14 @@ from array import array
 from dataclasses import replace
 
 from measure.load.arrivals import Gamma
-from measure.load.figures import Figures, Slo, Spread
+from measure.load.figures import Figures, Slo
 from measure.load.outcomes import Outcome
 from measure.load.plan import Address, Plan
 from measure.load.run import Run
 from measure.load.search import Search
 from measure.load.server import ServerFigures
 from measure.load.sweep import Point, SweepReport, sweep
+from measure.spread import Spread
 from tests.measure.test_load import WORKLOAD
 
 SLO = Slo.parse(["ttft_ms=500", "itl_ms=100"])
