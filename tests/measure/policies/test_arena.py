@@ -29,6 +29,8 @@ from shared.config import ConfigError
 _SLOW = Costs(
     name="slow", constant_s=1.0, prefill_s=0.1, decode_s=0.01, context_s=0.001, kv_tokens=4096, max_num_seqs=4
 )
+_WHOLE_PROMPTS = "quire:fcfs+itl_target_ms=0"
+"""Without a target for the length of a step, which the slow device would always miss, no prompt is split."""
 _MOONCAKE = [
     {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]},
     {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [1, 3]},
@@ -47,9 +49,9 @@ def _job(at: float, prompt: int, outputs: int, number: int = 0, **others: Any) -
     return Job(at=at, prompt=(Piece(2 * number, prompt),), outputs=Piece(2 * number + 1, outputs), **others)
 
 
-def _serve(jobs: Sequence[Job], setup: Setup, scheduler: str = "quire:fcfs") -> list[Served]:
+def _serve(jobs: Sequence[Job], setup: Setup) -> list[Served]:
     workload = OpenLoop(name="test", load=1.0, jobs=jobs)
-    return run(make(parse(scheduler), setup), workload, setup.costs, setup.num_workers).served
+    return run(make(parse(_WHOLE_PROMPTS), setup), workload, setup.costs, setup.num_workers).served
 
 
 def _campaign(workload: str, **changes: Any) -> Campaign:
@@ -124,7 +126,7 @@ def test_metrics_of_a_hand_computed_run() -> None:
     """Throughput, latencies and the share within targets of two jobs."""
     jobs = [_job(0.0, 32, 3, ttft_target_s=4.3, tpot_target_s=2.0), _job(1.0, 16, 1, 1, ttft_target_s=1.0)]
     setup = _setup(costs=_SLOW)
-    found = metrics(run(make(parse("quire:fcfs"), setup), OpenLoop(name="t", load=1, jobs=jobs), _SLOW))
+    found = metrics(run(make(parse(_WHOLE_PROMPTS), setup), OpenLoop(name="t", load=1, jobs=jobs), _SLOW))
 
     # Steps: 4.2 s, then 2.643 s with the second prompt, then 1.044 s.
     assert found["duration_s"] == pytest.approx(7.887)
