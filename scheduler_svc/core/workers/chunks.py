@@ -29,6 +29,9 @@ STEPS_TO_DRAIN = 128
 The more prompt tokens wait, the longer are the steps. So a busy worker loses no throughput by short chunks.
 """
 
+_LEAST_SHARE = 0.25
+"""Least part of the expected time of a step without chunks that counts, however uncertain it is."""
+
 
 def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | None:
     """Return the most budget tokens that the chunks of a step may take, at least 1; None: no limit.
@@ -49,7 +52,7 @@ def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | N
     target_s = target_s if shape.rows else PREFILL_FACTOR * target_s
     if target_s < 2.0 * without:
         # Where all steps had chunks of one size, their time may be that of the tokens.
-        without *= max(0.0, 1.0 - costs.uncertainty(shape))
+        without *= max(_LEAST_SHARE, 1.0 - costs.uncertainty(shape))
     return affordable_tokens(target_s, without, token_s)
 
 
