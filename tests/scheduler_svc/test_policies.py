@@ -385,7 +385,7 @@ def test_a_large_request_is_overtaken_within_its_bound_only() -> None:
     first = cluster.submit(0, [1] * 20, 80)
     cluster.plan()
     large = cluster.submit(1, [2] * 100, 5)
-    small = [cluster.submit(stream, [3, stream], 4) for stream in range(2, 60)]
+    small = [cluster.submit(stream, [3, stream, 3, 3], 4) for stream in range(2, 60)]
     while first.end is None:
         cluster.plan()
         assert cluster.answer()

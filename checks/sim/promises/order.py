@@ -18,7 +18,7 @@ from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
-from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
+from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN, SMALL
 
 _Entry = tuple[float, int, Stream]
 
@@ -67,7 +67,7 @@ class AdmissionOrder(Promise):
         self._eligibility = eligibility
         self._prompts = PromptOrder(watched)
         self._room = WaitingRoom(PolicyKeys(watched))
-        self._overtaken: dict[Stream, int] = {}
+        self._overtaken: dict[Stream, float] = {}
         """By stream: the number of requests that overtook it in its present wait while it lacked memory."""
         self._since: dict[Stream, float] = {}
         """By stream: the time since which it has lacked memory."""
@@ -138,13 +138,14 @@ class AdmissionOrder(Promise):
                 self._left.pop(other, None)
 
     def _lacked_memory(self, other: Stream, stream: Stream) -> None:
-        count = self._overtaken[other] = self._overtaken.get(other, 0) + 1
+        before = self._overtaken.get(other, 0.0)
+        count = self._overtaken[other] = before + min(1.0, SMALL * stream.num_known / other.num_known)
         self.seen(Limit.OVERTAKEN)
-        if count == MAX_OVERTAKEN:
+        if before < MAX_OVERTAKEN <= count:
             self.seen(Limit.OVERTAKEN_MOST)
         since = self._since.setdefault(other, self.world.now)
-        if count > MAX_OVERTAKEN and self.world.now - since >= assigned_s(self):
-            self.world.broken("order.overtaken", f"overtaken {count} times, last by {stream.name}", other.name)
+        if before >= MAX_OVERTAKEN and self.world.now - since >= assigned_s(self):
+            self.world.broken("order.overtaken", f"overtaken {count:g} times, last by {stream.name}", other.name)
 
     def _could_start(self, other: Stream, stream: Stream) -> None:
         now, patience = self.world.now, assigned_s(self)

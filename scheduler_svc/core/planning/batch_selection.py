@@ -38,7 +38,12 @@ _OVERHEAD = 256
 MAX_ADMITTED = 128
 """Maximum number of requests that one plan admits; bounds the time of planning."""
 MAX_OVERTAKEN = 16
-"""Maximum number of later requests that may be admitted before one that lacks memory."""
+"""Maximum number of later requests that may be admitted before one that lacks memory; small ones count less."""
+SMALL = 32
+"""A request counts less than one if its tokens are less than this part of those of the request that it overtakes.
+
+So however many small requests overtake a large one, they take together at most half of the memory that it needs.
+"""
 MAX_OVERTAKING_TRIES = 8
 """Maximum number of requests that lack memory and are skipped in one plan."""
 MAX_LOOKED_PAST = 256
@@ -266,7 +271,7 @@ class Admission:
             room = self._suspect_room(request)
             if room is not None:
                 self._worker.gate.close()
-                self._overtake()
+                self._overtake(request)
                 self._backlog.withdraw(request)
                 return request, room
             self._overtakable.append(request)
@@ -419,12 +424,12 @@ class Admission:
         self._num_bytes += admission_bytes(request, self._worker.rows.block_size)
         self._load += DECODE_COST  # this step computes its prompt, or it used up the budget
         self._worker.gate.admitted(len(request.tokens), self._now)
-        self._overtake()
+        self._overtake(request)
 
-    def _overtake(self) -> None:
-        """Count one more admission for all requests that may be overtaken."""
-        for request in self._overtakable:
-            request.wait.overtaken += 1
+    def _overtake(self, request: Request) -> None:
+        """Count an admission for all requests that may be overtaken."""
+        for each in self._overtakable:
+            each.wait.overtaken += min(1.0, SMALL * len(request.tokens) / len(each.tokens))
 
     def _refusal(self, request: Request, *, is_served: bool) -> Refusal | None:
         """Return why a request can never run, or not in time.

@@ -66,7 +66,7 @@ class Wait:
     """Latest start that meets the request's deadlines and targets, by forecast; None without any, or once missed."""
     behind: "Request | None" = None
     """The more urgent request for which it was preempted; it does not overtake that one."""
-    overtaken: int = 0
+    overtaken: float = 0.0
     """Number of admissions that overtook the request while it did not fit."""
     passed_over: int = 0
     """Number of admissions that a longest-prefix order preferred to the request."""

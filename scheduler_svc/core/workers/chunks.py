@@ -23,7 +23,7 @@ arrive wait for the step to end."""
 
 PACE_S = 0.04
 """Time of a step with chunks and decode rows while few prompt tokens wait, s: readers get 25 tokens per second."""
-STEPS_TO_DRAIN = 128
+STEPS_TO_DRAIN = 192
 """Number of steps in which the prompts that wait or are under way should be computed, if the target allows it.
 
 The more prompt tokens wait, the longer are the steps. So a busy worker loses no throughput by short chunks.
