@@ -36,6 +36,8 @@ class Book:
     def admitted(self, stream: Stream, epoch: Epoch, row: tuple[int, int]) -> None:
         """Record that a plan admitted the stream."""
         self.waiting.pop(stream, None)
+        if stream.epoch is not None:
+            stream.home = stream.epoch  # it is not traced: nothing told that it had left its worker
         stream.epoch, stream.row = epoch, row
         stream.placements += 1
         stream.context = epoch.context

@@ -134,6 +134,8 @@ class PromptsAreShared(Promise):
         for prompt in prompts:
             if self._has_all(prompt):
                 continue
+            if prompt.is_new and len(self.cluster.sites) > 1:
+                continue  # requests that are assigned to the worker are admitted first or last
             behind = [each for each in prompts if each.chunk and order.is_admitted_later(each, prompt)]
             if not order.keeps_share(behind, prompts, epoch):
                 what = f"{prompt.rest - prompt.chunk} tokens of row {prompt.row.index} wait for later prompts"
