@@ -1,4 +1,4 @@
-"""What was forecast for a request at its arrival, beside what came true."""
+"""Forecasts for a request at its arrival, compared with the real times."""
 
 from typing import NamedTuple
 

@@ -155,7 +155,7 @@ class PromptsAreShared(Promise):
 
 
 class ShortPromptsStart(Promise):
-    """The shortest prompt of all is in the next plan, if a row and memory are free beside those for the first one."""
+    """The shortest prompt of all is in the next plan, if row and memory for it and for the first prompt are free."""
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched)

@@ -1,8 +1,8 @@
 """Forecast: when a request will start, have its first token and end, and how long it computes.
 
 Times come from the cost models of the workers, lengths from finished requests like this one (`output_lengths`). Only
-tokens count that are in no prefix cache, and only requests that compete: those held for the quota of their tenant delay
-nobody. The rough times are corrected by how earlier ones came true (`calibration`).
+tokens count that are in no prefix cache, and only requests that compete: requests that wait for the quota of their
+tenant delay no other. The rough times are corrected by how earlier ones came true (`calibration`).
 
 A request that must wait until others end waits for the requests before it, at the rate at which blocked requests were
 admitted in the last `_WINDOW_S`. At first, that rate is the number of running requests over the time that each takes.

@@ -21,7 +21,7 @@ _ENOUGH = 8
 _ENOUGH_LONGER = 4
 """Those of them that must have generated more than the request has."""
 _MAX_KEYS = 4096
-"""Maximum number of remembered combinations; the one that was used least recently is forgotten."""
+"""Maximum number of remembered combinations; the one that was used least recently is dropped."""
 
 _Likeness = tuple[str | int | bytes, ...]
 
