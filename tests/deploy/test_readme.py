@@ -111,7 +111,7 @@ def test_the_compose_file_admits_everybody_and_an_operator_can_be_added(tmp_path
     (inside,) = (each.partition("=")[2] for each in front_end["command"] if each.startswith("--principals="))
     path = shutil.copy(ROOT / "deploy" / "principals" / "principals.toml", tmp_path)
     operator = add_principal(Path(path), "operator", is_admin=True)
-    principals = Principals(path, anonymous_is_admin=False)
+    principals = Principals(str(path), anonymous_is_admin=False)
 
     assert f"./principals:{Path(inside).parent}:ro" in front_end["volumes"]
     assert principals.identify(f"Bearer {operator}").is_admin
