@@ -64,7 +64,8 @@ class ConsoleEndpoints:
         feed = Feed()
         async with self._link.watch(order) as view:
             model = self._link.model
-            await _send(exchange, {"traceUrl": self._trace_url, "model": model.name if model is not None else ""})
+            name = model.name if model is not None else ""
+            await _send(exchange, {"traceUrl": self._trace_url, "model": name, "release": __version__})
             while True:
                 data, dropped = await view.next()
                 part = admin.WatchStepsResponse.FromString(data)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.quire.link.v1 import link_pb2
+from quire import __version__
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface.config import POLICIES
 from services.http.console import page
@@ -139,7 +140,7 @@ def test_data_is_for_operators_only(tmp_path: Path, path: str) -> None:
             assert not any(message.operator_requests for message in stack.core.messages)
             async with _watching(stack, authorization="Bearer 0p") as (response, events):
                 assert response.status_code == 200
-                assert await anext(events) == {"traceUrl": "", "model": MODEL.name}
+                assert await anext(events) == {"traceUrl": "", "model": MODEL.name, "release": __version__}
 
     asyncio.run(main())
 

@@ -114,7 +114,7 @@ function take(message) {
   model.take(message);
   if (message.traceUrl !== undefined) {
     say("model", message.model);
-    showService();
+    say("release", `Quire ${message.release}`);
   }
   if (gantt.worker === null && message.steps) gantt.show(message.steps[0].worker);
   if (message.load) {
@@ -135,7 +135,7 @@ function take(message) {
   if (message.incidents) listIncidents();
 }
 
-/** Shows the release and the settings, which do not change while the scheduler runs. */
+/** Shows the releases and the settings, once they are asked for. */
 async function showService() {
   try {
     const found = await ask("/console/api/service", {});
@@ -213,6 +213,7 @@ function listIncidents() {
 
 // ---------------------------------------------------------------- the page
 
+part("settings-details").addEventListener("toggle", (event) => event.target.open && showService());
 part("worker").addEventListener("change", (event) => gantt.show(event.target.value));
 part("zoom").addEventListener("input", (event) => {
   gantt.seconds = Number(event.target.value);
