@@ -63,7 +63,7 @@ def test_the_page_fits_a_phone(address: str) -> None:
         assert table
         assert drain["x"] + drain["width"] <= table["x"] + table["width"], "the button is cut off"
         reached = set()
-        for _ in range(80):
+        for _ in range(130):
             page.keyboard.press("Tab")
             reached.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
         controls = {"pause", "theme", "worker", "zoom", "gantt", "minutes", "strategy-rows", "prompt", "copies"}

@@ -2,7 +2,7 @@
 
 import { meaning } from "./blocks.js";
 
-const MOST = 100;
+const MOST = 20;
 
 /** Returns [owner, blocks, tokens, share of all blocks] of each request that holds blocks, from the shown cells. */
 export function holdings(maps, cellsOf) {
