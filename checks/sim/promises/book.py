@@ -37,7 +37,7 @@ class Book:
         """Record that a plan admitted the stream."""
         self.waiting.pop(stream, None)
         if stream.epoch is not None:
-            stream.home = stream.epoch  # it is not traced: nothing told that it had left its worker
+            stream.home = stream.epoch  # it is not traced: nothing notified that it had left its worker
         stream.epoch, stream.row = epoch, row
         stream.placements += 1
         stream.context = epoch.context
