@@ -127,7 +127,7 @@ class Scheduler:
             requests.forecast,
             self._config,
             self._frontends.numbers,
-            requests.queued_tokens // len(self._fleet),
+            max(0, requests.queued_tokens - backlog.late_tokens) // len(self._fleet),
             now,
         ).run()
         if outcome.obstacle is not worker.obstacle:

@@ -489,7 +489,7 @@ def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
         return False
     request.late_rank = late_rank(request, now, backlog.policy.late_s(request))
     request.wait.latest_start = None
-    backlog.put_back(request)
+    backlog.missed_target(request)
     return True
 
 

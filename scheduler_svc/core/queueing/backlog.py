@@ -63,6 +63,10 @@ class Backlog:
         self._suspects = KeyedQueue(policy.rank)
         self._shortest = None if policy.is_by_turns else ShortestFirst(self._competing, policy.rank)
         """The competing requests by length, without suspects; None: groups of requests take turns."""
+        self._late: dict[Request, int] = {}
+        """Waiting requests that have missed their targets, with their tokens."""
+        self.late_tokens = 0
+        """Sum of their tokens."""
         self.kinds = Kinds()
         """Kinds of the workers that take requests."""
         self._workers: dict[Worker, None] = {}
@@ -212,6 +216,7 @@ class Backlog:
     def discard(self, request: Request) -> None:
         """Remove a request that has finished."""
         self._num_requests -= 1
+        self.late_tokens -= self._late.pop(request, 0)
         if request in self._over_quota:
             self._over_quota.discard(request)
             return
@@ -231,9 +236,16 @@ class Backlog:
             return
         self._left(request)
 
+    def missed_target(self, request: Request) -> None:
+        """Record that a request that was taken has missed its target, and put it back in its new place."""
+        self._late[request] = request.wait.tokens
+        self.late_tokens += request.wait.tokens
+        self.put_back(request)
+
     def withdraw(self, request: Request) -> None:
         """Remove a request that was taken and is not put back."""
         self._num_requests -= 1
+        self.late_tokens -= self._late.pop(request, 0)
         assert self._competing.pop(request) is None
         self._left(request)
         if self._shortest is not None:
