@@ -238,7 +238,9 @@ class Admission:
         whole = [-(-len(each.tokens) // worker.rows.block_size) for each in (request, first)]
         worst = sum(-(-(worker.limit_of(each) - 1) // worker.rows.block_size) for each in (request, first))
         num_available = worker.pool.num_available
-        if worker.capacity.admits(worker.rows, num_new=sum(whole), worst_blocks=worst, num_available=num_available):
+        if worker.capacity.admits(
+            worker.rows, num_new=sum(whole), worst_blocks=worst, num_available=num_available, num_requests=2
+        ):
             return True
         cached = [worker.match(each).blocks for each in (request, first)]
         num_idle = sum(worker.pool.count_idle(blocks) for blocks in cached)
@@ -247,6 +249,7 @@ class Admission:
             num_new=sum(whole) - sum(map(len, cached)),
             worst_blocks=worst,
             num_available=num_available - num_idle,
+            num_requests=2,
         )
 
     def next_suspect(self) -> tuple[Request, Room] | None:

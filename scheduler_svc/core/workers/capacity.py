@@ -82,18 +82,21 @@ class Capacity:
             self._headroom = int(min(headroom, _MOST * self._num_blocks))
         return self._headroom
 
-    def admits(self, rows: RowTable, *, num_new: int, worst_blocks: int, num_available: int) -> bool:
-        """Return whether a request fits.
+    def admits(
+        self, rows: RowTable, *, num_new: int, worst_blocks: int, num_available: int, num_requests: int = 1
+    ) -> bool:
+        """Return whether a request fits, or several together.
 
         Args:
             rows: those of the worker.
-            num_new: blocks to take for its present tokens.
-            worst_blocks: blocks of its longest possible sequence, shared ones included.
+            num_new: blocks to take for the present tokens.
+            worst_blocks: blocks of the longest possible sequences, shared ones included.
             num_available: blocks that can be taken now.
+            num_requests: number of requests. Alone on a worker, a request needs only what its present tokens take.
         """
         if num_new > num_available:
             return False
-        if not rows.num_running:
+        if not rows.num_running and num_requests == 1:
             return True
         if self._guaranteed:
             return rows.worst_blocks + worst_blocks <= self._num_blocks
