@@ -130,12 +130,20 @@ class AdmissionOrder(Promise):
             elif obstacle is Obstacle.MEMORY and self._eligibility.held_by(other, epoch, without=stream) is None:
                 self._left.pop(other, None)
                 self._lacked_memory(other, stream)
+            elif obstacle is None and self._waits_for_prefix_of(stream, other, epoch):
+                self._left.pop(other, None)
             elif obstacle is None:
                 self._could_start(other, stream)
             elif other.num_known >= self.cluster.longest() or obstacle is Obstacle.MODEL:
                 self._forget(other)  # it waits outside the queue for a larger worker, or one of its model
             else:
                 self._left.pop(other, None)
+
+    def _waits_for_prefix_of(self, stream: Stream, other: Stream, epoch: Epoch) -> bool:
+        """Return whether `other` waits for a prefix that `stream`, a shorter request, computes."""
+        if not self.config.serves_short_first or stream.num_known > other.num_known:
+            return False
+        return self._eligibility.held_by(other, epoch) is Obstacle.PREFIX
 
     def _lacked_memory(self, other: Stream, stream: Stream) -> None:
         before = self._overtaken.get(other, 0.0)

@@ -108,6 +108,11 @@ class PromptOrder(Promise):
         has_no_row = len(epoch.model.rows) >= min(self.config.max_num_seqs, epoch.model.max_rows)
         return has_no_row or self.keeps_share(behind, prompts, epoch, budget)
 
+    def token_cost(self, prompt: Prompt, epoch: Epoch) -> float:
+        """Return at least the budget tokens of the next token of a prompt; 0 if all tokens cost the same."""
+        break_even = epoch.model.break_even_context
+        return 2 + prompt.row.computed / break_even if break_even else 0.0
+
     @staticmethod
     def _cost(row: Row, chunk: int, epoch: Epoch) -> float:
         break_even = epoch.model.break_even_context
@@ -143,7 +148,8 @@ class PromptsAreShared(Promise):
             if prompt.is_new:
                 continue  # it may have lacked a row or memory in the short part
             for each in behind:
-                if each.length > prompt.length:
+                # What does not pay for one more token of a prompt goes to the next one.
+                if each.length > prompt.length and each.cost > order.token_cost(prompt, epoch):
                     what = f"row {each.row.index} has {each.length} tokens left and goes before {prompt.length}"
                     raise ViolationError("order.prompts", what, prompt.row.name)
 
