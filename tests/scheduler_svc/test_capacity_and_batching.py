@@ -47,7 +47,7 @@ def test_max_utilization_learns_its_headroom() -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if not learns:
                     patch.setattr(Capacity, "headroom", 0)
-                cluster = _cluster(num_blocks=num_blocks)
+                cluster = _cluster(num_blocks=num_blocks, policy="fcfs")
                 for stream in range(60):
                     cluster.submit(stream, [stream, 1, 2], num_tokens)
                 cluster.run()

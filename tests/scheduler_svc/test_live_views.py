@@ -317,7 +317,7 @@ def test_tables_are_for_views_that_ask(tmp_path: Path) -> None:
         counts[min(state, 3)] = counts.get(min(state, 3), 0) + length
     assert counts == {0: worker.blocks_free, 1: worker.blocks_cached, 2: 0, 3: worker.blocks_held}
     (queue,) = found[-1].queues
-    assert found[-1].policy == "fcfs"
+    assert found[-1].policy == "balanced"
     assert (queue.reason, queue.length) == ("room", 3)
     assert [each.request_id for each in queue.first] == ["r2", "r3", "r4"]
     assert len({each.number for each in queue.first} | set(blocks.owners)) == 5

@@ -152,7 +152,7 @@ def test_nothing_is_copied_before_a_token_proved_it() -> None:
 
     The step that writes it may be this one, in flight or answered. Its content is missing or may be invalid.
     """
-    cluster, worker = _cluster(max_num_batched_tokens=64, long_prefill_token_threshold=16)
+    cluster, worker = _cluster(max_num_batched_tokens=64, long_prefill_token_threshold=16, policy="fcfs")
     cluster.submit(1, [*PREFIX, 1, 2, 3], 20)
     cluster.submit(2, [*PREFIX[:12], 2, 2], 20)
     cluster.plan()

@@ -77,7 +77,7 @@ def test_memory_is_the_limit() -> None:
 
 def test_computing_prompts_is_the_limit() -> None:
     """A prompt fills the budget of each step while rows and memory are free."""
-    cluster = _cluster(max_num_batched_tokens=8, max_num_seqs=8)
+    cluster = _cluster(max_num_batched_tokens=8, max_num_seqs=8, policy="fcfs")
     cluster.submit(0, [1] * 100, 2)
     for stream in range(1, 5):
         cluster.submit(stream, [stream + 1] * 4, 2)

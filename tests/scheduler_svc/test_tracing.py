@@ -140,7 +140,7 @@ def figures(spans: list[ReadableSpan], *names: str) -> set[tuple[object, ...]]:
 
 def test_spans_from_a_history_are_those_of_a_sampled_request() -> None:
     """Waits and attempts have the same times and outcomes, also of preempted requests and those of a lost worker."""
-    cluster = TracedCluster(max_num_seqs=4, max_num_batched_tokens=16)
+    cluster = TracedCluster(max_num_seqs=4, max_num_batched_tokens=16, policy="fcfs")
     cluster.join(ModelWorker(b"w/1", 12, 4, 8))
     for stream in range(5):
         cluster.submit(stream, list(range(1, 6 + stream)), 12, traceparent=TRACEPARENT)
