@@ -5,6 +5,7 @@ without an obstacle must not be overtaken, and no worker may stay idle while it 
 """
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from checks.sim.promises.base import Promise, Watched
@@ -132,19 +133,28 @@ class Eligibility(Promise):
             return Obstacle.PREFIX
         return Obstacle.RIVALS if self._quotas.may_be_last(stream) else None
 
+    def shares_prefix_with(self, stream: Stream, rows: Iterable[int], epoch: Epoch) -> bool:
+        """Return whether a stream can share a block that one of the rows computes."""
+        first = self._shared_block(stream, epoch)
+        return first is not None and any(epoch.model.rows[row].tokens[: len(first)] == first for row in rows)
+
     def _prefix_is_computed(self, stream: Stream, epoch: Epoch, without: Stream | None) -> bool:
         """Return whether a started prompt may compute a block that the stream will share."""
-        if self.config.prefix_cache == "off" or stream.demand.scored or stream.demand.pooling is Pooling.MEAN:
-            return False
-        size = epoch.model.block_size
-        first = stream.first_tokens(size)
-        if len(first) < size:
+        first = self._shared_block(stream, epoch)
+        if first is None:
             return False
         own = None if without is None else without.name
         return any(
-            row.computed < row.num_admitted and row.name != own and row.tokens[:size] == first
+            row.computed < row.num_admitted and row.name != own and row.tokens[: len(first)] == first
             for row in epoch.model.rows.values()
         )
+
+    def _shared_block(self, stream: Stream, epoch: Epoch) -> list[int] | None:
+        """Return the tokens of the first block that a stream can share; None if it shares none."""
+        if self.config.prefix_cache == "off" or stream.demand.scored or stream.demand.pooling is Pooling.MEAN:
+            return None
+        first = stream.first_tokens(epoch.model.block_size)
+        return first if len(first) == epoch.model.block_size else None
 
 
 def assigned_s(promise: Promise) -> float:

@@ -130,7 +130,7 @@ class AdmissionOrder(Promise):
             elif obstacle is Obstacle.MEMORY and self._eligibility.held_by(other, epoch, without=stream) is None:
                 self._left.pop(other, None)
                 self._lacked_memory(other, stream)
-            elif obstacle is None and self._waits_for_prefix_of(stream, other, epoch):
+            elif obstacle is None and self._yields_to_short(other, stream, plan, epoch):
                 self._left.pop(other, None)
             elif obstacle is None:
                 self._could_start(other, stream)
@@ -139,11 +139,14 @@ class AdmissionOrder(Promise):
             else:
                 self._left.pop(other, None)
 
-    def _waits_for_prefix_of(self, stream: Stream, other: Stream, epoch: Epoch) -> bool:
-        """Return whether `other` waits for a prefix that `stream`, a shorter request, computes."""
+    def _yields_to_short(self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch) -> bool:
+        """Return whether `other` waits for what shorter requests of the plan, among them `stream`, use together."""
         if not self.config.serves_short_first or stream.num_known > other.num_known:
             return False
-        return self._eligibility.held_by(other, epoch) is Obstacle.PREFIX
+        eligibility = self._eligibility
+        if eligibility.obstacle(other, epoch, eligibility.memory(epoch)) is not None:
+            return True
+        return eligibility.shares_prefix_with(other, [admission.row for admission in plan.admissions], epoch)
 
     def _lacked_memory(self, other: Stream, stream: Stream) -> None:
         before = self._overtaken.get(other, 0.0)
