@@ -5,7 +5,7 @@ without an obstacle must not be overtaken, and no worker may stay idle while it 
 """
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checks.sim.promises.base import Promise, Watched
@@ -13,6 +13,7 @@ from checks.sim.promises.blame import Suspects
 from checks.sim.promises.quotas import Quotas
 from checks.sim.sites import Epoch
 from checks.sim.stream import Stream
+from records.rules.model_worker import Row
 from records.rules.oracle import grammar_key
 from scheduler_svc.core.queueing.backlog import MAX_ASSIGNED_S
 from scheduler_svc.core.queueing.placement import MAX_ASSIGNED
@@ -70,15 +71,21 @@ class Eligibility(Promise):
         self._given_up += present
         self._growth += max(1, longest - present)
 
-    def memory(self, epoch: Epoch, *, without: Stream | None = None) -> Memory:
-        """Return the memory of a worker; the blocks of `without`, a new stream, count as available."""
+    def memory(self, epoch: Epoch, *, without: Stream | None = None, admitted: Sequence[Row] = ()) -> Memory:
+        """Return the memory of a worker after a part of the present plan's admissions.
+
+        Args:
+            epoch: the worker.
+            without: a new stream, whose blocks count as available.
+            admitted: rows that the plan admits, which count although the book does not have them yet.
+        """
         stats = next(each for each in self.stats().workers if each.worker_id == epoch.worker_id)
         available = stats.blocks_free + stats.blocks_cached - self._given_up
         growth, promised = self._growth, 0
         size = epoch.model.block_size
         for row in epoch.model.rows.values():
             stream = self.clients.live.get(row.name)
-            if stream is None or stream.epoch is not epoch:
+            if stream is None or (stream.epoch is not epoch and row not in admitted):
                 continue
             if stream is without:
                 # The blocks that it shares may have been in use, or retired.
@@ -133,10 +140,10 @@ class Eligibility(Promise):
             return Obstacle.PREFIX
         return Obstacle.RIVALS if self._quotas.may_be_last(stream) else None
 
-    def shares_prefix_with(self, stream: Stream, rows: Iterable[int], epoch: Epoch) -> bool:
+    def shares_prefix_with(self, stream: Stream, rows: Sequence[Row], epoch: Epoch) -> bool:
         """Return whether a stream can share a block that one of the rows computes."""
         first = self._shared_block(stream, epoch)
-        return first is not None and any(epoch.model.rows[row].tokens[: len(first)] == first for row in rows)
+        return first is not None and any(row.tokens[: len(first)] == first for row in rows)
 
     def _prefix_is_computed(self, stream: Stream, epoch: Epoch, without: Stream | None) -> bool:
         """Return whether a started prompt may compute a block that the stream will share."""

@@ -130,7 +130,7 @@ class AdmissionOrder(Promise):
             elif obstacle is Obstacle.MEMORY and self._eligibility.held_by(other, epoch, without=stream) is None:
                 self._left.pop(other, None)
                 self._lacked_memory(other, stream)
-            elif obstacle is None and self._yields_to_short(other, stream, plan, epoch):
+            elif obstacle is None and self._yields_to_short(other, plan, epoch):
                 self._left.pop(other, None)
             elif obstacle is None:
                 self._could_start(other, stream)
@@ -139,14 +139,18 @@ class AdmissionOrder(Promise):
             else:
                 self._left.pop(other, None)
 
-    def _yields_to_short(self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch) -> bool:
-        """Return whether `other` waits for what shorter requests of the plan, among them `stream`, use together."""
-        if not self.config.serves_short_first or stream.num_known > other.num_known:
+    def _yields_to_short(self, other: Stream, plan: Plan, epoch: Epoch) -> bool:
+        """Return whether `other` waits for what the plan admits, among it shorter requests, in the short part."""
+        if not self.config.serves_short_first:
             return False
-        eligibility = self._eligibility
-        if eligibility.obstacle(other, epoch, eligibility.memory(epoch)) is not None:
+        admitted = [epoch.model.rows[admission.row] for admission in plan.admissions]
+        shorter = [row for row in admitted if row.num_admitted <= other.num_known]
+        if not shorter:
+            return False
+        if self._eligibility.shares_prefix_with(other, shorter, epoch):
             return True
-        return eligibility.shares_prefix_with(other, [admission.row for admission in plan.admissions], epoch)
+        memory = self._eligibility.memory(epoch, admitted=admitted)
+        return self._eligibility.obstacle(other, epoch, memory) is not None
 
     def _lacked_memory(self, other: Stream, stream: Stream) -> None:
         before = self._overtaken.get(other, 0.0)

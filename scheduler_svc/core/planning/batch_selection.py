@@ -12,6 +12,7 @@ as overtaking it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -236,21 +237,14 @@ class Admission:
         if self._max_running - worker.rows.num_running < 2:
             return False
         whole = [-(-len(each.tokens) // worker.rows.block_size) for each in (request, first)]
-        worst = sum(-(-(worker.limit_of(each) - 1) // worker.rows.block_size) for each in (request, first))
+        worst = [-(-(worker.limit_of(each) - 1) // worker.rows.block_size) for each in (request, first)]
+        fits = partial(worker.capacity.admits, worker.rows, worst_blocks=sum(worst), growth=max(0, worst[0] - whole[0]))
         num_available = worker.pool.num_available
-        if worker.capacity.admits(
-            worker.rows, num_new=sum(whole), worst_blocks=worst, num_available=num_available, num_requests=2
-        ):
+        if fits(num_new=sum(whole), num_available=num_available):
             return True
         cached = [worker.match(each).blocks for each in (request, first)]
         num_idle = sum(worker.pool.count_idle(blocks) for blocks in cached)
-        return worker.capacity.admits(
-            worker.rows,
-            num_new=sum(whole) - sum(map(len, cached)),
-            worst_blocks=worst,
-            num_available=num_available - num_idle,
-            num_requests=2,
-        )
+        return fits(num_new=sum(whole) - sum(map(len, cached)), num_available=num_available - num_idle)
 
     def next_suspect(self) -> tuple[Request, Room] | None:
         """Return a suspect that can start now and the memory for its KV; the other suspects keep their places.

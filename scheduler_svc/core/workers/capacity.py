@@ -83,30 +83,36 @@ class Capacity:
         return self._headroom
 
     def admits(
-        self, rows: RowTable, *, num_new: int, worst_blocks: int, num_available: int, num_requests: int = 1
+        self, rows: RowTable, *, num_new: int, worst_blocks: int, num_available: int, growth: int | None = None
     ) -> bool:
-        """Return whether a request fits, or several together.
+        """Return whether a request fits.
 
         Args:
             rows: those of the worker.
-            num_new: blocks to take for the present tokens.
-            worst_blocks: blocks of the longest possible sequences, shared ones included.
+            num_new: blocks to take for its present tokens.
+            worst_blocks: blocks of its longest possible sequence, shared ones included.
             num_available: blocks that can be taken now.
-            num_requests: number of requests. Alone on a worker, a request needs only what its present tokens take.
+            growth: blocks that another request may take for further tokens, if that one is admitted before it. Then
+                `num_new` and `worst_blocks` are those of both.
         """
         if num_new > num_available:
             return False
-        if not rows.num_running and num_requests == 1:
+        if not rows.num_running and growth is None:
             return True
         if self._guaranteed:
             return rows.worst_blocks + worst_blocks <= self._num_blocks
-        return num_new + self.reserve(rows) <= num_available
+        return num_new + self.reserve(rows, growth or 0) <= num_available
 
-    def reserve(self, rows: RowTable) -> int:
-        """Return the number of blocks that an admission leaves to the requests that run now."""
-        if not self.is_growing:
+    def reserve(self, rows: RowTable, growth: int = 0) -> int:
+        """Return the number of blocks that an admission leaves to the requests that run now.
+
+        Args:
+            rows: those of the worker.
+            growth: blocks that a further request may take.
+        """
+        if not (self.is_growing or growth):
             return 0
-        return min(self.headroom, rows.worst_blocks - rows.num_table_blocks)
+        return min(self.headroom, rows.worst_blocks - rows.num_table_blocks + growth)
 
     def grew(self, num_blocks: int) -> None:
         """Record that running requests took blocks for further tokens."""
