@@ -114,6 +114,19 @@ def test_a_short_prompt_leaves_the_memory_to_the_first_request() -> None:
     assert sum(bool(other.tokens) for other in others) <= 1
 
 
+def test_a_short_prompt_leaves_the_first_request_its_memory_on_an_idle_worker() -> None:
+    """A request that fits only alone is not overtaken when the worker is idle: what the short one may take counts."""
+    cluster = Cluster(
+        policy="balanced", max_num_seqs=8, max_num_batched_tokens=16, prefix_cache="off", capacity="guaranteed_no_evict"
+    )
+    first = cluster.submit(1, [1] * 52, 9)
+    short = cluster.submit(2, [2] * 4, 8)
+    cluster.join(ModelWorker(b"w", 15, 4, 8, max_tokens_per_step=16))
+    while not first.tokens:
+        _next_plan(cluster)
+    assert not short.tokens
+
+
 def test_plans_cost_the_same_however_many_requests_wait() -> None:
     """The short part looks at a few of the waiting requests only."""
 
