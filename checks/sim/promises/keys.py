@@ -29,8 +29,8 @@ class PolicyKeys(Promise):
                 forecast = min(demand.expected_output_tokens or demand.max_tokens, demand.max_tokens)
                 return stream.arrival + self._length_penalty(stream, forecast)
             case "edf":
-                wanted = [stream.deadline, stream.total_deadline, None if stream.tokens else stream.ttft_deadline]
-                # After its target is missed, a request ranks behind those that can still meet theirs.
+                # After a target is missed, a request ranks behind those that can still meet theirs.
+                wanted = [stream.deadline, stream.total_deadline, stream.ttft_deadline]
                 has_target = any(time is not None for time in wanted)
                 return math.inf if has_target else stream.arrival + EDF_SLACK_S
             case "lpm" | "slo":
