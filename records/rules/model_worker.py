@@ -219,8 +219,10 @@ class ModelWorker:
             row.draft_limit = limit
         for sources, targets in ins:
             self._copy(sources, targets)
-            for row, _ in admitted:
-                self._own(row, targets)
+            # Later rows of the plan may share these blocks.
+            owner = next((row for row, _ in admitted if row.blocks[: len(targets)] == targets), None)
+            for block in targets if owner is not None else ():
+                self._writer[block] = owner
         return self._forward(plan, admitted)
 
     # ---------------------------------------------------------------- rows and tables
@@ -297,12 +299,6 @@ class ModelWorker:
                 f" is not answered",
                 row.name,
             )
-
-    def _own(self, row: Row, targets: list[int]) -> None:
-        """Make the row the writer of the blocks that were swapped in for it."""
-        for number, block in enumerate(row.blocks[: len(targets)]):
-            if block == targets[number]:
-                self._writer[block] = row
 
     def _check_unused(self, blocks: list[int]) -> None:
         """Check that no row reads the blocks and no unanswered step names them."""
