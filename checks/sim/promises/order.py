@@ -140,15 +140,14 @@ class AdmissionOrder(Promise):
                 self._left.pop(other, None)
 
     def _yields_to_short(self, other: Stream, plan: Plan, epoch: Epoch) -> bool:
-        """Return whether `other` waits for what the plan admits, among it shorter requests, in the short part."""
-        if not self.config.serves_short_first:
-            return False
-        admitted = [epoch.model.rows[admission.row] for admission in plan.admissions]
-        shorter = [row for row in admitted if row.num_admitted <= other.num_known]
-        if not shorter:
-            return False
-        if self._eligibility.shares_prefix_with(other, shorter, epoch):
+        """Return whether `other` waits for what the plan computes or admits, among it shorter requests."""
+        # A request whose prefix this plan completes was held before the plan's chunks were chosen.
+        computing = [row for row in map(epoch.model.rows.get, plan.chunk_rows.tolist()) if row is not None]
+        if self._eligibility.shares_prefix_with(other, computing, epoch):
             return True
+        admitted = [epoch.model.rows[admission.row] for admission in plan.admissions]
+        if not (self.config.serves_short_first and any(row.num_admitted <= other.num_known for row in admitted)):
+            return False
         memory = self._eligibility.memory(epoch, admitted=admitted)
         return self._eligibility.obstacle(other, epoch, memory) is not None
 
