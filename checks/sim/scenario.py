@@ -136,7 +136,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         faults=_with_poison(draw_rates(rng, step), seed) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((32, 64, 128)),
     )
-    return _with_target(_with_room(scenario, context))
+    return _with_thresholds(_with_target(_with_room(scenario, context)))
 
 
 def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:
@@ -264,6 +264,20 @@ def _with_target(scenario: Scenario) -> Scenario:
         pace = replace(pace, step=pace.step / 10, per_token=pace.step / 10)
     return replace(
         scenario, pace=pace, config=replace(scenario.config, itl_target_s=pace.step * rng.choice((0.5, 3.0, 30.0)))
+    )
+
+
+def _with_thresholds(scenario: Scenario) -> Scenario:
+    """Draw the targets of `slo`, and the least difference in priority from which a request preempts others."""
+    rng = random.Random(f"thresholds of {scenario.seed}")
+    return replace(
+        scenario,
+        config=replace(
+            scenario.config,
+            preempt_priority_difference=rng.choice((0.0, 0.0, 1.0, 3.0)),
+            slo_ttft_s=scenario.pace.step * rng.choice((2.0, 20.0, 200.0)),
+            slo_ttft_token_s=scenario.pace.step * rng.choice((0.0, 0.01, 0.1)),
+        ),
     )
 
 

@@ -278,14 +278,13 @@ def test_other_settings_are_predicted_next_to_what_was_measured(served: Served) 
 
 
 def test_the_first_line_says_what_holds_the_service_back(served: Served) -> None:
-    """Idle, and then behind full rows: the state, the remedy, who waits, and the TTFT of those that wait."""
+    """Idle, and then behind full rows: the state, the remedy, and who waits."""
     with Client(served.grpc, token=OPERATOR) as client, _console(served) as page:
         page.locator("#now", has_text="idle: no request runs or waits").wait_for()
         streams = [client.generate("Once", max_tokens=1500, ignore_eos=True) for _ in range(3 * ROWS)]
         page.locator("#now", has_text=f"{ROWS} of {ROWS} rows busy").wait_for()
         page.locator("#now", has_text="What helps: raise --max-num-seqs or add a worker").wait_for()
         page.locator("#now", has_text="requests wait, the oldest").wait_for()
-        page.locator("#figures", has_text="(oldest waiting)").wait_for()
         page.locator("#memory tbody tr").nth(ROWS - 1).wait_for()
         page.select_option("#memory-by", "tenant")
         page.locator("#memory tbody tr", has_text=f"{ROWS} requests").wait_for()

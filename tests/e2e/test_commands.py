@@ -68,10 +68,11 @@ def test_an_operator_sees_and_ends_requests(demo: Served) -> None:
     assert "1 running" in listed
     assert ended == "1 ended\n"
     assert events[0] == "arrived"
-    assert events[1].startswith("admitted to worker-0")
-    assert events[2] == "first token"
+    assert events[1].startswith("forecast: row within ")
+    assert events[2].startswith("admitted to worker-0")
+    assert events[3] == "first token"
     assert len(events) == 4
-    assert events[3].startswith("ended: cancelled")
+    assert events[4].startswith("ended: cancelled")
 
 
 def test_the_log_level_of_a_running_service_can_be_changed(demo: Served) -> None:
