@@ -71,7 +71,7 @@ def test_an_operator_sees_and_ends_requests(demo: Served) -> None:
     assert events[1].startswith("forecast: row within ")
     assert events[2].startswith("admitted to worker-0")
     assert events[3] == "first token"
-    assert len(events) == 4
+    assert len(events) == 5
     assert events[4].startswith("ended: cancelled")
 
 
