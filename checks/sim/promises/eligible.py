@@ -122,7 +122,7 @@ class Eligibility(Promise):
         size = epoch.model.block_size
         needed = _blocks(stream.num_known, size)
         if self.config.capacity == "guaranteed_no_evict":
-            longest = _blocks(min(stream.longest, epoch.context) - 1, size)
+            longest = _blocks(min(whole, epoch.context) - 1, size)
             short = memory.promised > 0 and memory.promised + longest > memory.total
         else:
             short = needed + memory.reserve > memory.available
