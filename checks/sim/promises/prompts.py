@@ -197,6 +197,9 @@ class ShortPromptsStart(Promise):
         if len(model.rows) + 1 >= min(self.config.max_num_seqs, model.max_rows):
             return
         needed = sum(-(-length // model.block_size) for length in (shortest.num_known, max(others, default=0)))
+        # The first request is also left what the short one may grow into.
+        whole = min(len(shortest.demand.prompt) + shortest.demand.max_tokens, epoch.context)
+        needed += max(0, (whole - shortest.num_known) // model.block_size + 1)
         if self.config.capacity == "guaranteed_no_evict" or needed + memory.reserve > memory.available:
             return
         if any(self._eligibility.obstacle(each, epoch, memory) is not None for each in waiting):
