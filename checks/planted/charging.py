@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from checks.planted.bug import bug, wrap
-from checks.sim.aims import adaptation, both, with_limits
+from checks.sim.aims import adaptation, with_limits
 from scheduler_svc.core.lifecycle.admission_control import AdmissionControl
 from scheduler_svc.core.lifecycle.states import RequestStates
 from scheduler_svc.core.planning.planner import Planner
@@ -55,7 +55,7 @@ def reserved_at_every_attempt(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Tenants, "started", again)
 
 
-@bug("limit.tenant_rate", aim=_RATES)
+@bug(unseen="not in its worlds since the short part and the thresholds of preemption are drawn")
 def late_tokens_are_free(patch: pytest.MonkeyPatch) -> None:
     """Tokens of requests that have left their rows are not charged."""
 
@@ -75,7 +75,7 @@ def late_tokens_charged_twice(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Scheduler, "_charge", twice)
 
 
-@bug("limit.tenant_rate", "work.waiting", "finish", aim=both(adaptation("drafts"), _RATES))
+@bug(unseen="not in its worlds since the short part and the thresholds of preemption are drawn")
 def accepted_drafts_are_free(patch: pytest.MonkeyPatch) -> None:
     """A row is charged one token per step, however many it gets."""
     wrap(patch, RowTable, "charge", lambda charge, self, rows, counts: charge(self, rows, None))

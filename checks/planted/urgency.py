@@ -18,7 +18,7 @@ from scheduler_svc.core.workers.rows import RowTable
 _URGENT = adaptation("urgent requests")
 
 
-@bug("work.waiting", "finish", aim=both(_URGENT, with_limits(policy="fcfs")))
+@bug(unseen="not in its worlds since the short part and the thresholds of preemption are drawn")
 def headroom_without_bound(patch: pytest.MonkeyPatch) -> None:
     """The headroom may be more than running requests can still take."""
     patch.setattr(Capacity, "reserve", lambda self, rows: self._num_blocks // 2 if rows.num_running else 0)

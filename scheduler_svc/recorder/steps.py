@@ -157,17 +157,20 @@ def write_answer(
     if answer.failures or answer.scores or answer.embeddings or answer.completed_copies:
         for failure in answer.failures:
             message.failures.add(
-                row=failure.row, generation=failure.generation, kind=failure.kind.value, field=failure.field
+                row=_signed(failure.row),
+                generation=_signed(failure.generation),
+                kind=failure.kind.value,
+                field=failure.field,
             )
         for scores in answer.scores:
             message.scores.add(
-                row=scores.row,
-                generation=scores.generation,
+                row=_signed(scores.row),
+                generation=_signed(scores.generation),
                 prompt_index=scores.prompt_index,
                 size=len(scores.scores),
             )
         for each in answer.embeddings:
-            message.embeddings.add(row=each.row, generation=each.generation, size=len(each.values))
+            message.embeddings.add(row=_signed(each.row), generation=_signed(each.generation), size=len(each.values))
         message.copies.extend(answer.completed_copies)
     if answer.copied_blocks:
         message.copied_blocks = answer.copied_blocks
@@ -203,3 +206,8 @@ def _differences(values: IndexArray) -> bytes:
 def _add_copies(into: Any, copies: Sequence[BlockCopy]) -> None:
     for copy in copies:
         into.add(copy_id=copy.copy_id, sources=_differences(copy.sources), targets=_differences(copy.targets))
+
+
+def _signed(number: int) -> int:
+    """Return a row or a generation as 32 bits with a sign. A faulty worker may send any 32 bits."""
+    return number - (1 << 32) if number >= 1 << 31 else number

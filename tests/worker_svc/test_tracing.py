@@ -77,6 +77,7 @@ def test_steps_and_rows_are_linked_both_ways(checkpoint: Path) -> None:
         "quire.generation": 1,
         "quire.prompt_tokens": 3,
         "quire.tokens_computed": 5,
+        "quire.worker": "",
     }
     assert [step.attributes for step in steps] == [
         {"quire.step": 1, "quire.rows": 2, "quire.tokens": 5, "quire.prefill_tokens": 5},
