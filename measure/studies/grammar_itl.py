@@ -48,7 +48,7 @@ async def round_of(client: AsyncClient, *, grammars: bool) -> list[float]:
 
 
 async def measure(target: str) -> dict[str, object]:
-    """The numbers of three rounds of each, in turn."""
+    """Measure both loads alternately, three rounds each; return their results."""
     async with AsyncClient(target) as client:
         await round_of(client, grammars=True)
         found: dict[bool, list[float]] = {False: [], True: []}

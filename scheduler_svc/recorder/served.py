@@ -1,4 +1,4 @@
-"""Numbers of what was served between two moments, for live views: rates, TTFT, ITL and goodput."""
+"""Rates, TTFT, ITL and goodput between two times, for live views."""
 
 from dataclasses import dataclass
 

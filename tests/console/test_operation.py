@@ -257,7 +257,7 @@ def test_the_last_minute_is_shown_under_three_strategies(served: Served) -> None
 
 @pytest.mark.release
 def test_other_settings_are_predicted_next_to_what_was_measured(served: Served) -> None:
-    """More rows for the requests of the last minute: measured, simulated and predicted figures stand side by side."""
+    """More rows for the requests of the last minute: the page shows measured, simulated and predicted values."""
     with Client(served.grpc, token=OPERATOR) as client, _console(served) as page:
         requests = [{"prompt": "Once", "max_tokens": 40, "ignore_eos": True} for _ in range(8 * ROWS)]
         for _ in client.generate_batch(requests):

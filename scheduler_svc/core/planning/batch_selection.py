@@ -116,7 +116,7 @@ class Admission:
         self._has_found_first = False
         """Whether the first requests were tested for memory, because shorter ones may overtake them."""
         self._first: Request | None = None
-        """The first request that has room; shorter ones that overtake it leave it the room."""
+        """The first request that has room. A shorter request overtakes it only if this room stays free."""
 
     def next(self) -> tuple[Request, Room] | None:
         """Return the next request to admit and the memory for its KV, or None.

@@ -21,7 +21,7 @@ _EARLY = 15
 """Requests of a regime from which on its gain is the final one, and other regimes do not begin like it any more."""
 _LEAST_DISTANCE, _MOST_DISTANCE = 0.01, 3.0
 _OFFSET_S = 0.001
-"""Added to true and estimated times, so that their ratio exists."""
+"""Added to measured and estimated times, so that no ratio divides by zero."""
 _REGIMES = 8
 """Sizes of estimates, each four times the one before; the smallest is 10 ms."""
 
