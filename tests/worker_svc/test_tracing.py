@@ -80,8 +80,8 @@ def test_steps_and_rows_are_linked_both_ways(checkpoint: Path) -> None:
         "quire.worker": "",
     }
     assert [step.attributes for step in steps] == [
-        {"quire.step": 1, "quire.rows": 2, "quire.tokens": 5, "quire.prefill_tokens": 5},
-        {"quire.step": 2, "quire.rows": 2, "quire.tokens": 2, "quire.prefill_tokens": 0},
+        {"quire.worker": "", "quire.step": 1, "quire.rows": 2, "quire.tokens": 5, "quire.prefill_tokens": 5},
+        {"quire.worker": "", "quire.step": 2, "quire.rows": 2, "quire.tokens": 2, "quire.prefill_tokens": 0},
     ]
     assert all(step.parent is not None and f"{step.parent.span_id:016x}" == "c7ad6b7169203331" for step in steps)
     assert linked([row_span]) == span_ids(steps)
