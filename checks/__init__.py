@@ -4,5 +4,6 @@ sim         runs the scheduler core in simulated worlds with faults, and checks 
 planted     bugs of the core that the simulator must find
 mutation    small changes of the core that some check must find
 chaos       kills, freezes, attacks and overloads running services
+oracle      the tokens that transformers gives
 commands    the commands of the command line
 """

@@ -6,6 +6,7 @@ strategies  `quire bench strategies`: static, dynamic and continuous batching
 policies    `quire bench policies`: scheduling policies in virtual time
 scheduler, frontend, kernels, cpu, gpu: one part alone
 studies     comparisons for the documentation, in virtual time in plots
+testbed     services, tiny checkpoints and environments to measure, check and test with
 peers       Quire and other servers in turn
 commands    the commands of the command line
 spread      the distribution of measured values

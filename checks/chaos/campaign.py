@@ -22,10 +22,10 @@ import psutil
 
 from checks.chaos.load import Load, Streamed, check
 from checks.chaos.proxy import Wires
+from checks.oracle import Oracle, Tally
 from measure.spread import Spread
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
-from tests.e2e.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 
 HOOKS = Path(__file__).parent / "hooks"
 NUM_WORKERS = 3

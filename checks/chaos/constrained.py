@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from jsonschema import Draft202012Validator
 
+from checks.oracle import Oracle
 from shared.grammars import GrammarTokenizer, compile_grammar
-from tests.e2e.oracle import Oracle
 
 MAX_TOKENS = 700
 """More than any of the schemas takes, whatever white space the model likes."""

@@ -24,9 +24,9 @@ from typing import Any
 from checks.chaos import command
 from checks.chaos.campaign import PATIENCE_S, quantiles
 from checks.chaos.load import Load, Streamed, check
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
-from tests.e2e.oracle import Oracle, Tally
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 
 CONNECTIONS = 8
 

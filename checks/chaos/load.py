@@ -12,12 +12,12 @@ import torch
 from grpc import aio
 
 from checks.chaos import constrained
+from checks.oracle import NEAR_TIE, Oracle, Tally
 from kernels.philox import gumbel_from_words, random_words
 from quire import AsyncClient, Finished, FinishReason
 from quire.admin.v1 import admin_pb2
 from quire.admin.v1.admin_pb2_grpc import AdminServiceStub
 from quire.errors import QueueFullError, QuireError
-from tests.e2e.oracle import NEAR_TIE, Oracle, Tally
 
 if TYPE_CHECKING:
     from quire.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub

@@ -24,13 +24,13 @@ from grpc import RpcError, aio
 
 from checks.chaos.command import parser, tell
 from measure.spread import Spread
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
+from measure.testbed.service import Served, serve
 from quire.v1 import generation_pb2 as v1
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
 from records.explain.accounting import Account, account
 from records.explain.reading import study
 from records.reader import Segment, read
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.e2e.harness import Served, serve
 
 if TYPE_CHECKING:
     from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub

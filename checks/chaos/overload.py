@@ -26,10 +26,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from checks.chaos import command
 from checks.chaos.campaign import quantiles
 from measure.load.svg import Series, lines
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 from quire import AsyncClient, SchedulingOptions
 from quire.errors import QueueFullError, QuireError
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
 
 PROMPT = 64
 OUTPUT = (192, 448)

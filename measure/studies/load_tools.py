@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from measure.load.figures import Interval
-from tests.clients.environments import Environment, InstallError
-from tests.e2e.harness import QUIRE, ROOT, serve
+from measure.testbed.environments import Environment, InstallError
+from measure.testbed.service import QUIRE, ROOT, serve
 
 FIGURES = ("ttft_ms", "tpot_ms", "e2e_ms")
 _TOKENIZER = ROOT / "shared" / "demo_model"

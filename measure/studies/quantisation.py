@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.quantised_checkpoints import convert_checkpoint, convert_to_gguf
+from measure.testbed.storages import bytes_of
 from shared.config import ConfigError, WorkerConfig
 from shared.kv_sizes import kv_bytes_per_token
 from shared.model_path import resolve_model
-from tests.checkpoints import make_checkpoint
-from tests.quantised_checkpoints import convert_checkpoint, convert_to_gguf
-from tests.storages import bytes_of
 from tools.demo_model import evaluate
 from tools.demo_model.corpus import BOS, EOS
 from worker_svc.device.choice import set_threads

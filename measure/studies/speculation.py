@@ -36,9 +36,9 @@ from safetensors.torch import load_file, save_file
 
 from kernels.native.serving import native
 from measure.peers.model import make_model
+from measure.testbed.service import Served, serve
 from quire import AsyncClient
 from shared.model_path import DEMO_DRAFT, DEMO_MODEL, resolve_model
-from tests.e2e.harness import Served, serve
 
 TEXT = (
     "The inventory of the house lists each room twice. Kitchen: one table, four chairs, one stove. Hall: one mirror,"

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from measure.strategies import other_work
+from measure.testbed.service import serve
 from quire import AsyncClient
 from records.whatif.answer import Case, compare, from_record
 from records.whatif.figures import Figures
-from tests.e2e.harness import serve
 
 SETTINGS: tuple[tuple[str, ...], ...] = (
     ("max_num_seqs=64", "policy=fcfs"),

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.harness import PATIENCE_S, ROOT, Served, serve
+from measure.testbed.service import PATIENCE_S, ROOT, Served, serve
 
 SECONDS = 60.0
 """Duration of each load."""

@@ -7,9 +7,9 @@ import socket
 from pathlib import Path
 
 from checks.chaos.fronts import Campaign, Kill, run
+from measure.testbed.service import Served, serve
 from quire import AsyncClient
 from quire.aio import AsyncGeneration
-from tests.e2e.harness import Served, serve
 
 OPTIONS = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True, "logprobs": 1}
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from checks.chaos.campaign import HOOKS
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import serve
 from quire import AsyncClient
 from quire.errors import QuireError
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
 from tests.e2e.load import Answer, draw_prompts, generate
-from tests.e2e.oracle import Oracle, Tally
 
 POISON = [371, 372, 373]
 """The model does not say that by itself."""

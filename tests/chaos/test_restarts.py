@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from checks.chaos.load import Load, Streamed, check
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 from quire import AsyncClient, SchedulingOptions
 from quire.errors import QueueFullError, QuireError, UnavailableError
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
-from tests.e2e.oracle import Oracle, Tally
 
 PATIENCE_S = 120.0
 STREAMS = 8

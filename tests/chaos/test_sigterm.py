@@ -13,11 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checks.chaos.campaign import PATIENCE_S
 from checks.chaos.load import Load, check
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 from quire import AsyncClient
 from quire.errors import QuireError
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
-from tests.e2e.oracle import Oracle, Tally
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.clients.environments import BUILD, Environment, InstallError, environments
+from measure.testbed.environments import BUILD, Environment, InstallError, environments
+from measure.testbed.service import ROOT, Served, serve
 from tests.clients.matrix import Outcome, matrix_of, tables, to_json
-from tests.e2e.harness import ROOT, Served, serve
 from tests.e2e.reciting_model import EOS, make_reciter
 
 PUBLISHED = ROOT / "measure" / "results" / "clients.json"

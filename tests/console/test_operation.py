@@ -8,11 +8,11 @@ import grpc
 import pytest
 from playwright.sync_api import Page
 
+from measure.testbed.service import Served, serve
 from quire import Client
 from quire.admin.v1 import admin_pb2 as admin
 from quire.admin.v1 import admin_pb2_grpc
 from tests.console.browser import needs_chromium, opened, shoot, until
-from tests.e2e.harness import Served, serve
 
 pytestmark = needs_chromium
 OPERATOR, CALLER = "token-of-an-operator", "token-of-a-caller"

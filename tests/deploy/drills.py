@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from measure.testbed.service import SERVICE_VARIABLE
 from tests.deploy import operating
 from tests.deploy.cell import Cell
 from tests.deploy.manifests import KUBERNETES, ROOT
-from tests.e2e.harness import SERVICE_VARIABLE
 
 DRILLS: tuple[Callable[[Cell], None], ...] = (
     Cell.scale_workers, Cell.upgrade_workers, Cell.upgrade_scheduler, Cell.upgrade_frontends, Cell.rotate_worker_key,

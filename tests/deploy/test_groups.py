@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from measure.testbed.service import QUIRE, free_ports
 from quire import Client
 from tests.deploy.manifests import ROOT, Pod, needs_tools, of_kind, pods
 from tests.deploy.node import until
-from tests.e2e.harness import QUIRE, free_ports
 
 pytestmark = needs_tools
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from measure.testbed.service import free_ports
 from quire import Client
 from tests.deploy.images import STORE, Image, build
-from tests.e2e.harness import free_ports
 from tools.lock import TORCH
 
 pytestmark = [

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from measure.testbed.service import free_ports
 from tests.deploy.manifests import needs_tools, of_kind, pods
-from tests.e2e.harness import free_ports
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [

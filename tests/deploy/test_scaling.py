@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
+from measure.testbed.service import QUIRE, free_ports
 from quire.aio import AsyncClient
 from tests.deploy.manifests import ROOT, needs_tools, of_kind
-from tests.e2e.harness import QUIRE, free_ports
 
 PROMETHEUS = shutil.which("prometheus")
 PROMTOOL = shutil.which("promtool")

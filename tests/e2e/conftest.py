@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.harness import SERVICE_VARIABLE, Service, serve
+from measure.testbed.service import SERVICE_VARIABLE, Service, serve
 
 
 @pytest.fixture(scope="session")

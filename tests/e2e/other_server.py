@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.harness import ROOT, free_ports
+from measure.testbed.service import ROOT, free_ports
 
 _START_S = 120
 _SLOTS, _CONTEXT = 8, 2048

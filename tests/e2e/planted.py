@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from grpc import aio
 
+from measure.testbed.service import PATIENCE_S, Served
 from quire import AsyncClient, SchedulingOptions, errors
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
-from tests.e2e.harness import PATIENCE_S, Served
 
 ADMISSION = """
 [tenants.single]

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI, OpenAI
 
-from tests.e2e.harness import Served, free_ports, serve
+from measure.testbed.service import Served, free_ports, serve
 
 NUM_REQUESTS = 200
 _START_S = 60

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import QUIRE, ROOT, Served, free_ports, serve
+from measure.testbed.service import QUIRE, ROOT, Served, free_ports, serve
 
 LINES = 80
 NO_PROXY = {**os.environ, "NO_PROXY": "*"}

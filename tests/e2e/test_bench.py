@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import ROOT, Served
+from measure.testbed.service import ROOT, Served
 from tests.e2e.test_commands import quire
 
 COUNTED = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "quire_requests_ended_total")

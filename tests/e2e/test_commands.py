@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from measure.testbed.service import QUIRE, ROOT, Served
 from quire import Client
 from quire.errors import CancelledError
-from tests.e2e.harness import QUIRE, ROOT, Served
 
 
 def quire(*arguments: str, typed: str = "") -> str:

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from measure.testbed.service import Served
 from quire import AsyncClient
-from tests.e2e.harness import Served
 from tools.demo_model.evaluate import (
     CHECKPOINT,
     QUALITY_FILE,

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.harness import Served, serve
+from measure.testbed.service import Served, serve
 from tests.e2e.reciting_model import make_reciting_model
 
 DIALOGUES = Path(__file__).parent / "dialogues"

@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 from quire import AsyncClient, Client, errors
 from quire.v1 import generation_pb2 as v1
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
 from tests.e2e.load import draw_prompts
 
 CHUNK = 32

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import DEFAULTS, QUIRE, ROOT, Served, Service, serve
 from quire import AsyncClient, Client
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, Service, serve
 from tests.e2e.planted import ADMISSION, CAUSES, MAX_LENGTH, SERVICES, Planted, Scene
 from tests.examples import SEED
 

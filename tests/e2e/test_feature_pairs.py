@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from checks.oracle import NEAR_TIE, Oracle, Tally
 from kernels.native.serving import native
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
+from measure.testbed.quantised_checkpoints import SIZES, make_pair, rounds_activations, rounds_weights
+from measure.testbed.service import serve
 from quire import Client
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.e2e.harness import serve
 from tests.e2e.load import draw_prompts, generate_all
-from tests.e2e.oracle import NEAR_TIE, Oracle, Tally
-from tests.quantised_checkpoints import SIZES, make_pair, rounds_activations, rounds_weights
 
 FEATURES = {
     "speculation": ("ngram", "draft", "off"),

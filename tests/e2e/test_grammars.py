@@ -12,9 +12,9 @@ import pytest
 from grpc import aio
 from jsonschema import Draft202012Validator
 
+from measure.testbed.service import Served, serve
 from quire.v1 import generation_pb2 as v1
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.harness import Served, serve
 from tests.schemas import Schema, make_schemas
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
+from measure.testbed.service import Served, serve
 from quire.admin.v1 import admin_pb2 as admin
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import model_pb2
-from tests.e2e.harness import Served, serve
 from tests.e2e.reciting_model import make_reciting_model
 from tests.examples import examples
 from tests.services.test_api_fuzz import EXPECTED, mutate, seeds

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.e2e.harness import Served, serve
+from measure.testbed.service import Served, serve
 from tests.e2e.reciting_model import make_reciting_model
 from tests.examples import examples
 

@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import serve
 from quire import Client
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
 
 SILENCE_S = 1.5
 

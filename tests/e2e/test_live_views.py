@@ -9,13 +9,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from measure.testbed.service import PATIENCE_S, Served, serve
 from quire.admin.v1 import admin_pb2 as admin
 from quire.admin.v1 import admin_pb2_grpc
 from quire.client import Client
 from records.reader import read
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.live_views import MAX_VIEWS
-from tests.e2e.harness import PATIENCE_S, Served, serve
 
 
 @contextlib.contextmanager

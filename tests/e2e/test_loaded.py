@@ -4,10 +4,10 @@ from pathlib import Path
 
 import grpc
 
+from measure.testbed.service import serve
 from quire import Client
 from quire.admin.v1 import admin_pb2 as admin
 from quire.admin.v1 import admin_pb2_grpc
-from tests.e2e.harness import serve
 from tests.house.test_imports import ABOVE_SERVING
 
 _HOOK = """

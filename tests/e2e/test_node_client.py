@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from measure.testbed.service import ROOT, Served
 from quire import Client
-from tests.e2e.harness import ROOT, Served
 
 SCRIPT = Path(__file__).with_name("node") / "stream.js"
 PACKAGES = ROOT / "build" / "node" / "node_modules"

@@ -14,7 +14,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.e2e.harness import Served
+from measure.testbed.service import Served
 
 ARITHMETIC = [{"role": "user", "content": "What is 3 + 4?"}]
 

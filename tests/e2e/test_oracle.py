@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import serve
 from tests.e2e.load import draw_prompts, generate_all, kv_memory
-from tests.e2e.oracle import Oracle, Tally
 
 # Prompts of 1 to 300 tokens in one batch; outputs long enough to cross block boundaries and to meet in memory.
 PROMPT_LENGTHS = (1, 300, 2, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 128, 150, 200, 250, 299)

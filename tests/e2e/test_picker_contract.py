@@ -19,10 +19,10 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from measure.testbed.service import Served, free_ports, serve
 from quire import Client, SchedulingOptions
 from quire.v1 import generation_pb2 as v1
 from tests.deploy.manifests import TOOLS, needs_tools
-from tests.e2e.harness import Served, free_ports, serve
 
 _WAIT_MS = 20_000
 _PROMPT = list(range(40, 240))

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import serve
 from tests.e2e.load import draw_prompts, generate_all
-from tests.e2e.oracle import Oracle, Tally
 
 
 @pytest.mark.drawn(1)

@@ -24,12 +24,12 @@ import psutil
 import pytest
 from opentelemetry import trace
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import PATIENCE_S, Served, free_ports, serve
 from quire import Client, SchedulingOptions, errors
 from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
 from shared import metric_names
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import PATIENCE_S, Served, free_ports, serve
 from tools.alerts import RULES
 from tools.dashboards import BOARDS, INTERVAL
 

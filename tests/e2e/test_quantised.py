@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from checks.oracle import ROUNDED_TIE, Oracle, Tally
 from kernels.native.serving import native
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.quantised_checkpoints import make_gguf, make_pair, rounds_activations
+from measure.testbed.service import serve
 from tests.e2e.load import draw_prompts, generate_all, kv_memory
-from tests.e2e.oracle import ROUNDED_TIE, Oracle, Tally
-from tests.quantised_checkpoints import make_gguf, make_pair, rounds_activations
 
 PROMPT_LENGTHS = (1, 120, 2, 9, 16, 17, 33, 64, 90, 100)
 OUTPUT_LENGTHS = (40, 24, 60, 33, 20, 48, 30, 40, 25, 36)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from measure.testbed.service import QUIRE, serve
 from records.reader import read
 from records.replay import entries, replay
 from scheduler_svc.core.interface import events as ev
-from tests.e2e.harness import QUIRE, serve
 from tests.records.test_timeline import Timeline
 
 

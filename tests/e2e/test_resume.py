@@ -14,10 +14,10 @@ from typing import Self
 import grpc
 import pytest
 
+from measure.testbed.service import ROOT, Served, serve
 from quire import AsyncClient, Client, Completion, _calls, errors
 from quire.v1 import generation_pb2 as v1
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.e2e.harness import ROOT, Served, serve
 
 OPTIONS = {"max_tokens": 300, "temperature": 1.0, "seed": 11, "ignore_eos": True}
 PROMPT = "Once upon a time"

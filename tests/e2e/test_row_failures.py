@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
+from measure.testbed.service import Served, serve
 from quire import AsyncClient
 from quire.errors import InvalidRequestError, QuireError
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.e2e.harness import Served, serve
 
 PREFIX = list(range(100, 164))
 NUM_NEIGHBOURS = 4

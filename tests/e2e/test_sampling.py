@@ -6,11 +6,11 @@ import grpc
 import pytest
 import torch
 
+from checks.oracle import Oracle
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import serve
 from quire.v1 import generation_pb2 as v1
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
-from tests.e2e.oracle import Oracle
 
 CACHED = "quire_prefix_cache_hit_tokens_total"
 PROMPT = list(range(3, 40))

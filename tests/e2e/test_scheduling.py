@@ -7,12 +7,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 from quire import AsyncClient, SchedulingOptions
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
 from tests.e2e.load import Answer, draw_prompts, generate, generate_all, kv_memory
-from tests.e2e.oracle import Oracle, Tally
 
 LENGTHS = (3, 40, 9, 70, 120, 5, 33, 64)
 OUTPUTS = (30, 20, 40, 10, 25, 35, 16, 24)

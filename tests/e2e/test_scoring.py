@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModel, AutoModelForCausalLM
 
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, Service, serve
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, Service, serve
 
 QUERY = "the quick brown fox"
 DOCUMENTS = ["the lazy dog", "the quick brown fox jumps", "one sings in the rain", "the quick brown fox jumps " * 20]

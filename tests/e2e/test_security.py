@@ -16,10 +16,10 @@ import grpc
 import pytest
 import trustme
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import DEFAULTS, QUIRE, ROOT, Served, free_ports, serve
 from quire import Client
 from quire.errors import QuireError
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, free_ports, serve
 
 
 @dataclass(frozen=True, slots=True)

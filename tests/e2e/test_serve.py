@@ -16,9 +16,9 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import DEFAULTS, QUIRE, ROOT, Served, serve
 from quire import Client, FinishReason, errors
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, serve
 
 
 @pytest.fixture(scope="module")

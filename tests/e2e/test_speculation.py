@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import QUIRE, serve
 from quire import Client
 from records.reader import read
 from records.replay import entries, replay
 from records.whatif.answer import compare, from_record
 from scheduler_svc.core.interface import events as ev
 from shared.model_path import resolve_model
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import QUIRE, serve
 from tests.e2e.load import Answer
-from tests.e2e.oracle import Oracle, Tally
 from tests.e2e.test_worker_death import Kill, _run_with_a_kill
 
 FLAGS = ("--dtype=float32", "--num-threads=1", "--speculation=ngram", "--speculative-tokens=6")

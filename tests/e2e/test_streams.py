@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import MAX_POSITIONS, make_checkpoint
+from measure.testbed.service import serve
 from quire import AsyncClient
 from quire.errors import CancelledError
-from tests.checkpoints import MAX_POSITIONS, make_checkpoint
-from tests.e2e.harness import serve
 from tests.e2e.load import Answer, draw_prompts, generate
-from tests.e2e.oracle import Oracle, Tally
 
 STREAMS = 64
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import PATIENCE_S, QUIRE, Served, is_alive, serve
 from quire import AsyncClient, Client
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import PATIENCE_S, QUIRE, Served, is_alive, serve
 from tests.e2e.load import Answer, draw_prompts
-from tests.e2e.oracle import Oracle, Tally
 from tests.e2e.test_worker_death import _stream
 
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 import quire
-from tests.e2e.harness import Served
+from measure.testbed.service import Served
 
 Json = dict[str, Any]
 

@@ -10,9 +10,9 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 from quire import Client, SchedulingOptions
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
 from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 
 GENERATE = "quire.v1.GenerationService/Generate"

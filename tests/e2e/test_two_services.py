@@ -6,9 +6,9 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import DEFAULTS, QUIRE, ROOT, Served, free_ports, serve
 from quire import Client
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import DEFAULTS, QUIRE, ROOT, Served, free_ports, serve
 
 
 def test_two_services_of_one_user_can_both_be_looked_into(tmp_path: Path) -> None:

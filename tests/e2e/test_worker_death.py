@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from checks.oracle import Oracle, Tally
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import Served, serve
 from quire import AsyncClient
 from quire.errors import QuireError
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import Served, serve
 from tests.e2e.load import Answer, draw_prompts
-from tests.e2e.oracle import Oracle, Tally
 
 WAIT_S = 3.0
 

@@ -80,8 +80,8 @@ def _may_import() -> dict[str, set[str]]:
 
 
 _MAY_IMPORT = _may_import()
-ABOVE_SERVING = ("records", "measure", "checks")
-"""Packages that read recordings, measure and verify, each above all before it; what serves lies below."""
+ABOVE_SERVING = ("records", "measure", "checks", "tests")
+"""Packages that read recordings, measure, verify and test, each above all before it; what serves lies below."""
 _SERVING = ("quire", "quire_server", "services", "scheduler_svc", "worker_svc", "kernels", "shared", "protos")
 _STUBS = ("quire.v1", "quire.admin.v1", "quire.__version__")
 
@@ -103,7 +103,7 @@ def test_a_folder_imports_only_what_the_architecture_page_allows(folder: str) ->
 
 
 def test_serving_lies_below_what_reads_records_measures_and_verifies() -> None:
-    """The order is serving, records, measure, checks: no module imports one of a package that comes later."""
+    """The order is serving, records, measure, checks, tests: no module imports one of a package that comes later."""
     against = []
     for folder in (*_SERVING, *ABOVE_SERVING):
         later = ABOVE_SERVING[ABOVE_SERVING.index(folder) + 1 :] if folder in ABOVE_SERVING else ABOVE_SERVING

@@ -10,10 +10,10 @@ import pytest
 
 from measure.scheduler.echo_worker import EchoRows, Timeline
 from measure.scheduler.link import DEFAULT_CASES, Case, LinkBenchError, cases_for, longest_turn, measure
+from measure.testbed.service import QUIRE, ROOT
 from protos.quire.plan.v1 import plan_pb2
 from quire_server.serve.layout import child_environment
 from shared.columns import from_column, to_column
-from tests.e2e.harness import QUIRE, ROOT
 
 
 @pytest.mark.parametrize(("flags", "in_flight"), [((), [1, 2]), (("--workers=3",), [1, 2])])

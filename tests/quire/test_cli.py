@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from measure.testbed.service import QUIRE, ROOT
 from quire_server.cli import serve
 from quire_server.cli._config import TOPICS
 from quire_server.cli._other_servers import REMEDIES
 from quire_server.cli._parser import OneLineParser
 from quire_server.cli.main import COMMANDS
-from tests.e2e.harness import QUIRE, ROOT
 from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, reason, scripted_server
 
 import grpc  # isort: skip

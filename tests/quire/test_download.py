@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from measure.testbed.service import QUIRE
 from shared.model_path import resolve_model
 from tests.deploy.hub import Hub, serving
-from tests.e2e.harness import QUIRE
 
 DEMO = resolve_model("demo", weights=True)
 _WANTED = {".json", ".jinja", ".txt", ".model", ".safetensors"}

@@ -18,9 +18,9 @@ import grpc
 import pytest
 import trustme
 
+from measure.testbed.service import QUIRE, ROOT
 from quire_server.cli._parser import OneLineParser
 from quire_server.cli.main import main
-from tests.e2e.harness import QUIRE, ROOT
 from tests.quire.scripted_server import scripted_server
 
 HTTP_COMMANDS = ("batch",)

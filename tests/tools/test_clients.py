@@ -2,8 +2,8 @@
 
 import pytest
 
+from measure.testbed.environments import environments
 from tests.clients.__main__ import PAGE, PUBLISHED, main, with_tables
-from tests.clients.environments import environments
 from tests.clients.matrix import FEATURES, Outcome, matrix_of, read, tables, to_json
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.quantised_checkpoints import make_gguf, make_pair
+from measure.testbed.storages import bytes_of
 from quire_server.capacity import kv_bytes, sizes_from_config
 from quire_server.cli.main import main
 from shared.config import WorkerConfig
 from shared.model_path import resolve_model
-from tests.checkpoints import make_checkpoint
 from tests.cpu_kernels import cpu_kernels
-from tests.quantised_checkpoints import make_gguf, make_pair
-from tests.storages import bytes_of
 from tests.worker_svc.driver import CPU, make_engine
 from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.model.loader import load_model

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.examples import examples
 from tests.worker_svc.driver import Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from measure.testbed.checkpoints import edit_config, make_checkpoint
 from shared.config import ConfigError
-from tests.checkpoints import edit_config, make_checkpoint
 from worker_svc.model.fingerprint import STRIDE_BYTES, fingerprint
 
 FLOAT = torch.float32

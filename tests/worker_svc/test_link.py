@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import zmq
 
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import QUIRE, ROOT
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import QUIRE, ROOT
 from tests.worker_svc.driver import Driver, make_engine
 from worker_svc.model.config import break_even_context, read_config
 

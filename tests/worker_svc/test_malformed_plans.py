@@ -8,9 +8,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from measure.testbed.checkpoints import make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
-from tests.checkpoints import make_checkpoint
 from tests.examples import examples
 from tests.worker_svc.driver import Driver, execute, make_engine
 from worker_svc.execution.engine import Engine

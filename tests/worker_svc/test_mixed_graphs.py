@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import GREEDY, Driver, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.device.accelerator import Graph

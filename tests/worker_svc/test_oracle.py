@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
+from measure.testbed.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import Driver, collect, launch, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 

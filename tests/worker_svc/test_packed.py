@@ -11,8 +11,8 @@ import transformers
 from kernels.linear import PackedLinear, quantise
 from kernels.native.library import Native, native_levels
 from kernels.native.serving import native
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from shared.config import ConfigError, WorkerConfig
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.memory.kv_pool import allocate

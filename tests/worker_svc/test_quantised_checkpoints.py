@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from kernels.linear import PackedLinear, dequantised
 from kernels.native.library import native_levels
 from kernels.native.serving import native
+from measure.testbed.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
+from measure.testbed.quantised_checkpoints import LAYOUTS, make_gguf, make_pair, rounds_activations
 from shared.config import ConfigError
-from tests.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
 from tests.cpu_kernels import cpu_kernels
-from tests.quantised_checkpoints import LAYOUTS, make_gguf, make_pair, rounds_activations
 from tests.worker_svc.test_packed import load, logits_of
 from worker_svc.model.quantised import QuantisedWeight, StoredWeights
 from worker_svc.model.weights import read_tensors

@@ -7,9 +7,9 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import Driver, collect, execute, launch, make_engine
 
 POISON = 99

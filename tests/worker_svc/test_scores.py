@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
 from shared.columns import to_column
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.worker_svc.driver import Driver, make_engine
 
 PROMPT = [5, 9, 17, 3, 3, 8, 21, 4, 60, 2, 11]

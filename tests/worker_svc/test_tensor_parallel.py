@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
+from measure.testbed.quantised_checkpoints import make_pair
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
 from shared.columns import to_column
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.interpreted import check_interpreted
-from tests.quantised_checkpoints import make_pair
 from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.ranks import Ranks, ranks

@@ -8,8 +8,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from measure.testbed.checkpoints import make_checkpoint
 from shared.telemetry import MAX_LINKS
-from tests.checkpoints import make_checkpoint
 from tests.worker_svc.driver import Driver, make_engine
 from worker_svc.speculation.ngram import NgramProposer
 

@@ -16,14 +16,14 @@ from google.protobuf.message import DecodeError, Message
 from checks.chaos.adversaries.base import BATCH, PATIENCE_S, PROMPT, Adversary
 from checks.chaos.mutation import Frames
 from measure.frontend.echo_core import EchoCore
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import QUIRE, ROOT
 from protos.quire.link.v1 import link_pb2
 from quire import AsyncClient, Client
 from quire.errors import QuireError
 from shared.columns import to_column
 from shared.frames import MalformedFrameError
 from shared.sockets import SendOutcome, send_to
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import QUIRE, ROOT
 
 
 class FalseCore(Adversary):

@@ -12,6 +12,8 @@ from google.protobuf.message import Message
 
 from checks.chaos.adversaries.base import BATCH, PATIENCE_S, PROMPT, Adversary
 from checks.chaos.mutation import Frames
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import serve
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire import Client
@@ -19,8 +21,6 @@ from quire.admin.v1 import admin_pb2
 from shared.columns import to_column
 from shared.frames import LINK_MAX_MESSAGE, LINK_VERSIONS, PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import connect_dealer
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import serve
 
 
 class _InService(Adversary):

@@ -13,12 +13,12 @@ from google.protobuf.message import Message
 from checks.chaos.adversaries.base import BATCH, PATIENCE_S, PROMPT, Adversary
 from checks.chaos.campaign import HOOKS
 from checks.chaos.mutation import Frames
+from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.service import QUIRE, ROOT
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.frames import PLAN_MAX_MESSAGE
 from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
-from tests.checkpoints import make_checkpoint
-from tests.e2e.harness import QUIRE, ROOT
 from worker_svc.interface.limits import Limits
 from worker_svc.link.session import Event, Lost, PlanArrived, RefusedForGood, Session, Welcomed
 

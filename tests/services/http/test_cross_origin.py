@@ -9,10 +9,10 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
+from measure.testbed.service import free_ports
 from services.http.cross_origin import CrossOriginPolicy, cross_origin_policy
 from shared.config import ConfigError, FrontendConfig
 from shared.errors import PermissionDeniedError
-from tests.e2e.harness import free_ports
 from tests.services.stack import Stack, running_stack
 
 EVIL, APP = "http://evil.example", "https://app.example.org"

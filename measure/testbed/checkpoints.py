@@ -114,7 +114,7 @@ _CORPUS = ["the quick brown fox jumps over the lazy dog and the other one sings 
 
 
 def make_checkpoint(architecture: str, folder: Path, *, seed: int = 0, std: float = 0.2, **changes: Any) -> Path:
-    """Writes a tiny random fp32 checkpoint into `folder`.
+    """Write a tiny random fp32 checkpoint into `folder`.
 
     Args:
         architecture: one of `ARCHITECTURES`.
@@ -137,7 +137,7 @@ def make_checkpoint(architecture: str, folder: Path, *, seed: int = 0, std: floa
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of `VOCAB_SIZE` tokens that knows every byte, a few merges and a chat template."""
+    """Return a byte-level tokenizer of `VOCAB_SIZE` tokens that knows every byte, a few merges and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -158,7 +158,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Changes config.json of a checkpoint in place."""
+    """Change config.json of a checkpoint in place."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     change(config)

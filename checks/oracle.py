@@ -35,7 +35,7 @@ class RoundedCache(DynamicCache):
         self._kind = kind
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Keeps rounded keys and values, and returns all of the layer."""
+        """Store rounded keys and values, and return all of the layer."""
         return super().update(self._rounded(key_states), self._rounded(value_states), *args, **kwargs)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Oracle:
         self.eos_token_ids: list[int] = eos if isinstance(eos, list) else [eos]
 
     def check_greedy(self, prompt: Sequence[int], delivered: Sequence[int], tally: Tally) -> None:
-        """Asserts that `delivered` is a greedy continuation of `prompt`, and counts near ties."""
+        """Assert that `delivered` is a greedy continuation of `prompt`, and count near ties."""
         with torch.inference_mode():
             cache = None if self._kv == "auto" else RoundedCache(self._kv)
             logits = self.model(torch.tensor([[*prompt, *delivered]]), past_key_values=cache).logits[0]

@@ -14,8 +14,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-BUILD = FOLDER.parents[1] / "build" / "clients"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "clients"
+BUILD = ROOT / "build" / "clients"
 INSTALL_S = 3600
 
 
@@ -87,7 +88,7 @@ class Environment:
         """Return the command that runs the program."""
         if not self.is_node:
             return [str(self.target / "bin" / "python"), str(self.source / "client.py")]
-        # Node finds packages in the folders above a program; so the program runs beside them.
+        # Node finds packages in the folders above a program; so the program runs next to them.
         for program in (self.source / "client.mjs", FOLDER / "probe.mjs"):
             shutil.copyfile(program, self.target / program.name)
         return ["node", str(self.target / "client.mjs")]

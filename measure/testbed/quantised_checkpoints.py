@@ -1,4 +1,4 @@
-"""Tiny checkpoints in the layouts of quantised checkpoints, each beside the same checkpoint with dequantised weights.
+"""Tiny checkpoints in the layouts of quantised checkpoints, each with the same checkpoint with dequantised weights.
 
 compressed-tensors' own library writes its layouts. GPTQ and AWQ are written here, from the description of their formats
 (AutoGPTQ, AutoAWQ). GGUF files are written and read by `gguf`; its blocks of Q4_K and Q6_K are drawn as bytes, because
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kernels.linear import dequantised, quantise_int4
 from kernels.native.serving import native
-from tests.checkpoints import edit_config, make_checkpoint
+from measure.testbed.checkpoints import edit_config, make_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "std": 0.12}
@@ -38,13 +38,13 @@ class Pair:
 def make_pair(
     layout: str, folder: Path, architecture: str = "LlamaForCausalLM", *, only: str = ".layers.", **changes: Any
 ) -> Pair:
-    """Writes both checkpoints of a layout of `LAYOUTS` into `folder`."""
+    """Write both checkpoints of a layout of `LAYOUTS` into `folder`."""
     base = make_checkpoint(architecture, folder / "base", **(SIZES | changes))
     return convert_checkpoint(base, folder, layout, only=only)
 
 
 def convert_checkpoint(base: Path, folder: Path, layout: str, *, only: str = ".layers.") -> Pair:
-    """Writes both checkpoints of a layout into `folder`, from an unquantised one.
+    """Write both checkpoints of a layout into `folder`, from an unquantised one.
 
     Matrices whose names contain `only` are quantised.
     """
@@ -68,12 +68,12 @@ def convert_checkpoint(base: Path, folder: Path, layout: str, *, only: str = ".l
 
 
 def _split(x: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
-    """The tensor with one dimension split into several."""
+    """Return the tensor with one dimension split into several."""
     return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
 
 def rounds_activations(model: PreTrainedModel, *, ranks: int = 1, head: bool = False) -> PreTrainedModel:
-    """Makes the linear layers of a decoder's layers round their inputs as int8 and int4 products of the kernels do.
+    """Make the linear layers of a decoder's layers round their inputs as int8 and int4 products of the kernels do.
 
     Among several ranks each rounds the inputs that it has, with a scale of its own. With `head` the LM head does too.
     """
@@ -83,7 +83,7 @@ def rounds_activations(model: PreTrainedModel, *, ranks: int = 1, head: bool = F
 
 
 def rounds_weights(model: PreTrainedModel, kind: str, *, ranks: int = 1) -> PreTrainedModel:
-    """Makes a decoder compute with the weights that `--quantization` stands for: "int8" or "int4".
+    """Make a decoder compute with the weights that `--quantization` stands for: "int8" or "int4".
 
     Among several ranks each quantises the weights that it has. The LM head has int8 weights.
     """
@@ -109,7 +109,7 @@ def _products(model: PreTrainedModel, ranks: int, *, head: bool) -> Iterator[tup
 
 
 def _rounded(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """A tensor in eight bits, with a scale for each of `parts` of the last dimension."""
+    """Return a tensor in eight bits, with a scale for each of `parts` of the last dimension."""
     pieces = _split(x, x.dim() - 1, parts, -1)
     scale = pieces.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale > 0, (pieces / scale).round() * scale, pieces).flatten(-2)
@@ -178,7 +178,7 @@ def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _fp8(block: tuple[int, int] | None) -> Callable[[torch.Tensor], Any]:
-    """The layout of checkpoints in FP8 that need no library: with scales of blocks, or one of the tensor."""
+    """Return the layout of checkpoints in FP8 that need no library: with scales of blocks, or one of the tensor."""
 
     def convert(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         high, wide = block or weight.shape
@@ -195,7 +195,7 @@ def _fp8(block: tuple[int, int] | None) -> Callable[[torch.Tensor], Any]:
 
 
 def _by_library(form: str, weights: Mapping[str, Any], dtype: torch.dtype) -> Callable[[torch.Tensor], Any]:
-    """A layout of compressed-tensors, compressed and decompressed by its library."""
+    """Return a layout of compressed-tensors, compressed and decompressed by its library."""
 
     def convert(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         from compressed_tensors.compressors import BaseCompressor
@@ -290,13 +290,13 @@ _GGUF_NAMES = {
 
 
 def make_gguf(kind: str, folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> Pair:
-    """Writes random weights as a GGUF file with matrices of a type, such as "Q4_K"."""
+    """Write random weights as a GGUF file with matrices of a type, such as "Q4_K"."""
     sizes = {"hidden_size": 256, "intermediate_size": 256} | changes
     return convert_to_gguf(make_checkpoint(architecture, folder / "base", **sizes), folder, kind)
 
 
 def convert_to_gguf(base: Path, folder: Path, kind: str) -> Pair:
-    """Writes two checkpoints into `folder`: a GGUF file with its config.json, and the same weights dequantised."""
+    """Write two checkpoints into `folder`: a GGUF file with its config.json, and the same weights dequantised."""
     config = json.loads((base / "config.json").read_text())
     (architecture,) = config["architectures"]
     family = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"}.get(architecture, config["model_type"])
@@ -342,7 +342,7 @@ def convert_to_gguf(base: Path, folder: Path, kind: str) -> Pair:
 
 
 def _blocks(kind: str, weight: Any, drawn: np.random.Generator) -> Any:
-    """The bytes of a matrix; of K-quants drawn blocks of 256 weights, which are about as large as drawn weights."""
+    """Return the bytes of a matrix; for K-quants random blocks of 256 weights, about as large as drawn weights."""
     if kind not in ("Q4_K", "Q6_K"):
         return gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

@@ -1,4 +1,4 @@
-"""The real `quire serve` as a context manager, for every end-to-end test.
+"""The real `quire serve` as a context manager.
 
     with serve(checkpoint, "--workers", "2") as served:
         Client(served.grpc).generate("text")
@@ -54,11 +54,11 @@ class Service:
         """HOST:PORT of HTTP."""
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all samples of a metric that carry these labels; 0 when there are none."""
+        """Return the sum over all samples of a metric that have these labels; 0 if there are none."""
         return _sum(self.metrics(), name, **labels)
 
     def metrics(self, accept: str = "text/plain") -> str:
-        """The text of /metrics, in a format that the reader accepts."""
+        """Return the text of /metrics, in a format that the reader accepts."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         request = urllib.request.Request(f"http://{self.http}/metrics", headers={"Accept": accept})
         with opener.open(request, timeout=30) as response:
@@ -92,12 +92,12 @@ class Served(Service):
         self._marker = marker
 
     def children(self, role: str = "") -> list[psutil.Process]:
-        """The live processes of a role ("scheduler", "worker", "frontend"), or all of them."""
+        """Return the live processes of a role ("scheduler", "worker", "frontend"), or all of them."""
         found = psutil.Process(self.process.pid).children()
         return [child for child in found if is_alive(child) and (not role or role in child.cmdline())]
 
     def pid(self, role: str) -> int:
-        """The process id of the only process of a role."""
+        """Return the process id of the only process of a role."""
         (child,) = self.children(role)
         return int(child.pid)
 
@@ -106,7 +106,7 @@ class Served(Service):
         return processes_marked(self._marker)
 
     def log_lines(self) -> list[dict[str, Any]]:
-        """The lines of the log so far, those that are none left out."""
+        """Return the JSON lines of the log so far."""
         # The last one may be half written.
         whole, _, _ = self.log.read_text().rpartition("\n")
         return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
@@ -116,11 +116,11 @@ class Served(Service):
         return sum(line["event"] == event for line in self.log_lines())
 
     def wait(self) -> int:
-        """Waits for the supervisor's end; its exit code."""
+        """Wait until the supervisor exits and return its exit code."""
         return self.process.wait(END_S)
 
     def assert_nothing_left(self) -> None:
-        """Asserts that no process of this service is left a moment after its end."""
+        """Assert that no process of this service is left shortly after it exits."""
         _, alive = psutil.wait_procs(self.processes(), timeout=END_S)
         assert alive == [], f"left over: {[process.cmdline() for process in alive]}"
 
@@ -146,7 +146,7 @@ def _is_empty(metrics: str, ended: Mapping[str, int]) -> bool:
 def serve(
     model: Path | str, *flags: str, environ: Mapping[str, str] | None = None, end: bool = True
 ) -> Iterator[Served]:
-    """A running service.
+    """Run a service.
 
     Args:
         model: the checkpoint folder, or "demo".
@@ -210,7 +210,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def processes_marked(marker: str) -> list[psutil.Process]:
-    """The live processes that inherited a marker from `serve`."""
+    """Return the live processes that inherited a marker from `serve`."""
     return [
         process
         for process in psutil.process_iter(["environ"])

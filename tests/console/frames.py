@@ -1,6 +1,6 @@
 """Frames per second of the console in headless Chromium, without a GPU, at 50 steps per second.
 
-    python -m measure.studies.console_frames --json frames.json
+    python -m tests.console.frames --json frames.json
 
 Batches of 8 and of 1,000 rows are shown in turn. Other programs must not use the processor meanwhile.
 """
