@@ -1,13 +1,10 @@
 """Prediction for the console: the requests of the last minutes under other settings, next to what was measured.
 
-The answer comes in time also from a busy machine: a few of the newest requests are simulated first, which shows how
-many more there is time for. Requests from before the asked time are served as well where there is time, so that the
-queue at its beginning is right; they are in no figure.
+Requests from before the asked time are served as well where there is time, so that the queue at its beginning is right;
+they are in no figure.
 """
 
-import contextlib
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,35 +14,25 @@ from records.whatif.arrivals import Recorded, WhatIfError
 from records.whatif.figures import Figures, Latency
 from records.whatif.load import Arrival, Member
 from records.whatif.page import disturbance
-from records.whatif.recent import MAX_OUTPUTS, MAX_REQUESTS, OutOfTimeError, read_recent
+from records.whatif.recent import IsLate, LimitedScheduler, read_recent, seconds_of, simulate_newest
 from records.whatif.settings import Changed, change
 from records.whatif.simulate import Simulated, SimulationError, simulate
 from records.whatif.step_times import StepTimes, StepTimesError, learn
 from scheduler_svc.core.interface.config import CoreConfig
-from scheduler_svc.core.interface.effects import Effect
 from scheduler_svc.core.interface.errors import InvalidLimitsError
-from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.interface.records import Peer
-from scheduler_svc.core.memory.token_facts import TokenFacts
-from scheduler_svc.core.scheduler import Scheduler
 from shared.config import ConfigError
 from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
 
-DEFAULT_SINCE_S, MAX_SINCE_S = 180.0, 900.0
 MAX_SETTINGS, MAX_WORKERS = 32, 64
 LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
-_FEW_OUTPUTS = 4_000
-"""Generated tokens of the requests that are simulated first."""
-_SIMULATING_SHARE = 0.7
-"""Share of the time left after the first simulation for which the second one is planned."""
 _FEW_EXTRAPOLATED = 0.01
 """Share of extrapolated steps from which on the page warns."""
 _FEW_REQUESTS = 20
 """Simulated requests below which the page warns."""
 
 
-def check_prediction(question: admin.PredictRequest) -> None:
-    """Check a question, as far as that is possible without the record.
+def check_prediction(question: admin.PredictRequest) -> float:
+    """Check a question as far as possible without the record; return for how long before its end it asks, s.
 
     Raises:
         InvalidRequestError: it is not valid.
@@ -59,14 +46,10 @@ def check_prediction(question: admin.PredictRequest) -> None:
             not factor or LEAST_FACTOR <= factor <= MOST_FACTOR,
             f"must be from {LEAST_FACTOR} to {MOST_FACTOR:g}",
         ),
-        (
-            "since",
-            not question.HasField("since") or 0 < question.since.ToMilliseconds() <= MAX_SINCE_S * 1e3,
-            f"must be more than 0 and at most {MAX_SINCE_S:g} s",
-        ),
     ):
         if not is_valid:
             raise InvalidRequestError(FieldViolation(field, remedy))
+    return seconds_of(question.since if question.HasField("since") else None)
 
 
 def predict(question: admin.PredictRequest, place: Path, ends_at: float) -> admin.PredictResponse:
@@ -83,8 +66,7 @@ def predict(question: admin.PredictRequest, place: Path, ends_at: float) -> admi
         UnreadableRecordError: a file is not a record.
         OSError: a file cannot be read.
     """
-    check_prediction(question)
-    since_s = question.since.ToMilliseconds() / 1e3 if question.HasField("since") else DEFAULT_SINCE_S
+    since_s = check_prediction(question)
     try:
         recorded, _ = read_recent(place, since_s, ends_at)
         times = learn(recorded.samples, recorded.begin)
@@ -121,12 +103,16 @@ def _predict(
     config = recorded.load.config
     num_asked = sum(1 for each in recorded.load.arrivals if not each.left_out)
 
-    def run(arrivals: Sequence[Arrival], ends_at: float) -> admin.PredictResponse:
+    def run(arrivals: Sequence[Arrival], is_late: IsLate) -> admin.PredictResponse:
         def simulated(members: Sequence[Member], config: CoreConfig) -> Simulated:
-            def make(config: CoreConfig, incarnation: int, facts: TokenFacts) -> Scheduler:
-                return _LimitedScheduler(config, incarnation, facts, ends_at)
-
-            return simulate(arrivals, members, config, times, acceptance=recorded.acceptance, make_core=make)
+            return simulate(
+                arrivals,
+                members,
+                config,
+                times,
+                acceptance=recorded.acceptance,
+                make_core=lambda config, incarnation, facts: LimitedScheduler(config, incarnation, facts, is_late),
+            )
 
         count = sum(1 for each in arrivals if not each.left_out)
         present, predicted = simulated(members, config), simulated(others, changed.config)
@@ -147,29 +133,7 @@ def _predict(
             notes=notes,
         )
 
-    few = latest(recorded.load.arrivals, _FEW_OUTPUTS)
-    began = time.monotonic()
-    first = run(few, float("inf"))
-    now = time.monotonic()
-    speed = sum(each.num_outputs for each in few) / max(now - began, 1e-9)
-    arrivals = latest(recorded.load.arrivals, min(MAX_OUTPUTS, speed * (ends_at - now) * _SIMULATING_SHARE))
-    if len(arrivals) <= len(few):
-        return first
-    with contextlib.suppress(OutOfTimeError):
-        return run(arrivals, now + (ends_at - now) * (1 + _SIMULATING_SHARE) / 2)
-    return first
-
-
-def latest(arrivals: Sequence[Arrival], max_outputs: float) -> list[Arrival]:
-    """Return the newest requests within the limits, at least one; the first one arrives at 0."""
-    found: list[Arrival] = []
-    outputs = 0
-    for each in reversed(arrivals):
-        outputs += each.num_outputs
-        if found and (outputs > max_outputs or len(found) == MAX_REQUESTS):
-            break
-        found.append(each)
-    return [dataclasses.replace(each, at=each.at - found[-1].at) for each in reversed(found)]
+    return simulate_newest(recorded.load.arrivals, run, ends_at)
 
 
 def _with_memory(member: Member, factor: float) -> Member:
@@ -189,19 +153,6 @@ def _notes(recorded: Recorded, count: int, num_asked: int) -> list[str]:
     if recorded.figures.requests < num_asked:
         notes.append("requests that have not ended are in the simulations, and not in the measured figures")
     return [*notes, *disturbance(learn(recorded.samples, recorded.begin))]
-
-
-class _LimitedScheduler(Scheduler):
-    """The core, with a limit of the time that a simulation may take."""
-
-    def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, ends_at: float) -> None:
-        super().__init__(config, incarnation, facts)
-        self._ends_at = ends_at
-
-    def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
-        if time.monotonic() > self._ends_at:
-            raise OutOfTimeError
-        return super().plan(peer, now)
 
 
 def to_figures(found: Figures) -> admin.RunFigures:

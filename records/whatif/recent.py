@@ -1,21 +1,112 @@
-"""The last minutes of a record, read in time also on a busy machine: the newest segments first."""
+"""The last minutes of a record, read and simulated in time even on a busy machine.
 
+The newest segments are read first. A few of the newest requests are simulated first, which shows how many more there
+is time for.
+"""
+
+import contextlib
+import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+from google.protobuf.duration_pb2 import Duration
 
 from records.reader import Segment, read
 from records.whatif.arrivals import Recorded, WhatIfError, read_load
-from records.whatif.load import Load
+from records.whatif.load import Arrival, Load
+from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.effects import Effect
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.interface.records import Peer
+from scheduler_svc.core.memory.token_facts import TokenFacts
+from scheduler_svc.core.scheduler import Scheduler
+from shared.errors import FieldViolation, InvalidRequestError
 
+_DEFAULT_SINCE_S, _MAX_SINCE_S = 180.0, 900.0
 MAX_REQUESTS = 1000
 MAX_OUTPUTS = 60_000
 """Most generated tokens of all requests together: three simulations of as many take 5 to 20 s of one core."""
+_FEW_OUTPUTS = 4_000
+"""Generated tokens of the requests that are simulated first."""
 _READING_SHARE = 0.4
 """Share of the time for reading the record."""
+_SIMULATING_SHARE = 0.7
+"""Share of the time left after the first simulation for which the second one is planned."""
+
+Clock = Callable[[], float]
+IsLate = Callable[[], bool]
+_Result = TypeVar("_Result")
 
 
 class OutOfTimeError(Exception):
     """A simulation takes too long."""
+
+
+class LimitedScheduler(Scheduler):
+    """The core, which raises `OutOfTimeError` in the first plan that is late."""
+
+    def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, is_late: IsLate) -> None:
+        super().__init__(config, incarnation, facts)
+        self._is_late = is_late
+
+    def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
+        if self._is_late():
+            raise OutOfTimeError
+        return super().plan(peer, now)
+
+
+def seconds_of(since: Duration | None) -> float:
+    """Return for how long before the end of a record a question asks, s; None: it does not say.
+
+    Raises:
+        InvalidRequestError: the time is too short or too long.
+    """
+    seconds = _DEFAULT_SINCE_S if since is None else since.ToMilliseconds() / 1e3
+    if not 0 < seconds <= _MAX_SINCE_S:
+        raise InvalidRequestError(FieldViolation("since", f"must be more than 0 and at most {_MAX_SINCE_S:g} s"))
+    return seconds
+
+
+def newest(arrivals: Sequence[Arrival], max_outputs: float = MAX_OUTPUTS) -> list[Arrival]:
+    """Return the newest requests within the limits, at least one; the first one arrives at 0."""
+    found: list[Arrival] = []
+    outputs = 0
+    for each in reversed(arrivals):
+        outputs += each.num_outputs
+        if found and (outputs > max_outputs or len(found) == MAX_REQUESTS):
+            break
+        found.append(each)
+    return [dataclasses.replace(each, at=each.at - found[-1].at) for each in reversed(found)]
+
+
+def simulate_newest(
+    arrivals: Sequence[Arrival],
+    simulated: Callable[[list[Arrival], IsLate], _Result],
+    ends_at: float,
+    clock: Clock = time.monotonic,
+) -> _Result:
+    """Return the result for as many of the newest requests as there is time for, at least a few.
+
+    Args:
+        arrivals: the requests, oldest first.
+        simulated: simulates requests; may raise `OutOfTimeError` if late.
+        ends_at: time at which the caller gives up, s.
+        clock: the clock of this time.
+    """
+    few = newest(arrivals, _FEW_OUTPUTS)
+    began = clock()
+    first = simulated(few, lambda: clock() > float("inf"))
+    now = clock()
+    speed = sum(each.num_outputs for each in few) / max(now - began, 1e-9)
+    more = newest(arrivals, min(MAX_OUTPUTS, speed * (ends_at - now) * _SIMULATING_SHARE))
+    if len(more) <= len(few):
+        return first
+    limit = now + (ends_at - now) * (1 + _SIMULATING_SHARE) / 2
+    with contextlib.suppress(OutOfTimeError):
+        return simulated(more, lambda: clock() > limit)
+    return first
 
 
 def read_recent(place: Path, since_s: float, ends_at: float) -> tuple[Recorded, bool]:

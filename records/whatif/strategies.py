@@ -2,16 +2,11 @@
 
 All three have the same workers with the same rows, and the step times of the record. As in `quire bench strategies`, a
 static batch waits up to ten seconds until it is full, a dynamic one 50 ms.
-
-The answer comes in time also from a busy machine, on which this process gets little CPU time. The newest
-segments are read first. A few of the newest requests are simulated first, which shows how many more there is time for.
 """
 
-import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +16,7 @@ from records.whatif.answer import fleet
 from records.whatif.arrivals import WhatIfError
 from records.whatif.figures import Latency
 from records.whatif.load import Arrival, Load, Member
-from records.whatif.recent import MAX_OUTPUTS, MAX_REQUESTS, OutOfTimeError, read_recent
+from records.whatif.recent import Clock, IsLate, LimitedScheduler, read_recent, seconds_of, simulate_newest
 from records.whatif.settings import change
 from records.whatif.simulate import START_S, Simulated, SimulationError, simulate
 from records.whatif.step_times import StepTimes, StepTimesError, learn
@@ -32,16 +27,10 @@ from scheduler_svc.core.interface.events import Event, StepDone
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import Peer, RequestEnded
 from scheduler_svc.core.memory.token_facts import TokenFacts
-from scheduler_svc.core.scheduler import Scheduler
 from shared.config import ConfigError
 from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
 
-DEFAULT_SINCE_S, MAX_SINCE_S = 180.0, 900.0
 DEFAULT_ROWS, MAX_ROWS = 8, 256
-_FIRST_OUTPUTS = 4_000
-"""Generated tokens of the requests that are simulated first."""
-_SIMULATING_SHARE = 0.7
-"""Share of the time left after the first simulation for which the second one is planned."""
 MAX_STAYS = 2000
 STRATEGIES = {
     "static": ("batching=static", "max_wait_ms=10000"),
@@ -49,20 +38,16 @@ STRATEGIES = {
     "continuous": ("batching=continuous",),
 }
 
-Clock = Callable[[], float]
-IsLate = Callable[[], bool]
 
-
-def check_comparison(question: admin.CompareStrategiesRequest) -> None:
-    """Check a question.
+def check_comparison(question: admin.CompareStrategiesRequest) -> float:
+    """Check a question; return for how long before the end of the record it asks, s.
 
     Raises:
         InvalidRequestError: it is not valid.
     """
     if question.rows > MAX_ROWS:
         raise InvalidRequestError(FieldViolation("rows", f"must be at most {MAX_ROWS}"))
-    if question.HasField("since") and not 0 < question.since.ToMilliseconds() <= MAX_SINCE_S * 1e3:
-        raise InvalidRequestError(FieldViolation("since", f"must be more than 0 and at most {MAX_SINCE_S:g} s"))
+    return seconds_of(question.since if question.HasField("since") else None)
 
 
 def compare_strategies(
@@ -81,8 +66,7 @@ def compare_strategies(
         UnreadableRecordError: a file is not a record.
         OSError: a file cannot be read.
     """
-    check_comparison(question)
-    since_s = question.since.ToMilliseconds() / 1e3 if question.HasField("since") else DEFAULT_SINCE_S
+    since_s = check_comparison(question)
     try:
         recorded, is_whole = read_recent(place, since_s, ends_at)
         times = dataclasses.replace(learn(recorded.samples), pace=())
@@ -126,52 +110,26 @@ def run_strategies(
         SimulationError: the load cannot be served with so many rows.
     """
     since = load.duration - since_s
-    num_asked = sum(1 for each in load.arrivals if each.at >= since and not each.left_out)
-    if not num_asked:
+    asked = [each for each in load.arrivals if each.at >= since and not each.left_out]
+    if not asked:
         raise WhatIfError(f"no request has arrived in the last {since_s:g} s; send some, or ask for a longer time")
     members = [dataclasses.replace(each, joined=0.0) for each in load.members if each.lost is None]
     if not members:
         raise WhatIfError("the record has no worker that is still there; wait for one")
 
-    def simulated(arrivals: list[Arrival], ends_at: float) -> admin.CompareStrategiesResponse:
+    def simulated(arrivals: list[Arrival], is_late: IsLate) -> admin.CompareStrategiesResponse:
         response = admin.CompareStrategiesResponse(
             requests=len(arrivals),
             arrival_seconds=arrivals[-1].at - arrivals[0].at,
             rows=rows,
-            older_left_out=len(arrivals) < num_asked,
+            older_left_out=len(arrivals) < len(asked),
         )
         for name, settings in STRATEGIES.items():
-            run = _run(arrivals, members, load.config, times, acceptance, settings, rows, lambda: clock() > ends_at)
+            run = _run(arrivals, members, load.config, times, acceptance, settings, rows, is_late)
             _fill(response.runs.add(name=name), run, rows)
         return response
 
-    few = newest(load.arrivals, since, max_outputs=_FIRST_OUTPUTS)
-    began = clock()
-    first = simulated(few, math.inf)
-    now = clock()
-    fitting = (ends_at - now) / max(now - began, 1e-9) * _SIMULATING_SHARE * sum(each.num_outputs for each in few)
-    arrivals = newest(load.arrivals, since, max_outputs=min(MAX_OUTPUTS, fitting))
-    if len(arrivals) <= len(few):
-        return first
-    with contextlib.suppress(OutOfTimeError):
-        return simulated(arrivals, now + (ends_at - now) * (1 + _SIMULATING_SHARE) / 2)
-    return first
-
-
-def newest(arrivals: list[Arrival], since: float, max_outputs: float = MAX_OUTPUTS) -> list[Arrival]:
-    """Return the requests that arrived from a time on, the newest within the limits; the first one arrives at 0."""
-    found: list[Arrival] = []
-    outputs = 0
-    for each in reversed(arrivals):
-        if each.at < since or len(found) == MAX_REQUESTS:
-            break
-        if each.left_out:
-            continue
-        outputs += each.num_outputs
-        if found and outputs > max_outputs:
-            break
-        found.append(each)
-    return [dataclasses.replace(each, at=each.at - found[-1].at) for each in reversed(found)]
+    return simulate_newest(asked, simulated, ends_at, clock)
 
 
 @dataclass(slots=True)
@@ -234,13 +192,12 @@ class _Chart:
             stay.end = now
 
 
-class _ChartedScheduler(Scheduler):
+class _ChartedScheduler(LimitedScheduler):
     """The core, with a chart of its first worker's rows, and with a limit of time."""
 
     def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, chart: _Chart, is_late: IsLate) -> None:
-        super().__init__(config, incarnation, facts)
+        super().__init__(config, incarnation, facts, is_late)
         self._chart = chart
-        self._is_late = is_late
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if isinstance(event, StepDone):
@@ -252,8 +209,6 @@ class _ChartedScheduler(Scheduler):
         return effects
 
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
-        if self._is_late():
-            raise OutOfTimeError
         plan, effects = super().plan(peer, now)
         if plan is not None:
             self._chart.planned(plan, now)

@@ -1,5 +1,6 @@
 """Strategies of the console: the newest requests of a record under static, dynamic and continuous batching."""
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -8,9 +9,10 @@ import pytest
 
 from quire.admin.v1 import admin_pb2 as admin
 from records.rules.model_worker import ModelWorker
-from records.whatif.load import Arrival, Load, Member, traced
+from records.whatif.load import Load, Member, traced
+from records.whatif.recent import newest
 from records.whatif.step_times import StepTimes
-from records.whatif.strategies import check_comparison, compare_strategies, newest, run_strategies
+from records.whatif.strategies import check_comparison, compare_strategies, run_strategies
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from shared.errors import InvalidRequestError, RequestNotFoundError
@@ -71,11 +73,11 @@ def test_a_row_has_one_request_at_a_time() -> None:
 
 def test_the_newest_requests_are_used() -> None:
     """Requests before the time are left out, and the first one that is used arrives at 0."""
-    load = _load([10] * 6, every_s=1.0)
-    found: list[Arrival] = newest(load.arrivals, 2.5)
-    assert [each.at for each in found] == [0.0, 1.0, 2.0]
+    load = dataclasses.replace(_load([10] * 6, every_s=1.0), duration=5.0)
+    found = run_strategies(load, TIMES, since_s=2.5, rows=ROWS)
+    assert (found.requests, found.older_left_out) == (3, False)
     many = _load([25_000] * 6, every_s=1.0)
-    assert [each.at for each in newest(many.arrivals, 0.0)] == [0.0, 1.0]
+    assert [each.at for each in newest(many.arrivals)] == [0.0, 1.0]
 
 
 class _Clock:
