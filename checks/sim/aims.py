@@ -292,18 +292,11 @@ def with_groups(scenario: Scenario) -> Scenario:
     )
     size = dataclasses.replace(calm.workers[0], block_size=2, max_rows=4, max_tokens_per_step=16, break_even_context=0)
     traffic = dataclasses.replace(
-        calm.traffic,
+        with_overload(calm).traffic,
         gap_s=3 * calm.pace.step,
         burst=3,
         most_live=14,
-        longest_prompt=24,
-        longest_output=3,
-        families=1,
-        alphabet=900,
-        shared_salt=True,
-        giants=0.0,
         embeds=0.3,
-        traced=1.0,
         scored=0.2,
         deadlines=0.0,
     )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from measure.load.figures import Slo
     from measure.load.plan import Address, Plan
     from measure.load.prompts import Prompts
-    from measure.load.run import Progress
+    from measure.load.run import Progress, Run
     from measure.load.workloads import TraitMix, Workload
     from quire_server.http_client import Server
 
@@ -265,7 +265,33 @@ def length_of_run(options: Namespace, *, is_finite: bool) -> tuple[float | None,
     return duration_s, options.requests
 
 
-class ProgressLine:
+async def measured(options: Namespace, plan: "Plan", slo: "Slo", prefix: str) -> "Run":
+    """Carry out a plan with the generator, metrics and record that the flags name; show the progress after a prefix.
+
+    Raises:
+        CommandError: a generating process failed, or the record cannot be read.
+    """
+    from measure.load.run import GeneratorError, run_plan
+    from scheduler_svc.recorder.segments import UnreadableRecordError
+
+    progress = _ProgressLine(quiet=options.quiet, prefix=prefix)
+    try:
+        return await run_plan(
+            plan,
+            slo,
+            token=token(),
+            processes=options.processes,
+            metrics=metrics_of(options),
+            record=options.record,
+            watch=progress.update,
+        )
+    except (GeneratorError, UnreadableRecordError) as error:
+        raise CommandError(str(error)) from None
+    finally:
+        progress.close()
+
+
+class _ProgressLine:
     """One changing line on a terminal; nothing elsewhere."""
 
     def __init__(self, *, quiet: bool, prefix: str = "") -> None:

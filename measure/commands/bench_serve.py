@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from measure.commands._load import (
-    ProgressLine,
     add_generator_flags,
     add_server_flags,
     add_workload_flags,
     base_plan,
     length_of_run,
-    metrics_of,
+    measured,
     non_negative,
     number_of,
     positive,
@@ -29,7 +28,6 @@ from measure.commands._load import (
     workload_of,
     write_report,
 )
-from quire_server.cli._connection import token
 from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
 
@@ -82,31 +80,14 @@ def run(options: Namespace) -> int:
 
 async def _measure(options: Namespace) -> "Report":
     from measure.load.report import Report
-    from measure.load.run import GeneratorError, run_plan
-    from scheduler_svc.recorder.segments import UnreadableRecordError
 
     slo = slo_of(options)
     _check_loop(options)
     plan = await base_plan(options)
     runs = []
     for number in range(options.repeats):
-        progress = ProgressLine(quiet=options.quiet, prefix=f"[{number + 1}/{options.repeats}] ")
         seeded = _with_load(plan, options, options.seed + number)
-        try:
-            run = await run_plan(
-                seeded,
-                slo,
-                token=token(),
-                processes=options.processes,
-                metrics=metrics_of(options),
-                record=options.record,
-                watch=progress.update,
-            )
-        except (GeneratorError, UnreadableRecordError) as error:
-            raise CommandError(str(error)) from None
-        finally:
-            progress.close()
-        runs.append(run)
+        runs.append(await measured(options, seeded, slo, f"[{number + 1}/{options.repeats}] "))
     server = options.url or options.target
     return Report(f"quire bench serve, {server}", describe_load(options), slo, tuple(runs))
 

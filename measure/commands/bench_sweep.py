@@ -11,12 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from measure.commands._load import (
-    ProgressLine,
     add_generator_flags,
     add_server_flags,
     add_workload_flags,
     base_plan,
-    metrics_of,
+    measured,
     non_negative,
     number_of,
     positive,
@@ -28,7 +27,6 @@ from measure.commands._load import (
     workload_of,
     write_report,
 )
-from quire_server.cli._connection import token
 from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
 
@@ -80,9 +78,7 @@ def run(options: Namespace) -> int:
 
 async def _measure(options: Namespace) -> "SweepReport":
     from measure.load.arrivals import Gamma, Users
-    from measure.load.run import GeneratorError, run_plan
     from measure.load.sweep import SweepReport, sweep
-    from scheduler_svc.recorder.segments import UnreadableRecordError
 
     slo = slo_of(options)
     unit = "users" if options.users else "sessions/s"
@@ -101,21 +97,7 @@ async def _measure(options: Namespace) -> "SweepReport":
             warmup_s=options.warmup,
             duration_s=options.duration,
         )
-        progress = ProgressLine(quiet=options.quiet, prefix=f"[{load:.4g} {unit}] ")
-        try:
-            return await run_plan(
-                seeded,
-                slo,
-                token=token(),
-                processes=options.processes,
-                metrics=metrics_of(options),
-                record=options.record,
-                watch=progress.update,
-            )
-        except (GeneratorError, UnreadableRecordError) as error:
-            raise CommandError(str(error)) from None
-        finally:
-            progress.close()
+        return await measured(options, seeded, slo, f"[{load:.4g} {unit}] ")
 
     points = await sweep(measure, loads, slo, share=options.share, max_repeats=options.max_repeats)
     return SweepReport(

@@ -316,13 +316,7 @@ class _Stand:
             LinkBenchError: a process has ended, or the timeout has expired.
         """
         while not self.echo.has_line(_NAP_S):
-            try:
-                self.sink.drain()
-            except SinkError as error:
-                raise LinkBenchError(str(error)) from None
-            self.scheduler.check()
-            if time.monotonic() > self.give_up:
-                raise LinkBenchError("timeout: no output from the echo workers")
+            self._drain("output from the echo workers")
         return self.echo.line()
 
     def turns(self) -> dict[float, float]:
@@ -332,13 +326,7 @@ class _Stand:
             LinkBenchError: the scheduler does not answer.
         """
         while (snapshot := self.sink.metrics) is None:
-            try:
-                self.sink.drain()
-            except SinkError as error:
-                raise LinkBenchError(str(error)) from None
-            self.scheduler.check()
-            if time.monotonic() > self.give_up:
-                raise LinkBenchError("timeout: no metrics from the scheduler")
+            self._drain("metrics from the scheduler")
             time.sleep(_NAP_S)
         return {
             float(sample.labels["le"]): sample.value
@@ -347,6 +335,16 @@ class _Stand:
             for sample in family.samples
             if "le" in sample.labels
         }
+
+    def _drain(self, awaited: str) -> None:
+        """Drain tokens once, while `awaited` has not come."""
+        try:
+            self.sink.drain()
+        except SinkError as error:
+            raise LinkBenchError(str(error)) from None
+        self.scheduler.check()
+        if time.monotonic() > self.give_up:
+            raise LinkBenchError(f"timeout: no {awaited}")
 
     def expect(self, line: str) -> None:
         """Read the next line, and check that it equals `line`."""

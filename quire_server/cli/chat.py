@@ -24,6 +24,7 @@ from quire.types import GenerateOptions, Message
 from quire_server.cli._connection import add_target, credentials, token
 from quire_server.cli._errors import explain
 from quire_server.cli._parser import Namespace, OneLineParser
+from quire_server.cli._sampling import SAMPLING, add_sampling_flags, given_options
 from shared.config import state_folder
 
 EXAMPLES = """
@@ -31,39 +32,20 @@ EXAMPLES = """
   quire chat --system "Answer in one sentence." --temperature 0
   printf 'What is 3 + 4?\\nAnd 5 + 6?\\n' | quire chat
 """
-_FORWARDED_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 _HISTORY_LINES = 1000
 _HELP = (__doc__ or "").partition("Commands")[2].partition("\n\nA line")[0]
 
 
 def configure(parser: OneLineParser) -> None:
     """Add the flags."""
-    add = parser.add_argument
     add_target(parser)
-    add("--system", metavar="TEXT", help="system message: how the model should behave")
-    add(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="sampling temperature; 0 is greedy (default: the model's, else 1)",
-    )
-    add("--top-k", type=int, metavar="K", help="sample from the k most likely tokens")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the smallest set of tokens whose total probability reaches P",
-    )
-    add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the most likely one")
-    add("--max-tokens", type=int, metavar="N", help="maximum number of tokens per answer")
-    add("--seed", type=int, metavar="N", help="seed of the random sampling, for repeatable answers")
+    parser.add_argument("--system", metavar="TEXT", help="system message: how the model should behave")
+    add_sampling_flags(parser)
 
 
 def run(options: Namespace) -> int:
     """Chat until the input ends."""
-    given: GenerateOptions = {  # type: ignore[assignment]  # argparse is not typed
-        name: value for name in _FORWARDED_OPTIONS if (value := getattr(options, name)) is not None
-    }
+    given: GenerateOptions = given_options(options, SAMPLING)
     terminal = sys.stdin.isatty()
     with Client(options.target, credentials=credentials(options), token=token()) as client, _line_history(terminal):
         chat = Chat(client, given, system=options.system or "")

@@ -13,6 +13,7 @@ from quire.types import Completion, GenerateOptions, SchedulingOptions
 from quire_server.cli._connection import add_target, credentials, token
 from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
+from quire_server.cli._sampling import SAMPLING, add_sampling_flags, given_options
 
 EXAMPLES = """
   quire generate "Once upon a time" --max-tokens 64
@@ -20,8 +21,7 @@ EXAMPLES = """
   quire generate --json < prompt.txt
 """
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
-_FORWARDED_OPTIONS = (*_SAMPLING, "model", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "request_id")
+_FORWARDED_OPTIONS = (*SAMPLING, "model", "stop", "stop_token_ids", "ignore_eos", "request_id")
 _SCHEDULING = (
     "priority", "tenant", "expected_output_tokens", "ttft_target_s", "total_time_target_s", "cache_scope",
     "request_class",
@@ -35,17 +35,7 @@ def configure(parser: OneLineParser) -> None:
     add_target(parser)
     add("--chat", action="store_true", help="send the text as a user message through the chat template")
     add("--model", metavar="NAME", help="name of the model (default: the served model)")
-    add("--max-tokens", type=int, metavar="N", help="maximum number of tokens to generate")
-    add("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy")
-    add("--top-k", type=int, metavar="K", help="sample from the k most likely tokens")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the smallest set of tokens whose total probability reaches P",
-    )
-    add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the most likely one")
-    add("--seed", type=int, metavar="N", help="seed of the random sampling, for repeatable answers")
+    add_sampling_flags(parser)
     add("--stop", action="append", metavar="TEXT", help="stop string: end where this text appears; may be repeated")
     add(
         "--stop-token-id",
@@ -92,11 +82,8 @@ def run(options: Namespace) -> int:
         raise CommandError("prompt: missing; give the text, or - to read it from stdin")
     if prompt in (None, "-"):
         prompt = sys.stdin.read()
-    given: GenerateOptions = {  # type: ignore[assignment]  # argparse is not typed
-        name: value for name in _FORWARDED_OPTIONS if (value := getattr(options, name)) is not None
-    }
-    scheduling = {name: value for name in _SCHEDULING if (value := getattr(options, name)) is not None}
-    if scheduling:
+    given: GenerateOptions = given_options(options, _FORWARDED_OPTIONS)
+    if scheduling := given_options(options, _SCHEDULING):
         given["scheduling"] = SchedulingOptions(**scheduling)
     if options.chat:
         given["messages"] = [{"role": "user", "content": prompt}]
