@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from measure.load.grpc_target import GrpcTarget
+from measure.load.targets import Answer, Request
+from measure.load.workloads import read_json_lines
 from measure.spread import Spread
-from quire.aio import AsyncClient
 from shared.config import ConfigError
-from shared.json_text import describe_json_error
 
 _KEYS = frozenset({"prompt_token_ids", "max_tokens", "ignore_eos", "arrive_s", "prime"})
 _IN_BATCHES = frozenset({"prompt", "messages", "body"})
@@ -24,12 +26,11 @@ _IN_BATCHES = frozenset({"prompt", "messages", "body"})
 
 
 @dataclass(frozen=True, slots=True)
-class OfflineRequest:
+class OfflineRequest(Request):
     """One line of the input."""
 
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
     ignore_eos: bool = False
+    keeps_answer: bool = True
     arrive_s: float = 0.0
     prime: bool = False
     """Whether it is served before the clock starts, to fill caches."""
@@ -104,20 +105,11 @@ def read_requests(path: Path) -> list[OfflineRequest]:
     Raises:
         ConfigError: the file does not exist, or a line is not a valid request; the message names the line.
     """
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"--requests: {path}: {error.strerror}") from None
-    requests = [
-        _parse(line, f"--requests: {path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
-    ]
-    if not requests:
-        raise ConfigError(f"--requests: {path} contains no request; write one JSON object per line")
-    return requests
+    return [_parse(values, where) for where, values in read_json_lines(path, "--requests: ")]
 
 
 async def run_requests(
-    client: AsyncClient,
+    target: GrpcTarget,
     requests: Sequence[OfflineRequest],
     max_concurrency: int,
     *,
@@ -126,7 +118,7 @@ async def run_requests(
     """Send every request at its time, at most `max_concurrency` at once.
 
     Args:
-        client: the server.
+        target: the server.
         requests: the requests.
         max_concurrency: maximum number of requests in flight.
         cpu_seconds: returns the CPU time used so far of each process, by name; called before and after.
@@ -135,7 +127,7 @@ async def run_requests(
         QuireError: a request failed; an incomplete benchmark has no meaning.
     """
     primes = {
-        index: await _send(client, request, time.perf_counter())
+        index: await send(target, request, time.perf_counter())
         for index, request in enumerate(requests)
         if request.prime
     }
@@ -146,7 +138,7 @@ async def run_requests(
     async def one(request: OfflineRequest) -> Trace:
         await asyncio.sleep(start + request.arrive_s - time.perf_counter())
         async with free:
-            return await _send(client, request, start)
+            return await send(target, request, start)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -159,26 +151,21 @@ async def run_requests(
     return Report(tuple(requests), tuple(traces[index] for index in range(len(requests))), wall_s, cpu_s)
 
 
-async def _send(client: AsyncClient, request: OfflineRequest, start: float) -> Trace:
-    sent_s = time.perf_counter() - start
-    tokens: list[int] = []
+async def send(target: GrpcTarget, request: Request, start: float) -> Trace:
+    """Send a request and return its trace, seconds since `start`.
+
+    Raises:
+        QuireError: the request failed.
+    """
     times_s: list[float] = []
-    async for delta in client.generate(
-        token_ids=request.prompt_token_ids,
-        max_tokens=request.max_tokens,
-        ignore_eos=request.ignore_eos,
-        temperature=0.0,
-    ):
-        tokens.extend(delta.token_ids)
-        times_s.extend([time.perf_counter() - start] * len(delta.token_ids))
-    return Trace(sent_s, tuple(tokens), tuple(times_s))
+    answer = Answer()
+    answer.on_tokens = lambda count: times_s.extend([answer.message_times[-1] - start] * count)
+    sent_s = time.perf_counter() - start
+    await target.call(request, answer)
+    return Trace(sent_s, tuple(answer.token_ids), tuple(times_s))
 
 
-def _parse(line: str, where: str) -> OfflineRequest:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {describe_json_error(error)}") from None
+def _parse(values: Any, where: str) -> OfflineRequest:
     if not isinstance(values, dict) or not {"prompt_token_ids", "max_tokens"} <= set(values):
         hint = (
             "; this looks like a file of quire batch" if isinstance(values, dict) and _IN_BATCHES & set(values) else ""
@@ -188,7 +175,7 @@ def _parse(line: str, where: str) -> OfflineRequest:
         raise ConfigError(f"{where}: unknown field {sorted(unknown)[0]!r}; use {', '.join(sorted(_KEYS))}")
     try:
         return OfflineRequest(
-            prompt_token_ids=tuple(int(token) for token in values["prompt_token_ids"]),
+            prompt=tuple(int(token) for token in values["prompt_token_ids"]),
             max_tokens=int(values["max_tokens"]),
             ignore_eos=bool(values.get("ignore_eos", False)),
             arrive_s=float(values.get("arrive_s", 0.0)),

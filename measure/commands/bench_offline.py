@@ -68,8 +68,8 @@ def run(options: Namespace) -> int:
 
 
 async def _measure(config: "ServeConfig", requests: "list[OfflineRequest]", max_concurrency: int) -> "Report":
+    from measure.load.grpc_target import GrpcTarget
     from measure.offline import run_requests
-    from quire.aio import AsyncClient
     from quire_server.serve.service import Service
 
     task = asyncio.current_task()
@@ -78,5 +78,5 @@ async def _measure(config: "ServeConfig", requests: "list[OfflineRequest]", max_
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Service(config, log_level="warning") as service:
         addresses = await service.start()
-        async with AsyncClient(addresses.grpc) as client:
-            return await run_requests(client, requests, max_concurrency, cpu_seconds=service.cpu_seconds)
+        async with GrpcTarget(addresses.grpc) as target:
+            return await run_requests(target, requests, max_concurrency, cpu_seconds=service.cpu_seconds)

@@ -31,7 +31,7 @@ def loaded(shape: Shape, folder: Path, device: torch.device) -> Iterator[Any]:
 @torch.inference_mode()
 def generate(model: Any, requests: Sequence[OfflineRequest], device: torch.device) -> Figures:
     """Generate one static batch; the time of the prompt is subtracted, so that the rest is decode."""
-    prompts = torch.tensor([request.prompt_token_ids for request in requests], device=device)
+    prompts = torch.tensor([request.prompt for request in requests], device=device)
     output = requests[0].max_tokens
     times = []
     for count in (1, output):
@@ -68,7 +68,7 @@ def continuous_batching(model: Any, requests: Sequence[OfflineRequest], rows: in
         for part in (requests[:4], requests):  # the first few warm up
             began = time.perf_counter()
             for request in part:
-                manager.add_request(list(request.prompt_token_ids), max_new_tokens=request.max_tokens)
+                manager.add_request(list(request.prompt), max_new_tokens=request.max_tokens)
             out = 0
             for _ in part:
                 out += _tokens_of_next(manager)
@@ -77,7 +77,7 @@ def continuous_batching(model: Any, requests: Sequence[OfflineRequest], rows: in
                 raise ValueError(f"{out} tokens came where {sum(r.max_tokens for r in part)} were asked for")
     finally:
         manager.stop(block=True)
-    prompts = sum(len(request.prompt_token_ids) for request in requests)
+    prompts = sum(len(request.prompt) for request in requests)
     return {"out_tok_per_s": out / seconds, "total_tok_per_s": (out + prompts) / seconds, "wall_s": seconds}
 
 

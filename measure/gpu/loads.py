@@ -73,7 +73,7 @@ def throughput_figures(requests: Sequence[OfflineRequest], traces: Sequence[Trac
         raise ValueError(f"{out} tokens came where {asked} were asked for")
     return {
         "out_tok_per_s": out / wall_s,
-        "total_tok_per_s": (out + sum(len(request.prompt_token_ids) for request in requests)) / wall_s,
+        "total_tok_per_s": (out + sum(len(request.prompt) for request in requests)) / wall_s,
         "wall_s": wall_s,
     }
 

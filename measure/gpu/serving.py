@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from measure.gpu.results import Figures
+from measure.load.grpc_target import GrpcTarget
 from measure.offline import OfflineRequest, Report, run_requests
-from quire.aio import AsyncClient
 from quire_server.serve.layout import ServeConfig
 from quire_server.serve.service import Service
 from shared.config import FrontendConfig, SchedulerConfig, WorkerConfig
@@ -20,15 +20,15 @@ _PHASE = re.compile(r'^quire_worker_seconds(?:_total)?\{[^}]*phase="(\w+)"[^}]*\
 class Served:
     """A running service for lists of requests, called from code that is not asynchronous."""
 
-    def __init__(self, runner: asyncio.Runner, client: AsyncClient, http: str) -> None:
+    def __init__(self, runner: asyncio.Runner, target: GrpcTarget, http: str) -> None:
         self._runner = runner
-        self._client = client
+        self._target = target
         self._http = http
 
     def send(self, requests: Sequence[OfflineRequest], max_concurrency: int) -> tuple[Report, Figures]:
         """Return the report of a list of requests, and the share of time with an idle device between steps."""
         before = self._phases()
-        report = self._runner.run(run_requests(self._client, requests, max_concurrency))
+        report = self._runner.run(run_requests(self._target, requests, max_concurrency))
         after = self._phases()
         spent = {phase: after[phase] - before.get(phase, 0.0) for phase in ("forward", "sample", "idle")}
         return report, {"idle_share": spent["idle"] / (sum(spent.values()) or 1.0)}
@@ -66,11 +66,11 @@ def with_service(
         try:
             with starting or nullcontext():
                 addresses = runner.run(service.start())
-            client = runner.run(_connect(addresses.grpc))
+            target = runner.run(_connect(addresses.grpc))
             try:
-                use(Served(runner, client, addresses.http))
+                use(Served(runner, target, addresses.http))
             finally:
-                runner.run(client.close())
+                runner.run(target.close())
         finally:
             runner.run(service.stop())
 
@@ -79,5 +79,5 @@ async def _make(config: ServeConfig) -> Service:
     return Service(config, log_level="warning")  # wants a running loop
 
 
-async def _connect(address: str) -> AsyncClient:
-    return AsyncClient(address)
+async def _connect(address: str) -> GrpcTarget:
+    return GrpcTarget(address)

@@ -223,8 +223,8 @@ class _Generator:
                 self._plan.ignore_eos,
                 traits.tenant,
                 traits.priority,
-                self._plan.timeout_s,
-                max(1, int((traits.cancel_at or 0.0) * fitting.output_tokens)) if cancelled else None,
+                timeout_s=self._plan.timeout_s,
+                cancel_after=max(1, int((traits.cancel_at or 0.0) * fitting.output_tokens)) if cancelled else None,
                 keeps_answer=number + 1 < len(session.turns),
             )
             answer = Answer()

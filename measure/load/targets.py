@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from measure.load.prompts import Prompt
+from quire.types import SchedulingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Request:
     tenant: str = ""
     priority: int = 0
     """Higher goes first."""
+    scheduling: SchedulingOptions | None = None
+    """All scheduling options, over gRPC; None: tenant and priority."""
     timeout_s: float | None = None
     cancel_after: int | None = None
     """Cancel the request after this many tokens; None: do not."""

@@ -229,25 +229,36 @@ def read_prompts(path: Path, default_output_tokens: int) -> Listed:
     Raises:
         ConfigError: the file cannot be read, or a line is invalid; the message names the line.
     """
+    return Listed(
+        tuple(Session((_prompt(value, where, default_output_tokens),)) for where, value in read_json_lines(path))
+    )
+
+
+def read_json_lines(path: Path, name: str = "") -> list[tuple[str, Any]]:
+    """Return the values of a file with one JSON value per line, each with its place for errors.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is not JSON, or there is none; the message begins with the name.
+    """
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a file of JSON lines in UTF-8") from None
-    sessions = [
-        Session((_prompt(line, f"{path}, line {number}", default_output_tokens),))
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not sessions:
-        raise ConfigError(f"{path}: contains no prompt; write one JSON object per line")
-    return Listed(tuple(sessions))
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name}{path}: cannot be read ({reason}); give a file of JSON lines in UTF-8") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        where = f"{name}{path}, line {number}"
+        if line.strip():
+            try:
+                found.append((where, json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"{where}: {describe_json_error(error)}") from None
+    if not found:
+        raise ConfigError(f"{name}{path}: contains no request; write one JSON object per line")
+    return found
 
 
-def _prompt(line: str, where: str, default_output_tokens: int) -> Turn:
-    try:
-        values: Any = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {describe_json_error(error)}") from None
+def _prompt(values: Any, where: str, default_output_tokens: int) -> Turn:
     if not isinstance(values, dict) or not ("prompt" in values) ^ ("prompt_token_ids" in values):
         raise ConfigError(f"{where}: invalid; write an object with either prompt or prompt_token_ids")
     try:

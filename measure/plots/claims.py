@@ -8,7 +8,7 @@ from typing import Any
 
 from measure.load.svg import Series, bars, lines
 from measure.plots.world import STEP_S, Job, Totals, run
-from scheduler_svc.core.interface.config import CAPACITY_MODES, PREFIX_CACHES, VICTIM_RULES, BatchingLimits, CoreConfig
+from scheduler_svc.core.interface.config import CAPACITY_MODES, PREFIX_CACHES, VICTIM_RULES, CoreConfig
 from scheduler_svc.core.queueing.policies import AGEING_S, FairPolicy
 
 LOADS = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
@@ -288,27 +288,6 @@ def _sharing(rng: random.Random, shared: list[int], now: float) -> Job:
     return Job(now, [*shared, *_prompt(rng, 6)], rng.randint(5, 20))
 
 
-# ---------------------------------------------------------------- batching
-
-
-def batching() -> str:
-    """Run the same requests under each batching mode: tokens per second by load."""
-    modes = {
-        "static": BatchingLimits(mode="static", max_batch_size=_ROWS, max_wait_s=0.1),
-        "dynamic": BatchingLimits(mode="dynamic", max_batch_size=_ROWS, max_wait_s=0.1, max_tokens_per_batch=400),
-        "continuous": BatchingLimits(),
-    }
-    measured = []
-    for name, limits in modes.items():
-        points = []
-        for load in LOADS:
-            jobs = _mixed("batching", load * 2)
-            result = run(_config(batching=limits), jobs)
-            points.append((load * 2, sum(job.output for job in jobs) / result.seconds))
-        measured.append(Series(name, points))
-    return lines("Batching modes", "requests per second", "tokens per second", measured)
-
-
 CLAIMS: dict[str, Callable[[], str]] = {
     "fair": fair,
     "priority": priority,
@@ -319,5 +298,4 @@ CLAIMS: dict[str, Callable[[], str]] = {
     "capacity": capacity,
     "swap": swap,
     "prefix_cache": prefix_cache,
-    "batching": batching,
 }

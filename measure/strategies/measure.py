@@ -13,6 +13,9 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 
+from measure.load.grpc_target import GrpcTarget
+from measure.load.targets import Request
+from measure.offline import send
 from measure.spread import Spread
 from measure.strategies.bounds import fewest_steps, fewest_steps_in_blocks, static_steps
 from measure.strategies.cases import BLOCK_SIZE, LONG_PROMPT, LONGEST, PROMPT_TOKENS, Asked, Case, Workload
@@ -28,7 +31,6 @@ from measure.strategies.occupancy import (
 )
 from quire import _calls
 from quire.admin.v1 import admin_pb2, admin_pb2_grpc
-from quire.aio import AsyncClient
 from quire_server.serve.layout import ServeConfig
 from quire_server.serve.service import Service
 from records.reader import read
@@ -73,13 +75,13 @@ async def run_cases(
         async with Service(_config(settings), log_level="warning") as service:
             addresses = await service.start()
             async with (
-                AsyncClient(addresses.grpc) as client,
+                GrpcTarget(addresses.grpc) as target,
                 grpc.aio.insecure_channel(addresses.grpc, _calls.channel_options(addresses.grpc)) as channel,
             ):
                 operator = admin_pb2_grpc.AdminServiceStub(channel)
-                await _ask(client, _WARM_UP, 0, time.perf_counter())
+                await _ask(target, _WARM_UP, 0, time.perf_counter())
                 for case in cases:
-                    answers.append([await _ask_all(client, operator, case.workload) for _ in range(repeats)])
+                    answers.append([await _ask_all(target, operator, case.workload) for _ in range(repeats)])
                     done(case)
         steps = read_steps(entry for segment in read(record) for entry in segment)
     results = []
@@ -131,14 +133,14 @@ def _long_model(folder: Path) -> Path:
 
 
 async def _ask_all(
-    client: AsyncClient, operator: "admin_pb2_grpc.AdminServiceAsyncStub", workload: Workload
+    target: GrpcTarget, operator: "admin_pb2_grpc.AdminServiceAsyncStub", workload: Workload
 ) -> list[Answer]:
     """Send the requests; those that are there at the start wait together until the worker may take them."""
     if workload.arrives_at_once:
         await operator.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id=_WORKER))
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_ask(client, asked, seed, start)) for seed, asked in enumerate(workload.requests, 1)]
+        tasks = [group.create_task(_ask(target, asked, seed, start)) for seed, asked in enumerate(workload.requests, 1)]
         if workload.arrives_at_once:
             while await _num_waiting(operator) < len(tasks):  # noqa: ASYNC110 (the server has no event for it)
                 await asyncio.sleep(0.01)
@@ -154,20 +156,11 @@ async def _num_waiting(operator: "admin_pb2_grpc.AdminServiceAsyncStub") -> int:
     return (await operator.GetSchedulerState(admin_pb2.GetSchedulerStateRequest())).waiting_requests
 
 
-async def _ask(client: AsyncClient, asked: Asked, seed: int, start: float) -> list[float]:
+async def _ask(target: GrpcTarget, asked: Asked, seed: int, start: float) -> tuple[float, ...]:
     """Send one request; return the times at which its tokens came."""
     await asyncio.sleep(max(0.0, start + asked.arrive_s - time.perf_counter()))
-    times: list[float] = []
-    stream = client.generate(
-        token_ids=np.random.default_rng(seed).integers(3, 1000, asked.prompt_tokens).tolist(),
-        max_tokens=asked.output_tokens,
-        ignore_eos=True,
-        temperature=0.0,
-        scheduling=asked.scheduling,
-    )
-    async for delta in stream:
-        times.extend([time.perf_counter()] * len(delta.token_ids))
-    return times
+    prompt = tuple(np.random.default_rng(seed).integers(3, 1000, asked.prompt_tokens).tolist())
+    return (await send(target, Request(prompt, asked.output_tokens, scheduling=asked.scheduling), 0.0)).times_s
 
 
 def _static_padded(case: Case, steps: Sequence[Step], answers: Sequence[Answer]) -> dict[str, Any]:

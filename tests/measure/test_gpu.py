@@ -157,9 +157,9 @@ def test_loads_are_what_they_are_called() -> None:
 
     assert nano == loads.nano_vllm_load(256, 100, 1024, 32000)
     assert len(nano) == 256
-    assert all(100 <= len(request.prompt_token_ids) <= 1024 and 100 <= request.max_tokens <= 1024 for request in nano)
+    assert all(100 <= len(request.prompt) <= 1024 and 100 <= request.max_tokens <= 1024 for request in nano)
     assert all(request.ignore_eos for request in nano + chats)
-    assert 150 < sum(len(request.prompt_token_ids) for request in chats) / 512 < 280
+    assert 150 < sum(len(request.prompt) for request in chats) / 512 < 280
     assert 130 < sum(request.max_tokens for request in chats) / 512 < 250
 
 

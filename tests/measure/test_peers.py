@@ -51,7 +51,7 @@ def test_our_own_benchmark_reads_the_workloads(tmp_path: Path) -> None:
     workload = workloads(1000)["W4"]
     write_jsonl(workload, tmp_path / "w.jsonl")
     read = read_requests(tmp_path / "w.jsonl")
-    assert [(r.prompt_token_ids, r.max_tokens, r.arrive_s, r.prime) for r in read] == [
+    assert [(r.prompt, r.max_tokens, r.arrive_s, r.prime) for r in read] == [
         (r.prompt_token_ids, r.max_tokens, r.arrive_s, r.prime) for r in workload.requests
     ]
 

@@ -75,7 +75,8 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
         (
             ["bench", "offline", "--requests", "/nowhere"],
             1,
-            "quire bench offline: --requests: /nowhere: No such file or directory",
+            "quire bench offline: --requests: /nowhere: cannot be read (No such file or directory); give a file of"
+            " JSON lines in UTF-8",
         ),
         (
             ["generate", "x", "--target", "127.0.0.1:1", "--max-tokens", "-1"],
