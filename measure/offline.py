@@ -22,7 +22,7 @@ from shared.config import ConfigError
 
 _KEYS = frozenset({"prompt_token_ids", "max_tokens", "ignore_eos", "arrive_s", "prime"})
 _IN_BATCHES = frozenset({"prompt", "messages", "body"})
-"""Fields of requests in a file of `quire batch`."""
+"""Request fields in a `quire batch` file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class OfflineRequest(Request):
     keeps_answer: bool = True
     arrive_s: float = 0.0
     prime: bool = False
-    """Whether it is served before the clock starts, to fill caches."""
+    """Whether the request is served before the clock starts, to fill caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Result of a run: one trace per request, in the order of the input."""
+    """Result of a run: one trace per request, in input order."""
 
     requests: tuple[OfflineRequest, ...]
     traces: tuple[Trace, ...]
@@ -58,7 +58,7 @@ class Report:
     """CPU time of each process of the service during the run, seconds, by name; empty if not measured."""
 
     def to_json(self) -> str:
-        """Return the report as a JSON object, as documented by `quire bench offline --help`."""
+        """Return the report as the JSON object that `quire bench offline --help` describes."""
         return json.dumps(
             {
                 "out_tokens": self._out_tokens(),
@@ -144,7 +144,7 @@ async def run_requests(
         async with asyncio.TaskGroup() as group:
             tasks = {i: group.create_task(one(request)) for i, request in enumerate(requests) if not request.prime}
     except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None  # the other requests were cancelled or failed as well
+        raise failed.exceptions[0] from None  # The other requests were cancelled or failed as well.
     wall_s = time.perf_counter() - start
     cpu_s = {name: used - before.get(name, 0.0) for name, used in cpu_seconds().items()}
     traces = primes | {index: task.result() for index, task in tasks.items()}

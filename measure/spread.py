@@ -1,4 +1,4 @@
-"""Distribution of measured values: what every benchmark reports of them."""
+"""Distribution of measured values, as every benchmark reports it."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """Return the distribution of the values; all zero if there are none."""
+        """Return the distribution of the values; all fields are zero without values."""
         all_values = np.fromiter(values, float)
         if not all_values.size:
             return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -34,12 +34,12 @@ class Spread:
         return {"p99.9" if name == "p999" else name: value for name, value in asdict(self).items()}
 
     def named(self, *names: str, digits: int = 12) -> dict[str, float]:
-        """Return some of the numbers by name, rounded to so many digits after the point."""
+        """Return the selected numbers by name, rounded to this many decimal places."""
         return {name: round(getattr(self, name), digits) for name in names}
 
 
 def median_and_range(values: Sequence[float], digits: int) -> dict[str, float]:
-    """Return median, minimum and maximum by name, rounded: the numbers over the rounds of a measurement."""
+    """Return median, minimum and maximum over the rounds of a measurement by name, rounded."""
     return {
         "median": round(statistics.median(values), digits),
         "min": round(min(values), digits),

@@ -1,4 +1,7 @@
-"""Flags of `quire bench serve` and `quire bench sweep` that describe server, workload and generator; and their plan."""
+"""Shared flags of `quire bench serve` and `quire bench sweep`: server, workload and generator.
+
+Builds the plan from them.
+"""
 
 import argparse
 import asyncio
@@ -75,7 +78,7 @@ def add_server_flags(parser: OneLineParser) -> None:
 
 
 def add_workload_flags(parser: OneLineParser) -> None:
-    """Add the flags of what requests ask for."""
+    """Add the flags that describe the requests."""
     add = parser.add_argument
     lengths = "N, LOW-HIGH (uniform) or lognormal:MEAN:CV"
     add("--input", type=_lengths, default="128", metavar="LENGTH", help=f"new prompt tokens: {lengths} (default: 128)")
@@ -119,7 +122,7 @@ def add_generator_flags(parser: OneLineParser) -> None:
 
 
 def slo_of(options: Namespace) -> "Slo":
-    """Return the limits in the flags."""
+    """Return the latency limits from the flags."""
     from measure.load.figures import Slo
 
     try:
@@ -129,7 +132,7 @@ def slo_of(options: Namespace) -> "Slo":
 
 
 def metrics_of(options: Namespace) -> "Server | None":
-    """Return the server of `/metrics`; None without one."""
+    """Return the server to scrape `/metrics` from, or None without one."""
     if options.metrics:
         return http_server_at(options, options.metrics, tls=bool(options.tls_ca))
     if options.url:
@@ -141,7 +144,7 @@ def metrics_of(options: Namespace) -> "Server | None":
 
 
 def workload_of(options: Namespace, seed: int) -> "Workload":
-    """Return the workload in the flags."""
+    """Return the workload that the flags describe."""
     from measure.load.traces import PUBLISHED
     from measure.load.workloads import Drawn, Mixed, read_prompts
 
@@ -164,7 +167,7 @@ def workload_of(options: Namespace, seed: int) -> "Workload":
 
 
 def traits_of(options: Namespace, seed: int) -> "TraitMix":
-    """Return the traits in the flags."""
+    """Return the traits that the flags describe."""
     from measure.load.workloads import TraitMix
 
     try:
@@ -175,7 +178,7 @@ def traits_of(options: Namespace, seed: int) -> "TraitMix":
 
 
 async def base_plan(options: Namespace) -> "Plan":
-    """Return the plan without load: the server, and what it says about its model.
+    """Return a plan without load, with the server's address and what the server reports about its model.
 
     Raises:
         CommandError: the server cannot be reached, or refuses.
@@ -212,7 +215,9 @@ async def base_plan(options: Namespace) -> "Plan":
 
 
 async def _ask_http(options: Namespace) -> "tuple[Address, Prompts, bool]":
-    """Return the server, its prompts, and whether it accepts `ignore_eos`, as far as the flags want it."""
+    """Ask an HTTP server, as far as the flags require: return the server, its prompts, and whether it accepts
+    `ignore_eos`.
+    """
     from measure.load.generator import open_target
     from measure.load.http_target import HttpTarget
     from measure.load.plan import Address
@@ -253,7 +258,7 @@ async def _ask_http(options: Namespace) -> "tuple[Address, Prompts, bool]":
 
 
 def length_of_run(options: Namespace, *, is_finite: bool) -> tuple[float | None, int | None]:
-    """Return the duration and the number of sessions; None: no limit.
+    """Return the duration and the number of sessions, each None if unlimited.
 
     Args:
         options: the flags.
@@ -292,7 +297,7 @@ async def measured(options: Namespace, plan: "Plan", slo: "Slo", prefix: str) ->
 
 
 class _ProgressLine:
-    """One changing line on a terminal; nothing elsewhere."""
+    """Progress line that is redrawn on a terminal. Prints nothing elsewhere."""
 
     def __init__(self, *, quiet: bool, prefix: str = "") -> None:
         self._shown = sys.stderr.isatty() and not quiet
@@ -314,7 +319,7 @@ class _ProgressLine:
 
 
 def write_report(options: Namespace, as_json: Mapping[str, Any], as_html: Callable[[], str]) -> None:
-    """Write the files that the flags ask for."""
+    """Write the report files that the flags name."""
     if options.json is not None:
         options.json.write_text(json.dumps(as_json, indent=1) + "\n", "utf-8")
     if options.html is not None:
@@ -322,7 +327,7 @@ def write_report(options: Namespace, as_json: Mapping[str, Any], as_html: Callab
 
 
 def what_requests_ask(options: Namespace) -> str:
-    """Return the workload in words."""
+    """Describe the workload in words."""
     if options.workload:
         return str(options.workload)
     if options.dataset is not None:

@@ -15,7 +15,7 @@ EXAMPLES = """
 
 
 def configure(parser: OneLineParser) -> None:
-    """Add the flags; flags that are not given take the benchmark's defaults."""
+    """Add the flags. Omitted flags take the benchmark's defaults."""
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write the result to this file")
     add("--rounds", type=int, metavar="N", help="rounds of measurements")
@@ -27,7 +27,6 @@ def configure(parser: OneLineParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Run the benchmark."""
     from measure.frontend.frontend import BenchOptions, run_bench
 
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(BenchOptions)}

@@ -27,7 +27,6 @@ def configure(parser: OneLineParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Measure and print the table."""
     import torch
 
     from measure.kernels.bench import LLAMA_8B, TINY, measure_ceilings, measurements

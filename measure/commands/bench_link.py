@@ -57,7 +57,6 @@ def configure(parser: OneLineParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Measure, print the table and write the file."""
     for name in ("rounds", "seconds", "rows", "workers", "burst", "step_ms"):
         value = getattr(options, name)
         if value is not None and value <= 0:

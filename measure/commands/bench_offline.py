@@ -1,12 +1,12 @@
 """Runs a fixed list of token-id requests through the real three processes and writes tokens and timings.
 
-Each line of --requests is a JSON object {"prompt_token_ids": […], "max_tokens": N} with, optionally,
-"ignore_eos" (true or false), "arrive_s" (seconds after the start; default 0) and "prime" (true: served first,
-untimed). At most --max-concurrency requests are in flight. Decoding is greedy.
+Each line of --requests is a JSON object {"prompt_token_ids": […], "max_tokens": N} with, optionally, "ignore_eos" (true
+or false), "arrive_s" (seconds after the start; default 0) and "prime" (true: served first, untimed). At most
+--max-concurrency requests are in flight. Decoding is greedy.
 
-The result holds tokens and times per line of the input, in its order; times are seconds since the start, one
-per token, as the client received it ("prime" lines have none). TTFT counts from the moment at which a request
-is sent; cpu_s is the CPU time of every process meanwhile. Takes all flags of quire serve.
+The result holds tokens and times per line of the input, in its order; times are seconds since the start, one per token,
+as the client received it ("prime" lines have none). TTFT counts from sending the request. cpu_s is the CPU time that
+each process used during the run. Accepts all flags of quire serve.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ async def _measure(config: "ServeConfig", requests: "list[OfflineRequest]", max_
 
     task = asyncio.current_task()
     assert task is not None
-    # As with Ctrl-C: stop the service in order, then the command.
+    # As on Ctrl-C: stop the service first, then the command.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Service(config, log_level="warning") as service:
         addresses = await service.start()

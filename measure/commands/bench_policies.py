@@ -1,4 +1,4 @@
-"""Compares scheduling policies, and a peer's scheduler, in virtual time with one cost of steps.
+"""Compares scheduling policies, including a peer's scheduler, in virtual time with one cost model for all.
 
 Every scheduler gets the same jobs and the same simulated devices; see docs/arena.md. Quire's side is the real core. A
 scheduler is KIND:POLICY, optionally with settings: quire:fcfs, quire:default+itl_target_ms=50. `default` is the policy
@@ -6,7 +6,7 @@ that quire serve has without a flag.
 
 Workloads: `mooncake` and `azure` replay a trace (--trace); `agents` are sessions in a closed loop (--users); `vtc` (two
 tenants), `priorities`, `deadlines`, `stall` (prompts of 100,000 tokens between short ones) and `bursts` are drawn. For
-these --share is the share of the capacity, for a trace the share of its requests.
+drawn workloads, --share is a share of the capacity. For a trace, it is a share of the requests.
 """
 
 import json
@@ -66,7 +66,7 @@ def run(options: Namespace) -> int:
         for result in campaign.results():
             results.append(result)
             print(line(result), flush=True)
-            if options.json is not None:  # after each run, so that an interrupted campaign keeps its results
+            if options.json is not None:  # Write after each run, so that an interrupted campaign keeps its results.
                 options.json.write_text(json.dumps({"results": results}, indent=1) + "\n", "utf-8")
     except ArenaError as error:
         raise CommandError(str(error)) from None

@@ -1,8 +1,8 @@
-"""Measures a running server under load: throughput, latencies, goodput, and what the server says meanwhile.
+"""Measures a running server under load: throughput, latencies, goodput, and the server's own metrics during the run.
 
 The load is open (--rate, --trace: requests arrive whatever the server does) or closed (--concurrency: that many users,
-each waits for its answer). Latency counts from the intended start of a request, so a server that stalls shows the stall
-in every request that was due meanwhile. The delay of the generator itself is measured and reported.
+each waits for its response). Latency counts from the intended start of a request, so a server that stalls shows the
+stall in every request that was due meanwhile. The delay of the generator itself is measured and reported.
 
 Without --url it calls a Quire server over gRPC; with --url, any server with OpenAI's API. docs/benchmarking.md explains
 the numbers.
@@ -139,7 +139,7 @@ def _load(options: Namespace, seed: int, duration_s: float | None) -> "tuple[Ope
 
 
 def describe_load(options: Namespace) -> str:
-    """Return the load in words."""
+    """Describe the load in words."""
     if options.trace is not None:
         return f"trace {options.trace.name} at {options.speed:g} times its speed"
     what = (

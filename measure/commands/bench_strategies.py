@@ -1,14 +1,14 @@
-"""Compares static, dynamic and continuous batching: the same requests on the real engine, with the embedded model.
+"""Compares static, dynamic and continuous batching: the same requests on the real engine, with the bundled model.
 
 Each group of runs starts a service of its own on the CPU. Steps, idle slots and the use of blocks come from the flight
 record, latencies from the client. Static batching appears in two forms. In `static-held`, Quire's own mode, a finished
 request leaves its slot empty until its batch ends. In `static-padded`, finished rows are computed as padding and all
-answers come at the end of the batch, as with generate() of transformers. Its numbers are computed from the steps of
+responses arrive at the end of the batch, as with generate() in transformers. Its numbers are computed from the steps of
 `static-held`.
 
 The column "bound" is the most that continuous batching can gain over static batching with these lengths: steps of
 static batching divided by the fewest possible steps. Each case runs --repeats times, and the fastest run counts. All
-of it takes about six minutes on two idle cores; times of a busy machine mean little.
+cases together take about six minutes on two idle cores. Times measured on a busy machine mean little.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ async def _measure(names: list[str] | None, repeats: int) -> list[dict[str, Any]
     configure_logging("quire-bench", level="warning")
     task = asyncio.current_task()
     assert task is not None
-    # As with Ctrl-C: stop the service in order, then the command.
+    # As on Ctrl-C: stop the service first, then the command.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     finished = 0
 

@@ -1,7 +1,7 @@
-"""Finds how much load a running server takes: measures growing loads, and searches the highest that keeps the limits.
+"""Finds how much load a running server can take: measures growing loads up to the highest one within the limits.
 
-The load is doubled until the limits of --slo break, or the server is over-saturated; then the interval is halved.
-Without --slo it is doubled until the server is over-saturated, or to --to. A load whose result is not sure at 95 %
+The load is doubled until the --slo limits are exceeded or the server is over-saturated. Then the interval is halved.
+Without --slo it is doubled until the server is over-saturated, or to --to. A load whose result is uncertain at 95 %
 confidence is measured again, up to --max-repeats times. The report has the curve, its knee, and suggested settings with
 their reasons.
 """

@@ -1,9 +1,9 @@
-"""Runs the scheduler over a flight record and compares every plan with the recorded one, or asks what would have been.
+"""Replays a flight record through the scheduler and compares the plans with the recorded ones, or simulates changes.
 
-With the release that recorded, every plan is equal bit for bit. The first one that differs is named, with what differs.
-Exit codes: 0 equal, 1 different, 3 equal as far as the record goes; the stretches that are missing are named.
-Of a folder, the replay begins at the first segment of a new scheduler or with a complete snapshot. Other code may make
-other plans. Then the recorded requests are served again in a simulation, and the core's promises are checked there.
+With the release that made the record, every plan is equal bit for bit. The first plan that differs is printed with its
+differences. Exit codes: 0 equal, 1 different, 3 equal but the record has gaps, which are listed. In a folder, the
+replay begins at the first segment of a new scheduler or with a complete snapshot. Other code may make other plans. Then
+the recorded requests are served again in a simulation, and the core's promises are checked there.
 
 With --what-if, --set or --workers, the recorded requests are simulated with other settings. The table shows the numbers
 of the record, of a simulation with the same settings, and of one with the changed settings. The names and values of
@@ -31,7 +31,7 @@ EXAMPLES = """
   quire replay azure.csv --step-times service.json --workers 8
 """
 _INCOMPLETE = 3
-"""Exit code of a replay without a difference of a record that lacks entries."""
+"""Exit code if no plan differs but the record lacks entries."""
 _TRACES = (".csv", ".jsonl")
 
 
@@ -58,7 +58,7 @@ def configure(parser: OneLineParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Run the replay or the simulation; 1 if a plan differs, 3 if none does but entries are missing."""
+    """Run the replay or the simulation; return 1 if a plan differs, 3 if none differs but entries are missing."""
     simulates = options.what_if or options.set or options.workers is not None or options.step_times is not None
     if simulates or options.learn_step_times is not None or options.place.suffix in _TRACES:
         return _what_if(options)
@@ -156,7 +156,7 @@ def _clock(unix_s: float) -> str:
 
 
 def _promises(options: Namespace) -> int:
-    """Serve the recorded requests again and check the core's promises; 1 if one is broken."""
+    """Serve the recorded requests again and check the core's promises; return 1 if one is broken."""
     from records.replay import ReplayError
     from records.rules.replayed import check
     from records.whatif.answer import from_record

@@ -1,14 +1,14 @@
-"""Speed of every level of the CPU kernels that this processor has, compared with oneDNN: `make cpu-levels`.
+"""Speed of the CPU kernels at every instruction level of this processor, compared with oneDNN: `make cpu-levels`.
 
 `python -m measure.cpu.levels [--rows 1,16,128] [--inputs 1024] [--outputs 4096] [--seconds 3]` measures products over
-packed weights. All levels and a peer compute in turn, each with the next of many weights. The peer is oneDNN (packed
-products of torch), and torch's own product for int4 weights with bf16 activations. So a weight comes from memory, and
-other work on the machine slows all alike. The output is the median of each, and the median ratio of the peer's time to
-the time of the best level in the same turn. The levels start from float32 activations, and the peer from activations
-that are converted already.
+packed weights. All levels and a peer compute in turn. Each call uses the next of many weights, so that the weight comes
+from memory. Other work on the machine slows all of them alike. The peer is oneDNN (torch's packed products); for int4
+weights with bf16 activations it is torch's own product. The output is the median of each, and the median ratio of the
+peer's time to the time of the best level in the same turn. The levels start from float32 activations, and the peer from
+activations that are converted already.
 
-The last column is for one row, which waits for memory: the time that all threads take to read the bytes of a weight and
-do nothing else, divided by the time of the best level. Above 1, the product reads faster than that plain loop.
+One row is limited by memory bandwidth. The last column compares the best level with a loop in which all threads only
+read the weight: the loop's time divided by the level's time. Above 1, the product reads faster than that loop.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from worker_svc.device.choice import set_threads
 _WEIGHTS = 24
 _FEWEST_TURNS = 5
 _CALLS = 4
-"""Calls in a turn; the first is not counted, because the threads of the one before may still wait for work."""
+"""Calls in a turn. The first is not counted, because threads from the previous turn may still be waiting for work."""
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 
 Product = Callable[[int], object]
-"""Computes the product with the weight of this number."""
+"""Computes the product with the weight at this index."""
 
 
 @torch.inference_mode()
@@ -163,7 +163,8 @@ def _in_turn(products: list[Product], seconds: float) -> list[list[float]]:
     end, turn = time.perf_counter() + seconds, 0
     while turn < _FEWEST_TURNS or time.perf_counter() < end:
         for place, product in enumerate(products):
-            # Levels share the weights: each starts elsewhere, so that it does not find what another has just read.
+            # Levels share the weights. Each starts at another weight, so that it does not read one that is still in the
+            # cache.
             first = turn * _CALLS + place * _WEIGHTS // len(products)
             calls = [_microseconds(product, (first + call) % _WEIGHTS) for call in range(_CALLS)]
             times[place].append(statistics.median(calls[1:]))
@@ -178,7 +179,7 @@ def _microseconds(product: Product, number: int) -> float:
 
 
 def _print_line(rows: int, kiloflop: float, weight_bytes: int, times: list[list[float]]) -> None:
-    """Print one line; `times` are those of the levels, of the peer, and of reading a weight."""
+    """Print one line; `times` has those for the levels, for the peer, and for reading a weight."""
     *levels, peer, read = times
     best = min(levels, key=statistics.median)
     cells = [f"{statistics.median(each):,.0f} ({kiloflop / statistics.median(each):,.0f})" for each in (*levels, peer)]

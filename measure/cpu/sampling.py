@@ -41,7 +41,7 @@ def parameters(num_rows: int, top_k: int, top_p: float, min_p: float) -> Samplin
 
 
 def median_ms(compute: Callable[[], torch.Tensor], repeats: int) -> float:
-    """Return the milliseconds of one call, with the caches as a step leaves them."""
+    """Return the milliseconds for one call with the cache state that a step leaves."""
     swept = torch.zeros(_SWEPT_BYTES // 4)
     times = []
     for _ in range(repeats):
@@ -54,7 +54,7 @@ def median_ms(compute: Callable[[], torch.Tensor], repeats: int) -> float:
 
 @torch.inference_mode()
 def main() -> None:
-    """Print a line per vocabulary, number of rows and case."""
+    """Print a line for each vocabulary, number of rows and case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=0, help="number of threads; 0: all cores")
     set_threads(parser.parse_args().threads)

@@ -1,9 +1,9 @@
 """Measure the phases of one step on a CPU.
 
 `python -m measure.cpu.step --model FOLDER --rows 16 --context 200 [--quantization int4] [--kv-cache-dtype int8]` loads
-the model as a worker does. It computes decode steps in this process, each with this number of rows and of keys per row.
-With `--chunk 128`, each row has that many new tokens, the last of its keys. It prints the median time of a step, the
-time of each phase, and the share of the step that the phases account for.
+the model as a worker does. It computes decode steps in this process, with the given number of rows and of keys per row.
+With `--chunk 128`, the last 128 keys of each row are new tokens. It prints the median time of a step, the time of each
+phase, and the share of the step that the phases account for.
 """
 
 import argparse
@@ -25,7 +25,6 @@ _CPU = torch.device("cpu")
 
 @torch.inference_mode()
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Child processes of the benchmarks here, which communicate in lines; every wait has a timeout."""
+"""Child processes of these benchmarks. They communicate in lines, and every wait has a timeout."""
 
 import os
 import queue
@@ -24,7 +24,7 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """A child process that ends with the `with` block."""
+    """A child process that is terminated at the end of the `with` block."""
 
     def __init__(self, folder: Path, module: str, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
         """Run `python -m module`, with `environ` added to the environment; write its log into `folder`."""
@@ -42,7 +42,7 @@ class Child:
                 env={**os.environ, "PYTHONPATH": path, **(environ or {})},
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """Lines that it has printed; None after the end of its output."""
+        """Lines that the child has printed; None after the end of its output."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> "Child":
@@ -62,10 +62,10 @@ class Child:
                 raise ChildError(message) from None
 
     def line(self, timeout_s: float = PATIENCE_S) -> str:
-        """Return the next line that it prints.
+        """Return the next line of the child's output.
 
         Raises:
-            ChildError: it ended, or printed nothing for `timeout_s`.
+            ChildError: the child ended, or printed nothing for `timeout_s`.
         """
         try:
             line = self._lines.get(timeout=timeout_s)
@@ -77,22 +77,22 @@ class Child:
         return line
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time so far of all threads, seconds."""
+        """Return the CPU time that all threads have used so far, in seconds."""
         return cpu_seconds(self._child.pid)
 
     def tree_cpu_seconds(self) -> float:
-        """Return the CPU time so far of the process and of the live processes that it has started, seconds."""
+        """Return the CPU time that the process and its live descendants have used so far, in seconds."""
         total, pids = 0.0, [self._child.pid]
         while pids:
             pid = pids.pop()
-            with suppress(OSError):  # it has just ended
+            with suppress(OSError):  # the process has just ended
                 total += cpu_seconds(pid)
                 for task in Path(f"/proc/{pid}/task").iterdir():
                     pids += map(int, (task / "children").read_text("utf-8").split())
         return total
 
     def resident_bytes(self) -> int:
-        """Return the resident memory, bytes."""
+        """Return the resident memory in bytes."""
         return int(Path(f"/proc/{self._child.pid}/statm").read_text("utf-8").split()[1]) * _PAGE_BYTES
 
     def _listen(self) -> None:

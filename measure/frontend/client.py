@@ -1,7 +1,7 @@
-"""Client process of `quire bench frontend`: many streams on one channel, counting what arrives.
+"""Client process of `quire bench frontend`: keeps many streams open on one channel and counts what arrives.
 
-It prints a line when its streams run. Then it counts for the given time, or a multiple of it until enough messages have
-arrived, and prints a line of JSON. It ends with an error when that takes far too long.
+It prints a line when its streams run. It counts for the given time, or for a multiple of it until enough messages have
+arrived. Then it prints a line of JSON. It exits with an error if this takes too long.
 """
 
 import argparse
@@ -38,21 +38,21 @@ class Counts:
 
 
 async def _read(call: Call, counts: Counts) -> None:
-    """Read one stream to its end without pauses."""
+    """Read one stream to its end."""
     while isinstance(response := await call.read(), v1.GenerateResponse):
         counts.messages += 1
         counts.tokens += len(response.delta.token_ids)
 
 
 async def _read_repeatedly(stub: Stub, call: Call, counts: Counts, max_tokens: int) -> None:
-    """Send a new request whenever the answer is complete."""
+    """Send a new request whenever the last response is complete."""
     while True:
         await _read(call, counts)
         call = stub.Generate(_request(max_tokens))
 
 
 async def _until_served(stub: Stub) -> None:
-    """Wait until the server answers; a front end rejects calls until it is connected to its core."""
+    """Wait until the server responds. A front end rejects calls until it is connected to its core."""
     while True:
         try:
             async for _ in stub.Generate(_request(1)):
@@ -79,12 +79,12 @@ async def _measure(options: argparse.Namespace) -> None:
         await _until_served(stub)
         stalled = [stub.Generate(_request(UNLIMITED)) for _ in range(options.stalled)]
         calls = [stub.Generate(_request(options.max_tokens)) for _ in range(options.streams)]
-        # The measurement starts when every stream runs; the stalled ones are never read again.
+        # The measurement starts when every stream runs. Stalled streams are not read after that.
         await asyncio.gather(*(call.read() for call in stalled + calls))
         counts = Counts()
         async with (
             asyncio.TaskGroup() as readers
-        ):  # cancels all readers when one fails; otherwise they run until cancelled
+        ):  # A failing reader cancels all others. Otherwise they run until cancelled.
             tasks = [readers.create_task(_read_repeatedly(stub, call, counts, options.max_tokens)) for call in calls]
             await asyncio.sleep(options.warmup_s)
             print("running", flush=True)

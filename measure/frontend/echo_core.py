@@ -1,4 +1,4 @@
-"""Scheduler core without computation: it answers submissions with tokens as fast as credit and pace allow.
+"""Scheduler core without computation: sends tokens for every submission as fast as credit and pace allow.
 
 It implements the real link protocol, so that a real front end can be measured and tested without scheduler, worker or
 model. One step gives every stream that has credit the same number of tokens. It sends them as one columnar message per
@@ -23,7 +23,7 @@ from shared.ids import draw_incarnation
 from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
 
 _MAX_CATCH_UP_S = 0.05
-"""Maximum delay of a step that is caught up, seconds."""
+"""Longest delay after which a late step is caught up, in seconds."""
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class EchoFrontend:
 
     streams: dict[int, EchoStream] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
-    """Messages that its socket did not accept; it gets no tokens meanwhile."""
+    """Messages that the socket did not accept. The front end gets no tokens until they are sent."""
 
 
 class EchoCore:
-    """The core; `step` does everything that is due."""
+    """Core without a scheduler; `step` does everything that is due."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class EchoCore:
         return min(self._tokens_per_step, stream.credit // TOKEN_BYTES, stream.max_tokens - stream.sent)
 
     def submit(self, frontend: EchoFrontend, submission: link_pb2.Submission, answer: link_pb2.CoreMessage) -> None:
-        """Accept a request; immediate replies go into `answer`."""
+        """Accept a request; append immediate replies to `answer`."""
         tokens = from_column(submission.token_ids).tolist()
         frontend.streams[submission.stream] = EchoStream(
             number=submission.stream,

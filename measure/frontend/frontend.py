@@ -43,7 +43,7 @@ _VOCABULARY = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """Length and number of the measurements."""
+    """Duration and repetitions of the measurements."""
 
     json: Path | None = None
     rounds: int = 5

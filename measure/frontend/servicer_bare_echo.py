@@ -1,6 +1,7 @@
 """Baseline of `quire bench frontend`: a grpc.aio server that only streams messages.
 
-Service, message shape and event loop are those of the front end, with one message per token and no core.
+The service, the messages and the event loop are the same as in the front end. There is one message per token and no
+core.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from services.grpc.boundary import Context
 
 
 class BareEcho(generation_pb2_grpc.GenerationServiceServicer):
-    """Answers Generate with the prompt's tokens, repeated."""
+    """Servicer whose Generate repeats the prompt's tokens."""
 
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> AsyncIterator[v1.GenerateResponse]:
         """Stream one message per token."""

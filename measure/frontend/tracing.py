@@ -1,13 +1,13 @@
-"""Cost of traces: a whole service without traces, with 1 % and with 100 % of the requests sampled, in turn.
+"""Cost of tracing: a whole service without traces, with 1 % and with 100 % of the requests sampled, in turn.
 
     python -m measure.frontend.tracing [--rounds N] [--seconds S] [--streams N] [--json FILE]
 
-Three services run side by side, and one at a time has load. Each has its front end, scheduler, recorder and a worker
-with the embedded model, and exports to a collector in this process. The numbers are CPU time per token of all processes
-of a service, and tokens per second. Each is divided by that of the service without traces in the same round. The
-embedded model computes little, so the share of the traces is larger than with a real one. Linux only: it reads /proc.
+Three services run, and one at a time has load. Each has its own front end, scheduler, recorder and a worker with the
+bundled model. All export to a collector in this process. The numbers are CPU time per token of all processes of a
+service, and tokens per second. Each is divided by the value for the service without traces in the same round. The
+bundled model computes little, so tracing costs relatively more than with a real model. Linux only: it reads /proc.
 
-Aims: at most 1.02 times the CPU time at 1 %, and at most 1.05 times at 100 %.
+Targets: at most 1.02 times the CPU time at 1 %, and at most 1.05 times at 100 %.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from measure.frontend.child import PATIENCE_S, Child
 from measure.spread import median_and_range
 
 SHARES = (0.0, 0.01, 1.0)
-"""Share of the requests that are sampled; 0: traces are off."""
+"""Share of the requests that are sampled; 0 disables tracing."""
 MAX_TOKENS = 128
-"""Tokens of an answer."""
+"""Output tokens per request."""
 _START_S = 120.0
 
 
@@ -51,7 +51,6 @@ class _Service:
         self._http = http_part.removeprefix("http=")
 
     def measure(self, folder: Path, streams: int, seconds: float) -> _Figures:
-        """Return the numbers under load."""
         arguments = (f"--target={self._target}", f"--streams={streams}", f"--max-tokens={MAX_TOKENS}")
         with Child(folder, "measure.frontend.client", *arguments, f"--seconds={seconds}", "--warmup-s=1") as client:
             client.line()
@@ -62,7 +61,7 @@ class _Service:
         return _Figures(cpu / tokens * 1e6, counts["tokens_per_s"])
 
     def spans_dropped(self) -> float:
-        """Return the number of spans that its front end and scheduler have lost."""
+        """Return the number of spans that the front end and the scheduler have dropped."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"http://{self._http}/metrics", timeout=PATIENCE_S) as page:
             lines = page.read().decode().splitlines()
@@ -70,7 +69,6 @@ class _Service:
 
 
 def run_bench(*, rounds: int, seconds: float, streams: int) -> dict[str, Any]:
-    """Measure and return the numbers."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as name, ExitStack() as processes:
         folder = Path(name)
         endpoint = processes.enter_context(_collector())
@@ -117,7 +115,7 @@ def _serve(folder: Path, share: float, endpoint: str) -> Child:
 
 @contextmanager
 def _collector() -> Iterator[str]:
-    """Run a collector that discards what it gets; yield its endpoint."""
+    """Run a collector that discards what it receives; yield its endpoint."""
 
     class Discard(grpc.GenericRpcHandler):
         def service(self, _details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
@@ -141,7 +139,6 @@ def _print_table(result: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m measure.frontend.tracing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=10.0)

@@ -4,10 +4,10 @@
     decode     decode and prefill of two model shapes through the real three processes, compared with the roofline;
                greedy tokens of a small float32 model on CPU and GPU
     workloads  nano-vllm's workload and one like ShareGPT, offline
-    peers      the same by `transformers`: generate in static batches, and continuous batching
+    peers      the same workloads on `transformers`: generate in static batches, and continuous batching
 
-A part is a list of items. The numbers of an item are written to the part's JSON at once. An item that the JSON has
-already, for this commit and device, is not run again. No item starts after the time is over: run the same command again
+A part is a list of items. The results of an item are written to the part's JSON immediately. An item whose results for
+this commit and device are in the JSON is not run again. No item starts after the time limit. Run the same command again
 to continue. With `--rehearse` everything runs with a tiny model, on a CPU if there is no GPU. Its numbers have no
 meaning, and the JSON says so.
 """

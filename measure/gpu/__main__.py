@@ -12,7 +12,7 @@ from measure.gpu.results import ENDED, DeviceLostError, Results, device_name
 def main(arguments: list[str] | None = None) -> int:
     """Run one part and return the exit code.
 
-    0: complete; 1: something failed; 3: items are left, run it again; 4: an item has ended the process, and the next
+    0: complete; 1: something failed; 3: items remain, run it again; 4: an item terminated the process, and the next
     process continues without it.
     """
     parser = argparse.ArgumentParser(prog="python -m measure.gpu", description="Measure what only a GPU can tell.")
@@ -23,7 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("measure/results"), help="folder of the JSON")
     options = parser.parse_args(arguments)
-    # Triton reads it when it compiles, here and in the worker. So kernels compiled for one part serve the next.
+    # Triton reads this variable when it compiles, here and in the worker. So kernels compiled for one part are reused
+    # by the next.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path("build/gpu/triton").absolute()))
 
     import torch
@@ -37,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     set_threads(0)
     name = f"gpu-{options.part}{'-rehearsal' if options.rehearse else ''}.json"
-    until = float(os.environ.get("QUIRE_GPU_UNTIL", "inf"))  # where an earlier process has taken some of the time
+    until = float(os.environ.get("QUIRE_GPU_UNTIL", "inf"))  # An earlier process may have used part of the time.
     budget_s = min(options.budget_s, until - time.time())
     results = Results(options.out / name, rehearsal=options.rehearse, budget_s=budget_s)
     print(f"{options.part} on {device_name()}" + (" (rehearsal)" if options.rehearse else ""), flush=True)

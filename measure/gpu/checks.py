@@ -1,7 +1,6 @@
 """Every kernel on the device against its reference, at random sizes; attention's reference is computed in float64.
 
-Each size compiles another kernel, which takes longer than its execution. A check ends when its time is over, and
-reports its progress.
+Compiling a kernel for each size takes longer than running it. A check stops at its time limit and reports its progress.
 """
 
 import time
@@ -100,7 +99,7 @@ def _attention(device: torch.device, generator: torch.Generator) -> float:
 
 
 def _qkv(device: torch.device, generator: torch.Generator) -> float:
-    """Check the fused kernel against the CPU's single steps in the same dtype."""
+    """Compare the fused kernel with the separate CPU operations in the same dtype."""
     dtype = _dtype(generator, device)
     tokens, heads, kv_heads = _pick(generator, 1, 7, 300), _pick(generator, 4, 32), _pick(generator, 1, 4)
     head_dim, block_size = _pick(generator, 64, 80, 128), _pick(generator, 16, 128)
@@ -123,7 +122,7 @@ def _qkv(device: torch.device, generator: torch.Generator) -> float:
 
 
 def _elementwise(device: torch.device, generator: torch.Generator) -> float:
-    """Check RMSNorm with its addition, and the gate."""
+    """Check RMSNorm with fused addition, and the gated activation."""
     dtype = _dtype(generator, device)
     shape = (_pick(generator, 1, 33, 700), _pick(generator, 96, 1024, 4096, 5120))
     x, residual = torch.randn(2, *shape, generator=generator).to(dtype)
@@ -135,7 +134,7 @@ def _elementwise(device: torch.device, generator: torch.Generator) -> float:
 
 
 def _sampling(device: torch.device, generator: torch.Generator) -> float:
-    """Return the share of draws that differ from the reference: rounding may move a draw that lies on a border."""
+    """Return the share of draws that differ from the reference. Rounding may change a draw that is near a boundary."""
     rows, vocab_size = 64, _pick(generator, 1000, 32000, 128256)
     logits = 3 * torch.randn(rows, vocab_size, generator=generator)
 

@@ -1,4 +1,4 @@
-"""The peer on the same machine with the same random weights: `transformers`, with both of its ways to generate."""
+"""`transformers` on the same machine with the same random weights, with both of its generation modes."""
 
 import inspect
 import time
@@ -17,7 +17,7 @@ from measure.offline import OfflineRequest
 
 @contextmanager
 def loaded(shape: Shape, folder: Path, device: torch.device) -> Iterator[Any]:
-    """Load the model with weights drawn on the device; release its memory at the end."""
+    """Load the model with weights drawn on the device; release its memory on exit."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
         classes: Any = AutoModelForCausalLM
@@ -30,7 +30,7 @@ def loaded(shape: Shape, folder: Path, device: torch.device) -> Iterator[Any]:
 
 @torch.inference_mode()
 def generate(model: Any, requests: Sequence[OfflineRequest], device: torch.device) -> Figures:
-    """Generate one static batch; the time of the prompt is subtracted, so that the rest is decode."""
+    """Generate one static batch. The prefill time is subtracted, so that only decode remains."""
     prompts = torch.tensor([request.prompt for request in requests], device=device)
     output = requests[0].max_tokens
     times = []
@@ -58,7 +58,7 @@ def generate(model: Any, requests: Sequence[OfflineRequest], device: torch.devic
 
 
 def continuous_batching(model: Any, requests: Sequence[OfflineRequest], rows: int, device: torch.device) -> Figures:
-    """Send all requests at once through its continuous batching."""
+    """Send all requests at once through continuous batching."""
     settings: Any = GenerationConfig
     greedy = settings(do_sample=False, eos_token_id=-1, pad_token_id=2, max_new_tokens=16)
     manager = model.init_continuous_batching(generation_config=greedy, **_batching(rows, device))
@@ -95,7 +95,9 @@ def _tokens_of_next(manager: Any) -> int:
 
 
 def _batching(rows: int, device: torch.device) -> dict[str, Any]:
-    """Return the limits of rows, and on a CPU also of pages, so that they fit its memory, as the version has them."""
+    """Return the limit on rows, and on a CPU the limit on pages, under the names that this version of transformers
+    uses.
+    """
     import transformers
 
     kind = getattr(transformers, "ContinuousBatchingConfig", None)

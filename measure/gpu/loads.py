@@ -1,4 +1,4 @@
-"""The requests of each item, and the numbers from the times of their tokens, as pure functions."""
+"""The requests of each item, and pure functions that compute metrics from token times."""
 
 import random
 import statistics
@@ -66,7 +66,7 @@ def prefill_figures(traces: Sequence[Trace]) -> Figures:
 
 
 def throughput_figures(requests: Sequence[OfflineRequest], traces: Sequence[Trace], wall_s: float) -> Figures:
-    """Return the tokens in and out per second of the whole run."""
+    """Return the input and output tokens per second over the whole run."""
     out = sum(len(trace.times_s) for trace in traces)
     asked = sum(request.max_tokens for request in requests)
     if out != asked:

@@ -28,7 +28,7 @@ class Scale:
     kernels: bench.Sizes
     check_rounds: int
     check_s: float
-    """Seconds after which a check begins no other round."""
+    """Seconds after which a check begins no new round."""
     rows: int
     tokens_per_step: int
     steps: tuple[engine_steps.Case, ...]
@@ -41,7 +41,7 @@ class Scale:
     """Requests, longest."""
 
     def longest(self) -> int:
-        """Return the number of tokens of the longest sequence of any item."""
+        """Return the number of tokens in the longest sequence of any item."""
         most = max(context + output for _, context, output in self.decode)
         return max(most, max(self.prefill) + 1, 2 * self.nano_vllm[2], 2 * self.sharegpt[1]) + 16
 
@@ -71,7 +71,7 @@ REHEARSAL = Scale(
     rows=4,
     tokens_per_step=64,
     steps=(engine_steps.Case(2, 5, 0, 4), engine_steps.Case(2, 5, 20, 4)),
-    decode=((1, 20, 400), (4, 20, 400)),  # enough for all rows to decode together, however busy the machine
+    decode=((1, 20, 400), (4, 20, 400)),  # enough for all rows to decode together, even on a busy machine
     prefill=(100,),
     nano_vllm=(6, 5, 20),
     sharegpt=(6, 40),
@@ -102,7 +102,7 @@ class Item:
 
 
 def kernels(context: Context) -> None:
-    """Run a test of a minute, then measurements compared with the device's ceilings, then checks at random sizes."""
+    """Run a one-minute smoke test, then measurements relative to the device's limits, then checks at random sizes."""
     for name, test in smoke(context.device, context.dtype, context.scale.kernels):
         context.results.run(name, test, 10.0)
     ceilings = _ceilings(context)
@@ -115,13 +115,16 @@ def kernels(context: Context) -> None:
 
 
 def steps(context: Context) -> None:
-    """Measure steps of the engine alone, with and without captured graphs."""
+    """Measure engine steps without the other processes, with and without captured graphs."""
     for shape in context.scale.models:
         _steps_of_shape(context, shape)
 
 
 def _steps_of_shape(context: Context, shape: shapes.Shape) -> None:
-    """Measure the steps of one model; a function of its own, so that no variable keeps the model afterwards."""
+    """Measure the steps of one model.
+
+    This is a separate function so that no local variable retains the model afterwards.
+    """
     model = f"{shape.name}: model"
     try:
         with (
@@ -137,7 +140,7 @@ def _steps_of_shape(context: Context, shape: shapes.Shape) -> None:
         ):
             for graphs in (True, False):
                 _steps(context, f"{shape.name}, {'graphs' if graphs else 'no graphs'}", loaded, graphs=graphs)
-    except torch.OutOfMemoryError as error:  # the next shape may do better
+    except torch.OutOfMemoryError as error:  # the next shape may still succeed
         context.results.fail(model, error)
 
 
@@ -210,7 +213,7 @@ def peers(context: Context) -> None:
             with hf.loaded(shape, shapes.make_folder(shape, WORK), device) as model:
                 for name, measure, expected_s in items:
                     context.results.run(name, partial(measure, model), expected_s)
-        except torch.OutOfMemoryError as error:  # the next shape may do better
+        except torch.OutOfMemoryError as error:  # the next shape may still succeed
             context.results.fail(f"{shape.name}: loading", error)
 
 
@@ -251,23 +254,23 @@ def _serve(context: Context, shape: shapes.Shape, items: list[Item]) -> None:
             tokens_per_step=scale.tokens_per_step,
             max_model_len=scale.longest(),
         )
-    except ServeError as error:  # the next shape may do better
+    except ServeError as error:  # the next shape may still succeed
         context.results.fail(service, error)
 
 
 def _ceilings(context: Context) -> bench.Ceilings:
-    """Return the device's ceilings, measured once per part."""
+    """Return the device's limits, measured once per part."""
 
     def measure() -> Figures:
         with torch.inference_mode():
             found = asdict(bench.measure_ceilings(context.device, context.dtype, context.scale.kernels))
         if context.device.type == "cuda":
-            torch.cuda.empty_cache()  # a worker process wants the memory
+            torch.cuda.empty_cache()  # The worker process needs the memory.
         return found
 
     context.results.run("ceilings", measure, 10.0)
     found = context.results.items.get("ceilings")
-    if found is None:  # it failed, or there was no time: what follows is measured all the same
+    if found is None:  # The measurement failed or there was no time. Continue with the next ones anyway.
         return bench.Ceilings(math.nan, math.nan)
     return bench.Ceilings(float(found["copy_bytes_per_s"]), float(found["gemm_flop_per_s"]))
 
@@ -309,7 +312,7 @@ def _throughput(served: Served, *, requests: list[OfflineRequest], rows: int) ->
 
 
 def _same_tokens(context: Context) -> Figures:
-    """Compare the greedy tokens of the embedded float32 model on the CPU and on the device."""
+    """Compare the greedy tokens of the bundled float32 model on the CPU and on the device."""
     prompts = loads.nano_vllm_load(8, 10, 60, 1000)
     answers: list[list[tuple[int, ...]]] = []
 

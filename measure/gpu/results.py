@@ -1,8 +1,8 @@
 """The JSON of one part: its numbers, item by item, with the device and the commit.
 
-It is written after every item, so that the end of the process loses nothing. An item itself may end the process: a
-kernel that never returns, or one after which the device no longer answers. Such an item is recorded as *broken* and not
-run again. The next process continues with the others.
+The file is written after every item, so that nothing is lost if the process dies. An item may terminate the process:
+its kernel never returns, or the device stops responding. Such an item is recorded as *broken* and not run again. The
+next process continues with the others.
 """
 
 import hashlib
@@ -27,25 +27,25 @@ _PACKAGES = ("torch", "triton", "transformers", "grpcio", "protobuf", "numpy", "
 
 
 ENDED = 4
-"""Exit code of a process that an item has ended; the next process continues."""
+"""Exit code after an item has terminated the process; the next process continues."""
 _PATIENCE = 6.0
 _LEAST_PATIENCE_S = 120.0
-"""An item that takes this many times as long as expected, and at least this long, counts as blocked."""
+"""An item counts as hung after this many times its expected duration, and after at least this many seconds."""
 
 
 class DeviceLostError(Exception):
-    """The device no longer answers in this process."""
+    """The device no longer responds in this process."""
 
 
 class Results:
-    """Numbers of a part so far; each new item is written at once."""
+    """Results of a part so far; each new item is written immediately."""
 
     def __init__(self, path: Path, *, rehearsal: bool, budget_s: float) -> None:
         """Open the file; no item starts later than `budget_s` from now."""
         self._path = path
         self._deadline = time.monotonic() + budget_s
         self.skipped: list[str] = []
-        """Items for which there was no time."""
+        """Items that were skipped for lack of time."""
         self.failed: list[str] = []
         header = {"rehearsal": rehearsal, "commit": _commit(), "device": device_name(), "versions": _versions()}
         self._document: dict[str, object] = {**header, "items": {}, "failed": {}, "broken": {}}
@@ -56,7 +56,7 @@ class Results:
 
     @property
     def items(self) -> dict[str, Figures]:
-        """The numbers of each finished item."""
+        """Results of each finished item."""
         items = self._document["items"]
         assert isinstance(items, dict)
         return items
@@ -110,7 +110,7 @@ class Results:
         self._write()
 
     def is_broken(self, name: str) -> bool:
-        """Return whether the item has ended a process; print it as a failure."""
+        """Return whether the item has terminated a process; if so, print it as a failure."""
         if name not in self._broken:
             return False
         self.failed.append(name)
@@ -119,7 +119,7 @@ class Results:
 
     @contextmanager
     def patience(self, name: str, expected_s: float) -> Iterator[None]:
-        """End the process if the block takes too long."""
+        """Terminate the process if the block takes too long."""
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * expected_s)
         watchdog = threading.Timer(patience_s, self._end, (name, f"it hung for {patience_s:.0f} s"))
         watchdog.daemon = True
@@ -137,7 +137,7 @@ class Results:
         self._write()
 
     def _end(self, name: str, why: str) -> None:
-        """End the process; the thread of the item cannot be stopped."""
+        """Terminate the process, because the thread that runs the item cannot be stopped."""
         print(f"  {name}: FAILED {why}", flush=True)
         self._broken[name] = why
         self._write()
@@ -156,7 +156,7 @@ def device_name() -> str:
 
 
 def _device_is_lost() -> bool:
-    """Return whether the device has failed until the process ends, as after an illegal memory access."""
+    """Return whether the device stays unusable for the rest of the process, as after an illegal memory access."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     try:
@@ -168,7 +168,7 @@ def _device_is_lost() -> bool:
 
 
 def _commit() -> str:
-    """Return the commit; without git, as in a tree that was copied to a machine, a hash over the sources."""
+    """Return the commit, or a hash over the sources in a tree without git."""
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         if found.returncode == 0 and found.stdout.strip():

@@ -18,7 +18,7 @@ _PHASE = re.compile(r'^quire_worker_seconds(?:_total)?\{[^}]*phase="(\w+)"[^}]*\
 
 
 class Served:
-    """A running service for lists of requests, called from code that is not asynchronous."""
+    """A running service for lists of requests, with a synchronous interface."""
 
     def __init__(self, runner: asyncio.Runner, target: GrpcTarget, http: str) -> None:
         self._runner = runner
@@ -26,7 +26,7 @@ class Served:
         self._http = http
 
     def send(self, requests: Sequence[OfflineRequest], max_concurrency: int) -> tuple[Report, Figures]:
-        """Return the report of a list of requests, and the share of time with an idle device between steps."""
+        """Send the requests; return their report, and the share of time in which the device was idle between steps."""
         before = self._phases()
         report = self._runner.run(run_requests(self._target, requests, max_concurrency))
         after = self._phases()
@@ -42,9 +42,9 @@ def with_service(
     folder: Path, device: str, use: Callable[[Served], None], *, rows: int, tokens_per_step: int, max_model_len: int,
     weights: str = "random", kv_cache_dtype: str = "auto", starting: AbstractContextManager[object] | None = None,
 ) -> None:  # fmt: skip
-    """Start a service over `folder`, let `use` send requests to it, and end it.
+    """Start a service over `folder`, let `use` send requests to it, and stop it.
 
-    `starting` is entered while it starts.
+    The context manager `starting` is active while the service starts.
     """
     config = ServeConfig(
         scheduler=SchedulerConfig(

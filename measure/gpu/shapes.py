@@ -45,12 +45,12 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_element
 
     def decode_seconds(self, rows: int, context: int, bandwidth: float, flop_per_s: float) -> float:
-        """Return the least time of a decode step: that to read all weights and KV once, or that of the products."""
+        """Return the shortest possible time for a decode step, limited by memory reads or by the products."""
         read = self.matrix_elements * self.bytes_per_element + rows * context * self.kv_bytes_per_token
         return max(read / bandwidth, 2 * rows * self.matrix_elements / flop_per_s)
 
     def prefill_flop(self, tokens: int) -> float:
-        """Return the operations of a prompt: products of every token (logits: the last) and causal attention."""
+        """Return the operations for a prompt: products per token (logits for the last only) and causal attention."""
         body = self.matrix_elements - self.hidden * self.vocab_size
         attention = 4 * self.layers * self.heads * self.head_dim * tokens * (tokens + 1) / 2
         return 2.0 * tokens * body + 2 * self.hidden * self.vocab_size + attention

@@ -1,7 +1,7 @@
-"""A test of a minute before all measurements: each kernel once, as a served model calls it, each under its name.
+"""One-minute smoke test before all measurements. It calls each kernel once, as a served model does.
 
-It runs first on a GPU that has not been used before. Sizes are those of the measurements, with a few rows. So the
-kernels compiled here serve the measurements, too. Every result is compared with the kernel's reference.
+It runs first on a new GPU. It uses the sizes of the measurements with a few rows, so the measurements reuse the
+compiled kernels. Every result is compared with the kernel's reference.
 """
 
 from collections.abc import Callable, Iterator
@@ -106,7 +106,7 @@ def _attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> float:
-    """Check rows of (context, chunk) over pages in random order; pages that belong to no row are NaN."""
+    """Check rows of (context, chunk) over pages in random order. Pages that belong to no row contain NaN."""
     pages = [-(-context // _PAGE) for context, _ in rows]
     order = torch.randperm(sum(pages), device=at.device).int()
     tables = torch.zeros(len(rows), max(pages) + 1, dtype=torch.int32, device=at.device)
@@ -272,7 +272,7 @@ def _decode_inputs(device: torch.device) -> float:
 
 
 def _copy(at: At, *, pinned: bool) -> float:
-    """Copy blocks on the device, or to pinned memory and back, on a stream of their own."""
+    """Copy blocks on the device, and to pinned memory and back, on a separate stream."""
     tensors = [
         torch.randn(20, at.sizes.num_kv_heads, _PAGE, at.sizes.head_dim, device=at.device, dtype=at.dtype)
         for _ in range(3)

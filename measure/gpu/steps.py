@@ -1,7 +1,7 @@
-"""Steps of the engine in this process, without scheduler and sockets: time of the host, of the device, and idle share.
+"""Engine steps in this process, without scheduler and sockets: host time, device time, and idle share.
 
 Each case is a steady state: rows in decode, and in each step one prompt of another request. A step is launched while
-the one before it runs, as in a worker.
+the previous one runs, as in a worker.
 """
 
 import gc
@@ -33,13 +33,13 @@ _WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A steady state."""
+    """A steady state to measure."""
 
     decodes: int
     context: int
     """Tokens of each row in decode at the start."""
     prompt: int
-    """Tokens of the prompt in each step; 0: only decode."""
+    """Prompt tokens in each step; 0 for decode only."""
     steps: int
 
     @property
@@ -52,7 +52,7 @@ class Case:
 def loaded(
     folder: Path, device: torch.device, *, rows: int, tokens_per_step: int, max_model_len: int, utilization: float
 ) -> Iterator["Loaded"]:
-    """Load a model with random weights, after releasing what is left of another one.
+    """Release the memory of the previous model, then load a model with random weights.
 
     The caller must not keep a reference to the model or to an engine: each of them holds GPU memory.
     """
@@ -81,7 +81,7 @@ class Loaded:
     device: torch.device
 
     def engine(self, *, graphs: bool) -> tuple[Engine, Figures]:
-        """Build an engine; return it with the time of its start, and the part of its share of memory left unused."""
+        """Build an engine; return it with its start time, and the part of its memory share that is unused."""
         gc.collect()  # an engine before may still hold its KV cache
         began = time.perf_counter()
         settings = {name: getattr(self.config, name) for name in self.config.__slots__}
@@ -101,7 +101,7 @@ class Loaded:
 
 
 class Steps:
-    """Plans of a case, and the engine that executes them."""
+    """The plans of a case, and the engine that executes them."""
 
     def __init__(self, engine: Engine, case: Case) -> None:
         self._engine = engine
@@ -146,7 +146,7 @@ class Steps:
         }
 
     def _launch(self, admitted: int | None, length: int, *, leaves: int | None) -> float:
-        """Launch a step with the whole prompt of an admitted row; return the time of the host in seconds."""
+        """Launch a step with the whole prompt of an admitted row; return the host time in seconds."""
         self._step += 1
         plan = plan_pb2.Plan(step=self._step)
         if leaves is not None:

@@ -330,7 +330,7 @@ def _compile(case: str, launch: Launch, source: Any, options: dict[str, Any], ar
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile and print the table; return 0 if all kernels compile and fit into the shared memory of their GPU."""
+    """Compile and print the table; return 0 if all kernels compile and fit into the GPU's shared memory."""
     parser = argparse.ArgumentParser(
         prog="python -m measure.kernels.aot", description="Compile the kernels without a GPU."
     )

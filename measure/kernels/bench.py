@@ -44,7 +44,7 @@ class Measurement:
     seconds: float
     """Median time of a call."""
     bytes: float
-    """Bytes that must be read or written at least."""
+    """Least number of bytes that must be read or written."""
     flop: float
     peer: str = ""
     peer_seconds: float = 0.0
@@ -93,7 +93,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
     run()
     if device.type == "cpu":
         times: list[float] = []
-        deadline = time.perf_counter() + budget_s / 20  # only a test run
+        deadline = time.perf_counter() + budget_s / 20  # only a trial run
         while not times or (time.perf_counter() < deadline and len(times) < 100):
             began = time.perf_counter()
             run()

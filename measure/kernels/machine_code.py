@@ -1,7 +1,7 @@
-"""Numbers of a compiled kernel: registers, spills, copies in flight, and instructions, in all and of its loops.
+"""Resource usage of a compiled kernel: registers, spills, copies in flight, and instructions, in total and per loop.
 
-They are read from the compiler's output, so that a test without a GPU can find a kernel that spills, that waits for
-each load, or that executes more instructions per tile than before.
+The numbers are read from the compiler's output, so that a test without a GPU can find a kernel that spills, that waits
+for each load, or that executes more instructions per tile than before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\w+)\)")
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return registers and bytes of local memory per thread, as read from a cubin by the tool of triton."""
+    """Return registers and bytes of local memory per thread, read from a cubin with triton's tool."""
     listing = _run("cuobjdump", "--dump-resource-usage", cubin)
     usage = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", listing)
     if usage is None:
@@ -30,8 +30,9 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 def copies_ahead(ttgir: str) -> int | None:
     """Return how many groups of copies may be unfinished when a pipelined loop continues; None without such a loop.
 
-    0 means that each iteration waits for all its loads, so that memory and arithmetic do not overlap. An innermost
-    loop counts with its most patient wait, and a kernel with its worst loop. ``ttgir`` is the compiler's text.
+    0 means that each iteration waits for all its loads, so that memory and arithmetic do not overlap. The value for an
+    innermost loop is its largest wait count. The value for a kernel is the smallest over its loops. ``ttgir`` is the
+    compiler's text.
     """
     open_loops: list[list[int] | None] = []  # waits of each open loop; None: there is a loop in it
     regions: list[bool] = []  # of each open region, whether it is a loop
@@ -53,7 +54,7 @@ def copies_ahead(ttgir: str) -> int | None:
 
 
 def disassemble(cubin: bytes) -> str:
-    """Return the listing of a cubin, as printed by the tool of triton."""
+    """Return the listing of a cubin, as printed by triton's tool."""
     return _run("nvdisasm", "-c", cubin)
 
 

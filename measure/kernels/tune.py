@@ -5,11 +5,11 @@
     python -m measure.kernels.tune --budget-s 500 --table FILE
                                           start no entry after 500 s; write the table to another file
 
-For each kernel, head dimension and type of KV, every candidate is timed on a few batches. The one with the smallest
-sum of times relative to the default wins, so that short batches count as much as long ones. A candidate that does not
-compile, or needs too much shared memory, is skipped. The table is written after every entry, so that the run can be
-stopped and restarted at any time. An entry takes about a minute, most of it to compile; bf16 with head dimension 128
-comes first.
+For each kernel, head dimension and type of KV, every candidate is timed on a few batches. The candidate with the
+smallest sum of times, each relative to the default, wins. So short batches count as much as long ones. A candidate that
+does not compile, or needs too much shared memory, is skipped. The table is written after every entry, so that the run
+can be stopped and restarted at any time. An entry takes about a minute, most of it to compile; bf16 with head dimension
+128 comes first.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not times:
                 print(f"{key}: no configuration could be launched", flush=True)
                 continue
-            base = next(iter(times.values()))  # the default's, if it could be launched
+            base = next(iter(times.values()))  # The default's time, if it could be launched.
             table[key] = min(times, key=lambda tuning: relative(times[tuning], base))
             write_table(table, options.table)
             print(f"{key}: {table[key]}, {relative(times[table[key]], base):.3f} of the default's time", flush=True)

@@ -1,7 +1,7 @@
-"""Suggested settings with their reasons, by rules from what a sweep has measured. Pure.
+"""Rules that suggest settings, each with its reason, from the measurements of a sweep. Pure.
 
-The rules use numbers of one workload on one server. They say where to look, and why; only a measurement with the new
-setting shows its effect.
+The rules use measurements of one workload on one server. They suggest what to try and why. Only a new measurement shows
+the effect.
 """
 
 import math
@@ -34,7 +34,7 @@ class Measured:
 
 
 def suggest(points: Sequence[Measured], slo: Slo, *, has_tenants: bool, has_priorities: bool) -> list[Suggestion]:
-    """Return settings for the highest load that keeps the limits.
+    """Return settings for the highest load within the limits.
 
     Args:
         points: the measured loads, in increasing order.

@@ -1,8 +1,8 @@
 """Arrival processes: the times at which sessions of a benchmark begin. Pure and seeded.
 
 In an open loop, sessions begin at times that do not depend on the server. In a closed loop, each of a fixed number of
-users begins a session when the one before has ended. An open loop shows what happens to real traffic when the server
-is slow; a closed loop shows what the server can do when it always has the same number of requests.
+users begins a session when the user's previous one has ended. An open loop shows what happens to real traffic when the
+server is slow; a closed loop shows what the server can do when it always has the same number of requests.
 """
 
 import math
@@ -39,7 +39,7 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Arrivals at equal distances, beginning at 0."""
+    """Arrivals at equal intervals, beginning at 0."""
 
     rate: float
     """Arrivals per second."""
@@ -51,7 +51,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Ramp:
-    """Poisson arrivals whose rate changes linearly, then stays."""
+    """Poisson arrivals whose rate changes linearly and then stays constant."""
 
     first_rate: float
     last_rate: float
@@ -84,7 +84,7 @@ class Replay:
     recorded_s: tuple[float, ...]
     """Times in seconds, in order, from any origin."""
     speed: float = 1.0
-    """Factor by which time passes faster than it was recorded."""
+    """Factor by which the replay is faster than the recording."""
 
     def times(self, seed: int) -> Iterator[float]:
         """Yield the arrival times in seconds since the first one; the seed has no effect."""
@@ -96,7 +96,7 @@ OpenLoop: TypeAlias = Gamma | Constant | Ramp | Replay
 
 @dataclass(frozen=True, slots=True)
 class Users:
-    """Closed loop: each user waits for an answer, thinks, then asks again."""
+    """Closed loop: each user waits for a response, thinks, then sends the next request."""
 
     count: int
     think_s: float = 0.0

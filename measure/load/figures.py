@@ -1,6 +1,6 @@
 """Statistics of a run: percentiles, throughput, goodput and confidence intervals. Pure.
 
-Percentiles are exact: they are computed from all values, with linear interpolation between two of them.
+Percentiles are exact: they are computed from all values, with linear interpolation between neighbours.
 """
 
 import math
@@ -23,11 +23,11 @@ _T_95 = (
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits that a request must keep to count as good, in seconds; None: no limit."""
+    """Limits within which a request counts as good, in seconds; None for no limit."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
-    """For 99 % of the request's gaps."""
+    """Limit that 99 % of the request's inter-token gaps must keep."""
     tpot_s: float | None = None
     e2e_s: float | None = None
 
@@ -53,7 +53,7 @@ class Slo:
         return cls(**limits)
 
     def is_kept(self, outcome: Outcome) -> bool:
-        """Return whether the request was answered within all limits."""
+        """Return whether the request completed within all limits."""
         if outcome.ending is not Ending.DONE:
             return False
         gaps = outcome.gaps_s if self.itl_s is not None else ()
@@ -63,7 +63,7 @@ class Slo:
             (self.tpot_s, outcome.tpot_s),
             (self.e2e_s, outcome.e2e_s),
         )
-        # A figure that does not exist, such as the gaps of one token, breaks no limit.
+        # A value that does not exist, such as the gaps of a single token, exceeds no limit.
         return all(limit is None or value is None or value <= limit for limit, value in measured)
 
     def describe(self) -> str:
@@ -78,11 +78,11 @@ class Interval:
 
     mean: float
     half_width: float
-    """Zero for a single repeat: nothing is known about its spread."""
+    """Half width of the interval; zero for a single repeat, whose spread is unknown."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Interval":
-        """Return the interval of these repeats; there is at least one."""
+        """Return the interval for these repeats; there must be at least one."""
         count = len(values)
         mean = sum(values) / count
         if count == 1:
@@ -98,7 +98,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Numbers of one run."""
+    """Metrics of one run."""
 
     requests: int
     done: int
@@ -106,12 +106,12 @@ class Figures:
     failures: Mapping[str, int]
     """Failed requests by kind."""
     wall_s: float
-    """From the first intended start to the last end."""
+    """Time from the first intended start to the last end."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     outputs: Spread
-    """Output tokens of an answer."""
+    """Output tokens per response."""
     ttft: Spread
     itl: Spread
     tpot: Spread
@@ -123,7 +123,7 @@ class Figures:
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome], slo: Slo) -> "Figures":
-        """Return the numbers of the counted requests. Latencies are those of requests that were answered completely."""
+        """Return the metrics over the counted requests. Latencies include only requests that completed."""
         counted = [each for each in outcomes if each.counted]
         done = [each for each in counted if each.ending is Ending.DONE]
         begin = min((each.intended_s for each in counted), default=0.0)
@@ -146,7 +146,7 @@ class Figures:
         )
 
     def over(self, wall_s: float) -> "Figures":
-        """Return the same numbers with another duration, such as that of several runs."""
+        """Return the same metrics for another duration, such as the sum over several runs."""
         return replace(self, wall_s=wall_s)
 
     @property
@@ -155,7 +155,7 @@ class Figures:
 
     @property
     def request_rate(self) -> float:
-        """Answered requests per second."""
+        """Completed requests per second."""
         return self._per_s(self.done)
 
     @property
@@ -185,20 +185,20 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Running totals at one moment of a run."""
+    """Running totals at one time in a run."""
 
     time_s: float
     begun: int
     """Requests that were due."""
     answered: int
-    """Requests that have got a first token, or have ended."""
+    """Requests that have received a first token, or have ended."""
 
 
 def is_saturated(samples: Sequence[Sample], window_s: float = 10.0) -> bool:
     """Return whether requests arrive faster than the server begins to answer them.
 
-    In each of the last two windows, the requests without a first token must have become more by a tenth of the
-    arrivals and by three standard deviations of Poisson arrivals. A burst that the server works off does not suffice.
+    In each of the last two windows, the number of requests without a first token must have grown by a tenth of the
+    arrivals and by three standard deviations of Poisson arrivals. A burst that the server clears is not saturation.
     """
     if not samples or samples[-1].time_s < 2 * window_s:
         return False

@@ -1,8 +1,8 @@
-"""The load generator: begins each session at its time, whatever the server does, and notes what comes back.
+"""The load generator: begins each session at its scheduled time, whatever the server does, and records the responses.
 
 Sessions are prepared ahead of their time. Shortly before a session is due, the generator no longer sleeps but lets the
-other tasks run, because timers of an event loop are late by up to a millisecond. Each session is a task of its own, so
-a server that stalls delays no later one. The delay of the generator itself is part of every outcome.
+other tasks run, because event loop timers may be late by a millisecond. Each session is a separate task, so a stalled
+server delays no later session. The delay of the generator itself is part of every outcome.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from measure.load.targets import Answer, Request, RequestCancelledError, Request
 from measure.load.workloads import Session, Traits, Turn
 
 _PREPARED = 64
-"""Sessions that are prepared ahead."""
+"""Number of sessions that are prepared ahead."""
 _TIMER_S = 0.0012
-"""How late a timer of an event loop may be, seconds."""
+"""Largest delay of an event loop timer, in seconds."""
 _HELD_BACK_S = 10.0
-"""A session that cannot begin for this long, because of the limit of sessions in progress, ends the arrivals."""
+"""Arrivals stop when a session has waited this long, in seconds, because of the limit on sessions in progress."""
 _PROBE_S = 0.01
-"""Interval at which the event loop's delay is measured, seconds."""
+"""Interval between measurements of the event loop delay, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Generated:
 
     outcomes: list[Outcome]
     loop_late_s: "array[float]"
-    """Delays of the process's event loop: how late a token may have been noted."""
+    """Delays of the process's event loop. A token may have been recorded this much too late."""
     shortened: int
-    """Turns that were cut or left out because they exceed the model's context."""
+    """Turns that were truncated or skipped because they exceed the model's context."""
     cpu_s: float
     """CPU time of the process."""
     held_back: int
@@ -68,10 +68,10 @@ def open_target(address: Address, token: str) -> GrpcTarget | HttpTarget:
 
 
 async def get_ready(target: Target) -> None:
-    """Do what would delay the first requests: connect, and collect garbage."""
+    """Do in advance what would delay the first requests: connect, and run the garbage collector."""
     await target.connect()
     gc.collect()
-    # A full collection now searches only what the run itself creates.
+    # A later full collection searches only objects that the run creates.
     gc.freeze()
 
 
@@ -105,7 +105,7 @@ class _Generator:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Begin all sessions and wait for their ends, as long as the plan allows."""
+        """Begin all sessions and wait for them to end, as long as the plan allows."""
         match self._plan.arrivals:
             case Users() as users:
                 for number in range(self._share.number, users.count, self._share.of):
@@ -136,7 +136,7 @@ class _Generator:
             while (item := await prepared.get()) is not None:
                 index, due_s, session = item
                 await self._sleep_until(due_s)
-                # Beyond the limit the generator waits here; the session's intended start remains.
+                # Beyond the limit the generator waits here. The session's intended start does not change.
                 self.held_back += free.locked()
                 await free.acquire()
                 if self._now() - due_s > _HELD_BACK_S and self._plan.stops_early:
@@ -178,7 +178,7 @@ class _Generator:
                 return
             counted = due_s >= self._plan.warmup_s
             if counted and self._plan.sessions is not None:
-                # Each user has its part of the sessions, so that processes need not agree.
+                # Each user has a fixed part of the sessions, so that processes need not coordinate.
                 if done >= Share(number, users.count).part(self._plan.sessions):
                     return
                 done += 1
@@ -190,7 +190,7 @@ class _Generator:
         return self._plan.end_s is not None and due_s >= self._plan.end_s
 
     async def _wait_for_users(self) -> None:
-        """Wait until all users have ended or the time of arrivals is over."""
+        """Wait until all users have finished, or the arrival period is over."""
         while self._tasks and not self._is_over(self._now()) and not self._counters.is_stopped:
             await asyncio.wait(self._tasks, timeout=0.2)
 
@@ -236,7 +236,7 @@ class _Generator:
             conversation.answered("".join(answer.text), answer.token_ids)
 
     def _fit(self, turn: Turn, said: int) -> Turn | None:
-        """Return the turn, cut to the model's context; None if the context is full."""
+        """Return the turn, truncated to the model's context; None if the context is full."""
         if self._plan.max_model_len is None or turn.text:
             return turn
         excess = said + len(turn.prompt) + turn.output_tokens - self._plan.max_model_len
@@ -293,6 +293,6 @@ class _Generator:
 
     async def _sleep_until(self, due_s: float) -> None:
         await asyncio.sleep(max(due_s - self._now() - _TIMER_S, 0.0))
-        # An event would be late as a timer is.
+        # An event would be as late as a timer.
         while self._now() < due_s:  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A Quire server over gRPC, through the package `quire` that its users have."""
+"""A Quire server over gRPC, called through the public package `quire`."""
 
 import contextlib
 from itertools import cycle
@@ -13,7 +13,7 @@ from quire.types import GenerateOptions, SchedulingOptions
 
 
 class GrpcTarget:
-    """Calls of `quire.v1.GenerationService`, spread over several connections in turn."""
+    """Client for `quire.v1.GenerationService` that uses several connections in turn."""
 
     def __init__(
         self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str = "", connections: int = 1
@@ -34,11 +34,11 @@ class GrpcTarget:
                 await client.get_model(timeout=10)
 
     async def stream(self, request: Request, answer: Answer) -> None:
-        """Send a request and fill in the answer; see `Target`."""
+        """Send a request and fill in the response; see `Target`."""
         try:
             await self.call(request, answer)
         except errors.DeadlineError:
-            raise RequestFailedError("DEADLINE") from None  # found by the server or by gRPC, in either order
+            raise RequestFailedError("DEADLINE") from None  # detected by the server or by gRPC, in either order
         except errors.QuireError as error:
             raise RequestFailedError(error.reason or error.code) from None
 

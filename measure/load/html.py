@@ -13,11 +13,11 @@ from measure.load.svg import Segment, Series, lines, strips
 from measure.spread import Spread
 
 STRIPS = 60
-"""Most requests in the Gantt chart."""
+"""Maximum number of requests in the Gantt chart."""
 _POINTS = 200
-"""Points of a distribution's curve."""
+"""Number of points on a distribution curve."""
 _STEPS = 2000
-"""Most points of a curve with steps."""
+"""Maximum number of points on a step curve."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
@@ -84,7 +84,7 @@ def document(title: str, body: Sequence[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, of_words: bool = False) -> str:
-    """Return a table whose first column has names; its cells have numbers, or words."""
+    """Return a table. The first column contains names, the others numbers or words."""
     titles = "".join(f"<th>{escape(each)}</th>" for each in head) if any(head) else ""
     cells = ["".join([f"<th>{escape(row[0])}</th>", *(f"<td>{escape(each)}</td>" for each in row[1:])]) for row in rows]
     kind = ' class="words"' if of_words else ""
@@ -92,7 +92,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, of_words: bool 
 
 
 def gantt(outcomes: Sequence[Outcome]) -> str:
-    """Return the chart of requests over time, evenly picked if there are many."""
+    """Return the chart of requests over time. If there are many, an evenly spaced selection is shown."""
     picked = [outcomes[round(at)] for at in np.linspace(0, len(outcomes) - 1, min(STRIPS, len(outcomes)))]
     begin = min((each.intended_s for each in picked), default=0.0)
     rows = []
@@ -119,7 +119,7 @@ def _in_flight(outcomes: Sequence[Outcome]) -> str:
         points.append((max(time_s, 0.0), float(count)))
         count += change
         points.append((max(time_s, 0.0), float(count)))
-    if len(points) > _STEPS:  # steps are too narrow to be seen
+    if len(points) > _STEPS:  # Steps this narrow are not visible.
         points = points[:: len(points) // (_STEPS // 4)]
     return lines("Requests in flight", "s", "requests", [Series("", points)])
 

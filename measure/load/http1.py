@@ -1,10 +1,10 @@
 """A small HTTP/1.1 client for many concurrent streams: one request at a time per connection, connections are reused.
 
-The body is passed on as it arrives, inside the event loop's callback. So the time of arrival does not include the wait
-of a task for its turn.
+The body is passed on inside the event loop's callback. So the arrival time does not include the time until a task is
+scheduled.
 
-A server may close a kept connection without notice. If this happens before the first byte of an answer, the request is
-sent again on a new connection, as curl does.
+A server may close an idle connection without notice. If this happens before the first byte of a response, the request
+is sent again on a new connection, as curl does.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class Url:
     port: int
     tls: bool
     path: str
-    """Path before that of a call, without a slash at its end."""
+    """Base path of the API, without a slash at its end."""
 
     @classmethod
     def parse(cls, text: str) -> "Url":
@@ -56,10 +56,10 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[int] | None = None
         self.reusable = False
         self.has_answer = False
-        """Whether any byte of the answer to the newest request has arrived."""
+        """Whether any byte of the response to the newest request has arrived."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has the methods, but not the class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods but not the class
 
     def data_received(self, data: bytes) -> None:
         self.has_answer = True

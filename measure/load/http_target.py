@@ -13,7 +13,7 @@ from measure.load.targets import Answer, Request, RequestCancelledError, Request
 
 
 class _Events:
-    """Splits the parts of a body into server-sent events and takes each into an answer."""
+    """Splits body parts into server-sent events and adds each event to a response."""
 
     def __init__(self, request: Request, answer: Answer) -> None:
         self._request, self._answer = request, answer
@@ -24,7 +24,6 @@ class _Events:
         self.cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def take(self, status: int, body: bytes) -> None:
-        """Take a part of the body."""
         if status != 200:
             self.error_body += body[: 65_536 - len(self.error_body)]
             return
@@ -54,7 +53,7 @@ class _Events:
             self.finished = self.finished or bool(choice.get("finish_reason"))
             ids = choice.get("token_ids") or ()
             text = _text_of(choice)
-            # A text of length 0 is a token that completes no character; the last chunk of an answer has no token.
+            # An empty text is a token that completes no character. The last chunk of a response has no token.
             is_token = bool(text or ids) or (
                 "text" in choice and not choice.get("finish_reason") and "prompt_token_ids" not in choice
             )
@@ -77,26 +76,26 @@ class HttpTarget:
         tls: ssl.SSLContext | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open no connection yet.
+        """Store the arguments; `connect` opens connections.
 
         Args:
             url: address of the server, without `/v1`.
-            model: name of the model in each request; empty: none.
+            model: name of the model in each request; empty to omit it.
             token: bearer token.
             tls: trust store.
-            extra: further fields of each request.
+            extra: further fields for each request.
         """
         headers = {"accept": "text/event-stream, application/json"}
         self._pool = HttpPool(url, headers | ({"authorization": f"Bearer {token}"} if token else {}), tls)
         self._common = ({"model": model} if model else {}) | dict(extra or {})
 
     async def connect(self) -> None:
-        """Open one connection; further ones are opened by the requests that need them."""
+        """Open one connection. Requests open further ones when needed."""
         with contextlib.suppress(OSError, RequestFailedError):
             await self._ask("GET", "/v1/models")
 
     async def stream(self, request: Request, answer: Answer) -> None:
-        """Send a request and fill in the answer; see `Target`."""
+        """Send a request and fill in the response; see `Target`."""
         body = self._common | {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
@@ -108,7 +107,7 @@ class HttpTarget:
         if request.tenant:
             body["tenant"] = request.tenant
         if request.priority:
-            body["priority"] = -request.priority  # over HTTP lower goes first, as in vLLM
+            body["priority"] = -request.priority  # Over HTTP a lower number is more urgent, as in vLLM.
         if request.keeps_answer and not isinstance(request.prompt, str):
             body["return_token_ids"] = True
         path = _set_prompt(body, request.prompt)
@@ -147,7 +146,7 @@ class HttpTarget:
             raise RequestFailedError("/v1/models lists no model; give its name with --model") from None
 
     async def count_tokens(self, prompt: Prompt, *, ignore_eos: bool) -> int:
-        """Return how many tokens the server counts for a prompt, by a request for one token; 0 if it does not say.
+        """Return how many tokens the server counts for a prompt; 0 if it does not report them. Sends a request.
 
         Raises:
             RequestFailedError: the server refused the request.
@@ -156,7 +155,7 @@ class HttpTarget:
         await self.stream(Request(prompt, 1, ignore_eos=ignore_eos), answer)
         if answer.prompt_tokens:
             return answer.prompt_tokens
-        # Some servers say it only in an answer that is no stream.
+        # Some servers report it only in a non-streaming response.
         body = self._common | {"max_tokens": 1, "temperature": 0.0}
         path = _set_prompt(body, prompt)
         usage = (await self._ask("POST", path, json.dumps(body).encode())).get("usage")

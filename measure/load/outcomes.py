@@ -1,7 +1,7 @@
 """Outcomes: the times and tokens of each request of a run. All times are seconds since the start of the run.
 
-Latency counts from the intended start, not from the moment of sending. A server that stalls then delays every request
-that was scheduled meanwhile, also those that the generator could send only later (no coordinated omission).
+Latency counts from the intended start, not from the moment of sending. A stalled server then delays every request that
+was scheduled during the stall, even those that the generator could only send later (no coordinated omission).
 """
 
 import enum
@@ -17,7 +17,7 @@ class Ending(enum.Enum):
 
     DONE = "done"
     CANCELLED = "cancelled"
-    """By the benchmark, because of its cancel ratio."""
+    """Cancelled by the benchmark, because of its cancel ratio."""
     FAILED = "failed"
 
 
@@ -36,15 +36,15 @@ class Outcome:
     """Arrival of each message with output tokens."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that the server found in its cache, as far as it says."""
+    """Prompt tokens that the server found in its cache, if the server reports them."""
     output_tokens: int = 0
     asked_tokens: int = 0
-    """Output tokens that the request asked for at most."""
+    """Maximum number of output tokens that the request asked for."""
     turn: int = 0
     tenant: str = ""
     priority: int = 0
     counted: bool = True
-    """Whether it belongs to the measurement; requests of the warm-up do not."""
+    """Whether the request belongs to the measurement. Warm-up requests do not."""
 
     @property
     def late_s(self) -> float:
@@ -70,11 +70,11 @@ class Outcome:
 
     @property
     def is_short(self) -> bool:
-        """Whether a complete answer has fewer tokens than the request asked for."""
+        """Whether a completed response has fewer tokens than the request asked for."""
         return self.ending is Ending.DONE and self.output_tokens < self.asked_tokens
 
     @property
     def gaps_s(self) -> Sequence[float]:
-        """Times between two messages with tokens."""
+        """Times between consecutive messages with tokens."""
         gaps: list[float] = np.diff(np.frombuffer(self.message_times_s)).tolist() if self.message_times_s else []
         return gaps

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that a generating process needs to know. Values that can be sent to another process."""
+"""The plan of a run: everything that a generating process needs to know, as values that can be sent to it."""
 
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ class Address:
     """The server under load."""
 
     grpc: str = ""
-    """Target of gRPC; empty: HTTP."""
+    """gRPC target; empty for HTTP."""
     url: str = ""
-    """Base URL of HTTP, without `/v1`."""
+    """Base URL for HTTP, without `/v1`."""
     model: str = ""
     tls_ca: str = ""
     """PEM file of the trusted CA; for gRPC, empty means no TLS."""
     connections: int = 1
     """Connections per process over gRPC. Over HTTP each request in flight has its own."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the body over HTTP."""
+    """Further body fields over HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ class Plan:
     traits: TraitMix = field(default_factory=TraitMix)
     prompts: Prompts = field(default_factory=Prompts)
     max_model_len: int | None = None
-    """Maximum number of tokens of prompt and answer together; None if the server does not state it."""
+    """Maximum number of prompt and output tokens together; None if the server does not report it."""
     seed: int = 0
     warmup_s: float = 0.0
     """Sessions that begin earlier are not counted."""
     duration_s: float | None = None
-    """Time from the end of the warm-up during which sessions begin; None: no limit."""
+    """Time after the warm-up during which sessions begin; None for no limit."""
     sessions: int | None = None
-    """Number of counted sessions; None: no limit."""
+    """Number of counted sessions; None for no limit."""
     max_in_flight: int = 1024
     """Sessions in progress at once, over all processes. Further ones wait in the generator and count as late."""
     timeout_s: float | None = None
     """Deadline of a request, from sending."""
     drain_s: float = 60.0
-    """How long requests in progress may take after the last arrival; then they fail as `unfinished`."""
+    """Time limit for requests in progress after the last arrival. Later ones fail as `unfinished`."""
     stops_early: bool = True
     """End the arrivals of an open loop when the server is over-saturated."""
     temperature: float = 0.0
@@ -57,19 +57,19 @@ class Plan:
 
     @property
     def end_s(self) -> float | None:
-        """End of the arrivals; None without a limit."""
+        """Time at which arrivals end; None without a limit."""
         return None if self.duration_s is None else self.warmup_s + self.duration_s
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a run that one process generates: the sessions whose number has this remainder."""
+    """Part of a run for one process: the sessions whose number modulo the process count is the index of the process."""
 
     number: int = 0
     of: int = 1
 
     def part(self, count: int) -> int:
-        """Return this share of a count; the shares sum to it."""
+        """Return this share of a count. All shares add up to the count."""
         return count // self.of + (self.number < count % self.of)
 
 
@@ -85,11 +85,11 @@ class Counters:
 
     @staticmethod
     def size(processes: int) -> int:
-        """Return the length of the array: one row for each process, and the stop flag."""
+        """Return the length of the array: one row per process, and the stop flag."""
         return processes * WIDTH + 1
 
     def add(self, kind: int, count: int = 1) -> None:
-        """Increase one of the totals of this process."""
+        """Increase one of this process's totals."""
         self._values[self._first + kind] += count
 
     def total(self, kind: int) -> int:
@@ -102,5 +102,5 @@ class Counters:
         return bool(self._values[len(self._values) - 1])
 
     def stop(self) -> None:
-        """Let no further session begin, in any process."""
+        """Prevent further sessions from beginning, in all processes."""
         self._values[len(self._values) - 1] = 1

@@ -1,7 +1,7 @@
-"""Prompts as a protocol wants them: token ids, a text, or the messages of a chat. Pure.
+"""Prompts in the form that a protocol requires: token ids, a text, or chat messages. Pure.
 
 A workload's units become token ids or words. With words, the number of tokens depends on the server's tokenizer; a
-`TextScale` from a probe brings it close to the number asked for. The server's own count is what is reported.
+`TextScale` from a probe brings it close to the requested number. Reports contain the server's own count.
 """
 
 import enum
@@ -15,7 +15,7 @@ Message: TypeAlias = dict[str, str]
 Prompt: TypeAlias = tuple[int, ...] | str | tuple[Message, ...]
 
 FIRST_ID = 16
-"""Lowest token id that is used; those before it are often special tokens."""
+"""Lowest token id that is used. Lower ids are often special tokens."""
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem"
     " hand part place case week company system program question work number night point home water room mother area"
@@ -31,11 +31,11 @@ _WORDS = (
     " record pick wear paper special space ground form support event official whose matter everyone center couple site"
 )  # fmt: skip
 WORDS = tuple(_WORDS.split())
-"""Words of texts; most tokenizers have one token for each, the embedded model about two."""
+"""Words for texts. Most tokenizers have one token for each; the bundled model's needs about two."""
 
 
 class Style(enum.Enum):
-    """Content of a prompt."""
+    """Form of a prompt."""
 
     TOKENS = "tokens"
     TEXT = "text"
@@ -44,15 +44,15 @@ class Style(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TextScale:
-    """How many tokens a server counts for words."""
+    """Tokens that a server counts per word, and per prompt."""
 
     per_word: float = 1.0
     fixed: float = 0.0
-    """Tokens of a prompt besides its words: a chat template, a token for the beginning."""
+    """Tokens of a prompt in addition to its words, such as a chat template or a start token."""
 
     @classmethod
     def of_probes(cls, short: tuple[int, int], long: tuple[int, int]) -> "TextScale":
-        """Return the scale of two prompts, each given as its words and the tokens that the server counted."""
+        """Return the scale from two probes, each given as its words and the tokens that the server counted."""
         per_word = (long[1] - short[1]) / (long[0] - short[0])
         if per_word <= 0:
             return cls()
@@ -61,7 +61,7 @@ class TextScale:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """How prompts are made for one server."""
+    """Makes prompts for one server."""
 
     style: Style = Style.TOKENS
     vocab_size: int = 1000
@@ -70,11 +70,11 @@ class Prompts:
 
 
 PROBE_WORDS = (50, 250)
-"""Lengths of the two texts from which the scale follows."""
+"""Lengths of the two probe texts."""
 
 
 def probe(style: Style, count: int) -> Prompt:
-    """Return a prompt of a number of words or token ids."""
+    """Return a prompt with the given number of words or token ids."""
     match style:
         case Style.TOKENS:
             return tuple(range(FIRST_ID, FIRST_ID + count))
@@ -89,7 +89,7 @@ def words(units: Sequence[int]) -> str:
 
 
 class Conversation:
-    """The prompts of one session: each has everything that was said before."""
+    """The prompts of one session. Each contains the whole conversation before it."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
@@ -111,7 +111,7 @@ class Conversation:
         return self._text
 
     def answered(self, text: str, token_ids: Sequence[int]) -> None:
-        """Add the answer to what was said."""
+        """Append the response to the conversation."""
         self._ids += token_ids
         self._text += text
         self._messages.append({"role": "assistant", "content": text})

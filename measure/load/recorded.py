@@ -1,7 +1,7 @@
-"""Numbers of a run from the server's flight record: its steps, and the share of time without a step on the device.
+"""Metrics of a run from the server's flight record: its steps, and the device idle share.
 
-The workers' timings in a record show when each step began on the device and how long it took. So the idle share is that
-of the run alone, and an idle time before the run does not count. The record must be on this machine.
+The workers' timings in a record show when each step began on the device and how long it took. So the idle share covers
+the run only, without the idle time before it. The record must be on this machine.
 """
 
 from dataclasses import dataclass, field
@@ -13,23 +13,23 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Peer, RequestEnded
 
 FLUSH_S = 1.5
-"""Time after which a recorder has written what happened, s."""
+"""Time after which the recorder has written an event, in seconds."""
 _US = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """Numbers of the time between two moments. None: nothing of the kind happened."""
+    """Metrics of the time between two timestamps. A value is None if nothing of its kind happened."""
 
     steps: int
     rows_per_step: float | None
     """Mean number of sequences in a step."""
     device_idle_share: float | None
-    """Share of the time in which the devices computed no step, mean over the workers."""
+    """Share of time in which the devices computed no step, averaged over the workers."""
     preemptions: int
-    """Of requests that ended."""
+    """Preemptions of requests that ended."""
     prefix_hit_share: float | None
-    """Share of the prompt tokens of requests that ended which the prefix cache had."""
+    """Share of prompt tokens found in the prefix cache, over requests that ended."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Window:
     rows: dict[tuple[Peer, int], int] = field(default_factory=dict)
     """Sequences of the plans in flight, by worker and step."""
     joined: dict[Peer, float] = field(default_factory=dict)
-    """Time from which on each connected worker counts."""
+    """Time since which each connected worker counts."""
     prompts: dict[tuple[Peer, int], int] = field(default_factory=dict)
     """Prompt tokens of the live requests."""
     connected_s: float = 0.0
@@ -95,11 +95,11 @@ class _Window:
 
 
 def run_in_record(place: Path, begin_unix_s: float, end_unix_s: float) -> RecordedRun:
-    """Return the numbers of a run.
+    """Return the metrics of a run.
 
     Args:
         place: folder of the record.
-        begin_unix_s: begin of the run, seconds since 1970.
+        begin_unix_s: beginning of the run, seconds since 1970.
         end_unix_s: end of the run.
 
     Raises:

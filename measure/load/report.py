@@ -21,7 +21,7 @@ RATES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("ITL p99, ms", "itl_p99_ms", lambda figures: 1000 * figures.itl.p99),
     ("e2e p99, ms", "e2e_p99_ms", lambda figures: 1000 * figures.e2e.p99),
 )
-"""Figures that are given with confidence intervals over the repeats: title, name in JSON, value."""
+"""Rates that are reported with confidence intervals over the repeats: title, name in JSON, value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +30,21 @@ class Report:
 
     title: str
     load: str
-    """The load in words."""
+    """Description of the load in words."""
     slo: Slo
     runs: tuple[Run, ...]
 
     @property
     def figures(self) -> Figures:
-        """Figures over the requests of all repeats; rates are over the sum of their times."""
+        """Metrics over the requests of all repeats. Rates are over the sum of their durations."""
         return merged(self.runs, self.slo)
 
     def intervals(self) -> dict[str, Interval]:
-        """Return the means over the repeats, by name."""
+        """Return the means over the repeats with their intervals, by name."""
         return {name: Interval.of([value(run.figures) for run in self.runs]) for _, name, value in RATES}
 
     def warnings(self) -> list[str]:
-        """Return what a reader must know before using the numbers."""
+        """Return the warnings that a reader needs before using the numbers."""
         found = []
         for number, run in enumerate(self.runs, 1):
             repeat = f"repeat {number}: " if len(self.runs) > 1 else ""
@@ -143,7 +143,7 @@ class Report:
 
 
 def merged(runs: Sequence[Run], slo: Slo) -> Figures:
-    """Return the numbers over the requests of several runs; rates are over the sum of their times."""
+    """Return the metrics over the requests of several runs. Rates are over the sum of their durations."""
     if len(runs) == 1:
         return runs[0].figures
     outcomes: list[Outcome] = [each for run in runs for each in run.outcomes]
@@ -163,7 +163,7 @@ def spreads(figures: Figures) -> list[tuple[str, Spread]]:
 
 
 def describe_server(run: Run) -> str:
-    """Return the server's numbers in one line."""
+    """Return the server's metrics in one line."""
     server = run.server
     assert server is not None
     parts = [
@@ -180,7 +180,7 @@ def describe_server(run: Run) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with four significant digits at most."""
+    """Return a number with at most four significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

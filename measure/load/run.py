@@ -1,4 +1,4 @@
-"""Carries out a plan: in this process, or in several that share the load; watches progress and the server's metrics."""
+"""Executes a plan in this process or in several; watches the progress and the server's metrics."""
 
 import asyncio
 import http.client
@@ -27,23 +27,23 @@ from quire_server.http_client import Server
 from quire_server.scrape import parse
 
 _LOOK_EVERY_S = 0.5
-"""Interval of progress, samples and scrapes, seconds."""
+"""Interval of progress reports, samples and scrapes, in seconds."""
 _SCRAPE_TIMEOUT_S = 5.0
 _BEGIN_S = 0.02
-"""From the moment when all processes are ready to the begin of the run, seconds."""
+"""Time from all processes being ready to the beginning of the run, in seconds."""
 _MEMORY = 100_000
-"""Most samples and scrapes that are kept."""
+"""Maximum number of samples and scrapes that are retained."""
 LATE_S = 0.001
-"""A generator whose 99th percentile is later than this, and than a twentieth of the median TTFT, was the bottleneck."""
+"""The generator was the bottleneck if its 99th percentile delay exceeds this and a twentieth of the median TTFT."""
 
 
 class GeneratorError(Exception):
-    """A generating process ended without a result."""
+    """A generating process exited without a result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of a run at one moment."""
+    """Progress of a run at one time."""
 
     time_s: float
     begun: int
@@ -52,7 +52,7 @@ class Progress:
     failed: int
     tokens: int
     tokens_per_s: float
-    """During the last interval."""
+    """Token rate during the last interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,24 @@ class Run:
 
     plan: Plan
     outcomes: tuple[Outcome, ...]
-    """In the order of their intended starts."""
+    """Outcomes in the order of their intended starts."""
     figures: Figures
     loop_late: Spread
-    """Delays of the generator's event loops."""
+    """Event loop delays in the generator."""
     shortened: int
-    """Turns that were cut or left out because they exceed the model's context."""
+    """Turns that were truncated or skipped because they exceed the model's context."""
     cpu_s: float
-    """CPU time of the generator."""
+    """CPU time that the generator used."""
     processes: int
     saturated_at_s: float | None
-    """When the arrivals ended early because the server was over-saturated."""
+    """Time at which the arrivals stopped early because the server was over-saturated."""
     server: ServerFigures | None
     held_back: int = 0
     """Sessions that waited because `max_in_flight` sessions were open."""
 
     @property
     def bottleneck(self) -> str:
-        """Why the numbers are those of the generator and not of the server; empty if they are not."""
+        """Why the generator limited the results, not the server; empty if it did not."""
         limit_s = max(LATE_S, self.figures.ttft.p50 / 20)
         if self.figures.late.p99 > limit_s and not self.held_back:
             return f"requests were sent {1000 * self.figures.late.p99:.1f} ms late (p99)"
@@ -97,15 +97,15 @@ async def run_plan(
     record: Path | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Run:
-    """Carry out a plan.
+    """Execute a plan.
 
     Args:
         plan: the run.
         slo: limits of good requests.
         token: bearer token.
         processes: number of generating processes; 1: this one.
-        metrics: server of `/metrics`; None: its numbers are unknown.
-        record: folder of the server's flight record; None: its numbers are unknown.
+        metrics: server to scrape `/metrics` from; None omits them.
+        record: folder of the server's flight record; None omits its data.
         watch: called with the progress twice per second.
 
     Raises:
@@ -149,7 +149,7 @@ async def run_plan(
 
 
 class _Watcher:
-    """Looks at a run twice per second: progress, saturation, gauges of the server."""
+    """Watches a run twice per second: progress, saturation, and the server's gauges."""
 
     def __init__(
         self,
@@ -160,9 +160,9 @@ class _Watcher:
     ) -> None:
         self.saturated_at_s: float | None = None
         self.began_unix_s = 0.0
-        """Wall clock at the begin of the run."""
+        """Wall clock time at which the run began."""
         self.pages: list[str] = []
-        """Gauges of the server, as text; parsing would delay the generator."""
+        """The server's gauges as text, because parsing would delay the generator."""
         self._plan, self._counters, self._metrics, self._watch = plan, counters, metrics, watch
         self._samples: list[Sample] = []
 
@@ -222,7 +222,7 @@ async def _in_processes(plan: Plan, token: str, processes: int, values: Any, wat
             theirs.close()
             children.append((child, ours))
         for _, pipe in children:
-            await asyncio.to_thread(_receive, pipe)  # it is ready
+            await asyncio.to_thread(_receive, pipe)  # the child is ready
         start = time.perf_counter() + _BEGIN_S
         for _, pipe in children:
             pipe.send(start)
@@ -252,7 +252,7 @@ def _receive(pipe: "Connection[Any, Any]") -> Any:
 
 
 def _child(plan: Plan, token: str, share: Share, values: Any, pipe: "Connection[Any, Any]") -> None:
-    """Generate one share; runs in a process of its own, which the pipe tells when to begin."""
+    """Generate one share in a child process. The pipe says when to begin."""
 
     async def work() -> Generated:
         target = open_target(plan.address, token)
@@ -269,7 +269,7 @@ def _child(plan: Plan, token: str, share: Share, values: Any, pipe: "Connection[
 
 
 def _metrics_page(server: Server) -> str | None:
-    """Return the page of metrics of a server; None if it has none."""
+    """Return a server's metrics page; None if there is none."""
     connection = server.connect(_SCRAPE_TIMEOUT_S)
     try:
         connection.request("GET", "/metrics", headers={**server.headers, "accept": "text/plain"})

@@ -1,4 +1,4 @@
-"""Search for the highest load that keeps the limits, by doubling and bisection; knee and Pareto front. Pure."""
+"""Search for the highest load within the limits, by doubling and bisection; knee and Pareto front. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _Z_95 = 1.96
 
 
 def share_interval(good: int, asked: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share (Wilson's score interval)."""
+    """Return the 95 % confidence interval for a share (Wilson's score interval)."""
     if not asked:
         return 0.0, 1.0
     share = good / asked
@@ -20,15 +20,15 @@ def share_interval(good: int, asked: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a load keeps the limits."""
+    """Whether a load is within the limits."""
 
     is_kept: bool
     is_sure: bool
-    """Whether the confidence interval of the share of good requests excludes the share asked for."""
+    """Whether the confidence interval for the share of good requests excludes the required share."""
 
 
 def judge(good: int, asked: int, share: float) -> Verdict:
-    """Judge a load by its good requests.
+    """Judge a load by its share of good requests.
 
     Args:
         good: requests within all limits.
@@ -41,22 +41,24 @@ def judge(good: int, asked: int, share: float) -> Verdict:
 
 @dataclass(slots=True)
 class Search:
-    """State of the search: double the load until the limits break, then halve the interval.
+    """State of the search: the load is doubled until it exceeds the limits, then the interval is halved.
 
-    Loads are positive. The interval is halved in ratio (by the geometric mean), so that the tolerance is relative.
+    Loads are positive. The interval is halved at its geometric mean, because the tolerance is relative.
     """
 
     first: float
     last: float
     """Highest load to try."""
     tolerance: float = 0.1
-    """The search ends when the broken load is at most this much higher than the kept one, as a share."""
+    """The search ends when the lowest load beyond the limits exceeds the highest load within them by at most this
+    share.
+    """
     is_whole: bool = False
     """Whether loads are whole numbers, such as users."""
     kept: float | None = field(default=None, init=False)
-    """Highest load that kept the limits."""
+    """Highest load within the limits so far."""
     broken: float | None = field(default=None, init=False)
-    """Lowest load that broke them."""
+    """Lowest load beyond the limits so far."""
 
     def next(self) -> float | None:
         """Return the next load to measure; None when the search is over."""
@@ -66,14 +68,14 @@ class Search:
             assert self.kept is not None
             return min(2 * self.kept, self.last) if self.kept < self.last else None
         if self.kept is None:
-            # Even the first load breaks the limits: look below it, down to a sixteenth.
+            # Even the first load exceeds the limits: search below it, down to a sixteenth.
             return self._usable(self.broken / 2) if self.broken > self.first / 16 else None
         if self.broken <= self.kept * (1 + self.tolerance):
             return None
         return self._usable(math.sqrt(self.kept * self.broken))
 
     def note(self, load: float, *, is_kept: bool) -> None:
-        """Note the result of a load."""
+        """Record the result for a load."""
         if is_kept:
             self.kept = max(load, self.kept or 0.0)
         else:
@@ -87,29 +89,29 @@ class Search:
 
 
 def knee(points: Sequence[tuple[float, float]]) -> int | None:
-    """Return the index of the knee of a curve of latency over throughput; None with fewer than three points.
+    """Return the index of the knee in a curve of latency over throughput; None with fewer than three points.
 
-    It is the point farthest below the line from the first to the last point, with both axes scaled to [0, 1]. Beyond
-    it, more throughput costs more latency than before it. The points are in the order of the load.
+    The knee is the point farthest below the line from the first to the last point, with both axes scaled to [0, 1].
+    Beyond the knee, more throughput costs more latency. The points are ordered by load.
     """
     if len(points) < 3:
         return None
     (x0, y0), (x1, y1) = points[0], points[-1]
     if x1 <= x0 or y1 <= y0:
-        # Throughput fell, or latency did not grow: the point of the highest throughput.
+        # Throughput fell, or latency did not grow. Return the point with the highest throughput.
         return max(range(len(points)), key=lambda index: points[index][0])
     below = [(x - x0) / (x1 - x0) - (y - y0) / (y1 - y0) for x, y in points]
     return max(range(len(points)), key=lambda index: below[index])
 
 
 def pareto_front(points: Sequence[tuple[float, float]], *, less_x_is_better: bool = False) -> list[int]:
-    """Return the indices of the points that no other point beats in one figure without losing in the other.
+    """Return the indices of the points that no other point dominates.
 
     More of y is better; more of x as well, unless `less_x_is_better`. The indices are in the order of x. Of equal
     points, the first one is returned.
     """
     sign = -1.0 if less_x_is_better else 1.0
-    # From the best x on, a point belongs to the front if its y exceeds all before it.
+    # Going down from the best x, a point belongs to the front if its y exceeds all earlier ones.
     order = sorted(range(len(points)), key=lambda index: (-sign * points[index][0], -points[index][1], index))
     front: list[int] = []
     for index in order:

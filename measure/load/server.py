@@ -1,6 +1,6 @@
-"""The server's own numbers of a run: metrics before and after, gauges during the run, and its flight record. Pure.
+"""The server's own metrics for a run: counters before and after, gauges during the run, and its flight record. Pure.
 
-Most names are those of vLLM's metrics, which Quire also reports. Numbers with Quire's own names exist for Quire only.
+Most names are vLLM metrics, which Quire also exports. Metrics under Quire's own names exist for Quire only.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ _RUNNING, _WAITING, _KV_USAGE = "vllm:num_requests_running", "vllm:num_requests_
 
 
 def gauges_of(page: str) -> str:
-    """Return the lines of a page of metrics that are of interest during a run. Parsing all of them would take long."""
+    """Return the lines of a metrics page that matter during a run. Parsing the whole page would take too long."""
     return "".join(f"{line}\n" for line in page.splitlines() if line.startswith((_RUNNING, _WAITING, _KV_USAGE)))
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """Numbers of the server during a run, warm-up included. None: the server does not report it."""
+    """Metrics of the server during a run, including the warm-up. A value is None if the server does not report it."""
 
     prompt_tokens: float | None
     generation_tokens: float | None
     preemptions: float | None
     prefix_hit_share: float | None
-    """Share of the tokens of admitted sequences that the prefix cache had."""
+    """Share of prompt tokens found in the prefix cache, over admitted sequences."""
     running: float | None
     """Mean number of running requests."""
     waiting: float | None
@@ -36,16 +36,16 @@ class ServerFigures:
     """Largest share of the KV cache that requests held, 0 to 1."""
     steps: float | None
     rows_per_step: float | None
-    """Mean occupancy: sequences in a step."""
+    """Mean number of sequences in a step."""
     device_idle_share: float | None
     """Share of the time in which the workers' devices computed no step."""
 
     @classmethod
     def of(cls, before: Scrape, after: Scrape, meanwhile: Sequence[Scrape], seconds: float) -> "ServerFigures":
-        """Return the numbers between two scrapes that are this far apart, with those taken in between."""
+        """Return the metrics between two scrapes that are this far apart, and the gauges scraped between them."""
 
         def increase(name: str, **labels: str) -> float | None:
-            # A counter that had no value before began at 0.
+            # A counter without a value before the run began at 0.
             if not any(each == name for each, _ in after.values):
                 return None
             return after.sum(name, **labels) - before.sum(name, **labels)
@@ -84,10 +84,10 @@ class ServerFigures:
 
     @classmethod
     def with_record(cls, scraped: "ServerFigures | None", recorded: RecordedRun) -> "ServerFigures":
-        """Return what metrics say, if there are any, with the numbers that a record has of the run itself."""
+        """Return the scraped metrics, completed with those that the flight record has for the run itself."""
         values = asdict(scraped) if scraped is not None else dict.fromkeys(each.name for each in fields(cls))
         return cls(**values | {name: value for name, value in asdict(recorded).items() if value is not None})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the numbers that exist, by name."""
+        """Return the metrics that exist, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -8,7 +8,7 @@ _WIDTH, _HEIGHT = 520, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 40, 46
 _STRIPS_HEIGHT = 460
 _LETTER, _LINE = 6.0, 11.0
-"""About the width of a letter and the height of a line."""
+"""Approximate width of a letter and height of a line."""
 _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0")
 _GREY = "#777777"
 
@@ -20,9 +20,9 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]
     is_bound: bool = False
-    """Whether it is drawn grey and dashed: a promise, not a measurement."""
+    """Whether the line is drawn grey and dashed, because it is a bound and not a measurement."""
     labels: Sequence[str] = ()
-    """Texts at the points, which are then drawn as dots; empty: only the line."""
+    """Labels at the points, which are then drawn as dots. Without labels only the line is drawn."""
     is_line: bool = True
     """Whether neighbouring points are connected."""
 
@@ -67,7 +67,7 @@ def bars(title: str, y_title: str, groups: Sequence[str], series: Sequence[tuple
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a strip: one phase of a request."""
+    """Part of a strip: one phase of a request."""
 
     begin: float
     end: float
@@ -95,7 +95,7 @@ def strips(title: str, x_title: str, kinds: Sequence[str], rows: Sequence[Sequen
 
 
 def _dots(places: Sequence[tuple[float, float]], labels: Sequence[str], colour: str) -> list[str]:
-    """Return dots with their labels; a label that would cover another one is left out."""
+    """Return dots with their labels. A label that would cover another is omitted."""
     parts = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
     taken: list[tuple[float, float, float]] = []
     for (x, y), label in zip(places, labels, strict=True):

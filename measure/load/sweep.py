@@ -1,4 +1,4 @@
-"""A sweep: the same workload under growing load, the knee of the curve, and the highest load that keeps the limits."""
+"""A sweep: the same workload under growing load, the knee of the curve, and the highest load within the limits."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ from measure.load.svg import Series, lines
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load."""
+    """Measurements at one load."""
 
     load: float
-    """Sessions per second, or users."""
+    """Sessions per second, or number of users."""
     figures: Figures
     runs: tuple[Run, ...]
     is_kept: bool
     is_sure: bool
-    """Whether the confidence interval of the share of good requests excludes the share asked for."""
+    """Whether the confidence interval for the share of good requests excludes the required share."""
 
     @property
     def in_flight(self) -> float:
@@ -40,14 +40,14 @@ async def sweep(
     share: float,
     max_repeats: int,
 ) -> list[Point]:
-    """Measure loads until the search is over.
+    """Measure loads until the search ends.
 
     Args:
         measure: runs one load with a seed of this number.
         loads: the search, or the loads to measure.
         slo: limits of good requests.
         share: share of requests that must be good.
-        max_repeats: how often a load is measured as long as its verdict is not sure.
+        max_repeats: how often a load is measured while its verdict is uncertain.
 
     Returns:
         The measured loads in increasing order.
@@ -58,7 +58,7 @@ async def sweep(
     while (load := loads.next() if isinstance(loads, Search) else next(fixed, None)) is not None:
         runs: list[Run] = []
         while True:
-            # Each run has a seed of its own: equal prompts would be found in the prefix cache.
+            # Each run has its own seed. Otherwise the prefix cache would contain the prompts.
             runs.append(await measure(load, seed))
             seed += 1
             figures = merged(runs, slo)
@@ -79,9 +79,9 @@ class SweepReport:
 
     title: str
     load: str
-    """The workload in words."""
+    """Description of the workload in words."""
     unit: str
-    """What the load counts: "sessions/s" or "users"."""
+    """Unit of the load: "sessions/s" or "users"."""
     slo: Slo
     share: float
     points: tuple[Point, ...]
@@ -96,7 +96,7 @@ class SweepReport:
 
     @property
     def best(self) -> Point | None:
-        """The highest load that keeps the limits, below every load that breaks them."""
+        """The highest load within the limits that is below every load beyond them."""
         broken = min((point.load for point in self.points if not point.is_kept), default=float("inf"))
         return max(
             (point for point in self.points if point.is_kept and point.load < broken),
@@ -113,7 +113,7 @@ class SweepReport:
         return suggest(measured, self.slo, has_tenants=self.has_tenants, has_priorities=self.has_priorities)
 
     def conclusions(self) -> list[str]:
-        """Return the results in plain words."""
+        """Describe the results in words."""
         limits, found = self.slo.describe(), []
         if limits and self.best is not None:
             good, asked = self.best.figures.good, self.best.figures.requests - self.best.figures.cancelled
@@ -172,7 +172,7 @@ class SweepReport:
         }
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return head and rows of the table."""
+        """Return the head and the rows of the table."""
         head = [
             self.unit,
             "req/s",
@@ -220,7 +220,7 @@ class SweepReport:
         ]
 
     def _pareto(self) -> str:
-        """Return the chart of the tokens per second that one user sees against those of all users."""
+        """Return the chart of tokens per second per user against tokens per second for all users."""
         shown = [point for point in self.points if point.figures.tpot.mean > 0]
         places = [(1 / point.figures.tpot.mean, point.figures.output_rate) for point in shown]
         loads = [number(point.load) for point in shown]

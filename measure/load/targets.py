@@ -1,4 +1,4 @@
-"""Interface of a server for the generator: send one request, and note when its tokens arrive."""
+"""Interface between the generator and a server: send one request, and record when its tokens arrive."""
 
 import time
 from array import array
@@ -20,19 +20,19 @@ class Request:
     ignore_eos: bool = True
     tenant: str = ""
     priority: int = 0
-    """Higher goes first."""
+    """Higher is more urgent."""
     scheduling: SchedulingOptions | None = None
     """All scheduling options, over gRPC; None: tenant and priority."""
     timeout_s: float | None = None
     cancel_after: int | None = None
-    """Cancel the request after this many tokens; None: do not."""
+    """Cancel the request after this many tokens; None to never cancel."""
     keeps_answer: bool = False
-    """Whether the answer's text and token ids are needed, for the next turn."""
+    """Whether the response's text and token ids are needed for the next turn."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """Parts of one response so far."""
+    """One response so far."""
 
     message_times: "array[float]" = field(default_factory=lambda: array("d"))
     """Times of `time.perf_counter`."""
@@ -45,7 +45,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
 
     def take(self, tokens: int, text: str = "", token_ids: Sequence[int] = (), *, keep: bool = False) -> None:
-        """Note a message with tokens that has just arrived."""
+        """Record a message with tokens that has just arrived."""
         self.message_times.append(time.perf_counter())
         self.output_tokens += tokens
         self.on_tokens(tokens)
@@ -55,24 +55,24 @@ class Answer:
 
 
 class RequestFailedError(Exception):
-    """A request failed; the message is the kind of failure, which is the same for equal failures."""
+    """A request failed. The message names the kind of failure, so that equal failures can be counted."""
 
 
 class RequestCancelledError(Exception):
-    """A request was cancelled as asked for."""
+    """A request was cancelled as planned."""
 
 
 class Target(Protocol):
     """A server under load."""
 
     async def connect(self) -> None:
-        """Open connections ahead of the first request; a failure shows in the requests."""
+        """Open connections before the first request. A failure shows in the requests."""
 
     async def stream(self, request: Request, answer: Answer) -> None:
-        """Send a request and fill in the answer until it is complete.
+        """Send a request and fill in the response until it is complete.
 
         Raises:
-            RequestFailedError: the server failed, refused, or did not answer in time.
+            RequestFailedError: the server failed, refused the request, or timed out.
             RequestCancelledError: the request was cancelled because of `cancel_after`.
         """
 

@@ -36,7 +36,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The requests of a trace, in the order of their times."""
+    """The requests in a trace, ordered by time."""
 
     requests: tuple[Recorded, ...]
     seed: int = 0
@@ -59,14 +59,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Published statistics of a trace, and the generator fitted to them."""
+    """Published statistics for a trace, and the generator fitted to them."""
 
     inputs: Lengths
     outputs: Lengths
     gap_cv: float
     """Coefficient of variation of the gaps between arrivals."""
     prefix_share: float = 0.0
-    """Share of prompt tokens that a prefix cache without limit would find."""
+    """Share of prompt tokens that an unlimited prefix cache would find."""
 
     def workload(self, seed: int) -> Workload:
         """Return requests with these lengths and a shared prefix."""
@@ -78,14 +78,15 @@ class Statistics:
 
 
 PUBLISHED: Mapping[str, Statistics] = {
-    # Means and gap CVs of the Azure LLM inference traces 2023; the medians are those of Splitwise (Patel et al., 2024).
+    # Means and gap CVs from the Azure LLM inference traces 2023. The medians are from Splitwise (Patel et al., 2024).
     "azure-conversation": Statistics(
         Lengths.log_normal(mean=1155, median=1020), Lengths.log_normal(mean=211, median=129), gap_cv=1.09
     ),
     "azure-code": Statistics(
         Lengths.log_normal(mean=2048, median=1500), Lengths.log_normal(mean=28, median=13), gap_cv=13.2
     ),
-    # Means and ideal hit share of the Mooncake conversation trace. The CVs of its lengths and gaps are assumed to be 1.
+    # Mean and ideal hit share from the Mooncake conversation trace. The CVs of its lengths and gaps are assumed to be
+    # 1.
     "mooncake-conversation": Statistics(
         Lengths(mean=12035, cv=1.0), Lengths(mean=343, cv=1.0), gap_cv=1.0, prefix_share=0.366
     ),
@@ -97,7 +98,7 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
     """Read a trace: CSV of Azure (2023 or 2024), or JSON lines of Mooncake; plain, or compressed if it ends in .gz.
 
     Raises:
-        ConfigError: the file cannot be read, or is neither; the message names the line.
+        ConfigError: the file cannot be read, or has neither format; the message names the line.
     """
     try:
         opened = gzip.open if path.suffix == ".gz" else open

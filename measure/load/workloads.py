@@ -1,8 +1,8 @@
-"""Workloads: what the requests of a benchmark ask for. Pure and seeded.
+"""Workloads: the lengths and traits of a benchmark's requests. Pure and seeded.
 
-A workload is a numbered list of sessions. A session has one or more turns; the prompt of a turn is everything said
-before in its session and the turn's own new part. A single request is a session with one turn. Session number i is a
-function of the seed and of i only, so that several processes can each make their share.
+A workload is a numbered list of sessions. A session has one or more turns; the prompt of a turn is the conversation so
+far, followed by the turn's new part. A single request is a session with one turn. Session number i depends only on the
+seed and on i, so that several processes can each generate their share.
 
 New parts of prompts are units in [0, UNITS). `prompts` converts a unit into one token id or one word.
 """
@@ -22,10 +22,10 @@ from shared.json_text import describe_json_error
 _T = TypeVar("_T")
 
 UNITS = 1 << 16
-"""Number of different units."""
+"""Number of distinct units."""
 
 _SESSION, _PREFIX, _TRAITS, _MIX = range(4)
-"""First numbers of seeds, so that random streams of different purposes differ."""
+"""Leading numbers of seeds, so that random streams for different purposes differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Turn:
     """One request of a session."""
 
     prompt: tuple[int, ...]
-    """New units after what was said before."""
+    """New units after the conversation so far."""
     output_tokens: int
     """Maximum number of generated tokens."""
     pause_s: float = 0.0
-    """Time from the end of the turn before to the intended start of this one, such as that of a tool, seconds."""
+    """Time from the end of the previous turn to the intended start of this one, such as a tool call, in seconds."""
     text: str = ""
-    """New text in place of units, of a file of prompts."""
+    """New text, for prompts from a file; replaces the units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,19 @@ class Lengths:
 
     low: int = 0
     high: int = 0
-    """Bounds of a uniform distribution; equal bounds give a fixed length. Unused if `mean` is set."""
+    """Bounds of a uniform distribution. Equal bounds mean a fixed length. Unused if `mean` is set."""
     mean: float = 0.0
     cv: float = 0.0
     """Mean and coefficient of variation of a log-normal distribution."""
 
     @classmethod
     def fixed(cls, tokens: int) -> "Lengths":
-        """Return the distribution of one length."""
+        """Return a distribution with one fixed length."""
         return cls(tokens, tokens)
 
     @classmethod
     def log_normal(cls, *, mean: float, median: float) -> "Lengths":
-        """Return the log-normal distribution of this mean and median."""
+        """Return the log-normal distribution with this mean and median."""
         return cls(mean=mean, cv=math.sqrt((mean / median) ** 2 - 1))
 
     @classmethod
@@ -114,10 +114,10 @@ _ONE = Lengths.fixed(1)
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Sessions of random prompts with given distributions of lengths.
+    """Sessions with random prompts whose lengths have the given distributions.
 
-    Prompts may share prefixes: the first turn begins with one of `prefixes` fixed prefixes. Its length is
-    `prefix_tokens`, in addition to the input length, or the share `prefix_share` of the input length.
+    Prompts may share prefixes: the first turn begins with one of `prefixes` fixed prefixes. The prefix has
+    `prefix_tokens` tokens in addition to the input length, or the share `prefix_share` of the input length.
     """
 
     inputs: Lengths
@@ -143,7 +143,7 @@ class Drawn:
             if number == 0 and (self.prefix_tokens or self.prefix_share):
                 shared = self.prefix_tokens or round(self.prefix_share * length)
                 length -= 0 if self.prefix_tokens else shared
-                # A generator of its own for each prefix: a shorter draw is the beginning of a longer one.
+                # Each prefix has its own generator, so that a shorter draw is the beginning of a longer one.
                 prefix = _units(np.random.default_rng([self.seed, _PREFIX, int(rng.integers(self.prefixes))]), shared)
             pause = float(rng.exponential(self.pause_s)) if number and self.pause_s else 0.0
             turns.append(Turn(prefix + _units(rng, length), output, pause))
@@ -152,7 +152,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """A share of the sessions from one workload, the others from another: long prompts among short ones."""
+    """Mixture of two workloads, such as long prompts among short ones."""
 
     usual: Workload
     other: Workload
@@ -177,12 +177,12 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Properties of a session's requests besides their lengths."""
+    """Properties of a session's requests other than lengths."""
 
     tenant: str = ""
     priority: int = 0
     cancel_at: float | None = None
-    """Share of the output after which the client cancels the session's first turn; None: it does not."""
+    """Share of the output after which the client cancels the session's first turn; None to never cancel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ class TraitMix:
     """Distribution of the traits."""
 
     tenants: Mapping[str, float] = field(default_factory=dict)
-    """Weight of each tenant; empty: no tenant."""
+    """Weight of each tenant; empty for no tenant."""
     priorities: Mapping[int, float] = field(default_factory=dict)
-    """Weight of each priority; empty: priority 0."""
+    """Weight of each priority; empty for priority 0."""
     cancel_ratio: float = 0.0
     """Probability that a session is cancelled."""
     seed: int = 0
@@ -209,7 +209,7 @@ class TraitMix:
 
 
 def ideal_hit_share(prompts: Iterable[Sequence[int]], block_tokens: int = 16) -> float:
-    """Return the share of prompt tokens that a prefix cache without limit would have found, in whole blocks."""
+    """Return the share of prompt tokens that an unlimited prefix cache would find, in whole blocks."""
     known: set[int] = set()
     total = found = 0
     for prompt in prompts:
@@ -224,7 +224,9 @@ def ideal_hit_share(prompts: Iterable[Sequence[int]], block_tokens: int = 16) ->
 
 
 def read_prompts(path: Path, default_output_tokens: int) -> Listed:
-    """Read a file of prompts: one JSON object per line with "prompt" or "prompt_token_ids", and maybe "max_tokens".
+    """Read prompts from a file.
+
+    Each line is a JSON object with "prompt" or "prompt_token_ids" and optionally "max_tokens".
 
     Raises:
         ConfigError: the file cannot be read, or a line is invalid; the message names the line.
@@ -273,7 +275,7 @@ def _units(rng: np.random.Generator, count: int) -> tuple[int, ...]:
 
 
 def _weighted(weights: Mapping[_T, float], at: float, default: _T) -> _T:
-    """Return the value at this position in [0, 1) of the cumulated weights."""
+    """Return the value at this position in [0, 1) of the cumulative weights."""
     left = at * sum(weights.values())
     for value, weight in weights.items():
         left -= weight

@@ -1,1 +1,1 @@
-"""Quire and other CPU servers on one machine, in turn: `python -m measure.peers`."""
+"""Compares Quire with other CPU servers on one machine: `python -m measure.peers`."""

@@ -1,14 +1,14 @@
-"""Serves the same workloads by Quire and by other CPU servers, in turn, and prints how they compare.
+"""Runs the same workloads on Quire and on other CPU servers in turn, and prints a comparison.
 
     python -m measure.peers --peers openvino,llama.cpp --rounds 3 --json measure/results/peers.json
     python -m measure.peers --weights int8 --rounds 3
 
-The peers are installed into environments of their own under --work (gigabytes; llama.cpp is built from source). Within
-a round everybody runs once, one at a time, in an order that changes from round to round; numbers are medians over the
-rounds with their range. Loading a model is not timed, and everybody serves a few requests before the clock starts.
+Each peer is installed into its own environment under --work (gigabytes; llama.cpp is built from source). In each round
+every server runs once, one at a time. The order changes between rounds. Numbers are medians over the rounds with their
+range. Loading a model is not timed, and every server serves a few requests before the clock starts.
 
-A --json file that exists is gone on with: its rounds count, those of this call are added. So a comparison can be made
-in pieces, one workload and one round at a time, wherever the machine is quiet for a few minutes.
+If the --json file exists, the new rounds are added to it. So a comparison can be made in parts, one workload and one
+round at a time, whenever the machine is idle for a few minutes.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from measure.peers.workloads import Workload, workloads, write_jsonl
 US = "quire"
 WEIGHTS = ("bf16", "int8", "int4")
 _INSTRUCTION_SETS = ("avx2", "avx_vnni", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
-"""Flags of the processor that decide which code computes."""
+"""CPU flags that select the kernels."""
 RUN_S = 1800.0
-"""A peer that takes longer for all its workloads is ended."""
+"""Timeout for all workloads of one peer, in seconds."""
 _SAMPLE_S = 0.1
 
 
@@ -43,7 +43,7 @@ class RunError(Exception):
 
 
 def main() -> int:
-    """Installs, serves, compares; 1 when Quire itself could not be measured."""
+    """Install, serve and compare; return 1 if Quire itself could not be measured."""
     options = _options()
     chosen = {name: each for name, each in workloads(VOCAB_SIZE).items() if name in options.workloads.split(",")}
     work = options.work.resolve()
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def _begun(options: argparse.Namespace) -> dict[str, Any]:
-    """Content of the report so far."""
+    """Return the content of the existing report."""
     flags = set(_cpuinfo("flags").split())
     machine = {
         "cpu": _cpuinfo("model name") or platform.processor(),
@@ -179,7 +179,7 @@ def _run_peer(
 
 
 def _run(name: str, command: Sequence[str], environment: dict[str, str], work: Path, memory: dict[str, int]) -> None:
-    """Runs one command to its end and notes the most memory that its processes held together."""
+    """Run one command to its end and record the peak memory of its process tree."""
     with (work / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         give_up = time.monotonic() + RUN_S
@@ -199,7 +199,7 @@ def _resident(pid: int) -> int:
         for each in (process, *process.children(recursive=True)):
             total += each.memory_info().rss
     except psutil.Error:
-        pass  # it has just ended
+        pass  # the process has just ended
     return total
 
 

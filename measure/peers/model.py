@@ -1,7 +1,7 @@
 """The model that all peers serve: random weights in the shape of a small Llama, and a tokenizer of the right size.
 
-Random weights cost what trained ones do, and no download is needed. 335 M parameters: hidden 1,024, 24 layers, 16
-query heads and 8 KV heads of 64, intermediate 3,072, 32,000 tokens, embeddings tied, bfloat16.
+Random weights take as long as trained ones and need no download. The model has 335 M parameters: hidden 1,024, 24
+layers, 16 query heads and 8 KV heads of 64, intermediate 3,072, 32,000 tokens, embeddings tied, bfloat16.
 """
 
 import json
@@ -41,7 +41,7 @@ _CONFIG = {
 
 
 def make_model(folder: Path, seed: int = 0) -> None:
-    """Writes the checkpoint, unless it is there."""
+    """Write the checkpoint unless it exists."""
     if (folder / "model.safetensors").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def make_model(folder: Path, seed: int = 0) -> None:
 
 
 def _weights(seed: int) -> dict[str, torch.Tensor]:
-    """`[out, in] bf16` for linears, `[hidden] bf16` ones for norms, under the names that checkpoints use."""
+    """Return random linears `[out, in] bf16` and norms of ones `[hidden] bf16`, under the names used in checkpoints."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(rows: int, columns: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _make_tokenizer(folder: Path, seed: int) -> None:
-    """Byte-level BPE, trained on made-up words until it has `VOCAB_SIZE` entries."""
+    """Train a byte-level BPE tokenizer on made-up words until it has `VOCAB_SIZE` entries."""
     rng = random.Random(seed)
     syllables = [a + b + c for a in "bcdfghjklmnprstvwz" for b in "aeiou" for c in ("", "l", "n", "r", "s")]
     words = ("".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(480_000))

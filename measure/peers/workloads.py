@@ -1,4 +1,4 @@
-"""The fixed lists of requests that every peer serves: token ids in, so many tokens out, greedy.
+"""The fixed request lists that every peer serves. Prompts are token ids, and sampling is greedy.
 
 | workload | what | figure |
 |---|---|---|
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FIRST_TOKEN = 300
-"""Ids below it may be special."""
+"""Lowest token id that is used; lower ids may be special tokens."""
 LONG_ARRIVES_S = 3.0
 _WARM_UPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRequest:
-    """One request; `prime` ones are served one after the other before the clock starts."""
+    """One request. Those marked `prime` are served one after the other before the clock starts."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
@@ -32,7 +32,7 @@ class PeerRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests, and how many of them may be in flight at once."""
+    """Requests and the concurrency limit."""
 
     name: str
     max_concurrency: int
@@ -40,7 +40,7 @@ class Workload:
 
 
 def workloads(vocab_size: int, seed: int = 1) -> dict[str, Workload]:
-    """All workloads by name; the same seed gives the same tokens."""
+    """Return all workloads by name. The same seed gives the same tokens."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def workloads(vocab_size: int, seed: int = 1) -> dict[str, Workload]:
 
 
 def write_jsonl(workload: Workload, path: Path) -> None:
-    """The form that `quire bench offline --requests` and the adapters read."""
+    """Write the requests in the format that `quire bench offline --requests` and the adapters read."""
     lines = (
         json.dumps(
             {

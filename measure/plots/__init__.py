@@ -1,1 +1,1 @@
-"""The plots of docs/scheduling.md: workloads (`claims`) that the core runs in virtual time (`world`)."""
+"""The plots in docs/scheduling.md: `claims` defines workloads that the core runs in virtual time (`world`)."""

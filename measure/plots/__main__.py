@@ -1,4 +1,4 @@
-"""Draw the plots of docs/scheduling.md again: `python -m measure.plots [NAME ...]`."""
+"""Redraw the plots in docs/scheduling.md: `python -m measure.plots [NAME ...]`."""
 
 import sys
 from pathlib import Path

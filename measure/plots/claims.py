@@ -1,4 +1,4 @@
-"""One workload per claim of docs/scheduling.md, run by the real core from seeds, and its chart."""
+"""One seeded workload per claim in docs/scheduling.md, run by the real core, and its chart."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from scheduler_svc.core.interface.config import CAPACITY_MODES, PREFIX_CACHES, V
 from scheduler_svc.core.queueing.policies import AGEING_S, FairPolicy
 
 LOADS = (2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
-"""Requests per second."""
+"""Request rates per second."""
 _ROWS = 8
 
 
@@ -44,7 +44,7 @@ def _share(flags: Sequence[bool]) -> float:
 
 
 def fair() -> str:
-    """Compare two tenants that always wait, one with twice as many requests that are eight times as long."""
+    """Compare two tenants that always have waiting requests. One sends twice as many, each eight times as long."""
     measured = []
     longest, memory = 64, 256 * 16
     until = 40.0
@@ -84,7 +84,7 @@ def _service_difference(jobs: Sequence[Job], until: float) -> list[tuple[float, 
 
 
 def priority() -> str:
-    """Give the worker too much work, half of it urgent: requests overtaken by later arrivals, by priority level."""
+    """Overload the worker, half with urgent requests; plot the requests overtaken by later ones, by priority level."""
     rng = random.Random("priority")
     jobs = _poisson(rng, 20.0, 1500, lambda now: Job(now, _prompt(rng, 16), 80, priority=rng.choice((0, 1, 2, 3))))
     run(_config(policy="priority", policy_preemption="off"), jobs)
@@ -109,7 +109,7 @@ def _mixed(seed: str, per_s: float, wanted: bool = False) -> list[Job]:
 
     def job(now: float) -> Job:
         output = 200 if rng.random() < 0.2 else rng.randint(5, 40)
-        # From barely enough to plenty, as multiples of the time that it takes alone.
+        # From barely enough time to plenty, as multiples of the time that the request takes alone.
         slack = rng.uniform(1.2, 5) if wanted else None
         wanted_s = slack * (output + 2) * 1.5 * STEP_S if slack is not None else None
         return Job(now, _prompt(rng, rng.randint(10, 100)), output, hint=output, wanted_s=wanted_s)
@@ -147,7 +147,7 @@ def edf() -> str:
 
 
 def lpm() -> str:
-    """Use twelve shared prefixes of which the cache holds about four: the tokens found in it."""
+    """Use twelve shared prefixes, of which the cache holds about four; plot the cached tokens."""
     measured = []
     for policy in ("fcfs", "lpm"):
         points = []
@@ -188,7 +188,7 @@ MEMORY = {"memory is short": 160, "rows are short": 260}
 
 
 def victim_rows(num_blocks: int) -> list[VictimRow]:
-    """Fill rows and memory with long requests and add urgent ones: the cost of each rule."""
+    """Fill rows and memory with long requests and add urgent ones; return the cost under each victim rule."""
     rows = []
     for rule in VICTIM_RULES:
         jobs = _urgent_and_others("victims")
@@ -222,7 +222,7 @@ def victims() -> str:
 
 
 def victim_table() -> str:
-    """Return the same runs as a Markdown table."""
+    """Return the preemptions by rule as a Markdown table."""
     head = "| | rule | preemptions | urgent on time | tokens computed | mean latency of the others |"
     table = [head, "|---|---|---|---|---|---|"]
     for name, num_blocks in MEMORY.items():
@@ -260,7 +260,7 @@ def _hungry(seed: str) -> list[Job]:
 
 
 def swap() -> str:
-    """Run the workload of the victim rules with little memory, without and with host memory for swaps."""
+    """Run the workload of the victim rules with less memory, with and without host memory for swaps."""
     tokens, latency = [], []
     for num_host_blocks in (0, 512):
         jobs = _urgent_and_others("victims")
@@ -273,7 +273,7 @@ def swap() -> str:
 
 
 def prefix_cache() -> str:
-    """Run short prompts that share 24 tokens of 30: the tokens found with blocks of 16."""
+    """Run 30-token prompts that share 24 tokens; plot the cached tokens for 16-token blocks."""
     found = []
     for kind in PREFIX_CACHES:
         rng = random.Random("prefix cache")

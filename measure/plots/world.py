@@ -1,7 +1,7 @@
 """The scheduler core, one model worker and a list of jobs, in virtual time and without faults.
 
-A step takes `STEP_S` and `TOKEN_S` for each of its tokens, and a copied block `COPY_S`. That is about the speed of a
-small model on one GPU, but only the proportions matter to the plots.
+A step takes `STEP_S`, plus `TOKEN_S` per token and `COPY_S` per copied block. That is about the speed of a small model
+on one GPU, but only the proportions matter to the plots.
 """
 
 import heapq
@@ -33,18 +33,18 @@ class Job:
     arrival: float
     prompt: list[int]
     output: int
-    """Number of tokens that it generates."""
+    """Number of tokens to generate."""
     tenant: str = ""
     priority: int = 0
     hint: int = 0
     """The client's hint about its output; 0: none."""
     wanted_s: float | None = None
-    """Target for its last token, from its arrival."""
+    """Target for the last token, measured from the arrival."""
     started: float | None = None
     """Time of its first plan."""
     first_token: float | None = None
     end: float | None = None
-    """None: refused."""
+    """Time of the last token; None if the request was refused."""
     preemptions: int = 0
     cached_tokens: int = 0
     token_times: list[float] = field(default_factory=list)
@@ -66,14 +66,14 @@ class Totals:
     """Statistics of the worker."""
 
     seconds: float
-    """Time until the last job was over."""
+    """Time at which the last job ended."""
     computed_tokens: int
 
 
 def run(
     config: CoreConfig, jobs: list[Job], *, num_blocks: int = 512, max_rows: int = 32, num_host_blocks: int = 0
 ) -> Totals:
-    """Run the jobs, in order of arrival; the result of each is written into it."""
+    """Run the jobs in order of arrival; write each result into its job."""
     core = Scheduler(config, 1)
     worker = ModelWorker(
         peer=b"worker",

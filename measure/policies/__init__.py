@@ -1,7 +1,7 @@
-"""Arena for scheduling policies: real schedulers under the same load, in virtual time, with one cost of steps.
+"""Arena for scheduling policies: real schedulers under the same load, in virtual time, with the same cost per step.
 
-A workload makes jobs. One loop sends them to a scheduler, runs its steps on simulated devices, and notes every token.
-The loop, the devices, the jobs and the metrics are the same for every scheduler. Only the engine differs: Quire's core
-in this process, or the scheduler of a peer in an environment of its own. Modules, in reading order: `jobs`, `costs`,
-`workloads`, `engine`, `quire_engine`, `arena`, `metrics`, `schedulers`, `report`.
+A workload generates jobs. One loop submits them to a scheduler, runs its steps on simulated devices, and records every
+token. The loop, the devices, the jobs and the metrics are the same for every scheduler. Only the engine differs:
+Quire's core in this process, or the scheduler of a peer in an environment of its own. Modules, in reading order:
+`jobs`, `costs`, `workloads`, `engine`, `quire_engine`, `arena`, `metrics`, `schedulers`, `report`.
 """

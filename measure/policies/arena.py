@@ -1,8 +1,8 @@
 """The loop of the arena: jobs, devices and one engine in virtual time.
 
-A turn first applies everything that happens at a moment (jobs that are sent, steps that are done), then asks the engine
-for steps. A step begins when its device has finished the step before. The engine decides in no time; its CPU time is
-measured and reported apart. Results reach the engine, and tokens reach the clients, at the end of a step.
+A turn first applies all events at one time (new jobs, finished steps), then asks the engine for steps. A step begins
+when its device has finished the previous step. Decisions take no virtual time. Their CPU time is reported separately.
+Results reach the engine, and tokens reach the clients, at the end of a step.
 """
 
 import heapq
@@ -15,15 +15,15 @@ from measure.policies.engine import Engine, Step
 from measure.policies.jobs import Job, SeenPrefixes
 
 _MOST_IDLE_S = 3600.0
-"""Virtual time without a step after which jobs that still wait are taken to wait forever."""
+"""Virtual time without a step after which the remaining jobs are considered stuck."""
 
 
 class ArenaError(ValueError):
-    """A scheduler does not serve a workload as it should."""
+    """A scheduler does not serve a workload correctly."""
 
 
 class Workload(Protocol):
-    """The jobs of a run: those that arrive by themselves, and those that follow the end of another one."""
+    """The jobs of a run: those that arrive independently, and those that follow the end of another job."""
 
     @property
     def name(self) -> str:
@@ -31,24 +31,24 @@ class Workload(Protocol):
 
     @property
     def load(self) -> float:
-        """How much load it is; the unit is the workload's: a share of a trace, of the capacity, or users."""
+        """Load of the workload: a share of a trace, a share of the capacity, or a number of users."""
 
     def first(self) -> Sequence[Job]:
-        """Return the jobs that arrive whatever happens."""
+        """Return the jobs whose arrival depends on no other job."""
 
     def following(self, job: Job, now: float) -> Sequence[Job]:
-        """Return the jobs that their client sends because `job` has ended now."""
+        """Return the jobs that the client sends after the end of `job`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """How one job was served; times in seconds since the beginning of the run."""
+    """How one job was served. Times are in seconds since the beginning of the run."""
 
     job: Job
     seen: int
-    """Leading prompt tokens that an earlier job had: more than any cache can find."""
+    """Leading prompt tokens that an earlier job contained. No cache can find more."""
     tokens: list[float] = field(default_factory=list)
-    """When each token arrived."""
+    """Arrival time of each token."""
     ended: float = -1.0
     cached: int = 0
     preemptions: int = 0
@@ -61,13 +61,13 @@ class Run:
 
     served: list[Served]
     duration_s: float
-    """From the beginning to the last end."""
+    """Time from the beginning to the last end."""
     busy_s: float
-    """Time for which devices computed, summed over the devices."""
+    """Time during which devices computed, summed over the devices."""
     num_workers: int
     steps: int
     cpu_s: float
-    """CPU time of the scheduler's decisions."""
+    """CPU time for the scheduler's decisions."""
     version: str
 
 

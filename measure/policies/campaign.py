@@ -1,4 +1,4 @@
-"""Campaign: every scheduler over every load and seed of a workload, one run after the other."""
+"""Campaign: every scheduler under every load and seed of a workload, one run after the other."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from measure.policies.schedulers import Setup, Specification, candidates, make
 from measure.policies.workloads import DRAWN, Agents, Drawing, traced
 
 _WITH_PRIORITIES = ("priorities", "deadlines")
-"""Workloads whose jobs tell the scheduler how urgent they are."""
+"""Workloads whose jobs have priorities or targets that the scheduler may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Campaign:
 
     workload: str
     loads: Sequence[float]
-    """Shares of a trace or of the capacity, or users; see `workloads`."""
+    """Loads: shares of a trace or of the capacity, or numbers of users; see `workloads`."""
     seeds: Sequence[int]
     schedulers: Sequence[Specification]
     setup: Setup
@@ -27,10 +27,10 @@ class Campaign:
     recorded: Sequence[Recorded] = ()
     """Requests of the trace, for the workloads that have one."""
     sessions: int = 64
-    """Sessions of the agents, at least four per user for fewer than 16 users."""
+    """Number of agent sessions; at least four per user below 16 users."""
 
     def make_workload(self, load: float, seed: int) -> Workload:
-        """Return the jobs of one run."""
+        """Return the workload for one run."""
         costs = self.setup.costs
         if self.workload in DRAWN:
             drawing = Drawing(
@@ -45,7 +45,7 @@ class Campaign:
     def results(self) -> Iterator[Result]:
         """Yield the result of each run.
 
-        The settings of a scheduler with the policy `best` are searched with the first seed; further seeds use the best.
+        For the policy `best`, settings are searched with the first seed. Further seeds use the best settings found.
 
         Raises:
             ArenaError: a scheduler does not serve a workload as it should.
@@ -85,7 +85,7 @@ class Campaign:
 
 
 def _best(results: Sequence[Result]) -> int:
-    """Return the place of the result with the most jobs within targets, then with the shortest time to first tokens."""
+    """Return the index of the result with the most jobs within targets, then with the shortest TTFT."""
 
     def rank(at: int) -> tuple[float, float]:
         return (-results[at]["goodput"], results[at]["ttft_s"]["mean"] or 0.0)

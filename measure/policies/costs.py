@@ -1,6 +1,6 @@
-"""Cost of steps: how long a simulated device takes for a step, and how much its KV cache holds.
+"""Cost model: how long a simulated device takes for a step, and how much its KV cache holds.
 
-The cost is linear in what a step computes. It is the same for every scheduler of a run, and no scheduler knows it.
+The cost is linear in the work of a step. Every scheduler in a run has the same cost model, and none can read it.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ class Work(NamedTuple):
     """Work of a step."""
 
     prefill: int
-    """Tokens of prompts, and of generated tokens that are computed again."""
+    """Prompt tokens, including generated tokens that are recomputed."""
     decodes: int
     """Rows that decode one token each."""
     context: int
-    """Tokens whose KV the decode rows read, summed over the rows."""
+    """KV tokens that the decode rows read, summed over the rows."""
     prefill_context: int
-    """Tokens whose KV the prompt tokens read, summed over the tokens."""
+    """KV tokens that the prompt tokens read, summed over the tokens."""
     copied_blocks: int = 0
     """Blocks that are copied between device and host."""
 
@@ -36,17 +36,17 @@ class Costs:
 
     name: str
     constant_s: float
-    """Per step."""
+    """Fixed time per step."""
     prefill_s: float
-    """Per prompt token."""
+    """Time per prompt token."""
     decode_s: float
-    """Per decode row."""
+    """Time per decode row."""
     context_s: float
-    """Per token whose KV a decode row reads."""
+    """Time per KV token that a decode row reads."""
     prefill_context_s: float = 0.0
-    """Per pair of a prompt token and a token whose KV it reads."""
+    """Time per pair of a prompt token and a KV token that it reads."""
     block_copy_s: float = 0.0
-    """Per block that is copied between device and host."""
+    """Time per block copied between device and host."""
     kv_tokens: int
     """Tokens that the KV cache holds."""
     max_model_len: int = 131_072
@@ -54,7 +54,7 @@ class Costs:
     max_num_seqs: int = 256
     """Rows of the device."""
     max_num_batched_tokens: int = 8192
-    """Token budget of a step, unless a scheduler has a setting of its own."""
+    """Token budget per step, unless a scheduler sets its own."""
 
     @property
     def num_blocks(self) -> int:
@@ -62,7 +62,7 @@ class Costs:
         return self.kv_tokens // self.block_size
 
     def seconds(self, work: Work) -> float:
-        """Return the time of a step; a step that computes nothing takes none."""
+        """Return the time for a step; 0 if it computes nothing."""
         if not (work.prefill or work.decodes or work.copied_blocks):
             return 0.0
         return (
@@ -78,7 +78,7 @@ class Costs:
 PRESETS = {
     each.name: each
     for each in (
-        # About an 8B model in bf16 on one H100: 131,072 bytes of KV per token at 3 TB/s.
+        # Roughly an 8B model in bf16 on one H100: 131,072 bytes of KV per token at 3 TB/s.
         Costs(
             name="8b-h100",
             constant_s=6e-3,
@@ -88,7 +88,7 @@ PRESETS = {
             block_copy_s=2e6 / 50e9,
             kv_tokens=409_600,
         ),
-        # About a 70B model in bf16 on four H100: 327,680 bytes of KV per token; 148 GB are left after the weights.
+        # Roughly a 70B model in bf16 on four H100: 327,680 bytes of KV per token. 148 GB remain after the weights.
         Costs(
             name="70b-4xh100",
             constant_s=14e-3,
@@ -105,13 +105,13 @@ DEFAULT = "8b-h100"
 
 
 def read_costs(name: str) -> Costs:
-    """Return the costs with a name, or those in a JSON file: the fields of `Costs`, or a service's learned step times.
+    """Return a preset by name, or read a JSON file with the fields of `Costs` or with learned step times.
 
-    `quire replay RECORD --learn-step-times FILE` writes the file of a service. The linear model and the first worker
-    count; the scatter of the steps is left out.
+    `quire replay RECORD --learn-step-times FILE` writes step times that a service has learned. Only the linear model of
+    the first worker is used. The variance of the steps is ignored.
 
     Raises:
-        ConfigError: there are none of this name, or the file is not valid.
+        ConfigError: the preset does not exist, or the file is invalid.
     """
     if name in PRESETS:
         return PRESETS[name]

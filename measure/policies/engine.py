@@ -1,4 +1,7 @@
-"""Engine: a scheduler as the arena drives it. An engine owns one or several workers and decides what they compute."""
+"""Engine: the interface through which the arena drives a scheduler.
+
+An engine owns one or more workers and plans their steps.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +17,7 @@ class Step:
 
     worker: int
     number: int
-    """Number among the steps of its engine."""
+    """Step number within its engine."""
     work: Work
 
 
@@ -29,7 +32,7 @@ class Ended:
     """Prompt tokens that were found in the prefix cache."""
     preemptions: int
     refusal: str = ""
-    """Why the scheduler did not serve the job; empty: the job was served."""
+    """Why the scheduler refused the job; empty if the job was served."""
 
 
 @dataclass(slots=True)
@@ -37,7 +40,7 @@ class News:
     """Events since the last call."""
 
     tokens: list[int] = field(default_factory=list)
-    """Numbers of the jobs that got a token, once per token."""
+    """Job numbers, once per generated token."""
     ended: list[Ended] = field(default_factory=list)
 
 
@@ -47,31 +50,31 @@ class Engine(ABC):
     version: str
     """Name and version of the scheduler."""
     cpu_s: float = 0.0
-    """CPU time of all decisions so far, on this machine."""
+    """CPU time for all decisions so far, on this machine."""
 
     @abstractmethod
     def submit(self, number: int, job: Job, now: float) -> None:
-        """Add a job; `number` names it from now on."""
+        """Add a job, identified by `number` from now on."""
 
     @abstractmethod
     def due(self, now: float) -> Sequence[int]:
-        """Return the workers that may get a step now."""
+        """Return the workers that can accept a step now."""
 
     @abstractmethod
     def next_due(self, now: float) -> float | None:
-        """Return the next time at which a worker may get a step, or a decision is due, without any other event."""
+        """Return the next time at which a worker can accept a step, or a decision is due, if no other event happens."""
 
     @abstractmethod
     def next_step(self, worker: int, now: float) -> Step | None:
-        """Return the next step of a worker; None: nothing to do, or enough steps are in flight."""
+        """Return the next step for a worker; None if there is nothing to do or enough steps are in flight."""
 
     @abstractmethod
     def complete(self, step: Step, now: float, idle_s: float) -> None:
-        """Apply the results of a step; its device was idle for `idle_s` before it."""
+        """Apply the results of a step. Its device was idle for `idle_s` before the step."""
 
     @abstractmethod
     def take_news(self) -> News:
-        """Return what has happened since the last call."""
+        """Return and clear the events since the last call."""
 
     def close(self) -> None:
         """Release everything that the engine holds."""

@@ -1,7 +1,7 @@
 """Jobs: the requests of a workload, as values. A job knows its tokens, so that every scheduler sees the same prefixes.
 
-A prompt consists of pieces. Equal pieces stand for equal tokens, so two prompts share a prefix exactly as far as their
-pieces agree. The tokens that a job generates are a piece as well: a later prompt of the same session contains it.
+A prompt consists of pieces. Equal pieces have equal tokens, so two prompts share exactly the prefix in which their
+pieces are equal. The generated tokens are also a piece, which later prompts in the same session contain.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ class Piece(NamedTuple):
     length: int
 
     def tokens(self) -> Tokens:
-        """Return the tokens, `[length]`; equal names give equal tokens."""
+        """Return the tokens `[length]`. Equal names give equal tokens."""
         return ((first_token(self.name) + np.arange(self.length, dtype=np.int64)) % _TOKENS).astype(np.int32)
 
 
 def first_token(name: int) -> int:
-    """Return the first token of a piece, a hash of its name; the others follow by counting on."""
+    """Return the first token of a piece, a hash of its name. The following tokens count up from it."""
     return int.from_bytes(hashlib.blake2b(name.to_bytes(8, "little"), digest_size=8).digest(), "little") % _TOKENS
 
 
@@ -38,25 +38,25 @@ class Job:
     """One request; times in seconds."""
 
     at: float
-    """When it is sent, since the beginning of the run."""
+    """Submission time since the beginning of the run."""
     prompt: tuple[Piece, ...]
     outputs: Piece
-    """The tokens that it generates: exactly as many, whatever they are."""
+    """Piece with the tokens to generate; only their number matters."""
     group: str = ""
-    """Name under which its latencies are reported apart; empty: none."""
+    """Group for which latencies are reported separately; empty for none."""
     tenant: str = ""
     priority: int = 0
     """Higher is more urgent."""
     session: int = -1
-    """Number of the conversation that it belongs to; -1: none."""
+    """Number of the conversation; -1 for none."""
     turn: int = 0
-    """Number among the requests of its session."""
+    """Index among the requests in its session."""
     ttft_target_s: float | None = None
-    """Its own target for the first token; None: the run's."""
+    """The job's TTFT target; None to use the run's."""
     tpot_target_s: float | None = None
-    """Its own target for the mean time per token after the first; None: the run's."""
+    """The job's TPOT target (mean time per token after the first); None to use the run's."""
     tells_targets: bool = False
-    """Whether the scheduler learns the targets with the request."""
+    """Whether the request passes the targets to the scheduler."""
 
     @property
     def num_prompt(self) -> int:
@@ -73,13 +73,13 @@ class Job:
 
 
 class SeenPrefixes:
-    """Every prefix that earlier jobs had: a prefix cache without a limit, the bound of every real one."""
+    """Every prefix that earlier jobs contained: an unlimited prefix cache, which bounds every real one."""
 
     def __init__(self) -> None:
         self._next: dict[tuple[int, Piece], int] = {}
 
     def add(self, pieces: Sequence[Piece]) -> int:
-        """Add a sequence; return how many of its leading tokens an earlier one had, in whole pieces."""
+        """Add a sequence; return how many of its leading tokens an earlier sequence contained, in whole pieces."""
         node = seen = 0
         is_known = True
         for piece in pieces:

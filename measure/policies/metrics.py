@@ -1,4 +1,4 @@
-"""Metrics of a run, computed from when each token arrived. The same for every scheduler."""
+"""Metrics of a run, computed from token arrival times. The computation is the same for every scheduler."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -7,12 +7,11 @@ from typing import Any
 from measure.policies.arena import Run, Served
 
 TTFT_TARGET_S, PREFILL_RATE, TPOT_TARGET_S = 2.0, 8000.0, 0.05
-"""Targets of a job without its own: the first token within 2 s plus the time for its prompt at 8,000 tokens/s, and then
-50 ms per token."""
+"""Default targets: the first token within 2 s plus the prompt's time at 8,000 tokens/s, then 50 ms per token."""
 SHORT_TOKENS = 512
-"""Most tokens that are new in a short prompt: those that no earlier job had."""
+"""Maximum number of new tokens in a short prompt. Tokens that an earlier job contained do not count."""
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""Service of a prompt token and of a generated one, as in the VTC paper."""
+"""Service weight of a prompt token and of a generated token, as in the VTC paper."""
 
 Result = dict[str, Any]
 """A JSON object."""
@@ -29,7 +28,7 @@ def tpot_s(served: Served) -> float:
 
 
 def meets_targets(served: Served) -> bool:
-    """Return whether a job was served within its targets, or the default ones."""
+    """Return whether a job was served within its targets, or within the default ones."""
     job = served.job
     if served.refusal:
         return False
@@ -39,7 +38,7 @@ def meets_targets(served: Served) -> bool:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the value that this share of the values do not exceed (nearest rank); None without values."""
+    """Return the smallest value that this share of the values do not exceed (nearest rank); None without values."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else None
 
@@ -97,10 +96,10 @@ def latencies(done: Sequence[Served]) -> Result:
 
 
 def service_difference(served: Sequence[Served]) -> float | None:
-    """Return the largest difference in service between two tenants over any interval in which both have a backlog.
+    """Return the largest difference in service between two tenants over any interval in which both are backlogged.
 
-    A tenant has a backlog while a request of it has no first token. The service is in weighted tokens. None: there are
-    fewer than two tenants.
+    A tenant is backlogged while one of its requests has no first token. Service is measured in weighted tokens. None if
+    there are fewer than two tenants.
     """
     tenants = sorted({each.job.tenant for each in served})
     pairs = [(one, other) for at, one in enumerate(tenants) for other in tenants[at + 1 :]]
@@ -108,8 +107,10 @@ def service_difference(served: Sequence[Served]) -> float | None:
 
 
 def _difference(served: Sequence[Served], one: str, other: str) -> float:
-    """Follow the difference of two tenants; the largest rise or fall within a common backlog is the result."""
-    events: list[tuple[float, int, int, float]] = []  # time, order, tenant, service; an infinite service: a new request
+    """Return the largest rise or fall of the difference between two tenants within a common backlog."""
+    events: list[
+        tuple[float, int, int, float]
+    ] = []  # Time, order, tenant, service. An infinite service marks a new request.
     for each in served:
         if each.job.tenant not in (one, other):
             continue
@@ -146,7 +147,7 @@ def _groups(served: Iterable[Served]) -> dict[str, list[Served]]:
 
 
 def _sessions(done: Iterable[Served]) -> list[float]:
-    """Return how long each session took, from its first request to its last end."""
+    """Return the duration of each session, from its first request to its last end."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
     for each in done:

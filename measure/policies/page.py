@@ -1,4 +1,4 @@
-"""The results of a campaign as one page: a table for each workload and load, and where another scheduler is better.
+"""The results of a campaign as one page: a table for each workload and load, and the metrics in which a peer is better.
 
 With several seeds a cell has the median and the range. Pure; without scripts and external files.
 """
@@ -13,7 +13,7 @@ from measure.policies.metrics import Result
 from measure.policies.report import versions
 
 Setting = tuple[str, float, str, int, int]
-"""Workload, load, costs, workers and steps in flight of a run."""
+"""Workload, load, costs, workers and steps in flight in a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Column:
     digits: int = 2
     factor: float = 1.0
     best: Callable[[Iterable[float]], float] | None = None
-    """`min` or `max`; None: no value is better than another."""
+    """`min` or `max`; None if no value is better than another."""
 
     def values(self, results: Iterable[Result]) -> list[float]:
         """Return the metric of each run that has it."""
@@ -39,7 +39,7 @@ class Column:
         return found
 
     def cell(self, results: Sequence[Result]) -> str:
-        """Return the median of the runs, and their range."""
+        """Return the median over the runs, and their range."""
         values = self.values(results)
         if not values:
             return "-"
@@ -67,7 +67,7 @@ COLUMNS = (
     Column("CPU µs/step", ("scheduler_us_per_step",), 0, best=min),
 )
 _NOTICEABLE = 0.02
-"""Relative difference from which on a loss is listed."""
+"""Relative difference above which a loss is listed."""
 
 
 def page(results: Sequence[Result]) -> str:
@@ -93,7 +93,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def by_setting(results: Iterable[Result]) -> dict[Setting, dict[str, list[Result]]]:
-    """Return the runs by what is equal for all schedulers, then by scheduler."""
+    """Return the runs grouped by setting, then by scheduler."""
     found: dict[Setting, dict[str, list[Result]]] = {}
     for each in results:
         setting = (each["workload"], each["load"], each["costs"], each["workers"], each["in_flight"])
@@ -102,7 +102,7 @@ def by_setting(results: Iterable[Result]) -> dict[Setting, dict[str, list[Result
 
 
 def losses(runs: dict[str, list[Result]]) -> list[tuple[str, str]]:
-    """Return the metrics whose best median among Quire's policies is noticeably worse than the best of the peers."""
+    """Return the metrics in which the best of Quire's policies is noticeably worse than the best peer, by median."""
     found = []
     for column in COLUMNS:
         if column.best is None:

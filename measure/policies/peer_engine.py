@@ -1,4 +1,4 @@
-"""A peer's scheduler as an engine: a process of an environment of its own, one scheduler for each worker.
+"""A peer's scheduler as an engine: a process with its own environment and one scheduler per worker.
 
 A router in front of the schedulers chooses a worker for each job when it is sent, as a load balancer does.
 """
@@ -29,9 +29,9 @@ class PeerEngine(Engine):
         python: the interpreter of the environment with vLLM.
         policy: vLLM's `--scheduling-policy`.
         settings: fields of vLLM's SchedulerConfig.
-        costs: the devices.
-        num_workers: their number.
-        in_flight: most steps in flight of each.
+        costs: cost model of the devices.
+        num_workers: number of workers.
+        in_flight: maximum steps in flight per worker.
         router: chooses the worker of each job.
 
     Raises:
@@ -76,7 +76,7 @@ class PeerEngine(Engine):
         self._worker_of: dict[int, int] = {}
         self._num_in_flight = [0] * num_workers
         self._may_plan: dict[int, None] = {}
-        """Workers whose scheduler may have something to do, longest first."""
+        """Workers whose scheduler may have work, in the order in which they began to wait."""
         self._num_steps = 0
         self._news = News()
 
@@ -128,7 +128,7 @@ class PeerEngine(Engine):
         self._errors.close()
 
     def _priority(self, job: Job) -> int:
-        """Return vLLM's priority, where lower is more urgent: the target of a job that tells it, in ms."""
+        """Return vLLM's priority, where lower is more urgent. A job with a target gets its deadline in ms."""
         if job.tells_targets and job.ttft_target_s is not None:
             return round((job.at + job.ttft_target_s) * _MILLISECONDS)
         return -job.priority

@@ -1,6 +1,6 @@
 """Quire's own core as an engine: the real state machine with its default settings, without sockets.
 
-What a step computes follows from the plans as in a worker. Block keys of prompts are computed as by a front end.
+Step contents are derived from plans as a worker does. Prompt block keys are computed as a front end does.
 """
 
 import time
@@ -26,13 +26,13 @@ from shared.request_spec import RequestSpec
 _FRONTEND = b"arena/1"
 _FINGERPRINT = "arena"
 _START_S = 1000.0
-"""Core time at the beginning of the run."""
+"""Time of the core at the beginning of the run."""
 _VOCAB = (1 << 31) - 1
 _NATURAL = (EndReason.LENGTH,)
 
 
 class QuireEngine(Engine):
-    """One core for all workers."""
+    """Engine with one core for all workers."""
 
     def __init__(self, config: CoreConfig, costs: Costs, num_workers: int) -> None:
         self.version = f"Quire {__version__}"
@@ -154,7 +154,7 @@ class QuireEngine(Engine):
                     raise AssertionError(f"the core gave up a worker: {effect}")
 
     def _step(self, worker: int, plan: Plan) -> Step:
-        """Compute a plan as a worker does."""
+        """Return the step that a worker computes for a plan."""
         rows = self._rows[worker]
         rows.leave(plan.leaves)
         rows.admit(

@@ -24,7 +24,7 @@ def line(result: Result) -> str:
 
 
 def number(value: float | None, digits: int, factor: float = 1.0) -> str:
-    """Return a number as text; a dash for none."""
+    """Return a number as text, or a dash for None."""
     return "-" if value is None else f"{value * factor:.{digits}f}"
 
 

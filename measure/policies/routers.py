@@ -1,4 +1,4 @@
-"""Routers: how a load balancer distributes jobs over schedulers that know nothing of each other."""
+"""Routers: how a load balancer distributes jobs over independent schedulers."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from measure.policies.jobs import Job
 
 _PREFIX_TOKENS = 4096
-"""Tokens at the beginning of a prompt that prefix-hash looks at."""
+"""Number of leading prompt tokens that prefix-hash uses."""
 
 
 class Router(ABC):
@@ -16,13 +16,13 @@ class Router(ABC):
         self._num_live = [0] * num_workers
 
     def choose(self, job: Job) -> int:
-        """Return the worker of a job, which counts as live there."""
+        """Return the worker for a job, and count the job as live there."""
         worker = self._choose(job)
         self._num_live[worker] += 1
         return worker
 
     def ended(self, worker: int) -> None:
-        """Count a job of a worker as ended."""
+        """Count a job on a worker as ended."""
         self._num_live[worker] -= 1
 
     @abstractmethod
@@ -31,7 +31,7 @@ class Router(ABC):
 
 
 class RoundRobin(Router):
-    """One worker after the other."""
+    """Uses the workers in turn."""
 
     _next = -1
 
@@ -41,14 +41,14 @@ class RoundRobin(Router):
 
 
 class LeastLoad(Router):
-    """The worker with the fewest live jobs."""
+    """Chooses the worker with the fewest live jobs."""
 
     def _choose(self, job: Job) -> int:
         return min(range(len(self._num_live)), key=self._num_live.__getitem__)
 
 
 class PrefixHash(Router):
-    """The worker that a hash of the first pieces of the prompt names, whatever its load."""
+    """Chooses a worker by a hash over the first pieces of the prompt, regardless of load."""
 
     def _choose(self, job: Job) -> int:
         seen = 0

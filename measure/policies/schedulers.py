@@ -24,14 +24,14 @@ VLLM_PYTHON = ROOT / "build" / "arena-vllm" / "bin" / "python"
 """Interpreter of the environment that `make arena-vllm` creates."""
 VLLM_POLICIES = ("fcfs", "priority")
 BEST = "best"
-"""Policy of a peer whose settings are searched."""
+"""Policy name that searches a peer's settings."""
 _BUDGETS, _THRESHOLDS = (2048, 4096, 8192, 16_384), (0, 512, 2048)
-"""Values of vLLM's max_num_batched_tokens and long_prefill_token_threshold that the search tries."""
+"""Values that the search tries for vLLM's max_num_batched_tokens and long_prefill_token_threshold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Specification:
-    """A scheduler: whose it is, its policy, and settings that differ from its defaults."""
+    """A scheduler: its kind, its policy, and the settings that differ from its defaults."""
 
     kind: str
     policy: str
@@ -44,7 +44,7 @@ class Specification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Settings that all schedulers of a run share."""
+    """Settings that all schedulers in a run share."""
 
     costs: Costs
     num_workers: int
@@ -57,7 +57,7 @@ def parse(text: str) -> Specification:
     """Read a specification: KIND:POLICY[+SETTING=VALUE...].
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: the text is not a specification.
     """
     head, *settings = text.strip().split("+")
     kind, _, policy = head.partition(":")
@@ -74,7 +74,7 @@ def parse(text: str) -> Specification:
 
 
 def candidates(specification: Specification, *, with_priorities: bool) -> list[Specification]:
-    """Return what a specification stands for: itself, or for the policy `best` all settings to try.
+    """Return the specification itself, or all settings to try if the policy is `best`.
 
     Args:
         specification: the scheduler.
@@ -101,10 +101,10 @@ def candidates(specification: Specification, *, with_priorities: bool) -> list[S
 def quire_config(specification: Specification, setup: Setup) -> CoreConfig:
     """Return the configuration of Quire's core: the defaults of `quire serve`, and the settings.
 
-    Queues have no limit, as peers have none either.
+    Queues are unlimited, because the peers' queues are.
 
     Raises:
-        ConfigError: a setting is unknown or not valid.
+        ConfigError: a setting is unknown or invalid.
     """
     name = specification.name
     fields = {field.name: field.type for field in dataclasses.fields(SchedulerConfig)}
@@ -139,7 +139,7 @@ def check(specification: Specification, setup: Setup) -> None:
     """Check the policy and the settings of a scheduler.
 
     Raises:
-        ConfigError: they are not valid.
+        ConfigError: they are invalid.
     """
     if specification.kind == "quire":
         quire_config(specification, setup)
@@ -156,7 +156,7 @@ def make(specification: Specification, setup: Setup) -> Engine:
     """Return an engine.
 
     Raises:
-        ConfigError: a setting is unknown or not valid.
+        ConfigError: a setting is unknown or invalid.
     """
     return KINDS[specification.kind](specification, setup)
 
@@ -199,4 +199,4 @@ def _make_vllm(specification: Specification, setup: Setup) -> Engine:
 
 _READERS: Mapping[str, Callable[[str], object]] = {"int": int, "float": float, "str": str}
 KINDS: Mapping[str, Callable[[Specification, Setup], Engine]] = {"quire": _make_quire, "vllm": _make_vllm}
-"""How to make the engine of each kind of scheduler."""
+"""Engine factory for each kind of scheduler."""

@@ -1,4 +1,4 @@
-"""Workloads: jobs by a seed, or by a trace. Each is a value; equal arguments make equal jobs.
+"""Workloads: jobs generated from a seed or read from a trace. Equal arguments give equal jobs.
 
 | workload | jobs | load |
 |---|---|---|
@@ -23,9 +23,9 @@ from measure.policies.jobs import Job, Piece
 from shared.config import ConfigError
 
 _OWN, _OUTPUTS, _COPIES = 1 << 40, 1 << 41, 1 << 42
-"""First names of the pieces that only one job has, of the generated ones, and of the copies of a trace."""
+"""Leading names of pieces: those unique to one job, those generated, and those in copies of a trace."""
 _JITTER_S = 3.0
-"""Mooncake's times are multiples of this."""
+"""Mooncake timestamps are multiples of this."""
 _LONGEST_PROMPT = 120_000
 _COPY_SHIFT_S = 30.0
 """Copies of a trace begin within this time."""
@@ -33,7 +33,7 @@ _COPY_SHIFT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLoop:
-    """Jobs that arrive whatever happens."""
+    """Jobs that arrive independently of the scheduler."""
 
     name: str
     load: float
@@ -52,7 +52,7 @@ class OpenLoop:
 
 
 def read(path: Path, seconds: float) -> list[Recorded]:
-    """Return the requests of the first seconds of a trace; times since its beginning.
+    """Return the requests in the first seconds of a trace. Times are relative to its beginning.
 
     Raises:
         ConfigError: the file is not a trace.
@@ -63,7 +63,7 @@ def read(path: Path, seconds: float) -> list[Recorded]:
 
 
 def traced(name: str, recorded: Sequence[Recorded], share: float, costs: Costs, seed: int) -> OpenLoop:
-    """Return a share of the requests of a trace, without those that the model's context cannot hold.
+    """Return a share of the requests in a trace, without those that exceed the model's context.
 
     Prompts of more than 120,000 tokens are left out for every model.
     """
@@ -98,23 +98,23 @@ def _of_trace(recorded: Recorded, at: float, copy: int, number: int) -> Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """Sessions of agents in a closed loop: each turn repeats everything before it and adds what a tool has returned."""
+    """Agent sessions in a closed loop. Each turn repeats the conversation and adds the result of a tool call."""
 
     users: int
     sessions: int
     seed: int
     system: int = 2048
-    """Tokens that all sessions begin with."""
+    """Leading tokens that all sessions share."""
     first_turn: int = 4096
-    """Prompt tokens of the first turn, with the system's."""
+    """Prompt tokens in the first turn, including the shared ones."""
     output: int = 128
     tool: int = 384
-    """Tokens that a tool returns."""
+    """Tokens in a tool result."""
     turns: int = 12
     pause_s: float = 3.0
-    """Mean time that a tool takes."""
+    """Mean duration of a tool call."""
     start_gap_s: float = 0.5
-    """Time between the first requests of two users."""
+    """Time between the first requests of consecutive users."""
     name: str = "agents"
     _todo: list[int] = field(default_factory=list)
 
@@ -161,9 +161,9 @@ def _own(session: int, turn: int, kind: int) -> int:
 
 
 def capacity(costs: Costs, prompt: float, outputs: float, num_workers: int = 1) -> float:
-    """Return how many requests per second the devices can serve with full rows, each with so many tokens."""
+    """Return how many requests per second the devices can serve with full rows, for requests of this length."""
     rows = min(costs.max_num_seqs, costs.kv_tokens / (prompt + outputs))
-    rate = min(rows / outputs, costs.max_num_batched_tokens / prompt)  # of requests that a step completes
+    rate = min(rows / outputs, costs.max_num_batched_tokens / prompt)  # requests that a step completes on average
     work = Work(round(rate * prompt), round(rate * outputs), round(rate * outputs * (prompt + outputs / 2)), 0)
     return rate / costs.seconds(work) * num_workers
 
@@ -190,7 +190,7 @@ def _open(name: str, load: float, jobs: Iterable[Job]) -> OpenLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """Parameters of a workload."""
+    """Parameters for drawing a workload."""
 
     seconds: float
     load: float
@@ -201,7 +201,7 @@ class Drawing:
 
 
 def two_tenants(drawing: Drawing) -> OpenLoop:
-    """Return two tenants with prompts and outputs of 256 tokens, of which the second sends twice as much."""
+    """Return two tenants with prompts and outputs of 256 tokens. The second sends twice as many requests."""
     rng = random.Random(drawing.seed)
     rate = drawing.load * capacity(drawing.costs, 256, 256, drawing.num_workers)
     jobs: list[Job] = []
@@ -212,7 +212,7 @@ def two_tenants(drawing: Drawing) -> OpenLoop:
 
 
 def priorities(drawing: Drawing) -> OpenLoop:
-    """Return requests of which one tenth is urgent, three tenths are normal, and the others can wait."""
+    """Return requests of which a tenth are urgent, three tenths normal, and the rest can wait."""
     rng = random.Random(drawing.seed)
     kinds = (("urgent", 2, 0.1, 1.0, 0.05), ("normal", 1, 0.3, 5.0, 0.1), ("batch", 0, 0.6, 60.0, 1.0))
     jobs: list[Job] = []
@@ -237,7 +237,7 @@ def deadlines(drawing: Drawing) -> OpenLoop:
 
 
 def stall(drawing: Drawing) -> OpenLoop:
-    """Return short prompts, and prompts of 100,000 tokens that take half of the load."""
+    """Return short prompts, and prompts of 100,000 tokens that make up half of the load."""
     rng = random.Random(drawing.seed)
     costs = drawing.costs
     long_prompt = min(100_000, costs.max_model_len - 256, costs.kv_tokens // 2)
@@ -276,10 +276,10 @@ NAMES = (*TRACED, "agents", *DRAWN)
 
 
 def trace_of(name: str, path: Path | None, seconds: float) -> list[Recorded]:
-    """Return the requests of the trace of a workload.
+    """Return the requests from a workload's trace.
 
     Raises:
-        ConfigError: there is no trace, it is not valid, or it belongs to another workload.
+        ConfigError: the trace is missing, invalid, or belongs to another workload.
     """
     if path is None:
         raise ConfigError(f"--trace: the workload {name} needs a trace; give its file, see docs/arena.md")

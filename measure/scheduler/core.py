@@ -1,10 +1,10 @@
 """Cost of a step in the scheduler: the real core and codecs, without sockets, with synthetic results.
 
-The benchmark measures CPU time of the thread per step, so that other work on the machine matters little. *Commit*
-handles a result and the arrivals, encodes the front ends' frames and cleans up. *Plan* makes and encodes the next plan.
-The order is that of the service: plan, clean-up, front ends' frames. *Answer to plan* is the time that a worker waits
-for: all work before the plan's frame. Settings: defaults, prefix cache on, tracing at 1 % if the environment enables
-it, staggered row lengths, prompts of 2,048 tokens with block keys as computed by the front end.
+The benchmark measures thread CPU time per step, so that other work on the machine has little effect. *Commit* handles a
+result and the arrivals, encodes the front ends' frames and cleans up. *Plan* makes and encodes the next plan. The order
+is that of the service: plan, clean-up, front ends' frames. *Answer to plan* is the time that a worker waits: all work
+before the plan's frame is sent. Settings: defaults, prefix cache on, tracing at 1 % if the environment enables it,
+staggered row lengths, prompts of 2,048 tokens with block keys as computed by the front end.
 
 Scenarios: `steady` (all rows decode), `churn` (8 requests end and 8 arrive in every step), `queued` (as churn, with
 100,000 requests waiting, per policy), `tenants` (as queued, with one request of each of 10,000 tenants, under `fair`),
@@ -59,7 +59,7 @@ _TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass(frozen=True, slots=True)
 class CoreResult:
-    """Microseconds per step; `admission` and `admit` per request."""
+    """Microseconds per step. `admission` and `admit` are per request."""
 
     scenario: str
     rows: int
@@ -75,14 +75,14 @@ class CoreResult:
     answer_to_plan_us_p50: float
     """Time from a received result to the encoded next plan, without the front ends' frames."""
     admit_us_p50: float
-    """CPU time of a plan per request that it admits, over all admitted requests."""
+    """CPU time to plan, per admitted request."""
     admit_us_p99: float
     longest_plan_us: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Nanoseconds of one turn of the loop."""
+    """Durations in one turn of the loop, in nanoseconds."""
 
     commit: int
     answer_to_plan: int
@@ -95,7 +95,7 @@ class _Turn:
 
 
 class _Worker:
-    """Worker that answers plans with synthetic tokens for the rows in decode."""
+    """Worker that responds to plans with synthetic tokens for the rows in decode."""
 
     def __init__(self, max_rows: int) -> None:
         self._decodes = np.zeros(max_rows, np.bool_)
@@ -134,7 +134,7 @@ class Bench:
         config = CoreConfig(
             policy=policy,
             max_num_seqs=rows,
-            # Without a budget limit all rows start in one step, so that in churn as many end per step as arrive.
+            # Without a budget limit all rows start in one step. So in churn, as many requests end per step as arrive.
             max_num_batched_tokens=1 << 20,
             max_queued_requests=1 << 20,
             max_queued_tokens=1 << 40,
@@ -146,7 +146,7 @@ class Bench:
         self._answers: deque[tuple[bytes, bytes]] = deque()
         """(worker, result) of the steps in flight, oldest first."""
         self._tidying = 0
-        """Nanoseconds of the clean-up after the last plans."""
+        """Durations of the clean-up after recent plans, in nanoseconds."""
         self._now = 1.0
         self._stream = 0
         self._random = random.Random(0)
@@ -232,7 +232,7 @@ class Bench:
         return _Turn(commit=commit, answer_to_plan=answer_to_plan, plans=plans)
 
     def _plan(self, peers: list[bytes], outgoing: Outgoing) -> list[tuple[int, int]]:
-        """Make all plans for these workers; return the nanoseconds of each and how many requests it admits."""
+        """Make all plans for these workers; return each one's duration in nanoseconds and number of admissions."""
         timings = []
         self._tidying = 0
         for peer in peers:
@@ -312,7 +312,7 @@ def bench_burst(
         found = [bench.burst_turn()]
         while not bench.is_idle:
             found.append(bench.burst_turn())
-        if burst:  # the first burst warms the caches and is not counted
+        if burst:  # The first burst warms the caches and is not counted.
             admission += queueing
             turns += found
     return _result("burst", BURST_ROWS, requests, "fcfs", turns, admission, workers=workers)

@@ -5,11 +5,12 @@ next step when the last one ends, if its plan has arrived. The time from the end
 plan is the worker's wait. A plan has arrived when this process has read it from the socket, so delays of this process
 count as wait. The process sends a result when it wakes up after the end of a step; it does not spin.
 
-A worker keeps only the row state that a result needs: which rows decode, and how many prompt tokens the others lack.
+A worker tracks only the row state that results need: which rows decode, and how many prompt tokens remain for the
+others.
 
 One process runs many workers, each with its own socket. It prints `joined` when all of them have received Welcome,
 `measuring` when the wanted number of rows decode and the warm-up is over, and a line of JSON with its `EchoReport`. It
-ends when its standard input is closed, so that it does not outlive its parent. Linux only (`epoll`).
+exits when its standard input is closed, so that it does not outlive its parent. Linux only (`epoll`).
 """
 
 import argparse
@@ -54,13 +55,13 @@ class EchoReport:
 
     elapsed_s: float
     steps: int
-    """Steps answered by all workers."""
+    """Steps that all workers have completed."""
     wait_s: float
     """Total wait of all workers."""
     worst_wait_s: float
     """Total wait of the worker that waited longest."""
     wait_p50_s: float
-    """Median of the waits before each step; 0 if the plan had arrived."""
+    """Median wait before a step; 0 if the plan had arrived."""
     wait_p99_s: float
     late_p50_s: float
     """Median delay from the end of a step to sending its result, caused by this process."""
@@ -87,7 +88,7 @@ class Timeline:
         self.waits.clear()
 
     def plan_arrived(self, now: float) -> float:
-        """Schedule the step of a plan; return the time for which the device was idle before it."""
+        """Schedule the step of a plan; return how long the device was idle before it."""
         free_at = now if self._free_at is None else self._free_at
         start = max(free_at, now)
         if now >= self._since:
@@ -97,11 +98,11 @@ class Timeline:
         return start - free_at
 
     def next_end(self) -> float | None:
-        """Return the end of the oldest unanswered step; None if there is none."""
+        """Return the end of the oldest unreported step; None if there is none."""
         return self._ends[0] if self._ends else None
 
     def answered(self) -> float:
-        """Remove the oldest unanswered step; return its end."""
+        """Remove the oldest unreported step; return its end."""
         return self._ends.popleft()
 
     def wait_until(self, end: float) -> float:
@@ -117,11 +118,11 @@ class EchoRows:
         self._decodes = np.zeros(max_rows, np.bool_)
         self._held = np.zeros(max_rows, np.bool_)
         self._left = np.zeros(max_rows, np.int32)
-        """Prompt tokens that are not computed, by row."""
+        """Prompt tokens that remain to be computed, by row."""
         rng = np.random.default_rng(seed)
         self._draws = [to_column(rng.integers(FIRST_TOKEN, VOCAB, max_rows)) for _ in range(_NUM_DRAWS)]
         self._sampling = b""
-        """Column of the rows in decode, until a plan changes them."""
+        """Cached column of rows in decode, until a plan changes them."""
 
     @property
     def num_sampling(self) -> int:
@@ -168,7 +169,7 @@ class EchoWorker:
         self._send(plan_pb2.WorkerMessage(hello=hello))
 
     def take_frames(self) -> bool:
-        """Handle the frames that have arrived; return whether a step was added when there was none.
+        """Handle the frames that have arrived; return whether a step was added to an empty queue.
 
         Raises:
             EchoError: the scheduler violated the protocol or refused this worker.
@@ -244,7 +245,7 @@ class EchoProcess:
             self._poll.register(descriptor, select.EPOLLIN)
         self._poll.register(sys.stdin.fileno(), select.EPOLLIN)
         self._agenda: list[tuple[float, int]] = []
-        """Heap of (end of the oldest unanswered step, index of the worker), for each worker with a step."""
+        """Heap of (end of the oldest unreported step, index of the worker), for each worker with a step."""
         self._index = {id(worker): index for index, worker in enumerate(workers)}
         self._lateness: list[float] = []
 
@@ -317,7 +318,7 @@ class EchoProcess:
             self._lateness.append(now - ended)
             if worker.timeline.next_end() is not None:
                 self._enter(worker)
-            # Sending may have cleared the event of a received frame.
+            # Sending may have cleared the event for a received frame.
             self._take_frames(worker)
 
     def _take_frames(self, worker: EchoWorker) -> None:

@@ -2,8 +2,8 @@
 
     python -m measure.scheduler.journal
 
-*commit* is the wall time of the journal in the scheduler's loop. *held back* is the time from the commit until the
-turn's frames may be sent. With fsync "step" that is when the disk has the data; planning continues meanwhile.
+*commit* is the journal's wall time in the scheduler's loop. *held back* is the time from the commit until the turn's
+frames may be sent. With fsync "step", frames wait until the data is on disk. Planning continues in the meantime.
 """
 
 import argparse

@@ -78,7 +78,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class LinkResult:
-    """Medians over the rounds of one case; `worker_wait_share` is of all workers' time together."""
+    """Medians over the rounds of one case. `worker_wait_share` is relative to the total time of all workers."""
 
     workers: int
     rows: int
@@ -91,7 +91,7 @@ class LinkResult:
     worker_wait_share_min: float
     worker_wait_share_max: float
     worst_worker_wait_share: float
-    """Share of time of the worker that waited longest."""
+    """Wait share of the worker that waited longest."""
     wait_us_p50: float
     wait_us_p99: float
     late_us_p50: float
@@ -103,7 +103,7 @@ class LinkResult:
     burst: int
     """Requests that arrived at once at the start of the measurement."""
     rows_at_end: int
-    """Rows in decode at the end, in the round with the fewest; fewer than all if the time was too short."""
+    """Rows in decode at the end, in the round with the fewest. Below the total if the time was too short."""
     longest_turn_ms: float
     """Upper bound of the longest turn of the scheduler's loop in any round, including time without a core."""
 
@@ -160,10 +160,10 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         raise LinkBenchError(
             f"--burst: {case.burst} requests need more than {num_rows} rows; raise --workers or --rows"
         )
-    # More steps than possible, because no request may end during the measurement.
+    # More steps than possible, so that no request ends during the measurement.
     max_tokens = 1000 + int(1000 * (SETUP_S + echo_worker.WARM_UP_S + seconds) / case.step_ms)
     max_model_len = PROMPT_TOKENS + max_tokens
-    # Tokens per request while all rows decode: the measurement, and a margin for the set-up.
+    # Tokens per request while all rows decode, for the measurement and a margin for the set-up.
     expected_len = PROMPT_TOKENS + int(1000 * (5 + 2 * seconds) / case.step_ms)
     config = SchedulerConfig(
         frontend_address=f"ipc://{folder}/frontends",
@@ -233,7 +233,7 @@ def longest_turn(before: Mapping[float, float], after: Mapping[float, float]) ->
 
 
 class _Process:
-    """A child process that ends with this one: by its lifeline or when its standard input is closed."""
+    """A child process that exits with this one, through its lifeline or when its standard input is closed."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self._name, self._log = command[0], log
@@ -244,7 +244,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
-                # `select` does not see a line in a buffer of this process.
+                # `select` does not see a line that this process has buffered.
                 bufsize=0,
             )
 
@@ -263,7 +263,7 @@ class _Process:
                 stream.close()
 
     def has_line(self, timeout_s: float) -> bool:
-        """Wait for output or its end; return whether there is some."""
+        """Wait for a line or the end of output; return whether there is a line."""
         assert self._child.stdout is not None
         return bool(select.select([self._child.stdout], [], [], timeout_s)[0])
 
@@ -302,7 +302,7 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
-    """Processes and front end of one measurement; waits end at `give_up`."""
+    """Processes and front end for one measurement. Waits end at `give_up`."""
 
     scheduler: _Process
     echo: _Process
@@ -310,11 +310,7 @@ class _Stand:
     give_up: float
 
     def line(self) -> str:
-        """Return the next line of the echo workers; drain tokens meanwhile.
-
-        Raises:
-            LinkBenchError: a process has ended, or the timeout has expired.
-        """
+        """Return the next line from the echo workers; drain tokens while waiting."""
         while not self.echo.has_line(_NAP_S):
             self._drain("output from the echo workers")
         return self.echo.line()
@@ -323,7 +319,7 @@ class _Stand:
         """Return the cumulative histogram of the loop's turns, by upper bound in seconds, from the scheduler's metrics.
 
         Raises:
-            LinkBenchError: the scheduler does not answer.
+            LinkBenchError: the scheduler does not respond.
         """
         while (snapshot := self.sink.metrics) is None:
             self._drain("metrics from the scheduler")

@@ -2,10 +2,10 @@
 
     python -m measure.scheduler.recorder [--steps N] [--rows N]
 
-*Loop* is the CPU time of a step in the scheduler's loop, *thread* that of encoding and writing its entries. Scenarios:
-`steady` (all rows decode), `churn` (one request of 500 prompt tokens ends, and one arrives, with 500 tokens to
-generate, as often as the rows sustain). A line extrapolates a day of 10 requests/s. The last line is the pause at the
-beginning of a segment: the fork of this process, and the step after it, which copies the pages that it changes.
+*Loop* is the CPU time per step in the scheduler's loop. *Thread* is the CPU time for encoding and writing its entries.
+Scenarios: `steady` (all rows decode), `churn` (one request of 500 prompt tokens ends, and one arrives, with 500 tokens
+to generate, as often as the rows sustain). A line extrapolates a day of 10 requests/s. The last line is the pause at
+the beginning of a segment: the fork of this process, and the step after it, which copies the pages that it changes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
 from shared.telemetry import Telemetry
 
 _TOKENS = 500
-"""Prompt tokens, and generated tokens, of a request."""
+"""Prompt tokens and generated tokens per request."""
 _STEPS_PER_FRAME = 20
 """Steps of 25 ms between two frames."""
 _DAY_S = 86_400
@@ -39,7 +39,7 @@ _REQUESTS_PER_S = 10
 
 
 class _Side:
-    """A core in a steady state, with a tape or without."""
+    """A core in a steady state, with or without a tape."""
 
     def __init__(self, rows: int, *, recorded: bool, churn: bool) -> None:
         self.tape = Tape() if recorded else None
@@ -72,7 +72,7 @@ def _none() -> Iterator[list[bytes]]:
 
 
 def measure(rows: int, steps: int, *, churn: bool) -> tuple[float, float, float, float]:
-    """Return the loop's microseconds per step without and with, those of the thread, and bytes per step."""
+    """Return microseconds per step: loop without and with recorder, and recorder thread; then bytes per step."""
     off, on = _Side(rows, recorded=False, churn=churn), _Side(rows, recorded=True, churn=churn)
     assert on.tape is not None
     encoder = Encoder(Tagger(), with_tokens=False)
@@ -105,7 +105,7 @@ def measure(rows: int, steps: int, *, churn: bool) -> tuple[float, float, float,
 
 
 def measure_forks(rows: int, times: int = 15) -> tuple[list[float], list[float], list[float]]:
-    """Return, sorted, the milliseconds of forks, their CPU time, and the CPU time of the steps after them."""
+    """Return sorted durations of forks in ms, their CPU time, and the CPU time of the steps after them."""
     side = _Side(rows, recorded=True, churn=False)
     forks, spent, after = [], [], []
     for _ in range(times):

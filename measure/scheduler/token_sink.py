@@ -24,7 +24,7 @@ _FRONTEND_ID = "sink"
 
 
 class SinkError(Exception):
-    """A request ended, or the core does not know its front end."""
+    """A request ended, or the core does not know this front end."""
 
 
 class TokenSink:
@@ -48,7 +48,7 @@ class TokenSink:
     def submit(
         self, count: int, *, max_tokens: int, prompt_tokens: int, block_size: int, fingerprint: str, vocab_size: int
     ) -> None:
-        """Submit requests whose prompts have up to `prompt_tokens` tokens, staggered over one block's length."""
+        """Submit requests with prompts of up to `prompt_tokens` tokens, staggered over one block's length."""
         rng = np.random.default_rng(count)
         root = root_key(fingerprint, b"")
         sampling = plan_pb2.SamplingParams(temperature=0.7, top_p=0.9, seed=7).SerializeToString()
@@ -73,7 +73,7 @@ class TokenSink:
             self._socket.send(link_pb2.FrontendMessage(submissions=submissions).SerializeToString())
 
     def ask_for_metrics(self) -> None:
-        """Ask for a snapshot of the scheduler's metrics; `metrics` has it after some calls of `drain`."""
+        """Request a snapshot of the scheduler's metrics. `metrics` returns it after some calls of `drain`."""
         self._num_snapshots += 1
         self._snapshot = None
         self._socket.send(link_pb2.FrontendMessage(snapshot_request=self._num_snapshots).SerializeToString())

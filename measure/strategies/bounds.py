@@ -1,7 +1,7 @@
-"""Bounds: the number of steps that lengths of outputs allow. Pure.
+"""Bounds on the number of steps, from the output lengths. Pure.
 
 A request with L output tokens takes L steps: the first one computes its prompt and the first token. A step computes one
-token of at most `slots` requests. These bounds hold for requests that are all there at the start.
+token for each of at most `slots` requests. The bounds assume that all requests arrive at the start.
 """
 
 import heapq
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def static_steps(lengths: Sequence[int], slots: int) -> int:
-    """Return the steps of batches of `slots` requests in order, each of which ends with its longest request."""
+    """Return the steps for batches of `slots` requests in order. Each batch ends with its longest request."""
     return sum(max(lengths[begin : begin + slots]) for begin in range(0, len(lengths), slots))
 
 
@@ -22,14 +22,14 @@ def continuous_steps(lengths: Sequence[int], slots: int) -> int:
 
 
 def fewest_steps(lengths: Sequence[int], slots: int) -> int:
-    """Return a number of steps below which no order of these requests can stay."""
+    """Return a lower bound on the steps for any order of these requests."""
     return max(*lengths, -(-sum(lengths) // slots))
 
 
 def fewest_steps_in_blocks(
     lengths: Sequence[int], slots: int, *, prompt_tokens: int, num_blocks: int, block_size: int
 ) -> int:
-    """Return such a number if the requests also share `num_blocks` blocks of KV.
+    """Return a lower bound on the steps if the requests also share `num_blocks` KV blocks.
 
     In the step of its k-th token, a request holds the blocks of its prompt and of the k - 1 tokens before it.
     """
@@ -38,5 +38,5 @@ def fewest_steps_in_blocks(
 
 
 def slots_for(lengths: Sequence[int], steps: int) -> int:
-    """Return the fewest slots with which so many steps are possible at all."""
+    """Return the fewest slots for which this number of steps is possible."""
     return -(-sum(lengths) // steps)

@@ -1,6 +1,6 @@
 """Cases: which requests run under which settings. Pure and seeded.
 
-Every workload has short prompts of its own and ignores the end token, so that only the lengths of outputs matter.
+Every workload has distinct short prompts and ignores the end token, so that only output lengths matter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,14 +11,14 @@ import numpy as np
 from quire.types import SchedulingOptions
 
 LONGEST = 2048
-"""Positions of the embedded model: the tokens that static batching without paging reserves per slot."""
+"""Positions of the bundled model: the tokens that static batching without paging reserves per slot."""
 PROMPT_TOKENS = 8
 BLOCK_SIZE = 16
 MAX_ROWS = 64
 """Slots at equal KV memory: the default of a worker on a CPU."""
 LONG_PROMPT = 4096
 WHOLE_TOKENS, CHUNKED_TOKENS = LONG_PROMPT + 64, 128
-"""Token budgets of a step that hold the whole long prompt, and a chunk of it."""
+"""Token budgets per step: one holds the whole long prompt, the other a chunk of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Workload:
 
     @property
     def arrives_at_once(self) -> bool:
-        """Whether all requests are there at the start."""
+        """Whether all requests arrive at the start."""
         return not any(asked.arrive_s for asked in self.requests)
 
 
@@ -61,11 +61,11 @@ class Case:
     """static, dynamic or continuous."""
     slots: int
     memory: str = "equal slots"
-    """"equal slots", or "equal KV memory": that of the workload's slots, each with the longest sequence."""
+    """"equal slots", or "equal KV memory": the memory for the workload's slots at the maximum sequence length."""
     settings: Mapping[str, str | int | float] = field(default_factory=dict)
-    """Settings besides those of the strategy; a name may be one of the scheduler, of the worker, or of both."""
+    """Settings in addition to the strategy's. A name may belong to the scheduler, the worker, or both."""
     needs_long_context: bool = False
-    """Whether the embedded model has too few positions; then random weights of the same sizes are used."""
+    """Whether the bundled model has too few positions. Then random weights of the same sizes are used."""
 
     def all_settings(self) -> dict[str, str | int | float]:
         """Return the settings that differ from the defaults of a service."""
@@ -98,7 +98,7 @@ def _uniform(count: int, mean: int, seed: int) -> tuple[Asked, ...]:
 
 
 def _of_mean(lengths: np.ndarray[tuple[int], np.dtype[np.int64]], mean: int) -> tuple[Asked, ...]:
-    """Change single lengths by one until the mean is exact."""
+    """Adjust single lengths by one until the mean matches."""
     for index in range(abs(missing := mean * len(lengths) - int(lengths.sum()))):
         at = int(np.argsort(lengths)[len(lengths) // 2 + index % 5])
         lengths[at] += 1 if missing > 0 else -1
@@ -106,7 +106,7 @@ def _of_mean(lengths: np.ndarray[tuple[int], np.dtype[np.int64]], mean: int) -> 
 
 
 def _halves(count: int, seed: int) -> tuple[Asked, ...]:
-    """Short (1 to 9 tokens) and long (501 to 600) outputs in random order, with all that a policy may want to know."""
+    """Short (1 to 9 tokens) and long (501 to 600) outputs in random order, with every hint that a policy may use."""
     rng = np.random.default_rng(seed)
     asked = []
     for is_long in rng.permutation([False] * (count // 2) + [True] * (count // 2)).tolist():

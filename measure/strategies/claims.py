@@ -1,6 +1,6 @@
-"""Claims of the literature compared with the results of a run. Pure.
+"""Claims in the literature compared with the results of a run. Pure.
 
-A claim is left out if the runs that it needs are missing. Text says what a number means, and why it differs.
+A claim is omitted if its runs are missing. Texts explain what a number means and why it differs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim and what was measured."""
+    """A claim and its measured value."""
 
     claim: str
     claimed: str
@@ -34,7 +34,7 @@ class _Results:
         self._rows = rows
 
     def find(self, workload: cases.Workload, strategy: str, slots: int = 0, **wanted: object) -> Row:
-        """Return the run with these properties; others have their defaults."""
+        """Return the run with these properties; omitted properties have their defaults."""
         properties = {"memory": "equal slots", "policy": "fcfs", "slots": slots or workload.slots} | wanted
         for row in self._rows:
             if (row["workload"], row["strategy"]) == (workload.name, strategy) and all(
@@ -45,7 +45,7 @@ class _Results:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Return every claim whose runs are there."""
+    """Return every claim whose runs exist."""
     results = _Results(rows)
     found = []
     for make in _CLAIMS:
@@ -199,7 +199,7 @@ def _capacity(results: _Results) -> Iterator[Claim]:
 
 
 def _interruptions(row: Row) -> int:
-    """Return how often a request did not compute in a step after its first and before its last one."""
+    """Return how often a request did not compute in a step between its first and its last one."""
     return len(row["gantt"]) - len({request for _, request, _, _ in row["gantt"]})
 
 

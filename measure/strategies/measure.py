@@ -1,4 +1,4 @@
-"""Measurement: runs one case on a service of its own; steps come from the flight record, latencies from the client."""
+"""Runs one case on its own service. Steps come from the flight record, latencies from the client."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ _WORKER = "worker-0"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answered request; times in seconds since the start of the run."""
+    """One completed request. Times are in seconds since the start of the run."""
 
     arrive_s: float
     times_s: tuple[float, ...]
@@ -55,7 +55,7 @@ class Answer:
 async def run_cases(
     cases: Sequence[Case], done: Callable[[Case], None], repeats: int = 1
 ) -> list[list[dict[str, Any]]]:
-    """Run cases with equal settings on one service; return the results of each. A static run has two forms.
+    """Run cases with equal settings on one service; return the results for each. A static run gives two results.
 
     Args:
         cases: the cases.
@@ -96,7 +96,7 @@ async def run_cases(
 
 
 def grouped(cases: Iterable[Case]) -> list[list[Case]]:
-    """Return the cases in groups with equal settings, which share a service."""
+    """Return the cases grouped by settings. Each group shares a service."""
     groups: dict[str, list[Case]] = {}
     for case in cases:
         groups.setdefault(json.dumps([case.all_settings(), case.needs_long_context]), []).append(case)
@@ -123,7 +123,7 @@ def _config(settings: Mapping[str, str | int | float]) -> ServeConfig:
 
 
 def _long_model(folder: Path) -> Path:
-    """Make a checkpoint without weights: the embedded model's sizes, with more positions."""
+    """Make a checkpoint without weights that has the bundled model's sizes and more positions."""
     demo = resolve_model(DEMO_MODEL, weights=False)
     shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((demo / "config.json").read_text("utf-8"))
@@ -135,7 +135,7 @@ def _long_model(folder: Path) -> Path:
 async def _ask_all(
     target: GrpcTarget, operator: "admin_pb2_grpc.AdminServiceAsyncStub", workload: Workload
 ) -> list[Answer]:
-    """Send the requests; those that are there at the start wait together until the worker may take them."""
+    """Send the requests. Those due at the start are queued together before the worker may take them."""
     if workload.arrives_at_once:
         await operator.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id=_WORKER))
     start = time.perf_counter()
@@ -157,14 +157,16 @@ async def _num_waiting(operator: "admin_pb2_grpc.AdminServiceAsyncStub") -> int:
 
 
 async def _ask(target: GrpcTarget, asked: Asked, seed: int, start: float) -> tuple[float, ...]:
-    """Send one request; return the times at which its tokens came."""
+    """Send one request; return its token times."""
     await asyncio.sleep(max(0.0, start + asked.arrive_s - time.perf_counter()))
     prompt = tuple(np.random.default_rng(seed).integers(3, 1000, asked.prompt_tokens).tolist())
     return (await send(target, Request(prompt, asked.output_tokens, scheduling=asked.scheduling), 0.0)).times_s
 
 
 def _static_padded(case: Case, steps: Sequence[Step], answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the static run with finished rows computed as padding; requests are answered when their batch ends."""
+    """Return the static run as if finished rows were computed as padding and responses came at the end of each
+    batch.
+    """
     form = padded(steps)
     result = _result(case, "static-padded", steps, answers)
     wall = result["wall_s"] + form.extra_s

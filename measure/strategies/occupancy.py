@@ -1,6 +1,6 @@
-"""Occupancy: what each slot computed in each step, and how full the blocks were, from the flight record. Pure.
+"""Occupancy per step, from the flight record: which slots computed, and how full the blocks were. Pure.
 
-A slot is a row of the worker. The record has the rows that a plan adds, removes and holds out, its chunks and its new
+A slot is a row of the worker. The record contains each plan's added, removed and paused rows, its chunks and its new
 blocks. Every other row with a complete prompt computes one token.
 """
 
@@ -17,13 +17,13 @@ class Step:
     """One step of the worker."""
 
     computing: tuple[tuple[int, int], ...]
-    """Slot and request of each row that computed; requests are numbered in order of arrival."""
+    """Slot and request for each row that computed. Requests are numbered in order of arrival."""
     busy_s: float
-    """Time for which the worker was busy with it."""
+    """Time for which the worker was busy with the step."""
     num_blocks: int
-    """Blocks that the requests in slots hold."""
+    """Blocks held by the requests in slots."""
     num_tokens: int
-    """Tokens whose KV is in these blocks after the step."""
+    """Tokens with KV in these blocks after the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Bar:
     request: int
     begin: int
     end: int
-    """The step after the last one."""
+    """Index of the step after the last one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class _Row(Row):
 
 
 def read_steps(entries: Iterable[Entry]) -> list[Step]:
-    """Return the steps that computed something, in order; the record is of a service with one worker."""
+    """Return the steps that computed something, in order. The record must be from a service with one worker."""
     numbers: dict[tuple[object, int], int] = {}
     rows: Rows[_Row] = Rows()
     plans: dict[int, Step] = {}
@@ -86,7 +86,7 @@ def _apply(plan: PlanDigest, rows: Rows[_Row], numbers: dict[tuple[object, int],
 
 
 def steps_of(steps: Iterable[Step], first: int, count: int) -> list[Step]:
-    """Return the steps that computed `count` requests from number `first` on, which are renumbered from 0.
+    """Return the steps for the `count` requests from number `first` on, renumbered from 0.
 
     No other request may run in these steps.
     """
@@ -98,23 +98,23 @@ def steps_of(steps: Iterable[Step], first: int, count: int) -> list[Step]:
 
 
 def idle_share(steps: Sequence[Step], slots: int) -> float:
-    """Return the share of all slots in all steps that computed nothing."""
+    """Return the share of slots that computed nothing, over all steps."""
     return 1 - sum(len(step.computing) for step in steps) / (slots * len(steps))
 
 
 def kv_waste(steps: Sequence[Step], block_size: int) -> float:
-    """Return the share of the held blocks' room that holds no token, over all steps."""
+    """Return the share of space in held blocks that contains no token, over all steps."""
     return 1 - sum(step.num_tokens for step in steps) / (block_size * sum(step.num_blocks for step in steps))
 
 
 def reserved_waste(steps: Sequence[Step], longest: int) -> float:
-    """Return the same share if each request in a slot reserved room for the longest sequence."""
+    """Return the same share if each request reserved space for the longest sequence."""
     reserved = longest * sum(len(step.computing) for step in steps)
     return 1 - sum(step.num_tokens for step in steps) / reserved
 
 
 def bars(steps: Sequence[Step]) -> list[Bar]:
-    """Return who used which slot when, in order of the slots."""
+    """Return which request used which slot when, ordered by slot."""
     open_bars: dict[int, Bar] = {}
     found: list[Bar] = []
     for index, step in enumerate(steps):
@@ -131,21 +131,21 @@ def bars(steps: Sequence[Step]) -> list[Bar]:
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """A static run as it would be if finished rows were computed as padding until their batch ends."""
+    """A static run with finished rows computed as padding until their batch ends."""
 
     extra_s: float
     """Time that the padding adds to the run."""
     ends_s: tuple[float, ...]
-    """When each batch ends, in seconds since the run began; its requests are answered then."""
+    """End of each batch in seconds since the beginning of the run. Its responses are sent then."""
     batch_of: dict[int, int]
-    """Batch of each request."""
+    """Batch index of each request."""
 
 
 def padded(steps: Sequence[Step]) -> Padded:
     """Return the padded form of a static run.
 
-    Every step of a batch takes at least as long as the median of the batch's steps with all rows. Of one batch, no row
-    computes after it has ended, so rows only leave.
+    Every step of a batch takes at least the median time of that batch's full steps. Rows only leave a batch, because no
+    row computes after it has ended.
     """
     batches: list[list[Step]] = []
     members: set[int] = set()

@@ -1,4 +1,4 @@
-"""Processor time that other programs used during a run: all time in `/proc/stat`, less that of the own processes.
+"""CPU time that other programs used during a run: all CPU time in `/proc/stat` minus that of the benchmark's processes.
 
 A load average is not suitable: it decays over minutes, so a command that ends shortly before the run looks like work
 during the run.
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _IDLE_FIELDS = (3, 4)
-"""Fields of the line "cpu" that count no work: idle, and idle while waiting for a disk."""
+"""Fields in the line "cpu" that count idle time: idle, and waiting for a disk."""
 _FIELDS = 8
-"""Fields that add up to the time of the processors; later ones are parts of earlier ones."""
+"""Fields that add up to the total CPU time. Later fields repeat parts of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Processor times at one moment, s."""
+    """CPU times at one timestamp, in seconds."""
 
     wall_s: float
     busy_s: float
-    """Of all processors together."""
+    """Busy time of all CPUs together."""
     own_s: float
-    """Of this process and of its children that have ended."""
+    """Time used by this process and its children that have exited."""
 
 
 def now(stat: Path = Path("/proc/stat")) -> Moment | None:
-    """Return the present times; None where the system does not count them so."""
+    """Return the present CPU times; None if the system does not report them."""
     try:
         line = stat.read_text("utf-8").splitlines()[0].split()
         counts = [int(each) for each in line[1 : 1 + _FIELDS]]
@@ -40,9 +40,9 @@ def now(stat: Path = Path("/proc/stat")) -> Moment | None:
 
 
 def share_of_others(before: Moment | None, after: Moment | None, processors: int) -> float | None:
-    """Return the share of the processors' time that other programs used between two moments; None: not known.
+    """Return the share of CPU time that other programs used between two timestamps; None if unknown.
 
-    The own processes must have ended before the second moment.
+    The benchmark's processes must have exited before the second timestamp.
     """
     if before is None or after is None or after.wall_s <= before.wall_s:
         return None

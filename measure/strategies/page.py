@@ -1,6 +1,6 @@
-"""Write the tables and plots of docs/strategies.md from the documented results: `python -m measure.strategies.page`.
+"""Write the tables and plots in docs/strategies.md from the saved results: `python -m measure.strategies.page`.
 
-The text of the page is written by hand; only what lies between its markers is replaced.
+The text on the page is written by hand. Only the parts between markers are replaced.
 """
 
 import json
@@ -18,7 +18,7 @@ RESULTS = _ROOT / "measure" / "results" / "strategies.json"
 
 
 def filled(page: str, document: dict[str, Any]) -> str:
-    """Return the page with the tables of these results."""
+    """Return the page with tables from these results."""
     results = document["results"]
     parts = {
         "origin": report.origin(document),

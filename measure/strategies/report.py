@@ -15,16 +15,16 @@ from measure.strategies import cases
 from measure.strategies.claims import claims
 
 Row = dict[str, Any]
-"""One result, as `measure` makes it and the JSON file holds it."""
+"""One result, in the form that `measure` returns and the JSON file contains."""
 
 PLOTTED = ("50-100-200-500", "10-50-500", "half-short")
 """Workloads whose slots are drawn."""
 _IN_BARS = (cases.FOUR, cases.UNIFORM, cases.EXPONENTIAL, cases.HALVES)
 """Workloads whose gains are drawn."""
 _MOST_BY_OTHERS = 0.05
-"""Largest share of the processors' time used by other programs at which times mean something."""
+"""Times are reported as unreliable if other programs used more than this share of the CPU time."""
 _MOST_STEPS = 2000
-"""Steps that are drawn."""
+"""Maximum number of steps drawn."""
 _HEADER = (
     "workload", "strategy", "slots", "steps", "fewest", "x steps", "bound", "tokens/s", "x tokens/s", "p50 s", "p99 s",
     "idle slots",
@@ -36,7 +36,7 @@ def document(results: Sequence[Row], by_others: float | None) -> Row:
 
     Args:
         results: all results.
-        by_others: share of the processors' time that other programs used meanwhile; None: not known.
+        by_others: share of CPU time that other programs used during the run; None if unknown.
     """
     return {
         "command": "quire bench strategies",
@@ -47,7 +47,7 @@ def document(results: Sequence[Row], by_others: float | None) -> Row:
 
 
 def origin(document: Row) -> str:
-    """Return where the numbers come from, and whether the machine had other work."""
+    """Return where the numbers were measured, and whether the machine had other work."""
     text = f"Measured by `{document['command']}` on {document['machine']}."
     share = document["cpu_share_of_other_programs"]
     if share is None:
@@ -68,7 +68,7 @@ def to_json(document: Row) -> str:
 
 
 def strategy_name(row: Row) -> str:
-    """Return the strategy with what distinguishes the run from others of its workload."""
+    """Return the strategy, with what distinguishes the run from others with the same workload."""
     more = [row["policy"]] if row["policy"] != "fcfs" else []
     if row["workload"] == cases.TIGHT.name:
         more.append(row["capacity"])
@@ -80,7 +80,7 @@ def strategy_name(row: Row) -> str:
 
 
 def cells(row: Row, results: Sequence[Row]) -> tuple[str, ...]:
-    """Return a result as the cells of a table; factors are relative to `static-held` of the same workload."""
+    """Return a result as table cells. Factors are relative to `static-held` with the same workload."""
     static = [each for each in results if each["workload"] == row["workload"] and each["strategy"] == "static-held"]
     is_low_load = row["workload"] == cases.LOW_LOAD.name
     steps = f"{static[0]['steps'] / row['steps']:.2f}" if static and not is_low_load else "-"
@@ -114,20 +114,20 @@ def table(results: Sequence[Row]) -> str:
 
 
 def markdown_table(results: Sequence[Row]) -> str:
-    """Return the results as a table of a Markdown page."""
+    """Return the results as a Markdown table."""
     rows = [_HEADER, ("---",) * len(_HEADER), *(cells(row, results) for row in results)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def markdown_claims(results: Sequence[Row]) -> str:
-    """Return claims and numbers as a table of a Markdown page."""
+    """Return claims and results as a Markdown table."""
     head = ["| claim | claimed | measured here | why |", "|---|---|---|---|"]
     lines = [f"| {each.claim} | {each.claimed} | {each.measured} | {each.why} |" for each in claims(results)]
     return "\n".join(head + lines)
 
 
 def plots(results: Sequence[Row]) -> dict[str, str]:
-    """Return the charts as SVG, by name; workloads that did not run have none."""
+    """Return the charts as SVG, by name. Workloads that did not run have no chart."""
     found = {}
     for name in PLOTTED:
         held, continuous = (_find(results, name, strategy) for strategy in ("static-held", "continuous"))
@@ -151,7 +151,7 @@ def plots(results: Sequence[Row]) -> dict[str, str]:
 
 
 def _in_pareto(results: Sequence[Row]) -> list[str]:
-    """Return the workloads with runs to choose between."""
+    """Return the workloads with more than one run to compare."""
     counts = Counter(row["workload"] for row in results)
     return [name for name, count in counts.items() if count > 2]
 
@@ -180,7 +180,7 @@ def _find(results: Sequence[Row], workload: str, strategy: str) -> Row | None:
 
 
 def _gantt(held: Row, continuous: Row) -> str:
-    """Return the slots of a static and of a continuous run, one above the other."""
+    """Return the slots in a static and in a continuous run, one above the other."""
     slots = held["slots"]
     rows: list[list[Segment]] = [[] for _ in range(2 * slots + 1)]
     batch_ends = _batch_ends(held)
@@ -198,7 +198,7 @@ def _gantt(held: Row, continuous: Row) -> str:
 
 
 def _batch_ends(held: Row) -> list[int]:
-    """Return the steps after which a static run began a new batch: no request runs across them."""
+    """Return the steps after which a static run began a new batch. No request runs across them."""
     found, latest = [], 0
     for _, _, begin, end in sorted(held["gantt"], key=lambda bar: bar[2]):
         if latest and begin >= latest:
@@ -208,7 +208,7 @@ def _batch_ends(held: Row) -> list[int]:
 
 
 def html(document: Row) -> str:
-    """Return a page that needs no other file."""
+    """Return a self-contained HTML page."""
     results = document["results"]
     told = [(each.claim, each.claimed, each.measured, each.why) for each in claims(results)]
     body = [

@@ -1,4 +1,4 @@
-"""How much load the generator of `quire bench serve` can make: the rate at which it is late by more than 1 ms.
+"""The most load that the generator in `quire bench serve` can make: the rate at which it is late by more than 1 ms.
 
     python -m measure.studies.generator_limit [--tokens N] [--processes N] [--seconds S] [--json FILE]
 
@@ -32,11 +32,11 @@ from services.grpc.boundary import Context
 
 FIRST_RATE, GROWTH = 10.0, 1.25
 GAP_S = 0.01
-"""Time between two tokens of an answer; without it, each answer would be one burst that no real server makes."""
+"""Time between two tokens in a response. Without it, each response would be one burst, which no real server sends."""
 
 
 async def serve_http() -> None:
-    """Answer each completion with as many events as tokens are asked for."""
+    """Respond to each completion with as many events as the requested tokens."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     token = _chunk({"choices": [{"index": 0, "text": " word", "finish_reason": None}]})
     end = _chunk({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}) + b"0\r\n\r\n"
@@ -68,7 +68,7 @@ def _chunk(event: dict[str, object]) -> bytes:
 
 
 class CompleteEcho(BareEcho):
-    """The bare echo, with the end that the client expects."""
+    """The bare echo, followed by the final message that the client expects."""
 
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> AsyncIterator[v1.GenerateResponse]:
         """Stream one message per token, then the end."""
@@ -81,7 +81,7 @@ class CompleteEcho(BareEcho):
 
 
 async def serve_grpc() -> None:
-    """Answer each call with as many messages as tokens are asked for."""
+    """Respond to each call with as many messages as the requested tokens."""
     server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(CompleteEcho(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
@@ -94,7 +94,7 @@ async def serve_grpc() -> None:
 
 
 async def limit(address: Address, tokens: int, processes: int, seconds: float) -> tuple[Run, Run] | None:
-    """Return the last run in time and the first late one; None if even the first is late."""
+    """Return the last run without delay and the first late one; the former is None if even the first run is late."""
     good = None
     rate, workload = FIRST_RATE, Drawn(Lengths.fixed(64), Lengths.fixed(tokens))
     while rate < 100_000:

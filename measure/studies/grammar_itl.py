@@ -1,4 +1,4 @@
-"""Cost of rows with a grammar for other rows: the time between tokens of plain streams, compared with unconstrained and
+"""How much rows with a grammar slow other rows: inter-token gaps of unconstrained streams next to unconstrained or
 grammar rows.
 
 .venv/bin/quire serve &
@@ -29,7 +29,7 @@ SCHEMA = {
 
 
 async def measured(client: AsyncClient, seed: int) -> list[float]:
-    """Gaps between the tokens of one plain stream, seconds."""
+    """Return the inter-token gaps of one unconstrained stream, in seconds."""
     times = []
     async for delta in client.generate("Once upon a time", max_tokens=TOKENS, ignore_eos=True, seed=seed):
         times += [time.perf_counter()] * len(delta.token_ids)
@@ -37,7 +37,7 @@ async def measured(client: AsyncClient, seed: int) -> list[float]:
 
 
 async def round_of(client: AsyncClient, *, grammars: bool) -> list[float]:
-    """Gaps of unconstrained streams together with as many others, which have a grammar or not."""
+    """Return the gaps of unconstrained streams that run with as many others, which have a grammar or not."""
     options = {"json_schema": SCHEMA} if grammars else {"ignore_eos": True}
     beside = [client.generate("Answer: ", max_tokens=TOKENS + 60, seed=seed, **options) for seed in range(BESIDE)]
     await asyncio.gather(*(anext(generation) for generation in beside))
@@ -76,7 +76,7 @@ async def measure(target: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measures the service that the command line names."""
+    """Measure the service that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", help="HOST:PORT of the service's gRPC")
     parser.add_argument("--json", type=Path, help="where to write the figures")

@@ -1,4 +1,4 @@
-"""Compare the headroom that admission learns with the best constant one, for ten workloads that fill the memory.
+"""Compare the headroom that admission learns with the best constant headroom, for ten workloads that fill the memory.
 
     python -m measure.studies.headroom
 
@@ -70,7 +70,7 @@ WORKLOADS = (
 
 
 def measure(workload: Workload, num_requests: int = NUM_REQUESTS) -> Outcome:
-    """Run a workload with the present headroom."""
+    """Run a workload with the current headroom."""
     rng = random.Random(workload.name)
     jobs = [
         Job(0.0, [rng.randrange(16, 900) for _ in range(workload.prompt(rng))], workload.output(rng))

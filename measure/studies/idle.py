@@ -17,7 +17,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _ROLES = ("worker", "scheduler", "frontend", "serve")
 _SETTLING_S = 5.0
-"""Time from the ready line to the first reading."""
+"""Time from the ready line to the first reading, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Use of one thread or process per second."""
+    """Usage of one thread or process per second."""
 
     cores: float
     wake_ups: float
@@ -43,7 +43,9 @@ Readings = dict[tuple[int, int], Usage]
 
 
 def read(root: int) -> Readings:
-    """Return the usage of all threads of a process and its descendants; threads that end meanwhile are left out."""
+    """Return the usage of all threads in a process and its descendants. Threads that exit during the reading are
+    omitted.
+    """
     found: Readings = {}
     for pid in _descendants(root):
         arguments = (_PROC / str(pid) / "cmdline").read_text().split("\0")
@@ -59,7 +61,7 @@ def read(root: int) -> Readings:
 
 
 def rates(before: Readings, after: Readings, seconds: float) -> dict[tuple[str, str], Rate]:
-    """Return the rates between two readings by process and thread; those of threads of one name are added up."""
+    """Return the rates between two readings by process and thread. Threads with the same name are summed."""
     found: dict[tuple[str, str], Rate] = {}
     for key, usage in after.items():
         start = before.get(key, Usage(usage.process, usage.thread, 0, 0))
@@ -80,7 +82,7 @@ def _descendants(root: int) -> Iterator[int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Start `quire serve`, measure it, and stop it; return its failure as an exit code."""
+    """Start `quire serve`, measure it, and stop it; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m measure.studies.idle", description="Measure an idle quire serve.")
     parser.add_argument("--seconds", type=float, default=45.0, help="time of the measurement (45)")
     options, flags = parser.parse_known_args(arguments)

@@ -1,4 +1,4 @@
-"""The same load by `quire bench serve`, GuideLLM and `vllm bench serve` in turn, on one running service.
+"""The same load from `quire bench serve`, GuideLLM and `vllm bench serve` in turn, on one running service.
 
 make load-tools ARGS="--rounds 5 --json measure/results/load_tools.json"
 make load-tools ARGS="--beside GuideLLM"
@@ -45,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """A tool's means over the requests of one run, ms."""
+    """A tool's means over the requests in one run, in ms."""
 
     ttft_ms: float
     tpot_ms: float
@@ -54,7 +54,7 @@ class Means:
 
 
 class ToolError(Exception):
-    """A tool did not run, or its report lacks something."""
+    """A tool did not run, or its report lacks a value."""
 
 
 def run_quire(load: Load, seed: int, folder: Path, _: str) -> Means:
@@ -131,7 +131,7 @@ def _call(command: list[str]) -> None:
 
 
 def overlap(one: Interval, other: Interval) -> bool:
-    """Return whether two confidence intervals have a common point."""
+    """Return whether two confidence intervals overlap."""
     return abs(one.mean - other.mean) <= one.half_width + other.half_width
 
 
@@ -155,7 +155,7 @@ def table(intervals: dict[str, dict[str, Interval]]) -> str:
 
 
 def main() -> int:
-    """Run and print; 0 when every tool got an answer to every request."""
+    """Run and print; return 0 if every tool got a response to every request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--beside", nargs="*", choices=_ENVIRONMENTS, default=list(_ENVIRONMENTS), help="other tools (default: all)"

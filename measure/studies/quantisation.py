@@ -63,18 +63,18 @@ KINDS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Numbers of the embedded model."""
+    """Quality metrics of the bundled model."""
 
     perplexity: float
     arithmetic: float
     recall: float
     same_choice: float
-    """Share of the tokens of the stories with the same most likely next token as in bfloat16."""
+    """Share of tokens in the stories whose most likely next token is the same as in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Median time of a decode step in bfloat16, divided by that of this kind; smallest and largest of the rounds."""
+    """Median time of a decode step in bfloat16, divided by that of this kind; minimum and maximum over the rounds."""
 
     ratio: float
     lowest: float
@@ -82,14 +82,14 @@ class Speed:
 
 
 class Reader:
-    """A model with paged KV of its own, which computes whole rows and greedy continuations."""
+    """A model with its own paged KV that computes whole rows and greedy continuations."""
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.model, self._description = load_model(WorkerConfig(model=model, device="cpu", **settings), CPU)
         self._kv_dtype = self._description.kv_dtype
 
     def logits(self, rows: Sequence[list[int]]) -> list[torch.Tensor]:
-        """Return the logits of all tokens of each row, computed from scratch."""
+        """Return the logits for all tokens of each row, computed from scratch."""
         step, caches = self._first_step(rows, 0)
         flat = step(caches, None)
         return list(torch.split(flat.float(), [len(row) for row in rows]))
@@ -111,7 +111,7 @@ class Reader:
         return torch.stack(chosen, 1).tolist()
 
     def decode_step(self, rows: int, context: int) -> Callable[[], object]:
-        """Return a function that computes one token of each of some rows of equal context."""
+        """Return a function that computes one token for each of several rows with equal context."""
         lengths = torch.full((rows,), context)
         tables = self._tables(lengths)
         caches = allocate(self.model.kv_shapes, int(tables.max()) + 1, BLOCK_SIZE, self._kv_dtype, CPU, "context")
@@ -154,7 +154,7 @@ class Reader:
 
 
 def measure_quality(items: int, folder: Path) -> dict[str, Quality]:
-    """Measure the embedded model with each kind of weights and KV."""
+    """Measure the bundled model with each kind of weights and KV."""
     demo = resolve_model("demo", weights=True)
     tokenizer = AutoTokenizer.from_pretrained(demo)
     stories = [
@@ -184,7 +184,7 @@ def measure_quality(items: int, folder: Path) -> dict[str, Quality]:
 
 
 def _read(checkpoint: Path, folder: Path, settings: dict[str, str]) -> Reader:
-    """Read a checkpoint with the settings of a kind, after it was written in the kind's format."""
+    """Write a checkpoint in a kind's format and read it with the kind's settings."""
     options = dict(settings)
     if layout := options.pop("layout", None):
         checkpoint = convert_checkpoint(checkpoint, folder, layout).quantised
@@ -207,7 +207,9 @@ def _batches(rows: Sequence[list[int]]) -> list[Sequence[list[int]]]:
 
 
 def measure_errors(folder: Path) -> dict[str, dict[str, float | None]]:
-    """Measure the relative error of logits of a random model of each family; None: the family does not support it."""
+    """Measure the relative error of the logits for a random model of each family; None if the family does not support
+    the kind.
+    """
     rows = [list(range(5 + row, 69 + row)) for row in range(8)]
     results: dict[str, dict[str, float | None]] = {}
     for family in FAMILIES:

@@ -1,4 +1,4 @@
-"""Speed of speculative decoding: tokens per second of `quire serve` with drafts, relative to without.
+"""Speed of speculative decoding: tokens per second of `quire serve` with drafts, relative to no drafts.
 
 .venv/bin/python -m measure.studies.speculation --rounds 5 --json measure/results/speculation.json
 .venv/bin/python -m measure.studies.speculation --speculation draft --quantization int8
@@ -11,13 +11,13 @@ turn, so only one of them works at any time. Each round gives one ratio per work
 * `full`: as many requests at once as the service has rows, sampled at temperature 1.
 * `full repetitive`: as many at once, greedy.
 
-`--model demo` is the small trained model that comes with the project. By default the model is that of
-`measure.peers`: 335 M random weights, whose greedy output soon repeats itself. Its steps take as long as those of a
-trained model of this size.
+`--model demo` is the small trained model that ships with Quire. By default the model is that of `measure.peers`: 335 M
+random weights, whose greedy output soon repeats itself. Its steps take as long as those of a trained model of this
+size.
 
 `--draft-model` is the draft model of `--speculation draft`. By default it is a copy of the first layers of the served
-model, with its embedding and head. Such a copy agrees with the model by chance only, so it shows what drafts cost. Give
-a trained sibling to see what they gain.
+model, with its embedding and head. Such a copy agrees with the model only by chance, so it shows what drafts cost. Pass
+a trained model of the same family to see what drafts gain.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _MAX_TOKENS, _FULL_TOKENS = 256, 96
 
 
 def make_draft_model(model: Path, folder: Path, layers: int = 2) -> None:
-    """Write a copy of a checkpoint with its first layers only, unless it is there."""
+    """Write a copy of a checkpoint with only its first layers, unless it exists."""
     if (folder / "model.safetensors").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def make_draft_model(model: Path, folder: Path, layers: int = 2) -> None:
 
 
 async def _generate(target: str, count: int, max_tokens: int, temperature: float, seed: int) -> float:
-    """Send `count` requests at once; return the tokens per second of all."""
+    """Send `count` requests at once; return their total tokens per second."""
     async with AsyncClient(target) as client:
         begin = time.perf_counter()
         generations = [
@@ -96,7 +96,7 @@ def _workloads(rows: int) -> dict[str, Callable[[str, int], float]]:
 
 
 def measure(off: Served, on: Served, rows: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Return the tokens per second of each workload and service, a value per round; the first round is not counted."""
+    """Return tokens per second per workload and service, one value per round. The first round is not counted."""
     found: dict[str, dict[str, list[float]]] = {}
     for name, run in _workloads(rows).items():
         values: dict[str, list[float]] = {"off": [], "on": []}

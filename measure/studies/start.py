@@ -3,11 +3,11 @@
 .venv/bin/python -m measure.studies.start --rounds 5 --json measure/results/start.json
 .venv/bin/python -m measure.studies.start --tree . --tree ../before
 
-A round measures `python -c "import torch"`, then each source tree. So changes of the machine's speed affect all of
-them, and the ratio to torch of the same round is comparable between machines. Per tree:
+A round measures `python -c "import torch"`, then each source tree. So changes in machine speed affect all of them, and
+the ratio to the torch import in the same round is comparable between machines. Per tree:
 
 * `ready_s`, `ratio`: wall time until the line `ready`, and relative to the import of torch in the same round.
-* `said_s`: wall time until the first line on stderr says what `quire serve --show-sample` waits for; None: no line.
+* `said_s`: wall time until the first line on stderr that says what `quire serve` waits for; None without such a line.
 * `cpu_s`, `rss_mib`: CPU time and resident memory of each process when the service is ready.
 * `before_model`: CPU time, resident memory and modules of a worker before it loads a model.
 
@@ -68,7 +68,7 @@ def before_model(tree: Path) -> dict[str, float]:
 
 
 def start(tree: Path, model: str, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Start a service, and stop it when it is ready."""
+    """Start a service, and stop it once it is ready."""
     arguments = ["serve", "--model", model, "--show-sample", "--grpc-port", "0", "--http-port", "0", *flags]
     began = time.monotonic()
     with subprocess.Popen(
@@ -109,7 +109,7 @@ def start(tree: Path, model: str, flags: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _children(pid: int) -> dict[str, int]:
-    """Return the process ids of a supervisor's children, by role."""
+    """Return the process IDs of a supervisor's children, by role."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
@@ -118,7 +118,7 @@ def _children(pid: int) -> dict[str, int]:
 
 
 def _usage(pid: int) -> tuple[float, float]:
-    """Return a process's CPU time so far, seconds, and its resident memory, MiB."""
+    """Return the CPU time that a process has used, in seconds, and its resident memory in MiB."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     ticks = int(fields[11]) + int(fields[12])
@@ -126,12 +126,12 @@ def _usage(pid: int) -> tuple[float, float]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return "median (least-most)" of some values."""
+    """Return "median (least-most)" for some values."""
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def summary(torch: Sequence[Mapping[str, float]], rounds: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the medians and ranges of a tree's rounds; `torch` has the import of torch in the same rounds."""
+    """Return the medians and ranges over a tree's rounds. `torch` contains the import of torch in the same rounds."""
     ratios = [each["ready_s"] / own["wall_s"] for each, own in zip(rounds, torch, strict=True)]
     rows = {"ready_s": spread([each["ready_s"] for each in rounds]), "ratio": spread(ratios)}
     said = [each["said_s"] for each in rounds]

@@ -3,8 +3,8 @@
 python -m measure.studies.tensor_parallel --json tensor-parallel.json
 
 Both use all cores: one process with all threads, N ranks with an equal share each. The model is a Qwen3 of 0.6 B
-parameters in bfloat16 with random weights. Each round measures prompts and decode steps of both. The ratio of a round
-is its own, so that a slow moment of the machine affects both sides.
+parameters in bfloat16 with random weights. Each round measures prompts and decode steps of both. The ratio is computed
+within each round, so that a temporary slowdown affects both sides.
 """
 
 import argparse
@@ -58,7 +58,7 @@ _PROMPT = 64
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of the prompts' step, and the median of the decode steps."""
+    """Time for the prompts' step, and median time of the decode steps, in seconds."""
 
     prompt: float
     decode: float
@@ -159,7 +159,7 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """Print the numbers, or follow."""
+    """Print the results, or run as a follower rank."""
     parser = argparse.ArgumentParser("python -m measure.studies.tensor_parallel", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])

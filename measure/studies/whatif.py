@@ -4,10 +4,10 @@
 .venv/bin/python -m measure.studies.whatif --records FOLDER    # keep the records there; use those that exist
 .venv/bin/python -m measure.studies.whatif --speculation --json measure/results/whatif-speculation.json   # with drafts
 
-Each of five loads is sent to `quire serve` under each of three settings, `--runs` times. A prediction takes a record of
-one setting and asks for another: six pairs per load, 30 in all. The measured value is the mean over the runs of
-the setting asked for. The spread is the distance between these runs, relative to their mean. No prediction can be
-expected to be better. `same` predicts a run from its own record.
+Each of five loads is sent to `quire serve` under each of three settings, `--runs` times. A prediction uses the record
+for one setting to predict another: six pairs per load, 30 in total. The measured value is the mean over the runs of the
+setting asked for. The spread is the distance between these runs, relative to their mean. A prediction cannot be more
+accurate than that. `same` predicts a run from its own record.
 
 With `--speculation`, the settings differ in their drafts, and two loads have texts that repeat themselves. A record
 without drafts predicts no run with drafts.
@@ -47,7 +47,7 @@ SPECULATION: tuple[tuple[str, ...], ...] = (
 )
 FIGURES = ("throughput", "ttft_mean", "ttft_p99", "itl_mean", "e2e_mean")
 WARM_UP = 20
-"""Requests before the load, one after the other: the first ones of a service are slower. They are recorded as well."""
+"""Sequential requests before the load, because the first ones in a service are slower. They are recorded as well."""
 WORDS = ("the", "fox", "ran", "over", "a", "hill", "and", "then", "it", "saw", "an", "old", "man", "who", "sat", "by")
 
 
@@ -61,13 +61,13 @@ class Load:
     burstiness: float = 1.0
     """Shape of the gamma distribution of the gaps; 1 gives Poisson arrivals."""
     words: tuple[int, int] = (5, 200)
-    """Bounds of the length of a prompt."""
+    """Bounds on the prompt length, in words."""
     shared: float = 0.4
     """Share of the prompts that begin with one of three prefixes of 60 words."""
     repeated: float = 0.0
-    """Share of the prompts that repeat a question, and are continued with the likeliest tokens; others are sampled."""
+    """Share of prompts that repeat a question and are decoded greedily. Others are sampled."""
     median_tokens: float = 36.6
-    """Median of the number of generated tokens."""
+    """Median number of generated tokens."""
 
 
 LOADS = (
@@ -84,7 +84,7 @@ SPECULATION_LOADS = (
 
 
 async def drive(target: str, load: Load, duration_s: float, seed: int) -> None:
-    """Send requests at random times; wait for all answers."""
+    """Send requests at random times; wait for all responses."""
     rng = random.Random(f"{load.name} {seed}")
     prefixes = [" ".join(rng.choices(WORDS, k=60)) + " " for _ in range(3)]
     async with AsyncClient(target) as client:
@@ -108,7 +108,7 @@ async def drive(target: str, load: Load, duration_s: float, seed: int) -> None:
 
 
 def record(settings: Sequence[str], load: Load, duration_s: float, folder: Path) -> Path:
-    """Serve the requests under settings; return the folder of the record. One that exists is used."""
+    """Serve the requests under these settings; return the folder of the record. An existing record is reused."""
     place = folder / "quire" / "record" / "any"
     if not place.exists():
         flags = ["--" + setting.replace("_", "-") for setting in settings]
@@ -119,7 +119,7 @@ def record(settings: Sequence[str], load: Load, duration_s: float, folder: Path)
 
 
 def values(figures: Figures) -> dict[str, float]:
-    """Return the numbers that are predicted."""
+    """Return the metrics that are predicted."""
     return {
         "throughput": figures.output_tokens_per_s,
         "ttft_mean": figures.ttft.mean,
@@ -130,12 +130,12 @@ def values(figures: Figures) -> dict[str, float]:
 
 
 def changes(settings: Sequence[str]) -> list[str]:
-    """Return the settings that a simulation is asked to change; a record does not show how drafts are proposed."""
+    """Return the settings to change in a simulation. How drafts are proposed is not recorded."""
     return [each for each in settings if each != "speculation=ngram"]
 
 
 def mean_and_spread(runs: Sequence[Figures]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return by figure the mean over runs, and half the distance of the extremes from each other relative to it."""
+    """Return for each metric the mean over the runs, and half their range relative to the mean."""
     found = [values(run) for run in runs]
     means = {name: sum(each[name] for each in found) / len(found) for name in FIGURES}
     spreads = {
@@ -146,7 +146,7 @@ def mean_and_spread(runs: Sequence[Figures]) -> tuple[dict[str, float], dict[str
 
 
 def predict(cases: dict[tuple[str, ...], list[Case]], load: Load) -> list[dict[str, Any]]:
-    """Predict each setting from the first record of each; return one row for each pair."""
+    """Predict each setting from the first record of every other; return one row per pair."""
     rows = []
     for source, target in itertools.product(cases, cases):
         if source == ("speculation=off",) != target:

@@ -1,4 +1,4 @@
-"""Write the table and the plot of docs/replay.md from the documented errors: `python -m measure.studies.whatif_page`.
+"""Write the table and the plot in docs/replay.md from the saved errors: `python -m measure.studies.whatif_page`.
 
 `python -m measure.studies.whatif --json measure/results/whatif.json` measures them.
 """
@@ -24,11 +24,11 @@ _FIGURES = (
     ("ttft_p99", "TTFT p99", 0.20),
     ("itl_mean", "ITL mean", None),
 )
-"""Name in the file, title, and the target for the error."""
+"""Name in the file, title, and target error."""
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return the errors of all predictions of changed settings, compared with the spread of the real runs."""
+    """Return the errors of all predictions for changed settings, compared with the spread of the real runs."""
     pairs = _pairs(document)
     text = [
         f"{len(pairs)} predictions of a setting from the record of another one, each against the mean of"
@@ -50,7 +50,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Return the chart of predicted over measured TTFT; on the dashed line, both are equal."""
+    """Return the chart of predicted over measured TTFT. On the dashed line, both are equal."""
     pairs = _pairs(document)
     series = [
         Series(title, [(1000 * pair["measured"][name], 1000 * pair["predicted"][name]) for pair in pairs],
@@ -64,7 +64,7 @@ def plot(document: dict[str, Any]) -> str:
 
 
 def filled(page: str, document: dict[str, Any]) -> str:
-    """Return the page with the table of these results."""
+    """Return the page with a table from these results."""
     text = f"{_BEGIN}\n\n{table(document)}\n\n![Predicted over measured TTFT](plots/{PLOT.name})\n\n{_END}"
     return re.sub(f"{_BEGIN}.*?{_END}", lambda _: text, page, flags=re.DOTALL)
 

@@ -2,7 +2,7 @@
 
     python -m tests.console.frames --json frames.json
 
-Batches of 8 and of 1,000 rows are shown in turn. Other programs must not use the processor meanwhile.
+Batches of 8 and of 1,000 rows are shown in turn. Keep the machine idle otherwise.
 """
 
 import argparse
@@ -20,7 +20,7 @@ FRAMES = "since => quire.frames.filter(each => each >= since).map(each => each -
 
 
 def measure(num_rows: int) -> dict[str, float]:
-    """Frames per second of a page that shows a batch, the longest frame, and the steps that it was too slow for."""
+    """Return the frames per second of a page that shows a batch, the longest frame, and the number of skipped steps."""
     with big_batch(num_rows) as address, opened(address) as page:
         until(page, "quire.gantt.steps?.count > 100")
         page.wait_for_timeout(WARM_MS)

@@ -1,6 +1,6 @@
 """llama.cpp's server over loopback HTTP: 16 slots, continuous batching, streamed. Variants: bf16, q8_0, q4_k_m.
 
-`--model` is the GGUF file; the server's binary is named by LLAMA_SERVER.
+`--model` is the GGUF file; LLAMA_SERVER names the server's binary.
 """
 
 import http.client

@@ -1,7 +1,7 @@
 """OpenVINO GenAI: its continuous batching pipeline, in process. Variants: bf16, int8, int4 (weights).
 
-On a CPU without bf16 instructions it computes in f32 and takes no bf16 cache, so f32 is what it gets there. The model
-is exported by `optimum-cli`. No more requests than may be in flight are handed to it, because it looks for cached
+On a CPU without bf16 instructions it computes in f32 and accepts no bf16 cache, so f32 is used there. `optimum-cli`
+exports the model. Requests beyond the concurrency limit are not submitted, because the pipeline looks up cached
 prefixes when a request is added.
 """
 
@@ -34,7 +34,7 @@ class Peer:
             "INFERENCE_PRECISION_HINT": PRECISION,
         }
         if options.variant == "bf16":
-            # With int8 and int4 weights its own default, u8, is kept.
+            # With int8 and int4 weights, its own default (u8) is used.
             properties["KV_CACHE_PRECISION"] = PRECISION
         self._pipeline = genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
         self._handles = {}

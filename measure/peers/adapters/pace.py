@@ -1,8 +1,9 @@
-"""Steps of every adapter: read the requests, let them in at their time and within the limit, note when tokens come.
+"""Loop shared by all adapters: read the requests, submit each at its time within the concurrency limit, and record when
+tokens arrive.
 
-Adapters run in their peer's own virtual environment, so this is plain Python and knows nothing of Quire. A peer is an
-object with `start(index, request)`, which lets a request in, and `poll()`, which does a step of work (or waits a
-moment) and returns `(index, number of new tokens, finished)` of each request that got on.
+Adapters run in the peer's own virtual environment, so this module imports nothing from Quire. A peer is an object with
+two methods: `start(index, request)` submits a request. `poll()` runs a step (or waits briefly) and returns `(index,
+number of new tokens, finished)` for each request that progressed.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import time
 
 
 class Progress:
-    """One request under way."""
+    """One request in flight."""
 
     def __init__(self):
         self.times = []
@@ -19,7 +20,7 @@ class Progress:
 
 
 def serve(peer, requests, max_concurrency):
-    """Serves the requests in order of arrival; returns the times of each one's tokens, in seconds since the start."""
+    """Serve the requests in order of arrival; return the token times of each request, in seconds since the start."""
     order = sorted(range(len(requests)), key=lambda index: requests[index]["arrive_s"])
     progress = {}
     begin = time.perf_counter()
@@ -45,7 +46,7 @@ def serve(peer, requests, max_concurrency):
 
 
 def main(make_peer, versions):
-    """Serves each file of requests that the command line names and writes the times of all."""
+    """Serve each request file that the command line names, and write the times for all."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--variant", required=True)

@@ -1,4 +1,6 @@
-"""vLLM's CPU backend: its engine in process, stepped by hand so that every token is timed. Variant: bf16."""
+"""vLLM's CPU backend: its engine runs in this process and is stepped explicitly, so that every token is timed. Variant:
+bf16.
+"""
 
 import os
 

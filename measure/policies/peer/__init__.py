@@ -1,7 +1,7 @@
-"""Schedulers of other servers, each run by a process in an environment of its own.
+"""Schedulers from other servers. Each runs in a process with its own environment.
 
-The program is `python -m measure.policies.peer.NAME`. A process reads one JSON object per line and answers each with
-one. Nothing here runs in Quire's own environment.
+The program is `python -m measure.policies.peer.NAME`. A process reads one JSON object per line and responds to each
+with one. No module here runs in Quire's own environment.
 
 | `op` | fields | answer |
 |---|---|---|

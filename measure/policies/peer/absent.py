@@ -1,4 +1,4 @@
-"""Stands in for packages that a scheduler's imports name and that scheduling never calls, if they are not installed."""
+"""Stubs for packages that a scheduler imports but never calls, used if they are not installed."""
 
 import importlib.abc
 import importlib.machinery
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Meta(type):
-    """Classes that have every attribute, and that type hints may combine."""
+    """Metaclass for stub classes that have every attribute and work in type hints."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -27,7 +27,7 @@ class _Meta(type):
 
 
 class _Module(types.ModuleType):
-    """A module that has every name."""
+    """Stub module that has every name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -42,7 +42,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._names = names
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> Any:
-        """Find every module of the packages; it is asked last, so installed packages come first."""
+        """Find every module of the stub packages. This finder is asked last, so installed packages take precedence."""
         if name.partition(".")[0] not in self._names:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -52,13 +52,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Make it a package with a version."""
+        """Turn the module into a package with a version."""
         module.__path__ = []
         module.__version__ = "0.0"  # type: ignore[attr-defined]
 
 
 def stand_in(*names: str) -> None:
-    """Let these packages be imported if they are not installed."""
+    """Make these packages importable if they are not installed."""
     sys.meta_path.append(_Finder(frozenset(names)))
 
 

@@ -37,9 +37,9 @@ _TOKENS = 1 << 30
 
 
 def main() -> None:
-    """Answer lines until the input ends."""
+    """Respond to lines until the input ends."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # what vLLM prints must not disturb the protocol
+    sys.stdout = sys.stderr  # Output that vLLM prints must not disturb the protocol.
     peer = None
     for line in sys.stdin:
         message = json.loads(line)
@@ -92,10 +92,10 @@ class _Worker:
         self.cpu_s = 0.0
         self._hasher = get_request_block_hasher(costs["block_size"], sha256)
         self._live: dict[str, tuple[Request, int]] = {}
-        """By request: it, and the first of its output tokens."""
+        """Live requests by id, each with its first output token."""
         self._cached: dict[str, int] = {}
         self._steps: deque[tuple[Any, list[str], set[str]]] = deque()
-        """Steps in flight: what was scheduled, its requests, and those of them that sample."""
+        """Steps in flight: the scheduler output, its requests, and those that sample."""
 
     def add(self, number: int, prompt: list[Any], outputs: list[int], priority: int, now: float) -> None:
         """Add a job."""
@@ -115,9 +115,9 @@ class _Worker:
         self.cpu_s += time.thread_time() - began
 
     def next(self) -> list[int] | None:
-        """Schedule a step and return its work; None: there is nothing to do."""
+        """Schedule a step and return its work; None if there is nothing to do."""
         scheduler = self.scheduler
-        # A first step without tokens may only tell of requests that have ended.
+        # A first step without tokens may only report requests that have ended.
         for _ in range(2):
             if not scheduler.has_requests():
                 return None
@@ -137,7 +137,7 @@ class _Worker:
         samples = set()
         for name, count in out.num_scheduled_tokens.items():
             request = self._live[name][0]
-            length = request.num_computed_tokens  # with those of this step
+            length = request.num_computed_tokens  # including the tokens of this step
             start = length - count
             if count == 1 and start >= request.num_prompt_tokens:
                 decodes += 1
@@ -151,7 +151,7 @@ class _Worker:
         return [prefill, decodes, context, prefill_context]
 
     def done(self) -> tuple[list[int], list[list[int]]]:
-        """Apply the results of the oldest step; return the jobs that got a token, and the ends."""
+        """Apply the results of the oldest step; return the jobs that got a token, and the jobs that ended."""
         out, names, samples = self._steps.popleft()
         before = {name: self._live[name][0].num_output_tokens for name in names if name in self._live}
         sampled = [
@@ -180,8 +180,8 @@ class _Worker:
 
 
 def _scheduler(costs: dict[str, Any], policy: str, settings: dict[str, Any], in_flight: int) -> Any:
-    """Return vLLM's scheduler with the fields of its configuration that it reads."""
-    block_size, num_blocks = costs["block_size"], costs["num_blocks"] + 1  # one block is vLLM's own
+    """Return a vLLM scheduler that has the configuration fields it reads."""
+    block_size, num_blocks = costs["block_size"], costs["num_blocks"] + 1  # vLLM reserves one block for itself.
     layer = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
     kv = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)])
     scheduling = SchedulerConfig(
