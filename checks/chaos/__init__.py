@@ -1,1 +1,1 @@
-"""Faults, overload and malformed frames against running services, as programs and for the tests in tests/chaos."""
+"""Faults, overload and malformed frames against running services, as programs and for tests/chaos."""

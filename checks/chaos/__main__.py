@@ -1,4 +1,4 @@
-"""The long form: 60 faults or more under 200 streams, with numbers.
+"""The long campaign: at least 60 faults under 200 streams, with metrics.
 
 python -m checks.chaos --json chaos.json
 """
@@ -12,7 +12,7 @@ from checks.chaos.campaign import Campaign, run
 
 
 def main() -> int:
-    """Runs one campaign; prints and writes its numbers."""
+    """Run one campaign; print and write its results."""
     parser = command.parser("checks.chaos", __doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--faults-of-each-kind", type=int, default=15)

@@ -1,10 +1,10 @@
-"""A process of clients that attack the shared resources of a front end in every way at once, or of honest clients.
+"""Process that runs clients: attackers that exhaust a front end's shared resources at once, or honest ones.
 
     python -m checks.chaos.attackers HOST:PORT TOKEN KIND,KIND,... SECONDS
 
 It prints the cores that it used, and the number of exchanges by kind and status, as JSON. Status 0 is a connection that
-the server closed. The connections begin at 127.0.0.2, as those of another machine, because connections are counted by
-address.
+the server closed. Connections come from 127.0.0.2 and up, like another machine, because the front end counts
+connections by address.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ STREAMS = _json(prompt="Once upon", max_tokens=1900, ignore_eos=True, stream=Tru
 
 
 class Clients:
-    """Clients with one token."""
+    """Clients that share one token."""
 
     def __init__(self, address: str, token: str) -> None:
         host, _, port = address.rpartition(":")
@@ -57,7 +57,7 @@ class Clients:
         )
 
     async def run(self, kinds: dict[str, tuple[int, Attack]]) -> None:
-        """Repeat each kind with a number of clients at the same time, until cancelled."""
+        """Run this many clients of each kind at the same time, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for name, (count, attack) in kinds.items():
                 for _ in range(count):
@@ -106,31 +106,31 @@ class Clients:
         return status
 
     async def honest(self) -> int:
-        """Send an ordinary chat."""
+        """Send an ordinary chat request."""
         return await self._exchange("/v1/chat/completions", _json(messages=TURN, max_tokens=8))
 
     async def invalid(self) -> int:
-        """Send a body with thousands of mistakes."""
+        """Send a body with thousands of errors."""
         return await self._exchange("/v1/chat/completions", next(self._invalid))
 
     async def large(self) -> int:
-        """Send a valid body of megabytes."""
+        """Send a valid body of several megabytes."""
         return await self._exchange(*next(self._large))
 
     async def slow(self) -> int:
-        """Send a body without end, a byte now and then."""
+        """Send an endless body slowly, byte by byte."""
         async with self._connected() as (reader, writer):
             writer.write(self._head("/v1/completions", 1000) + b"{")
             return await self._drip(reader, writer, b" ", 5.0)
 
     async def endless(self) -> int:
-        """Send a body without end and without credentials; go on after the refusal."""
+        """Send an endless body without credentials; continue after the refusal."""
         async with self._connected() as (reader, writer):
             writer.write(self._head("/v1/completions", 0, token="unknown") + b"1\r\n{\r\n")
             return await self._drip(reader, writer, b"1\r\n \r\n", 1.0)
 
     async def idle(self) -> int:
-        """Open a connection and say nothing."""
+        """Open a connection and send nothing."""
         async with self._connected() as (reader, _):
             return len(await reader.read(1))
 
@@ -145,12 +145,12 @@ class Clients:
         return int(received.split()[1]) if received else 0
 
     async def store(self) -> int:
-        """Have a response stored that is as large as one may be."""
+        """Store a response of the maximum size."""
         pairs = {f"{number}": "x" * 512 for number in range(16)}
         return await self._exchange("/v1/responses", _json(input="x", max_output_tokens=1, metadata=pairs))
 
     async def grammar(self) -> int:
-        """Ask for a grammar that is costly to compile, and new."""
+        """Request a new grammar that is expensive to compile."""
         number = next(self._numbers)
         forms: list[dict[str, Any]] = [
             {"guided_regex": f"(a|b|c){{1,{900 + number}}}(d|e){{1,900}}x"},
@@ -162,11 +162,11 @@ class Clients:
         )
 
     async def reading(self) -> int:
-        """Ask for long streams, and read them."""
+        """Request long streams and read them."""
         return await self._exchange("/v1/completions", STREAMS)
 
     async def stalled(self) -> int:
-        """Ask for the same streams, and read nothing."""
+        """Request the same streams without reading them."""
         async with self._connected(receive_buffer=4096) as (_, writer):
             writer.transport.pause_reading()
             writer.write(self._head("/v1/completions", len(STREAMS)) + STREAMS)

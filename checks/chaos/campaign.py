@@ -1,7 +1,7 @@
-"""A service under load whose workers are struck down again and again, and what became of every stream.
+"""Campaign that injects faults into the workers of a service under load and checks every stream.
 
-A fault strikes a random worker as soon as two of them serve, at most every `pause_s`. Which streams it hit, and when
-the scheduler noticed, is read from the scheduler's log; when they went on, from the streams.
+A fault hits a random worker as soon as two workers serve, at most every `pause_s`. The scheduler's log shows which
+streams were hit and when the fault was detected. The streams show when they continued.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ NUM_WORKERS = 3
 STEP_DEADLINE_S = 3.0
 WATCHDOG_S = 3.0
 SILENCE_TIMEOUT_S = 2.5
-"""How long a cut wire stays cut and a frozen process, every other time, frozen."""
+"""Time for which a cut connection stays cut, and every second frozen process stays frozen."""
 PATIENCE_S = 120.0
 
 
 class Fault(enum.Enum):
-    """Kinds of faults of a worker."""
+    """Kinds of worker faults."""
 
     KILL = "SIGKILL"
     FREEZE = "SIGSTOP"
@@ -47,7 +47,7 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """How hard and how long."""
+    """Size and duration of a campaign."""
 
     num_streams: int
     faults_of_each_kind: int
@@ -56,40 +56,41 @@ class Campaign:
     seed: int = 0
     frontends: int = 1
     ranks: int = 1
-    """Processes of each worker. Faults other than a cut strike any of them."""
+    """Processes per worker. Faults other than a cut hit any of them."""
     speculation: str = "off"
     """How workers propose draft tokens."""
 
 
 @dataclass(slots=True)
 class Strike:
-    """One fault: its time and its target."""
+    """One injected fault: its time and its target."""
 
     fault: Fault
     worker: str
     time: float
     noticed: float | None = None
-    """When the scheduler gave the worker up; all by `time.time()`."""
+    """Time at which the scheduler declared the worker lost. All times are from `time.time()`."""
     request_ids: list[str] = field(default_factory=list)
-    """Streams that were on it."""
+    """Streams that ran on the worker."""
     served_again: float | None = None
-    """When the worker had joined again."""
+    """Time at which the worker had reconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """One stream that a fault hit, from the fault to its next token; seconds."""
+    """Pause of one stream, from the fault to its next token, in seconds."""
 
     to_notice: float
     queued: float
-    """From the notice until another worker, or the same one again, has it in a plan."""
+    """Time from detection until a plan on any worker contains the stream."""
     prefill: float
-    """From there until the token: computing prompt and output again, concurrently with what else the worker
-    computes."""
+    """Time from that plan to the next token: recomputing prompt and output concurrently with the worker's other
+    rows.
+    """
 
     @property
     def whole(self) -> float:
-        """From the fault to the token."""
+        """Time from the fault to the next token."""
         return self.to_notice + self.queued + self.prefill
 
 
@@ -103,7 +104,7 @@ class Outcome:
     seconds: float
 
     def pauses(self, strikes: Sequence[Strike]) -> list[Pause]:
-        """Of every stream that these strikes hit, as far as its story is known and a token was still to come."""
+        """Return the pause of every stream that was hit, if its story is known and it still had tokens to come."""
         by_id = {streamed.request_id: streamed for streamed in self.streams}
         found = []
         for strike in strikes:
@@ -114,7 +115,7 @@ class Outcome:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """As JSON: times from fault to notice, to the next token of each stream it hit, and to the worker's return."""
+        """Return the results as JSON: times from each fault to detection, next tokens and the worker's return."""
         return {
             "faults": len(self.strikes),
             "streams": len(self.streams),
@@ -154,7 +155,7 @@ def _pause(strike: Strike, streamed: Streamed) -> Pause | None:
     admitted = next((at for at, what in story if what.startswith("admitted to")), None)
     if noticed is None or admitted is None:
         return None
-    # What had been sent before the fault still arrives; what comes after the admission was computed anew.
+    # Tokens sent before the fault still arrive. Tokens after the new admission were recomputed.
     token = streamed.next_token_after(admitted)
     return None if token is None else Pause(noticed - strike.time, admitted - noticed, token - admitted)
 
@@ -170,20 +171,20 @@ def _itemised(pauses: Sequence[Pause]) -> dict[str, Any]:
 
 
 def quantiles(values: list[float]) -> dict[str, float | int]:
-    """Median, 99th percentile and maximum."""
+    """Return median, 99th percentile and maximum."""
     spread = Spread.of(values)
     return {"n": spread.count, **(spread.named("p50", "p99", "max", digits=4) if values else {})}
 
 
 def preemptions(streamed: Streamed) -> int:
-    """How often a stream was interrupted."""
+    """Return how often a stream was interrupted."""
     return streamed.finished.usage.preemptions if streamed.finished is not None else 0
 
 
 @contextlib.contextmanager
 def service(checkpoint: Path, *flags: str, environ: dict[str, str] | None = None) -> Iterator[tuple[Served, Wires]]:
-    """Three workers behind wires, with hooks."""
-    # Unix sockets want short paths.
+    """Start three workers behind proxies, with fault hooks."""
+    # Unix socket paths must be short.
     with tempfile.TemporaryDirectory(prefix="qc-", dir="/tmp") as folder:
         target = Path(folder) / "scheduler"
         wires = Wires(Path(folder), [f"worker-{index}" for index in range(NUM_WORKERS)], target)
@@ -206,15 +207,15 @@ def service(checkpoint: Path, *flags: str, environ: dict[str, str] | None = None
 
 
 def run(campaign: Campaign, folder: Path) -> Outcome:
-    """Runs a campaign and checks every stream; raises AssertionError for any that is not what it should be."""
+    """Run a campaign and check every stream; raise AssertionError if a stream is wrong."""
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     oracle = Oracle(checkpoint)
     began = time.monotonic()
-    # The remaining workers have room for all streams: the numbers show the time until streams continue, not the queue.
+    # The remaining workers have room for all streams. So the times do not include queueing.
     with service(
         checkpoint,
         f"--max-num-seqs={max(64, campaign.num_streams)}",
-        # Steps of a tiny model cost the same whatever they hold.
+        # Every step of a tiny model takes about the same time.
         "--max-num-batched-tokens=2048",
         f"--frontends={campaign.frontends}",
         f"--tensor-parallel-size={campaign.ranks}",
@@ -257,7 +258,7 @@ async def _strike_under_load(campaign: Campaign, served: Served, wires: Wires, l
 
 
 async def _serving(served: Served, streaming: "asyncio.Task[None]") -> list[tuple[str, int]]:
-    """The workers in a valid epoch and their process ids, once there are two."""
+    """Return the workers in a valid epoch with their process IDs, once there are two."""
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end and not streaming.done():
         found = {
@@ -278,7 +279,7 @@ def _worker_name(arguments: list[str]) -> str:
 
 
 async def _strike(fault: Fault, name: str, pid: int, wires: Wires, *, stays: bool) -> None:
-    """Strikes; what does not heal by itself, and was not left to the supervisor, is healed after a while."""
+    """Inject a fault; after a while, repair what neither heals by itself nor is left to the supervisor."""
     with contextlib.suppress(ProcessLookupError):
         match fault:
             case Fault.KILL:
@@ -297,7 +298,7 @@ async def _strike(fault: Fault, name: str, pid: int, wires: Wires, *, stays: boo
 
 
 def _read_log(served: Served, strike: Strike) -> None:
-    """Find the time at which the scheduler noticed a strike, its target, and the time at which the worker was back."""
+    """Find when the scheduler detected a fault, its target, and when the worker was back."""
     for line in served.log_lines():
         if line.get("worker") != strike.worker or line.get("service") != "quire-scheduler":
             continue

@@ -1,4 +1,4 @@
-"""Flags and output that the commands of this folder share."""
+"""Flags and output that the commands in this folder share."""
 
 import argparse
 import json
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Of `python -m MODULE`; every one of them takes `--json`."""
+    """Return the parser for `python -m MODULE`. Every command accepts `--json`."""
     made = argparse.ArgumentParser(f"python -m {module}", description=description)
     made.add_argument("--json", type=Path, default=None, help="where to write the figures as well")
     return made
 
 
 def tell(figures: dict[str, Any], path: Path | None) -> None:
-    """Prints numbers and, if a path is given, writes them there."""
+    """Print the results; if a path is given, write them there."""
     text = json.dumps(figures, indent=2)
     print(text, flush=True)
     if path is not None:

@@ -1,8 +1,8 @@
-"""Streams under a JSON schema: which schemas they get, and what the reference picks under the same masks.
+"""Streams with a JSON schema: random schemas, and the reference's choice under the same masks.
 
-The masks are llguidance's, as in a worker, from a matcher of our own that is fed the delivered tokens one by one. So a
-stream whose matcher came out of step on its way from worker to worker is found at the first token that it allowed or
-forbade wrongly; that the whole text conforms is jsonschema's word.
+Masks come from llguidance, as in a worker. A separate matcher receives the delivered tokens one by one. So if a
+stream's matcher loses its state when the stream moves between workers, the first wrongly allowed or forbidden token
+shows it. jsonschema validates the complete text.
 """
 
 import json
@@ -19,11 +19,11 @@ from checks.oracle import Oracle
 from shared.grammars import GrammarTokenizer, compile_grammar
 
 MAX_TOKENS = 700
-"""More than any of the schemas takes, whatever white space the model likes."""
+"""More tokens than any of the schemas needs, including white space."""
 
 
 def draw_schema(rng: random.Random) -> dict[str, Any]:
-    """One of some hundred schemas whose answers are 100 to 300 bytes long, whatever the model thinks of it."""
+    """Return one of several hundred schemas whose output is 100 to 300 bytes long, whatever the model prefers."""
     fields: dict[str, Any] = {
         "name": {"type": "string", "pattern": f"^[a-z]{{{rng.randrange(60, 100)}}}$"},
         "kind": {"enum": ["worker", "scheduler", "front end"]},
@@ -46,14 +46,16 @@ def draw_schema(rng: random.Random) -> dict[str, Any]:
 
 
 def check_text(schema: dict[str, Any], text: str) -> None:
-    """Asserts that a whole answer is JSON that conforms."""
+    """Assert that a complete text is JSON that conforms to the schema."""
     Draft202012Validator(schema).validate(json.loads(text))
 
 
 def masks(oracle: Oracle, schema: dict[str, Any], tokens: list[int]) -> torch.Tensor:
-    """`[len(tokens) + 1, vocab_size]` bool: what may follow each prefix of `tokens`; at the end, only what ends it.
+    """Return `[len(tokens) + 1, vocab_size]` bool: the tokens allowed after each prefix of `tokens`.
 
-    Asserts that each of the tokens is allowed where it stands.
+    After all of them, only end tokens are set.
+
+    Asserts that each token is allowed at its position.
     """
     eos = oracle.eos_token_ids
     tokenizer = _tokenizer(oracle.checkpoint / "tokenizer.json", oracle.vocab_size, tuple(eos))

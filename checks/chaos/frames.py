@@ -6,11 +6,11 @@ Each of the four sockets has its own adversary. It has valid keys (tests/shared/
 them) and uses the right epoch or incarnation most of the time:
 
 * `scheduler-workers`: hellos, results and the rest of a worker's messages, while requests run;
-* `scheduler-frontends`: submissions, credit, questions and operators' orders of a front end;
+* `scheduler-frontends`: submissions, credit, questions and operator commands from a front end;
 * `worker-plans`: plans and the rest of a scheduler's messages;
 * `frontend-core`: states, tokens and ends of a core, while clients read streams.
 
-After every batch, a correct peer or client must get the exact answer from the same process.
+After every batch, a correct peer or client must get the correct response from the same process.
 """
 
 import json
@@ -36,7 +36,7 @@ TARGETS: dict[str, Callable[[Path, random.Random], adversaries.Adversary]] = {
 MAX_GROWTH_MB = 200.0
 """Limit on the growth of a process after the first tenth of its frames, in which its caches and queues fill up."""
 MIN_BATCHES = 100
-"""Growth is checked from this number of batches on: a leak of 2 KB per frame then exceeds the limit."""
+"""Growth is checked once there are this many batches. A leak of 2 KB per frame then exceeds the limit."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Outcome:
     """Resident memory after each batch."""
 
     def figures(self) -> dict[str, Any]:
-        """Return the numbers as JSON."""
+        """Return the results as JSON."""
         tenth = max(1, len(self.memory_mb) // 10)
         return {
             "frames": self.frames,
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def attack(target: str, count: int, seed: int = 0) -> Outcome:
-    """Send `count` frames into a socket; raise AssertionError when its process fails."""
+    """Send `count` frames into a socket; raise AssertionError if its process fails."""
     outcome = Outcome(target)
     with tempfile.TemporaryDirectory(prefix="qf-", dir="/tmp") as folder:
         adversary = TARGETS[target](Path(folder), random.Random(seed))
@@ -98,7 +98,7 @@ def check_growth(target: str, memory_mb: Sequence[float]) -> None:
 
 
 def main() -> int:
-    """Attack every socket; print and write the numbers."""
+    """Attack every socket; print and write the results."""
     parser = command.parser("checks.chaos.frames", __doc__)
     parser.add_argument("--count", type=int, default=1_000_000, help="number of frames into each socket")
     parser.add_argument(

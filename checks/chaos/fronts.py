@@ -1,4 +1,4 @@
-"""Front ends and schedulers that die under load, one by one and all together, while clients go on by Resume.
+"""Campaign that kills front ends and schedulers under load, singly and together, while clients continue with Resume.
 
     python -m checks.chaos.fronts --json fronts.json
 
@@ -58,9 +58,9 @@ class KillRecord:
 
     kill: Kill
     time: float
-    """By `time.time()`."""
+    """Time of the kill, from `time.time()`."""
     live: list[Streamed] = field(default_factory=list)
-    """Streams under way."""
+    """Streams in progress."""
 
 
 @dataclass(slots=True)
@@ -73,7 +73,7 @@ class Outcome:
     seconds: float
 
     def figures(self) -> dict[str, Any]:
-        """Return the numbers as JSON.
+        """Return the results as JSON.
 
         The pause of a stream is its longest gap between two messages, from the last message before a kill until the
         next kill. It is computed for each stream that ran at the kill.
@@ -97,7 +97,7 @@ class Outcome:
 
 
 def run(campaign: Campaign, folder: Path) -> Outcome:
-    """Runs a campaign; raises AssertionError for a stream that is not what it should be."""
+    """Run a campaign; raise AssertionError if a stream is wrong."""
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     oracle = Oracle(checkpoint)
     began = time.monotonic()
@@ -167,7 +167,7 @@ def _victims(kill: Kill, served: Served, rng: random.Random) -> list[int]:
 
 
 async def _until_all_get_on(load: Load, moment: float) -> None:
-    """Waits until every stream that is live has got a token since a moment."""
+    """Wait until every live stream has received a token since a given time."""
     end = time.monotonic() + PATIENCE_S
     while not all(streamed.times and streamed.times[-1] > moment for streamed in load.live.values()):
         if time.monotonic() > end:
@@ -176,7 +176,7 @@ async def _until_all_get_on(load: Load, moment: float) -> None:
 
 
 def main() -> int:
-    """Runs one campaign; prints and writes its numbers."""
+    """Run one campaign; print and write its results."""
     parser = command.parser("checks.chaos.fronts", __doc__)
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--kills-of-each-kind", type=int, default=8)

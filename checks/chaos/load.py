@@ -1,4 +1,7 @@
-"""Streams that never cease: so many at once, each replaced by a new one when it ends, every token timed and checked."""
+"""Continuous load with a fixed number of streams.
+
+Each is replaced when it ends, and every token is timed and checked.
+"""
 
 import asyncio
 import contextlib
@@ -24,37 +27,37 @@ if TYPE_CHECKING:
 
 TEMPERATURE = 0.8
 _MOST_CALLS = 20
-"""Calls of a client after the first one that the server refused for a moment."""
+"""Maximum number of retries after the server has refused a call temporarily."""
 
 
 @dataclass(slots=True)
 class Streamed:
-    """One request, what came back, and when."""
+    """One request with its response and times."""
 
     request_id: str
     prompt: list[int]
     max_tokens: int
     seed: int | None
-    """None: greedy."""
+    """Sampling seed; None for greedy."""
     schema: dict[str, Any] | None = None
-    """What the answer must conform to, and which ends it."""
+    """Schema of the output, which also ends it."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """Of each delta, by `time.time()`."""
+    """Arrival time of each delta, from `time.time()`."""
     story: list[tuple[float, str]] = field(default_factory=list)
-    """What the scheduler did with it, by `time.time()`; of streams that were interrupted."""
+    """Events in the scheduler, with times from `time.time()`; only for interrupted streams."""
     finished: Finished | None = None
     error: QuireError | None = None
 
     def next_token_after(self, moment: float) -> float | None:
-        """When the next token after a moment came; None when none was to come."""
+        """Return when the next token after a given time arrived; None if none was due."""
         return next((each for each in self.times if each > moment), None)
 
 
 @dataclass(slots=True)
 class Load:
-    """So many streams at once against one target."""
+    """A fixed number of concurrent streams against one target."""
 
     target: str
     num_streams: int
@@ -63,21 +66,21 @@ class Load:
     seed: int
     longest_prompt: int = 200
     resumable: bool = False
-    """Clients go on by themselves after their connection was lost."""
+    """Whether clients resume their streams after losing the connection."""
     connections: int = 1
-    """Among which the streams are divided; each leads to some front end."""
+    """Number of connections that the streams share. Each leads to one of the front ends."""
     constrained_share: float = 0.3
-    """How many of the streams answer to a JSON schema."""
+    """Share of streams with a JSON schema."""
     done: list[Streamed] = field(default_factory=list)
     live: dict[str, Streamed] = field(default_factory=dict)
     refusals: int = 0
-    """Calls that the server refused for a moment."""
+    """Calls that the server refused temporarily."""
     flows: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by the first token of all."""
+    """Set when the first token arrives."""
     _stopping: bool = False
 
     async def run(self) -> None:
-        """Runs until `stop`, and then until every stream has ended."""
+        """Run until `stop` is called and every stream has ended."""
         rng = random.Random(self.seed)
         async with contextlib.AsyncExitStack() as stack:
             clients = [await stack.enter_async_context(AsyncClient(self.target)) for _ in range(self.connections)]
@@ -89,7 +92,7 @@ class Load:
                 tasks.create_task(self._one_after_another(client, admin, index, random.Random(rng.random())))
 
     def stop(self) -> None:
-        """No new streams."""
+        """Start no new streams."""
         self._stopping = True
 
     async def _one_after_another(
@@ -111,7 +114,7 @@ class Load:
             number += 1
 
     async def _stream_once_accepted(self, client: AsyncClient, streamed: Streamed) -> None:
-        """Run a stream; call again, as clients do, while the server refuses it for a moment before it has begun."""
+        """Run a stream; retry while the server refuses it temporarily before it has begun."""
         await self._stream(client, streamed)
         for _ in range(_MOST_CALLS):
             error = streamed.error
@@ -148,7 +151,7 @@ class Load:
 
 
 async def _story(admin: "AdminServiceAsyncStub", request_id: str) -> list[tuple[float, str]]:
-    """What the scheduler says of a request; nothing when it does not remember."""
+    """Return the scheduler's story of a request; empty if the scheduler has dropped it."""
     try:
         answer = await admin.GetStory(admin_pb2.GetStoryRequest(request_id=request_id), timeout=60)
     except aio.AioRpcError:
@@ -157,9 +160,9 @@ async def _story(admin: "AdminServiceAsyncStub", request_id: str) -> list[tuple[
 
 
 def check(oracle: Oracle, streamed: Streamed, tally: Tally) -> None:
-    """Asserts that a stream ended in full, with the reference's pick after each delivered prefix (teacher-forced).
+    """Assert that a stream is complete and each token is the reference's choice (teacher-forced).
 
-    Of a constrained stream: the pick among what the schema allows there, which at the end is to end; the text conforms.
+    In a constrained stream, the reference chooses among the tokens that the schema allows, and the text must conform.
     """
     assert streamed.error is None, f"{streamed.request_id}: {streamed.error!r}"
     tokens = streamed.tokens
@@ -187,7 +190,7 @@ def check(oracle: Oracle, streamed: Streamed, tally: Tally) -> None:
 
 
 def _noise(streamed: Streamed, count: int, vocab_size: int) -> torch.Tensor:
-    """`[count, vocab_size]`: what a seeded request adds to its scaled logits."""
+    """Return `[count, vocab_size]`: the noise that a seeded request adds to its scaled logits."""
     assert streamed.seed is not None
     first = len(streamed.prompt)
     words = random_words(

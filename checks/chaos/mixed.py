@@ -1,10 +1,10 @@
-"""A mixed load of many requests while workers and the scheduler are killed, and what the flight record says of each.
+"""A mixed load of many requests while workers and the scheduler are killed, checked against the flight record.
 
     python -m checks.chaos.mixed --requests 10000 --json build/chaos-record.json
 
 The client measures each request from the call to the end of its stream, and the front end logs its own time. The causes
-of `quire explain` must sum to both. The client's time also has the transport, and the wait until gRPC hands the call to
-the front end's handler. Nobody measures these, so the load keeps the workers busy and not the front end.
+that `quire explain` reports must sum to both. The client's time also includes the transport and the wait for the front
+end's handler. These are not measured, so the load keeps the workers busy and not the front end.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NUM_STREAMS = 192
-"""Requests at once; more than there are rows, so that most of them wait."""
+"""Concurrent requests; more than there are rows, so that most of them wait."""
 TENANTS = ("", "", "", "large", "large", "large", "small")
 ADMISSION = "[tenants.small]\nmax_running = 4\n"
 FLAGS = (
@@ -49,11 +49,11 @@ FLAGS = (
 )
 NUM_LAYERS = 24
 RAMP_S = 4.0
-"""Time in which the clients begin."""
+"""Period in which the clients begin."""
 BACK_OFF_S = 0.2
-"""Pause of a client after a refusal."""
+"""Time that a client waits after a refusal."""
 LOST_S = 1.0
-"""A killed scheduler may lose so much of its record."""
+"""Length of the record that a killed scheduler may lose."""
 _KINDS = {
     "short": 52,
     "long prompt": 12,
@@ -63,19 +63,19 @@ _KINDS = {
     "cancelled": 8,
     "slow": 1,
 }
-"""Kinds of requests with their weights."""
+"""Request kinds with their weights."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One request as its client has seen it."""
+    """One request as seen by its client."""
 
     request_id: str
     kind: str
     seconds: float = 0.0
-    """From the call to the end of the stream."""
+    """Time from the call to the end of the stream."""
     ended_at: float = 0.0
-    """Wall clock, s."""
+    """Wall clock time in seconds."""
     num_messages: int = 0
     outcome: str = ""
     """"OK", or the gRPC code."""
@@ -91,14 +91,14 @@ class Run:
     """Calls that the service did not accept."""
     worker_kills: int = 0
     scheduler_kills: list[float] = field(default_factory=list)
-    """Wall clock, s."""
+    """Wall clock times in seconds."""
     seconds: float = 0.0
     logged: dict[str, float] = field(default_factory=dict)
-    """Seconds of each request in the front end's log, by request id."""
+    """Duration of each request in the front end's log, by request id."""
 
 
 class _Load:
-    """Streams that are replaced when they end, until enough requests have been made."""
+    """Streams that are replaced when they end, until enough requests have been sent."""
 
     def __init__(self, served: Served, run: Run, num_requests: int, seed: int) -> None:
         self._served = served
@@ -108,16 +108,16 @@ class _Load:
         self._started = 0
         self._prefixes = [self._prompt(400) for _ in range(4)]
         self._progress = asyncio.Event()
-        """Set whenever a request has ended."""
+        """Set whenever a request ends."""
 
     async def run(self, num_worker_kills: int) -> None:
-        """Make all requests; kill workers at equal distances and the scheduler in the middle."""
+        """Send all requests; kill workers at equal intervals and the scheduler halfway."""
         async with AsyncExitStack() as stack:
             options = [("grpc.use_local_subchannel_pool", 1)]
             channels = [
                 await stack.enter_async_context(aio.insecure_channel(self._served.grpc, options)) for _ in range(4)
             ]
-            # Its window is full while a reader pauses, which must not stop other streams.
+            # The window is full while a reader pauses. That must not stop other streams.
             slow = await stack.enter_async_context(
                 aio.insecure_channel(self._served.grpc, [*options, ("grpc.http2.bdp_probe", 0)])
             )
@@ -146,7 +146,7 @@ class _Load:
 
     async def _one_after_another(self, stub: "GenerationServiceAsyncStub", slow: "GenerationServiceAsyncStub") -> None:
         kinds, weights = list(_KINDS), list(_KINDS.values())
-        # Clients come one after the other: connecting all at once would measure the front end's accept queue.
+        # Clients start one after the other. Connecting all at once would measure the front end's accept queue.
         await asyncio.sleep(self._rng.uniform(0.0, RAMP_S))
         while self._started < self._num_requests:
             self._started += 1
@@ -169,7 +169,7 @@ class _Load:
         running = stub.Generate(request, timeout=600)
         try:
             if patience == 0:
-                await asyncio.sleep(rng.uniform(0.2, 2.0))  # the client changes its mind while it waits
+                await asyncio.sleep(rng.uniform(0.2, 2.0))  # the client cancels while it waits
                 running.cancel()
             while await running.read() is not aio.EOF:
                 call.num_messages += 1
@@ -202,10 +202,10 @@ class _Load:
                 prompt = rng.choice(self._prefixes) + prompt
             case "grammar":
                 words = ["".join(rng.choices("abcdef", k=4)) for _ in range(4)]
-                # One in four is new; the others have been compiled before.
+                # One grammar in four is new. The others have been compiled before.
                 request.grammar.choice.choices.extend(words if rng.random() < 0.25 else ("left", "right", "back"))
             case "slow":
-                # More than the transport takes in for the client.
+                # More than the transport buffers for the client.
                 length = 300
                 request.output.logprobs = 20
         request.token_ids.ids.extend(prompt)
@@ -219,10 +219,10 @@ class _Load:
 
 
 def run_load(folder: Path, num_requests: int, num_worker_kills: int, seed: int) -> Run:
-    """Serve the load with a record; the service has ended afterwards."""
+    """Run the load with a flight record, then stop the service."""
     admission = folder / "admission.toml"
     admission.write_text(ADMISSION, encoding="utf-8")
-    # Layers enough that the workers are the bottleneck, and not the processes between them and the client.
+    # Enough layers to make the workers the bottleneck.
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model", num_hidden_layers=NUM_LAYERS)
     run = Run(folder / "record")
     with serve(checkpoint, *FLAGS, f"--admission-file={admission}", f"--record-dir={run.record}") as served:
@@ -241,20 +241,20 @@ def run_load(folder: Path, num_requests: int, num_worker_kills: int, seed: int) 
 
 @dataclass(slots=True)
 class Check:
-    """The calls of a run with their explanations."""
+    """The calls in a run with their explanations."""
 
     run: Run
     accounts: dict[str, Account]
-    """By request id; only those that have ended, with their front end's report."""
+    """Explanations by request id, only for requests with an end and a front end report."""
     segments: list[Segment]
 
     @property
     def lost(self) -> list[Call]:
-        """Calls whose end or report is not in the record."""
+        """Return the calls whose end or report is not in the record."""
         return [call for call in self.run.calls if call.request_id not in self.accounts]
 
     def may_be_lost(self, call: Call) -> bool:
-        """Return whether a call ended in the last second of a killed scheduler, or before the next one served."""
+        """Return whether a call ended in the last second of a killed scheduler, or before the next scheduler served."""
         begins = [segment.opening.unix_ns / 1e9 for segment in self.segments if segment.opening.fresh][1:]
         return any(
             killed - LOST_S <= call.ended_at <= back + LOST_S
@@ -262,10 +262,10 @@ class Check:
         )
 
     def errors(self, kind: str = "", *, logged: bool = False) -> list[tuple[float, float, Call]]:
-        """Return relative and absolute differences (s) of sums and measured times of completed calls, in order.
+        """Return relative and absolute differences (s) between the sums and the measured times, sorted.
 
         Args:
-            kind: the kind of calls; empty: all.
+            kind: the kind of calls; empty for all.
             logged: compare with the times in the front end's log instead of the client's.
         """
         found = []
@@ -279,7 +279,7 @@ class Check:
         return sorted(found, key=lambda each: each[0])
 
     def figures(self) -> dict[str, Any]:
-        """Return the numbers as JSON's values."""
+        """Return the results as JSON values."""
         run, errors, logged = self.run, self.errors(), self.errors(logged=True)
         causes: Counter[str] = Counter()
         first: Counter[str] = Counter()
@@ -313,7 +313,7 @@ class Check:
 
 
 def check(run: Run) -> Check:
-    """Read the record of a run and explain all of its requests."""
+    """Read the record of a run and explain all its requests."""
     segments = read(run.record)
     found = study(segments, wanted=lambda _key, _request_id: True)
     accounts = {
@@ -327,7 +327,7 @@ def _quantiles(values: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run the load and print the numbers."""
+    """Run the load and print the results."""
     options = parser("checks.chaos.mixed", __doc__)
     options.add_argument("--requests", type=int, default=10_000, help="number of requests (default: 10000)")
     options.add_argument("--kills", type=int, default=8, help="workers that are killed (default: 8)")

@@ -1,7 +1,7 @@
-"""Frames that are nearly right: what a broken, older or hostile peer might send.
+"""Nearly valid frames, such as a broken, older or hostile peer might send.
 
-Half are drawn field by field, so that they parse and get as far as possible; the rest are right frames, or drawn ones,
-with bytes turned, cut out, doubled and spliced, and bytes without any sense.
+Half are drawn field by field, so that they parse and are processed as far as possible. The others are valid or drawn
+frames with bytes flipped, removed, duplicated and spliced, or random bytes.
 """
 
 import random
@@ -24,13 +24,13 @@ class Frames:
     """Draws frames of one kind."""
 
     def __init__(self, kind: type[Message], rng: random.Random, fixed: dict[str, Any]) -> None:
-        """`fixed`: fields of the outermost message that are mostly as they should be, such as the epoch."""
+        """`fixed` are fields of the outermost message that usually keep their correct values, such as the epoch."""
         self._kind = kind
         self._rng = rng
         self.fixed = fixed
 
     def draw(self, right: Sequence[Message]) -> bytes:
-        """One frame; `right` are messages that would do."""
+        """Return one frame; `right` contains valid messages."""
         chance = self._rng.random()
         if chance < 0.05:
             return self._rng.randbytes(self._rng.randrange(200))
@@ -39,7 +39,7 @@ class Frames:
         if chance < 0.65:
             return self._mutate(self._message().SerializeToString())
         frame = self._rng.choice(right).SerializeToString()
-        if chance < 0.75:  # fields that come twice are merged
+        if chance < 0.75:  # repeated fields are merged
             return frame + self._message().SerializeToString()
         return self._mutate(frame)
 
@@ -73,7 +73,7 @@ class Frames:
 
 
 def fill(message: Message, rng: random.Random, depth: int = 0) -> None:
-    """Sets some fields, and theirs, to values at the edges of what the wire can carry."""
+    """Set some fields, recursively, to extreme values that the wire format can carry."""
     fields: list[Any] = list(message.DESCRIPTOR.fields)
     for field in rng.sample(fields, min(len(fields), rng.choice((1, 1, 2, 3, 6)))):
         entry = field.message_type
@@ -104,7 +104,7 @@ def _number(bits: int, *, signed: bool = False) -> Callable[[random.Random], int
 
 
 def _bytes(rng: random.Random) -> bytes:
-    """A column, mostly."""
+    """Return bytes, usually a valid column."""
     if rng.random() < 0.2:
         return rng.randbytes(rng.randrange(70))
     edges = _COLUMN_EDGES[2:8] if rng.random() < 0.7 else _COLUMN_EDGES

@@ -3,8 +3,8 @@
     python -m checks.chaos.overload --json overload.json --plot docs/plots/overload.svg
 
 1x is the highest of a few rates at which 99 % of the requests meet their deadline. At 10x most requests must be
-refused, and the accepted ones must be served as well as at 1x. Poisson arrivals are the same in
-every run and do not depend on the outcome of earlier requests. A refused request is not sent again.
+refused, and the accepted ones must be served as well as at 1x. The Poisson arrivals are the same in every run and
+independent of earlier outcomes. Refused requests are not retried.
 """
 
 import asyncio
@@ -33,36 +33,36 @@ from quire.errors import QueueFullError, QuireError
 
 PROMPT = 64
 OUTPUT = (192, 448)
-"""Lengths are drawn evenly from here: equal ones would end, and begin, in step with each other."""
+"""Range of output lengths, drawn uniformly. Equal lengths would make requests end and begin in lockstep."""
 MAX_NUM_SEQS, MAX_QUEUED_REQUESTS = 8, 8
 DEADLINE_S, TTFT_TARGET_S = 60.0, 8.0
-"""Limits for every request; one that misses either counts as not served."""
+"""Limits for every request. A request that misses either counts as not served."""
 SHARES = (0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
-"""Of the throughput without pauses, tried in turn until enough meet their deadline."""
+"""Rates to try in turn until enough requests meet their deadline, as shares of the throughput without pauses."""
 IN_TIME = 0.99
-"""Of all requests, at 1x."""
+"""Share of all requests that must be in time at 1x."""
 
 
 @dataclass(slots=True)
 class Phase:
-    """Requests at one rate."""
+    """Results at one request rate."""
 
     rate: float
     seconds: float
     ttft_s: list[float] = field(default_factory=list)
-    """Of requests that were let in."""
+    """TTFT of admitted requests."""
     begun: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
-    """Of every request: when, from the beginning, and its tokens if it was served in time."""
+    """End of every request since the beginning, and its tokens if it was served in time."""
     in_time: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     health_s: list[float] = field(default_factory=list)
     memory_mb: list[float] = field(default_factory=list)
-    """Of scheduler and front end together."""
+    """Resident memory of scheduler and front end together."""
     generator_cpu: float = 0.0
 
     def figures(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the results as JSON."""
         sent = sum(self.outcomes.values())
         return {
             "rate_per_s": round(self.rate, 3),
@@ -83,7 +83,7 @@ class Phase:
         }
 
     def goodput(self, window_s: float = 10.0) -> list[tuple[float, float]]:
-        """(middle, tokens per second of requests that ended in time) of each whole window."""
+        """Return (middle, tokens per second of requests that ended in time) for each whole window."""
         num_windows = int(self.seconds / window_s)
         counts: Counter[int] = Counter()
         for at, tokens in self.ends:
@@ -92,7 +92,7 @@ class Phase:
 
 
 async def run(served: Served, rate: float, seconds: float) -> Phase:
-    """Sends requests at a rate for so long, then waits for all of them."""
+    """Send requests at a rate for a duration, then wait for all of them."""
     phase, rng = Phase(rate, seconds), random.Random(1)
     cpu = _own_cpu()
     watching = asyncio.create_task(_watch(served, phase))
@@ -102,7 +102,7 @@ async def run(served: Served, rate: float, seconds: float) -> Phase:
         while (at := at + rng.expovariate(rate)) < seconds:
             await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
             tasks.create_task(_one(client, *_draw(rng), phase))
-    # From the first request to the end of the last one that was let in: what is served late counts against the rate.
+    # The rate covers the time until the last admitted request ends, so late responses lower it.
     phase.seconds = time.monotonic() - begin
     watching.cancel()
     phase.generator_cpu = _own_cpu() - cpu
@@ -110,7 +110,7 @@ async def run(served: Served, rate: float, seconds: float) -> Phase:
 
 
 def _draw(rng: random.Random) -> tuple[list[int], int]:
-    """A prompt, and how many tokens are wanted."""
+    """Return a prompt and a number of output tokens."""
     return [rng.randrange(16, 380) for _ in range(PROMPT)], rng.randint(*OUTPUT)
 
 
@@ -140,7 +140,7 @@ async def _one(client: AsyncClient, prompt: list[int], length: int, phase: Phase
 
 
 async def _watch(served: Served, phase: Phase) -> None:
-    """How long health takes to answer, and how much memory is in use."""
+    """Sample the response time of the health check and the memory in use."""
     watched = [*served.children("scheduler"), *served.children("frontend")]
     async with grpc.aio.insecure_channel(served.grpc) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -153,9 +153,9 @@ async def _watch(served: Served, phase: Phase) -> None:
 
 
 async def capacity(served: Served, seconds: float = 60.0) -> float:
-    """Requests per second without pauses: tokens per second, by what a request asks for on average.
+    """Return the sustainable request rate: tokens per second divided by the mean tokens per request.
 
-    Finished requests would be too few to count, and the first second in which all rows are busy comes late.
+    Counting finished requests would be inaccurate: there are few, and all rows are busy only late in the run.
     """
     begin = time.monotonic()
     counted_from, end = begin + seconds / 3, begin + seconds
@@ -169,7 +169,7 @@ async def capacity(served: Served, seconds: float = 60.0) -> float:
                 async for piece in client.generate(token_ids=prompt, max_tokens=length, temperature=0, ignore_eos=True):
                     if counted_from <= time.monotonic() < end:
                         num_tokens += len(piece.token_ids)
-            except QueueFullError as error:  # all begin at once, and the queue is shorter than that
+            except QueueFullError as error:  # all begin at once, and the queue has room for fewer
                 await asyncio.sleep(error.retry_after_s or 0.1)
 
     async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
@@ -186,12 +186,15 @@ def _own_cpu() -> float:
 
 
 async def measure(served: Served, rate: float, normal_s: float, overload_s: float) -> tuple[Phase, Phase]:
-    """1x, then 10x; without a rate for 1x, the highest of a few at which requests meet their deadlines."""
+    """Measure 1x, then 10x.
+
+    Without a given rate, 1x is the highest of a few rates at which requests meet their deadlines.
+    """
     rates = [rate]
     if not rate:
         throughput = await capacity(served)
         rates = [share * throughput for share in SHARES]
-    await run(served, rates[-1], 10.0)  # speeds are learnt, memory is there
+    await run(served, rates[-1], 10.0)  # speeds are learned, memory is allocated
     for rate in rates:
         normal = await run(served, rate, normal_s)
         print(json.dumps(normal.figures()), flush=True)
@@ -201,7 +204,7 @@ async def measure(served: Served, rate: float, normal_s: float, overload_s: floa
 
 
 def compare(normal: Phase, overload: Phase) -> dict[str, Any]:
-    """The numbers of both, and their ratios."""
+    """Return the results at both rates, and their ratios."""
     one, ten = normal.figures(), overload.figures()
     return {
         "deadline_s": DEADLINE_S,
@@ -214,7 +217,7 @@ def compare(normal: Phase, overload: Phase) -> dict[str, Any]:
 
 
 def plot(normal: Phase, overload: Phase) -> str:
-    """Goodput over time at both rates, and what is promised."""
+    """Plot goodput over time at both rates, and the target."""
     promised = 0.95 * normal.figures()["goodput_tok_per_s"]
     end = overload.goodput()[-1][0]
     return lines(
@@ -230,7 +233,7 @@ def plot(normal: Phase, overload: Phase) -> str:
 
 
 def main() -> int:
-    """Measures; prints and writes the numbers."""
+    """Measure; print and write the results."""
     parser = command.parser("checks.chaos.overload", __doc__)
     parser.add_argument("--seconds", type=float, default=180.0, help="of the overload")
     parser.add_argument("--normal-seconds", type=float, default=180.0, help="of the time at 1x, and of each try for it")
@@ -238,7 +241,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as folder:
-        # Large enough that a request keeps a worker busy for some time.
+        # Large enough that a request keeps a worker busy for a while.
         checkpoint = make_checkpoint(
             "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=24,
             num_attention_heads=8, num_key_value_heads=4,

@@ -1,7 +1,7 @@
-"""A wire that can be cut: a forwarder between the workers' sockets and the scheduler's, in a thread of the test.
+"""Connections that can be cut: a proxy between workers and scheduler, in a thread of the test.
 
-While a wire is cut nothing passes in either direction, without notice, as when a link is down. When it is mended,
-what was connected through it is reset.
+While a wire is cut, nothing passes in either direction and no error is reported, as with a dead link. When the wire is
+mended, its existing connections are reset.
 """
 
 import selectors
@@ -16,7 +16,7 @@ class Wires:
     """One wire per worker."""
 
     def __init__(self, folder: Path, names: list[str], target: Path) -> None:
-        """Listens at once, at `folder`/name for each; what connects there is connected to `target`."""
+        """Listen immediately at `folder`/name for each worker, and connect each peer to `target`."""
         self._target = target
         self._selector = selectors.DefaultSelector()
         self._peers: dict[socket.socket, socket.socket] = {}
@@ -35,19 +35,19 @@ class Wires:
         self._thread.start()
 
     def cut(self, name: str) -> None:
-        """From now on nothing passes."""
+        """Stop forwarding."""
         with self._lock:
             self._cut.add(name)
 
     def mend(self, name: str) -> None:
-        """New connections work again; old ones are reset."""
+        """Accept new connections again; reset old ones."""
         with self._lock:
             self._cut.discard(name)
             for end in [end for end, owner in self._names.items() if owner == name]:
                 self._close(end)
 
     def close(self) -> None:
-        """Ends the thread and closes everything."""
+        """Stop the thread and close everything."""
         self._stopping = True
         self._thread.join()
         for end in [*self._peers, *self._listeners]:
@@ -81,9 +81,9 @@ class Wires:
 
     def _forward(self, end: socket.socket) -> None:
         if end not in self._peers:
-            return  # closed while its event was on the way
+            return  # The socket was closed while its event was pending.
         if self._names[end] in self._cut:
-            # Not read: what was sent into a cut wire waits in the sender's buffer, and is lost with it.
+            # Not read: bytes sent into a cut wire stay in the sender's buffer and are lost with it.
             self._selector.unregister(end)
             return
         try:

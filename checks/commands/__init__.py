@@ -1,1 +1,1 @@
-"""Commands of the command line that need this package; see `quire_server.cli`."""
+"""Commands of the command line that this package provides; see `quire_server.cli`."""

@@ -1,7 +1,7 @@
 """Simulates the scheduler core with faults and checks its invariants.
 
-With --seed one world is simulated. The seed determines everything about it, so a failure can be replayed. With
---minutes as many worlds as fit are simulated, one process per core, and all observations are counted.
+With --seed, one world is simulated. The seed determines everything in it, so a failure can be replayed. With --minutes,
+worlds are simulated for this time in one process per core, and coverage is counted over all of them.
 """
 
 import os

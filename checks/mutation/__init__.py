@@ -1,12 +1,12 @@
-"""Mutation testing of the scheduler core: does some check notice a change of each line?
+"""Mutation testing of the scheduler core: whether a check detects a change in each line.
 
 `mutators` finds every place in `scheduler_svc/core` for a small change (a boundary, a sign, a negation, a statement
-removed) and makes the changed source. `hunt` runs one such *mutant* in a process of its own. There, an import hook
-replaces the real module by the changed one; no file is changed. `hunt` then looks for a check that fails. Short
-simulations run first, because they are cheap and find most; then the tests of the core; then more simulations.
-`__main__` samples mutants by a seed and runs them one after the other. It stores each result in a file and continues
-from this file when it is started again.
+removed) and generates the changed source. `hunt` runs one such *mutant* in a separate process. There, an import hook
+replaces the real module; no file is changed. `hunt` then looks for a check that fails. Short simulations run first,
+because they are cheap and find most mutants. The core's tests follow, then more simulations. `__main__` samples mutants
+by a seed and runs them one after the other. It stores each result in a file and continues from this file when it is
+started again.
 
-A mutant that no check kills either breaks no promise (an equivalent, a tuning constant) or shows a gap in the tests.
-docs/decisions lists which survivor is which.
+A mutant that survives either breaks no promise (an equivalent, a tuning constant) or shows a gap in the tests.
+docs/decisions classifies the survivors.
 """

@@ -4,8 +4,7 @@
     python -m checks.mutation --count 20 --seed 7
     python -m checks.mutation --only planner.py:140    every mutant of that line
 
-Results are stored in a file. Started again with the same file, the command continues from it. A mutant whose source has
-changed in the meantime runs again.
+Results are stored in a file, from which a later run continues. A mutant whose source has changed since then runs again.
 """
 
 import argparse
@@ -28,7 +27,7 @@ RULES = Path("records/rules")
 ORACLE = (RULES / "model_worker.py", RULES / "oracle.py")
 """Modules with which the simulator compares the core."""
 _PATIENCE = 20
-"""Wall-clock limit of a mutant, as a multiple of its limit of CPU time, because the machine may have other load."""
+"""Wall clock limit as a multiple of the CPU time limit, because the machine may have other load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,12 @@ class Mutant:
 
     @property
     def source(self) -> str:
-        """The changed module."""
+        """Return the changed source."""
         return mutant(self.path.read_text(), self.number)
 
     @property
     def name(self) -> str:
-        """Name of the mutant; it changes when the module has changed."""
+        """Name of the mutant, which depends on the module's source."""
         return hashlib.sha256(f"{self.path} {self.number} {self.path.read_text()}".encode()).hexdigest()[:16]
 
 
@@ -157,7 +156,7 @@ def _hunt(path: Path, source: str | None) -> str:
         try:
             killer = ours.recv() if ours.poll(_PATIENCE * CPU_S) else "time"
         except EOFError:
-            # Its time or memory limit was reached.
+            # The time or memory limit was reached.
             killer = "time"
         process.kill()
         process.join()

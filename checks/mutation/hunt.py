@@ -1,6 +1,6 @@
 """Run the core or the simulator with one module changed, and look for a check that fails.
 
-The process must not have imported either before. The output of a mutant is discarded.
+The process must not have imported core or simulator before. A mutant's output is discarded.
 """
 
 import importlib.abc
@@ -28,17 +28,19 @@ AIMED_STEPS = 500
 LONG_SEEDS = range(100, 112)
 LONG_STEPS = 1000
 CPU_S = 300
-"""A mutant that takes longer counts as blocked; unchanged code takes about 60 s, and 120 s with planted bugs."""
+"""CPU time limit. Unchanged code takes about 60 s, or 120 s with planted bugs."""
 MEMORY_BYTES = 6 << 30
 _TESTS = ("tests/scheduler_svc", "tests/sim/test_findings.py", "tests/sim/test_block_pool.py")
 _PLANTED = "tests/sim/test_planted_bugs.py"
-"""An oracle that accepts everything passes every simulation of the unchanged core, but it misses planted bugs."""
+"""Planted bugs for mutants of the oracle. An oracle that accepts everything passes every simulation but misses planted
+bugs.
+"""
 _LEFT_OUT = ("tests/measure/test_bench_link.py",)
-"""These start processes of their own, which would run the unchanged core."""
+"""Tests that are skipped because they start processes, which would run the unchanged core."""
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """An import hook that finds one module in a string."""
+    """An import hook that loads one module from a string."""
 
     def __init__(self, name: str, path: Path, source: str) -> None:
         self._name = name
@@ -61,9 +63,9 @@ def hunt(path: Path, source: str | None, report: Connection, scratch: Path) -> N
 
     Args:
         path: the module's file.
-        source: the changed source; None: the unchanged core.
+        source: the changed source; None for the unchanged core.
         report: the pipe for the result.
-        scratch: a folder for the files of tests.
+        scratch: a folder for temporary files.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -93,7 +95,7 @@ def _simulate(seeds: range, steps: int) -> str:
 
 
 def _simulate_aimed() -> str:
-    """Run simulations of rare situations, as the planted bugs need them."""
+    """Run simulations of rare situations, as the planted bugs require."""
     from checks.planted import BUGS
     from checks.sim.scenario import draw
 

@@ -1,8 +1,8 @@
-"""Small changes of Python source, found and made on its syntax tree.
+"""Small changes to Python source, made on its syntax tree.
 
-The following is not changed, because a change there is not a bug of the core's decisions: docstrings, annotations,
-assertions, the `validate` methods (they are checks themselves), raised errors, defaults of fields, texts, and the notes
-of a request's story. Named constants are not changed either: they are promises, and checks use them by name.
+Some code is excluded, because a change there does not affect the core's decisions: docstrings, annotations, assertions,
+the `validate` methods (checks themselves), raised errors, field defaults, texts, and story notes. Named constants are
+also excluded, because they are promises and checks use them by name.
 """
 
 import ast
@@ -26,7 +26,7 @@ _OPPOSITES: dict[type[ast.cmpop], type[ast.cmpop]] = {
 _SIGNS: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 _EXTREMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _NOT_DECISIONS = ("note", "validate")
-"""Calls of these are not changed."""
+"""Calls to these functions are not changed."""
 
 Change = Callable[[ast.AST], ast.AST]
 
@@ -44,13 +44,13 @@ class Mutation:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A node that may be changed, and its place in the tree."""
+    """A node that may be changed, with its position in the tree."""
 
     node: ast.stmt | ast.expr
     parent: ast.AST
     field: str
     index: int | None
-    """Index within the field, if that is a list."""
+    """Index within the field, if the field is a list."""
     statement: ast.stmt
     """The smallest statement that contains the node, or the node itself."""
 
@@ -62,7 +62,7 @@ def mutations(source: str) -> list[Mutation]:
 
 
 def mutant(source: str, number: int) -> str:
-    """Return the module after its mutation of that number, in the order of `mutations`."""
+    """Return the module source after mutation `number`, in the order of `mutations`."""
     tree = ast.parse(source)
     for count, (_, undo) in enumerate(_mutated(tree)):
         if count == number:
@@ -72,7 +72,7 @@ def mutant(source: str, number: int) -> str:
 
 
 def _mutated(tree: ast.Module) -> Iterator[tuple[Mutation, Callable[[], bool]]]:
-    """Make each change of the tree in turn; the caller reverts each change before it asks for the next."""
+    """Apply each change to the tree in turn. The caller reverts it before the next."""
     for place in list(_places(tree, None)):
         node, statement = place.node, place.statement
         for kind, change in _changes(node):

@@ -1,8 +1,8 @@
-"""Bugs to plant into the core, one at a time: each is a patch and the checks that may find it.
+"""Bugs to plant into the core, one at a time. Each consists of a patch and the checks that may find it.
 
-* `bug`: what one is
+* `bug`: the definition of a planted bug
 * `memory`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`, `hosts`,
-  `suspects`, `urgency`, `resumption`, `holding`: the bugs, by what they spoil; importing a module registers them
+  `suspects`, `urgency`, `resumption`, `holding`: the bugs, by affected area; importing a module registers its bugs
 """
 
 from checks.planted import (

@@ -1,7 +1,7 @@
 """Print a table of the planted bugs: the first drawn world that finds each one, how soon, and by which check.
 
 Called as `python -m checks.planted [NAME …]`; without names it tries all of them. Worlds are drawn from successive
-seeds as `quire sim` draws them; none is adapted to the bug.
+seeds as in `quire sim`. None is adapted to the bug.
 """
 
 import sys
@@ -15,7 +15,7 @@ from checks.sim.coverage import Coverage
 from checks.sim.simulation import Simulation
 
 MOST_S = 30.0
-"""CPU time for one bug, s."""
+"""CPU time limit per bug, in seconds."""
 STEPS = 1000
 
 
@@ -33,13 +33,13 @@ def main(names: list[str]) -> int:
 
 
 def _what(bug: PlantedBug) -> str:
-    """Return the bug's own words, as part of a sentence."""
+    """Return the bug's docstring as part of a sentence."""
     text = " ".join((bug.plant.__doc__ or "").split())
     return text[:1].lower() + text[1:].rstrip(".")
 
 
 def _first_find(bug: PlantedBug) -> str | None:
-    """Return the cells of the first seed whose failure is about the bug; CPU time counts all seeds up to it."""
+    """Return the table cells for the first seed whose failure matches the bug. CPU time counts all seeds up to it."""
     started = time.process_time()
     with pytest.MonkeyPatch.context() as patch:
         bug.plant(patch)

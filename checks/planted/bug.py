@@ -1,4 +1,4 @@
-"""Planted bugs, and how a check reports one."""
+"""Planted bugs, and how a check is matched with one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +13,9 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    """A bug, with the checks of which one must find it.
+    """A bug and the checks, one of which must find it. The check "core" is an assertion in the core.
 
-    The check "core" is an assertion of the core's own. For a bug that needs a rare situation, scenarios are adapted to
-    meet it more often.
+    For a bug that needs a rare situation, scenarios are adapted to meet it more often.
     """
 
     name: str
@@ -24,14 +23,14 @@ class PlantedBug:
     found_by: frozenset[str]
     aim: Aim
     unseen: str
-    """Why no check finds it; "": one does."""
+    """Why no check finds it; empty if one does."""
 
 
 BUGS: list[PlantedBug] = []
 
 
 def bug(*found_by: str, aim: Aim = lambda scenario: scenario, unseen: str = "") -> Callable[[Patch], Patch]:
-    """Registers a patch as a planted bug."""
+    """Register a patch as a planted bug."""
 
     def register(patch: Patch) -> Patch:
         BUGS.append(PlantedBug(patch.__name__, patch, frozenset(found_by), aim, unseen))
@@ -41,6 +40,6 @@ def bug(*found_by: str, aim: Aim = lambda scenario: scenario, unseen: str = "") 
 
 
 def wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replaces a function by `around(original, *arguments)`."""
+    """Replace a function by `around(original, *arguments)`."""
     original = getattr(owner, name)
     patch.setattr(owner, name, lambda *arguments, **keywords: around(original, *arguments, **keywords))

@@ -33,7 +33,7 @@ _CRASHES = both(_ALL_TRACED, with_limits(num_workers=1, **CONTINUOUS), with_faul
 
 
 def _with_several(scenario: Scenario) -> Scenario:
-    """Three workers, each with half of the context of the one before."""
+    """Three workers, each with half the context of the previous one."""
     first = scenario.workers[0]
     context = min(first.max_model_len, first.num_blocks * first.block_size)
     sizes = [dataclasses.replace(first, max_model_len=max(2, context >> number)) for number in range(3)]

@@ -27,7 +27,7 @@ _MANY_REQUESTS = both(with_much_memory, with_overload, with_limits(**CONTINUOUS)
 
 
 class _Hoard(dict[Any, Any]):
-    """A dictionary that keeps everything."""
+    """A dictionary that never deletes entries."""
 
     def __delitem__(self, key: Any) -> None:
         pass

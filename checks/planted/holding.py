@@ -42,7 +42,7 @@ def group_released_in_part(patch: pytest.MonkeyPatch) -> None:
 
 @bug(unseen="two rows have to compute one prefix at different places while a group waits for each of them")
 def merged_group_lost(patch: pytest.MonkeyPatch) -> None:
-    """A group whose next block another group awaits replaces that group."""
+    """A group that begins to wait for a block replaces the group that already waits for it."""
 
     def replace(self: Holding[Any], key: Any, new_key: Any) -> None:
         if key in self._groups:
@@ -54,7 +54,7 @@ def merged_group_lost(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", "order.policy", aim=_PREFIXES)
 def next_block_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    """A group that goes on to wait for the next block is not entered among those that wait for it."""
+    """A group that continues with its next block is not registered as waiting for it."""
 
     def not_entered(advanced: Any, self: Backlog, worker: Worker, key: Any, now: float) -> None:
         before = set(self._prefixes[worker])
@@ -211,7 +211,7 @@ def readers_never_stall(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Timeouts, "watch_reader", of_rows)
 
 
-# ---------------------------------------------------------------- what others' backlogs cost
+# ---------------------------------------------------------------- service under other tenants' backlogs
 
 
 @bug(unseen="service is compared only while both tenants wait; the unit tests check the lift")

@@ -31,7 +31,7 @@ from scheduler_svc.core.workers.grammars import Grammars
 from scheduler_svc.core.workers.worker import Worker
 
 _LONG_PROMPTS = both(with_much_memory, with_limits(num_workers=1, classes={}, policy="balanced", **CONTINUOUS))
-"""One worker with much memory."""
+"""One worker with a large memory."""
 _MANY_PROMPTS = both(_LONG_PROMPTS, with_overload, with_limits(max_num_seqs=12, max_num_batched_tokens=20))
 """The same with more prompts than its steps can hold."""
 

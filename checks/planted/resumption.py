@@ -89,7 +89,7 @@ def complete_log_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.kept", aim=_RETURNS)
 def log_of_refused_dropped(patch: pytest.MonkeyPatch) -> None:
-    """A second request of one id, which is refused, drops the kept log of the first."""
+    """A second request with the same id, which is refused, drops the log kept for the first."""
 
     def drop(refuse: Any, self: RequestRegistry, request: Request, *how: Any, **more: Any) -> None:
         if request.spec.identity and not request.is_logged:

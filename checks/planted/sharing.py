@@ -30,7 +30,7 @@ _ONE_TENANT = "a"
 
 
 def _with_quota(**limits: Any) -> Any:
-    """One worker with much memory, and every tenant with these limits."""
+    """One worker with a large memory, and these limits for every tenant."""
     each = {"": TenantLimits(**limits)}
     return both(with_much_memory, with_limits(**CONTINUOUS | {"tenant_limits": each}))
 

@@ -120,7 +120,7 @@ def victims_of_other_classes(patch: pytest.MonkeyPatch) -> None:
 
 
 class _NoClasses(dict[Any, Any]):
-    """Classes that are configured, and count as none."""
+    """Configured classes that are treated as absent."""
 
     def __bool__(self) -> bool:
         return False

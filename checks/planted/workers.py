@@ -51,7 +51,7 @@ def worker_loss_forgets(patch: pytest.MonkeyPatch) -> None:
 
 @bug("worker.draining", aim=with_faults(Fault.DRAIN))
 def drained_gets_work(patch: pytest.MonkeyPatch) -> None:
-    """A worker that is drained takes new requests."""
+    """A drained worker takes new requests."""
 
     def undrained(drain: Any, self: Scheduler, event: ev.DrainRequested, now: float) -> None:
         if event.move:

@@ -1,9 +1,9 @@
 """Simulation of the production core with model workers, clients, network and clock, all drawn from one seed.
 
-`scenario.draw(seed)` decides everything about a simulation, and `Simulation.run` executes it in virtual time. It calls
-only the public methods of the core: `handle`, `plan`, `next_plan_due`, `stats`, `workers`, `validate` and
-`story`. The core cannot detect that it is simulated. After a phase with faults, a second phase heals everything and
-every request must end. The same seed gives the same run, so a seed replays a failure. TigerBeetle's VOPR and
+`scenario.draw(seed)` determines a simulation completely, and `Simulation.run` executes it in virtual time. The
+simulation calls only the public methods of the core: `handle`, `plan`, `next_plan_due`, `stats`, `workers`, `validate`
+and `story`. The core cannot detect that it is simulated. After a phase with faults, a second phase repairs everything,
+and every request must end. The same seed gives the same run, so a seed replays a failure. TigerBeetle's VOPR and
 FoundationDB's simulation are the models.
 
 Read the modules in this order:

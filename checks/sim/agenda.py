@@ -1,4 +1,4 @@
-"""Virtual time: scheduled actions in order of time; actions of the same time run in the order of their scheduling."""
+"""Virtual time: scheduled actions ordered by time. Actions at the same time run in the order of scheduling."""
 
 import heapq
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Agenda:
-    """Scheduled actions, ordered by time. `now` only grows; the simulation moves it."""
+    """Scheduled actions, ordered by time. `now` only increases, and the simulation advances it."""
 
     def __init__(self, now: float) -> None:
         self.now = now

@@ -1,7 +1,7 @@
-"""Adaptations of drawn scenarios, which meet a rare situation more often.
+"""Adaptations of drawn scenarios that make rare situations more frequent.
 
-`draw_world` draws the scenario of a seed and applies one of them, in turn, to every second seed. So each area of the
-core is visited in the situations in which its errors show. The other seeds still combine everything with everything.
+`draw_world` draws the scenario for a seed and applies one adaptation to every second seed, each in turn. So each area
+of the core runs in the situations that expose its errors. The other seeds combine all features at random.
 """
 
 import dataclasses
@@ -13,11 +13,11 @@ from checks.sim.scenario import Scenario, draw
 from scheduler_svc.core.interface.config import BatchingLimits, RequestClass, TenantLimits
 
 Aim = Callable[[Scenario], Scenario]
-"""Changes a scenario so that it meets a rare situation more often."""
+"""Function that adapts a scenario to a rare situation."""
 
 
 def with_faults(*faults: Fault, per_step: float = 0.05, per_100_steps: float = 2.0, per_request: float = 0.05) -> Aim:
-    """Scenarios with exactly these faults."""
+    """Return the scenario with exactly these faults."""
 
     def aim(scenario: Scenario) -> Scenario:
         rates = FaultRates(

@@ -39,15 +39,15 @@ class Cluster:
         self.wanted: Callable[[], set[str]] = set
         """Returns the models that live requests name; "" for those that name none."""
         self._drained: set[str] = set()
-        """Workers that were drained when they were lost; such a worker is still drained after it reconnects."""
+        """Workers that were drained when they were lost. They are still drained after they reconnect."""
         self._served = ""
-        """Fingerprint of the model served last."""
+        """Fingerprint of the model that was served last."""
         self._known = ""
         """The same, as the present core knows it."""
         self.unusable = b""
         """Key of the grammar that a worker has just reported as impossible to compile, after a question."""
         self._expectation = ""
-        """Expected outcome of the answer that the core is given."""
+        """Expected outcome of the core's current event."""
 
     @property
     def usable(self) -> list[Epoch]:
@@ -59,7 +59,7 @@ class Cluster:
         return self._lengths[-1][1]
 
     def longest_since(self, time: float, model: str = "") -> int:
-        """Return the longest sequence that such a worker of a model could hold at any moment since `time`."""
+        """Return the longest sequence that an open worker could hold for this model at any time since `time`."""
         longest = 0
         for since, length, served in reversed(self._lengths):
             if model in ("", served):
@@ -133,7 +133,7 @@ class Cluster:
             tuple(event.completed_copies),
         ):
             return "wrong"
-        # A wrong answer may by chance equal the right one; then the core cannot detect it.
+        # A wrong result may by chance equal the correct one. Then the core cannot detect it.
         for name in ("rows", "tokens", "counts", "draft_counts"):
             of_sound, of_event = getattr(sound, name), getattr(event, name)
             if of_sound is not of_event and not np.array_equal(of_sound, of_event):
@@ -171,7 +171,7 @@ class Cluster:
         for epoch in self.epochs.values():
             if epoch.in_flight:
                 oldest = epoch.in_flight[0]
-                # A plan that is sent ahead starts when its predecessor is answered.
+                # A plan that is sent ahead starts when the result of its predecessor arrives.
                 started = max(oldest.time, epoch.answered_at)
                 longest = max(started + ceiling + oldest.excused, epoch.compiling_until)
                 if now > longest + _EPSILON:
@@ -243,7 +243,7 @@ class Cluster:
         """Check that no worker is removed before the shortest deadline, or while the scheduler was blocked."""
         oldest = epoch.in_flight[0] if epoch.in_flight else None
         shortest = min(self._world.scenario.config.step_deadline_s, MIN_DEADLINE_S)
-        # A plan that is sent ahead starts when its predecessor is answered.
+        # A plan that is sent ahead starts when the result of its predecessor arrives.
         if oldest is None or self._world.now < max(oldest.time, epoch.answered_at) + shortest - _EPSILON:
             raise ViolationError("worker.blamed", f"{epoch.peer!r} was given up too early")
         if self._world.now < oldest.time + shortest + oldest.excused - _EPSILON:
@@ -282,7 +282,7 @@ class Cluster:
         world.agenda.after(longest_s * world.rng.random(), world.feed, ev.ResumeRequested(worker_id=worker_id))
 
     def core_died(self) -> None:
-        """End all epochs; workers notice when they send something, or by silence."""
+        """End all epochs. Workers detect this when they send a message, or by silence."""
         for epoch in self.epochs.values():
             epoch.is_lost = True
         self.epochs.clear()

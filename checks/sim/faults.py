@@ -1,8 +1,8 @@
 """The kinds of faults, and how often each occurs in one simulation.
 
 Each seed draws which kinds of faults it has (swarm testing, Groce et al., ISSTA 2012: a random subset finds more than
-all at once). It also draws two rates. Faults per step affect the answer or the worker that sends it. Faults per second
-affect any process at any time.
+all at once). It also draws two rates. Faults per step affect the result or its worker. Faults per second affect any
+process at any time.
 """
 
 import enum
@@ -62,7 +62,7 @@ TIMED_FAULTS = _KINDS[_KINDS.index(Fault.SCHEDULER_STALL) : _KINDS.index(Fault.C
 REQUEST_FAULTS = _KINDS[_KINDS.index(Fault.CANCEL) : _KINDS.index(Fault.POISON)]
 
 _WEIGHTS = {Fault.SPOILT_ROW: 5, Fault.STALE_EPOCH: 3, Fault.WRONG_ROWS: 2}
-"""Weights of faults that seldom meet the situation in which they matter; 1 for the others."""
+"""Weights for faults that rarely have an effect; 1 for the others."""
 
 
 @dataclass(frozen=True, slots=True)

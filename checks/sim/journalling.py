@@ -1,6 +1,6 @@
-"""The journal of a simulated core: the production one, in a folder of its own.
+"""The journal of a simulated core: the production code with its own folder.
 
-Its clock is the virtual time. What a core reports in one turn is one commit, as in the service.
+Its clock is the virtual time. The effects of one turn form one commit, as in the service.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.journal.journal import Journal
 
 _MAX_BYTES = 1 << 18
-"""So small that segments are replaced, and so large that no request is dropped."""
+"""Small enough that segments are replaced, and large enough that no request is dropped."""
 
 
 class JournalFolder:
@@ -41,7 +41,7 @@ class JournalFolder:
         self._journal.commit()
 
     def recover(self) -> ev.LogsRestored:
-        """Open the journal as the next process does; return what it restores."""
+        """Open the journal as the next process does; return the restored requests."""
         self._journal.close()
         self._journal = self._open()
         return self._journal.restored

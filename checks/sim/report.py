@@ -1,4 +1,4 @@
-"""The result of a simulation as text: one line without a failure, and all details to find its cause otherwise."""
+"""The result of a simulation as text: one line on success, and all details about a failure."""
 
 from checks.sim.simulation import Result
 from scheduler_svc.core.interface.effects import Effect

@@ -1,8 +1,8 @@
 """Clients that reconnect: requests with an identity are taken over, detached, resumed, submitted twice and dropped.
 
-The core reports when a log begins, ends and is dropped. So the content that it keeps is known exactly, and also its
-answer to a client that resumes. The reports go to a journal, which a restarted core may get back. What the journal then
-has is known as well.
+The core reports when a log begins, ends and is dropped. So the retained content is known exactly, and so is the
+response to a client that resumes. The reports go to a journal that a restarted core may recover, whose content is known
+as well.
 """
 
 import enum
@@ -23,7 +23,7 @@ from shared.frames import TOKEN_BYTES
 from shared.request_spec import RequestSpec
 
 _AGAIN = 0.5
-"""Probability of one more action on a request."""
+"""Probability of another action on the same request."""
 
 
 class Act(enum.Enum):
@@ -38,7 +38,7 @@ class Act(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The content that the core must keep of a request that is over."""
+    """Content that the core must retain for a request that has ended."""
 
     spec: RequestSpec
     stream: Stream
@@ -47,18 +47,18 @@ class _Kept:
 
 
 class Returns:
-    """All requests with an identity, and the logs that the core keeps of them."""
+    """All requests with an identity, and the logs that the core retains for them."""
 
     def __init__(self, world: World, clients: Clients) -> None:
         self._world = world
         self._clients = clients
         self._newest: dict[bytes, Stream] = {}
-        """The stream that has each request, or had it last."""
+        """By request, the stream that has it now or had it last."""
         self._live: dict[bytes, ef.LogBegun] = {}
         """Requests whose logs have begun and not ended."""
         self._kept: dict[bytes, _Kept] = {}
         self._scored_from: dict[bytes, int] = {}
-        """By identity: the first token whose log-probabilities the core has; those before are lost with a journal."""
+        """By identity, the first token whose log-probabilities the core has. Earlier ones are lost with a journal."""
         self._answers: list[ef.ResumeAnswered] = []
         self._questions = 0
         self._journal = JournalFolder(world) if world.scenario.traffic.identified else None
@@ -73,7 +73,7 @@ class Returns:
     def _act(self, identity: bytes) -> None:
         world, stream = self._world, self._newest[identity]
         if stream.end is None and not stream.known:
-            return  # the core has died and does not know it again yet
+            return  # The core has died, and its successor does not know the request yet.
         match world.rng.choice(list(Act)):
             case Act.RESUME:
                 self._resume(identity)
@@ -138,10 +138,10 @@ class Returns:
         if stream.end is None:
             raise ViolationError("resume.over", "it continues although another client has taken it over", stream.name)
 
-    # ---------------------------------------------------------------- what the core says
+    # ---------------------------------------------------------------- reports from the core
 
     def answered(self, effect: ef.ResumeAnswered) -> None:
-        """Handle the answer to a client that resumes its request."""
+        """Handle the response to a client that resumes its request."""
         self._answers.append(effect)
 
     def log_begun(self, effect: ef.LogBegun) -> None:
@@ -155,7 +155,7 @@ class Returns:
         self._scored_from[identity] = min(known, num_tokens)
 
     def log_ended(self, effect: ef.LogEnded) -> None:
-        """Record that the request is no longer live; the core keeps its log until it reports otherwise."""
+        """Record that the request is no longer live. The core retains its log until it reports otherwise."""
         begun = self._live.pop(effect.identity, None)
         stream = self._clients.find(StreamName(effect.frontend, effect.stream))
         if begun is None or stream is None or (begun.frontend, begun.stream) != stream.name:
@@ -173,7 +173,7 @@ class Returns:
             self._journal.commit(effects)
 
     def core_died(self) -> None:
-        """Give the new core the journal of the old one, or an empty one."""
+        """Pass the old core's journal to the new core, or an empty one."""
         live, self._live = self._live, {}
         if self._journal is None:
             return

@@ -1,7 +1,7 @@
-"""Everything that is decided before a simulation begins, drawn from its seed.
+"""The scenario of a simulation, drawn from its seed before the simulation begins.
 
-Sizes are small on purpose. A pool of a dozen blocks with a handful of rows meets in a second every coincidence that a
-real pool meets in a month. A few seeds are larger. Times are chosen so that every limit of `CoreConfig` is reached.
+Sizes are small on purpose. A pool of a dozen blocks with a handful of rows reaches in a second the coincidences that a
+real pool reaches in a month. A few seeds are larger. Times are chosen so that every limit of `CoreConfig` is reached.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ from scheduler_svc.core.interface.config import (
 
 TENANTS = ("", "a", "b", "c")
 MODELS = ("f", "g")
-"""Fingerprints of the models; workers begin with the first one."""
+"""Model fingerprints. Workers begin with the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSize:
-    """The values that a worker states in its hello."""
+    """Values that a worker states in its hello."""
 
     block_size: int
     num_blocks: int
@@ -54,7 +54,7 @@ class Pace:
     turn: float
     """Shortest interval at which the scheduler's loop polls its sockets."""
     tick: float
-    """Interval at which the scheduler's loop lets time pass."""
+    """Interval at which the scheduler's loop advances the core's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +67,27 @@ class TrafficShape:
     most_live: int
     longest_prompt: int
     context: int
-    """Approximate length of the longest sequence for which the workers are sized."""
+    """Approximate length of the longest sequence that the workers can hold."""
     longest_output: int
     giants: float
-    """Share of requests whose prompt takes most of the context."""
+    """Share of requests whose prompt fills most of the context."""
     alphabet: int
-    """Number of distinct tokens in prompts; a small number makes accidental prefixes."""
+    """Number of distinct tokens in prompts. A small number creates accidental common prefixes."""
     families: int
-    """Number of shared prefixes; 0: none."""
+    """Number of shared prefixes; 0 for none."""
     shared_salt: bool
     deadlines: float
     """Share of requests with a deadline; an equal share has targets."""
     credit_tokens: int
-    """Window of readers in tokens; 0: no flow control."""
+    """Reader window in tokens; 0 disables flow control."""
     traced: float
-    """Share of traced requests. With 1 the simulator knows of every preemption."""
+    """Share of traced requests. With 1, the simulator learns of every preemption."""
     grammars: float = 0.0
     """Share of requests with a grammar."""
     scored: float = 0.0
     """Share of requests that ask for log-probabilities."""
     identified: float = 0.0
-    """Share of requests that a client resumes."""
+    """Share of requests that clients resume."""
     models: float = 0.0
     """Share of requests that name the model for which they were validated."""
     steps_per_token: float = 5.0
@@ -108,7 +108,7 @@ class Scenario:
     traffic: TrafficShape
     faults: FaultRates
     check_every: int
-    """Number of events between two checks of the core's own invariants."""
+    """Number of events between two checks of the core's internal invariants."""
 
 
 def draw(seed: int, *, faults: bool = True) -> Scenario:
@@ -143,7 +143,7 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
     """Draw a worker that the core accepts."""
     block_size = rng.choice((1, 2, 2, 4, 4, 8, 16))
     max_rows = rng.choice((config.max_num_seqs, rng.randint(1, 2 * config.max_num_seqs)))
-    # From room for one sequence, where memory is the limit, to room for most rows, where rows are the limit.
+    # From room for one sequence, so that memory is the limit, to room for most rows, so that rows are the limit.
     num_blocks = max(1, int(context / block_size * rng.choice((1.0, 1.3, rng.uniform(1.0, max(1.5, 0.5 * max_rows))))))
     return WorkerSize(
         block_size=block_size,
@@ -158,13 +158,13 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
 
 
 def _draw_drafts(*facts: int) -> int:
-    """Draw the drafts that a worker verifies per row and step: some in one of three worlds."""
+    """Draw the drafts that a worker verifies per row and step. One world in three has some."""
     rng = random.Random(f"drafts of {facts}")
     return rng.choice((1, 2, 4, 8)) if rng.random() < 1 / 3 else 0
 
 
 def _draw_break_even(*facts: int) -> int:
-    """Draw the cost of attention in one of three worlds, from almost nothing to more than everything else."""
+    """Draw the cost of attention, from almost nothing to more than all other costs, in one of three worlds."""
     rng = random.Random(f"attention of {facts}")
     return rng.choice((1, 8, 30, 200)) if rng.random() < 1 / 3 else 0
 
@@ -219,20 +219,20 @@ def _with_poison(rates: FaultRates, seed: int) -> FaultRates:
 
 
 def _draw_keeping(seed: int) -> dict[str, Any]:
-    """Draw how many logs of resumable requests are kept, and for how long."""
+    """Draw how many logs of resumable requests are retained, and for how long."""
     rng = random.Random(f"keeping of {seed}")
     return {"resume_keep_s": rng.choice((0.01, 0.5, 300.0)), "resume_keep_bytes": rng.choice((2_000, 1 << 28, 1 << 28))}
 
 
 def _with_extras(traffic: TrafficShape, seed: int) -> TrafficShape:
-    """Add grammars, log-probabilities, clients that reconnect and names of models, each in one of four worlds."""
+    """Add grammars, log-probabilities, reconnecting clients and model names, each in one of four worlds."""
     rng = random.Random(f"extras of {seed}")
     shares = [rng.choice((0.1, 0.6)) if rng.random() < 0.25 else 0.0 for _ in range(4)]
     return replace(traffic, grammars=shares[0], scored=shares[1], identified=shares[2], models=shares[3])
 
 
 def _with_room(scenario: Scenario, context: int) -> Scenario:
-    """Make rows the only scarce resource in one of ten worlds, so that only the order matters."""
+    """Make rows the only scarce resource in one of ten worlds, so that only the admission order matters."""
     rng = random.Random(f"room of {scenario.seed}")
     if rng.random() < 0.9:
         return scenario
@@ -255,7 +255,7 @@ def _with_room(scenario: Scenario, context: int) -> Scenario:
 
 
 def _with_target(scenario: Scenario) -> Scenario:
-    """Set a target for the time between two tokens in one of four worlds; in half of them prompts are expensive."""
+    """Set an inter-token latency target in one of four worlds. In half of them, prompts are expensive."""
     rng = random.Random(f"target of {scenario.seed}")
     if rng.random() < 0.75:
         return scenario
@@ -268,7 +268,7 @@ def _with_target(scenario: Scenario) -> Scenario:
 
 
 def _with_thresholds(scenario: Scenario) -> Scenario:
-    """Draw the targets of `slo`, and the least difference in priority from which a request preempts others."""
+    """Draw the targets for `slo`, and the minimum difference in priority for preemption."""
     rng = random.Random(f"thresholds of {scenario.seed}")
     return replace(
         scenario,
@@ -294,7 +294,7 @@ def _draw_classes(seed: int) -> dict[str, RequestClass]:
 def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: int, num_workers: int) -> TrafficShape:
     longest_output = rng.choice((context // 4, context // 2, context))
     burst = rng.choice((1, 3, 10, 30))
-    # From a third to more than twice the rate that the workers can serve.
+    # Request rate: from a third to more than twice what the workers can serve.
     per_s = max_num_seqs * num_workers / (step * longest_output / 2) * 10 ** rng.uniform(-0.5, 0.4)
     return TrafficShape(
         gap_s=burst / 2 / per_s,

@@ -1,8 +1,8 @@
 """One simulation: the production core, driven through its public methods only, in a world drawn from one seed.
 
-The loop is that of the scheduler service: handle what has arrived, let time pass, plan for every worker whose plan is
-due. Phase one has faults. Phase two heals everything and requires that every request ends within a bound. Every error
-becomes a `Failure`, with the event that caused it and the story of the request concerned.
+The loop matches the scheduler service: handle arrived events, advance time, and plan for every worker whose plan is
+due. Phase one injects faults. Phase two repairs everything and requires that every request ends within a bound. Every
+error becomes a `Failure`, with the event that caused it and the story of the request concerned.
 """
 
 import random
@@ -35,10 +35,10 @@ from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS
 _MOST_ACTS = 256
 _MOST_PLANS = 8
 _TURNS_PER_STEP = 5
-"""A phase with faults ends after this number of turns per step, even if the core got fewer events."""
+"""Maximum number of turns per step in the phase with faults, even if the core got fewer events."""
 _LINKS_SHARE = 0.25
 _SHORT = 300
-"""In runs of at most this number of steps, the core's own invariants are checked after every event."""
+"""In runs of at most this many steps, the core's internal invariants are checked after every event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Failure:
     check: str
     detail: str
     event: str
-    """The last event that the core got."""
+    """Last event that the core got."""
     num_events: int
     request: StreamName | None
     story: list[tuple[float, str]]
@@ -62,7 +62,7 @@ class Result:
 
     seed: int
     num_events: int
-    """Number of calls of `handle`, without those that only passed the time and had no effect."""
+    """Number of calls of `handle`, without those that only advanced the time and had no effect."""
     num_plans: int
     failure: Failure | None
 
@@ -105,7 +105,7 @@ class Simulation:
         self._event: ev.Event = ev.TimePassed()
         self._check_every = scenario.check_every
         self._was_fed = False
-        """Whether the core has got an event since it last planned."""
+        """Whether the core has received an event since its last plan."""
         self._has_links = random.Random(f"links of {scenario.seed}").random() < _LINKS_SHARE
         """Whether messages go through the codecs of the links."""
         self.num_events = 0
@@ -143,7 +143,7 @@ class Simulation:
                 self._turn()
                 turns += 1
             self._heal_and_finish()
-        except Exception as error:  # whatever it is, it is what we are looking for
+        except Exception as error:  # Any exception is a finding.
             failure = self._explain(error)
         finally:
             self._returns.close()
@@ -171,7 +171,7 @@ class Simulation:
             self._plan()
 
     def feed(self, event: ev.Event) -> list[ef.Effect]:
-        """Give one event to the core; return its effects after they were executed and checked."""
+        """Pass one event to the core; return its effects after they were executed and checked."""
         agenda = self._agenda
         self._event = event
         self._was_fed = True
@@ -236,7 +236,7 @@ class Simulation:
                     if not effects and not epochs[peer].in_flight:
                         self._promises.no_plan(epochs[peer])
                     break
-                # The core tidies up right after a plan, or with the next event; the results must be equal.
+                # The core cleans up right after a plan, or with the next event. The results must be equal.
                 if self.num_plans % 2:
                     core.tidy()
                 self._execute(plan)
@@ -255,12 +255,12 @@ class Simulation:
                 stream.row_failed = True
         self._poison(site, epoch, plan)
         while epoch.spoilt:
-            # Another request should be about to reuse this KV; otherwise the fault affects no other request.
+            # The fault only affects another request if that request is about to reuse this KV.
             self._agenda.after(self._world.latency(), self._clients.follow, epoch.spoilt.pop())
         self._promises.plan_made(plan, epoch)
 
     def _poison(self, site: Site, epoch: Epoch, plan: Plan) -> None:
-        """Kill the worker if a request in its step is one that kills workers."""
+        """Kill the worker if its step contains a request that kills workers."""
         if not self._scenario.faults.of_requests.get(Fault.POISON) or not site.lives(epoch):
             return
         for row in epoch.model.step_rows:
@@ -271,13 +271,13 @@ class Simulation:
                 continue
             self._world.fault(Fault.POISON)
             stream.killed_workers += 1
-            # Other faults may affect the same worker at the same time, and the core may blame those.
+            # Other faults may affect the same worker at the same time, and the core may attribute the death to those.
             if stream.killed_workers > 2 * (FATAL_STEPS + FATAL_ALONE):
                 raise ViolationError("poison", f"{stream.killed_workers} workers killed", stream.name)
             site.crash(silent=self._world.rng.random() < 0.2)
             return
 
-    # ---------------------------------------------------------------- faults of any time
+    # ---------------------------------------------------------------- faults at any time
 
     def _schedule_disaster(self) -> None:
         faults = self._world.faults
@@ -344,7 +344,7 @@ class Simulation:
         self._check_empty()
 
     def _bound(self) -> float:
-        """Return the seconds within which everything must end: one token per step, and every limit on waits."""
+        """Return the time limit in seconds for everything to end: one token per step, plus every limit on waits."""
         pace, config = self._scenario.pace, self._scenario.config
         tokens = sum(s.num_known + s.demand.max_tokens - len(s.tokens) for s in self._clients.live.values())
         step = 2 * (pace.step + pace.per_token * config.max_num_batched_tokens + pace.latency + pace.turn) + pace.tick

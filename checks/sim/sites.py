@@ -1,7 +1,7 @@
-"""Worker processes and their links: they say hello, execute, answer, and suffer faults.
+"""Worker processes and their links, which register, execute plans, send results, and have faults.
 
 The model executes a plan when the core has made it, even if its worker is already dead, so that every plan is checked.
-Only the answer depends on the worker. Links keep the order of messages. Faults are drawn per step.
+Only the result depends on the worker. Links preserve message order. Faults are drawn per step.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan
 
 _NOTICE_S = 0.05
-"""A dead connection is noticed within the interval of pings."""
+"""Time within which a dead connection is detected: the ping interval."""
 _FAILED_GRAMMARS = 0.1
-"""Share of grammars that one worker cannot compile, and another one may."""
+"""Share of grammars that one worker cannot compile although another may."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """A plan that is not answered."""
+    """A plan without a result."""
 
     answer: ev.StepDone
-    """The answer of a correct worker."""
+    """Result from a correct worker."""
     time: float
     excused: float = 0.0
     """Time for which the scheduler itself was blocked."""
@@ -58,25 +58,25 @@ class Epoch:
     spoilt: list[StreamName] = field(default_factory=list)
     """Streams whose rows write invalid KV from the present step on."""
     must_leave: list[tuple[int, int, StreamName]] = field(default_factory=list)
-    """Triples (row, generation, stream) that no further plan may rely on."""
+    """Triples (row, generation, stream) that no later plan may use."""
     answered_at: float = 0.0
-    """Time of its newest answer."""
+    """Time of the newest result."""
     is_lost: bool = False
     """Whether the core has ended it."""
     last_admission: float = 0.0
     draining: bool = False
     asked: set[bytes] = field(default_factory=set)
-    """Grammars that the core asked for and the worker has not reported, by key."""
+    """Grammars that the core requested and the worker has not reported, by key."""
     compiled: set[bytes] = field(default_factory=set)
-    """Grammars that the core knows to be compiled."""
+    """Grammars that the core knows the worker has compiled."""
     cannot: set[bytes] = field(default_factory=set)
     """Grammars that the core knows the worker cannot compile."""
     context: int = 0
-    """Longest sequence that fits."""
+    """Longest sequence that fits on the worker."""
 
 
 class Site:
-    """The place of one worker, through all its incarnations."""
+    """One worker through all its incarnations."""
 
     def __init__(self, world: World, number: int, size: WorkerSize) -> None:
         self._world = world
@@ -85,20 +85,20 @@ class Site:
         self.fingerprint = MODELS[0]
         self.incarnation = 0
         self.model: ModelWorker | None = None
-        """Model of the present incarnation, from its hello on."""
+        """Model of the present incarnation, known from its hello."""
         self.epoch: Epoch | None = None
         """Epoch of the present incarnation; None until it is welcomed."""
         self.hello_reason = ev.HelloReason.STARTED
         """Reason of the newest hello."""
         self._is_new = True
-        """Whether its next hello is the first one of a process."""
+        """Whether the next hello is a process's first."""
         self._busy_until = 0.0
         self._last_arrival = 0.0
 
     # ---------------------------------------------------------------- life
 
     def boot(self) -> None:
-        """Let a new incarnation say hello."""
+        """Make a new incarnation say hello."""
         self._die(self._world.now)
         self.incarnation += 1
         self._busy_until = self._last_arrival = self._world.now
@@ -141,7 +141,7 @@ class Site:
         return self.epoch
 
     def refused(self, size: WorkerSize) -> None:
-        """Handle a refusal; the supervisor soon restarts the worker, with another size."""
+        """Handle a refusal. The supervisor soon restarts the worker with another size."""
         world = self._world
         self._die(world.now)
         self._is_new = True
@@ -149,12 +149,12 @@ class Site:
         self._boot_after(world.rng.uniform(0.05, 0.5))
 
     def handle_unknown(self, peer: ev.Peer) -> None:
-        """Handle that the core does not know the incarnation, or no longer knows it."""
+        """Handle a message that the core does not know the incarnation, or has dropped it."""
         if self.model is not None and peer == self.model.peer:
             self._boot_after(self._world.latency())
 
     def lose_scheduler(self, silence_s: float) -> None:
-        """Handle the loss of the scheduler; after a while the worker says hello again."""
+        """Handle the loss of the scheduler. After a while the worker says hello again."""
         self._boot_after(silence_s)
 
     def _boot_after(self, delay: float) -> None:
@@ -170,7 +170,7 @@ class Site:
         self.epoch = None
 
     def crash(self, *, silent: bool = False, back_after: float | None = None) -> None:
-        """Crash the process; unless `silent`, the core's link soon notices."""
+        """Crash the process. Unless `silent`, the core's link soon detects it."""
         world = self._world
         peer = self.model.peer if self.model is not None else None
         self._die(world.now)
@@ -181,7 +181,7 @@ class Site:
         self._boot_after(world.rng.uniform(0.0, 0.3) if back_after is None else back_after)
 
     def compile_grammar(self, epoch: Epoch, key: bytes) -> None:
-        """Compile a grammar concurrently with the steps and report it, sometimes twice or for an epoch that is over."""
+        """Compile a grammar concurrently with the steps and report it, sometimes twice or for an expired epoch."""
         world = self._world
         usable = key != grammar_key(UNUSABLE)
         delay = world.latency() + world.scenario.pace.step * world.rng.uniform(0, 20)
@@ -199,13 +199,13 @@ class Site:
             self._world.feed(report)
 
     def lives(self, epoch: Epoch) -> bool:
-        """Return whether the process that has this epoch is alive."""
+        """Return whether the process in this epoch is alive."""
         return self.epoch is epoch and self._world.now < epoch.dead_from
 
     # ---------------------------------------------------------------- steps
 
     def execute(self, epoch: Epoch, plan: Plan) -> list[StreamName]:
-        """Execute a plan; return the streams whose rows fail in it, without failures caused by other rows' KV."""
+        """Execute a plan; return the streams whose rows fail in it, except failures due to other rows' KV."""
         world, pace = self._world, self._world.scenario.pace
         rates = world.faults
         fault = None
@@ -260,7 +260,7 @@ class Site:
                 epoch.spoilt.append(row.name)
 
     def _faulty(self, epoch: Epoch, answer: ev.StepDone, fault: Fault, end: float) -> tuple[ev.StepDone, float] | None:
-        """Return the answer after faults, and the time at which it is sent; None: it is not sent."""
+        """Return the result after faults, and its send time; None if it is not sent."""
         world, rng, config = self._world, self._world.rng, self._world.scenario.config
         step = world.scenario.pace.step
         if fault not in (Fault.FAILED_ROW, Fault.SPOILT_ROW):

@@ -1,7 +1,6 @@
-"""One request as its client and front end see it, with the checks on everything that the core sends about it.
+"""One request as seen by its client and front end, with checks on everything that the core sends about it.
 
-Every token is compared with the oracle's on arrival, so it costs O(1). Every end must have a reason that the stream's
-own history justifies.
+Every token is compared with the oracle's on arrival, in O(1). The stream's history must justify the reason for its end.
 """
 
 import math
@@ -37,56 +36,56 @@ class Stream:
         self.name = name
         self.demand = demand
         self.arrival = now
-        """Time at which a core last got it."""
+        """Time at which a core last received the stream."""
         self.known = False
-        """Whether the present core has it."""
+        """Whether the present core has the stream."""
         self.was_accepted = False
         """Whether an earlier core has accepted it."""
         self.end: EndReason | None = None
         self.identity = b""
-        """Identity under which a client resumes it; empty: none."""
+        """Identity under which a client resumes it; empty for none."""
         self.is_twin = False
-        """Whether another stream of its identity is live."""
+        """Whether another stream with the same identity is live."""
         self.num_scored = 0
         """Tokens whose log-probabilities have arrived."""
         self.tokens: list[int] = []
         self.allowed = demand.credit // TOKEN_BYTES
-        """Number of tokens that its credit covers."""
+        """Number of tokens that the credit covers."""
         self._spare = demand.credit % TOKEN_BYTES
         self._value = value_of(demand.prompt)
         self.last_move = now
-        """Time of its last token or credit."""
+        """Time of the last token or credit."""
         self.must_end = False
-        """Whether its newest token was its last."""
+        """Whether the newest token was the last."""
         self.deadline = _after(now, demand.deadline_s)
         self.ttft_deadline = _after(now, demand.ttft_s)
         self.total_deadline = _after(now, demand.total_s)
         self.cancel_sent = False
         self.stop_sent = False
         self.row_failed = False
-        """Whether a row of it was reported as failed."""
+        """Whether one of its rows was reported as failed."""
         self.context = math.inf
-        """Context of the worker on which it ran last."""
+        """Context length of the worker that ran it last."""
         self.epoch: Epoch | None = None
-        """The worker that has it, in a row or in its last step."""
+        """Epoch of the worker that has it, in a row or in its last step."""
         self.row: tuple[int, int] | None = None
         """Its (row, generation) on that worker."""
         self.home: Epoch | None = None
-        """The worker that had it before its last admission."""
+        """Worker that had it before the last admission."""
         self.placements = 0
         self.killed_workers = 0
-        """Number of workers that it killed."""
+        """Number of workers that it has killed."""
         self.preemptions = 0
         self.preempted_at = -1
-        """Number of its tokens at its last preemption."""
+        """Number of tokens at the last preemption."""
         self.eventful = demand.take_s is not None or demand.cancel_at is not None or demand.stop_string_at is not None
-        """Whether its front end is about to act on its tokens."""
+        """Whether the front end is about to act on its tokens."""
         self.untaken = 0
         """Bytes that the reader has not read."""
         self.granting = False
-        """Whether its reader is about to read them."""
+        """Whether the reader is about to read them."""
         self.unsettled_until: tuple[Epoch, int] | None = None
-        """Its newest tokens are unknown until that step is answered."""
+        """The newest tokens are unknown until the result of this step arrives."""
 
     @property
     def num_known(self) -> int:
@@ -95,13 +94,13 @@ class Stream:
 
     @property
     def longest(self) -> int:
-        """Number of tokens of its longest possible sequence, on the worker on which it ran last."""
+        """Number of tokens in its longest possible sequence, on the worker that ran it last."""
         longest = len(self.demand.prompt) + self.demand.max_tokens
         return longest if longest < self.context else int(self.context)
 
     @property
     def is_unsettled(self) -> bool:
-        """Return whether a step in flight still names a row that it has left."""
+        """Return whether a step in flight still names a row that the stream has left."""
         if self.unsettled_until is None:
             return False
         epoch, step = self.unsettled_until
@@ -113,26 +112,26 @@ class Stream:
 
     @property
     def starved(self) -> bool:
-        """Whether its reader has no credit left."""
+        """Whether the reader has no credit left."""
         return len(self.tokens) >= self.allowed
 
     def go_on_from(self, tokens: list[int]) -> None:
-        """Begin with tokens that were already delivered; the credit is for further tokens."""
+        """Begin with tokens that were already delivered. The credit is for further tokens."""
         self.tokens = tokens
         self.allowed += len(tokens)
         self._value = value_of([*self.demand.prompt, *tokens])
 
     def may_run_on(self, fingerprint: str) -> bool:
-        """Return whether the model with this fingerprint may compute it."""
+        """Return whether the model with this fingerprint may compute the stream."""
         return self.demand.model in ("", fingerprint)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it was accepted and cannot be refused any more."""
+        """Whether the stream was accepted and can no longer be refused."""
         return self.was_accepted or self.placements > 0 or len(self.tokens) > 0
 
     def begin(self, now: float, *, accepted: bool) -> None:
-        """Give the stream to a core; `accepted`: an earlier core has accepted it."""
+        """Submit the stream to a core; `accepted` says whether an earlier core has accepted it."""
         self.known = True
         self.was_accepted = accepted
         self.num_scored = len(self.tokens)
@@ -144,7 +143,7 @@ class Stream:
         self.unsettled_until = None
 
     def submission(self, *, again: bool = False, accepted: bool = False) -> ev.RequestArrived:
-        """Return its submission to a core that does not know it.
+        """Return the stream's submission for a core that does not know it.
 
         Args:
             again: whether the core may know the request.
@@ -183,7 +182,7 @@ class Stream:
         )
 
     def take_scores(self, effect: ef.ScoresReady) -> None:
-        """Check log-probabilities from the core: of its prompt, or of the next token without any."""
+        """Check log-probabilities from the core: for the prompt, or for the next token without any."""
         if self.end is not None or not self.known or not self.demand.scored:
             raise ViolationError("scores.unasked", f"scores of token {effect.first_index}", self.name)
         if effect.of_prompt:
@@ -198,7 +197,7 @@ class Stream:
             raise ViolationError("scores.wrong", f"{effect} after {len(self.tokens)} tokens", self.name)
 
     def grant(self, credit: int, now: float) -> None:
-        """Return `credit` bytes of credit, which its reader has read."""
+        """Return `credit` bytes of credit, which the reader has consumed."""
         tokens, self._spare = divmod(self._spare + credit, TOKEN_BYTES)
         self.allowed += tokens
         self.last_move = now
@@ -231,7 +230,7 @@ class Stream:
 
         Args:
             effect: the end as the core reports it.
-            justified: what contradicts a reason that depends on more than the stream; None: nothing.
+            justified: what contradicts a reason that depends on more than the stream; None if nothing does.
         """
         if self.end is not None or not self.known:
             raise ViolationError("stream.ends_once", f"{effect.reason} after {self.end}", self.name)
@@ -244,7 +243,7 @@ class Stream:
         self.end = effect.reason
 
     def _objection(self, effect: ef.RequestEnded) -> str | None:
-        """Return what contradicts the core's reason of the end, as far as the stream itself can tell."""
+        """Return what contradicts the core's reason for the end, as far as the stream itself can tell."""
         count = len(self.tokens)
         stopped = bool(self.tokens) and self.tokens[-1] in self.demand.stops
         if effect.reason is not EndReason.STOP_STRING and effect.completion_tokens != count:

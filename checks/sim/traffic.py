@@ -1,4 +1,4 @@
-"""The requests of clients and their behaviour: one `Demand` per request, drawn on arrival."""
+"""Client requests and their behaviour: one `Demand` per request, drawn on arrival."""
 
 import random
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ _ENDLESS = 1 << 30
 UNUSABLE = b"unusable"
 _COMMON = b"grammar a"
 GRAMMARS = (_COMMON, _COMMON, b"grammar b", b"grammar c", UNUSABLE)
-"""Workers cannot compile the last one."""
+"""Grammars of requests. Workers cannot compile the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One request and its client's behaviour."""
+    """One request and the behaviour of its client."""
 
     prompt: list[int]
     max_tokens: int
@@ -28,13 +28,13 @@ class Demand:
     expected_output_tokens: int
     traced: bool
     deadline_s: float | None
-    """All times count from the submission."""
+    """Deadline. All times count from the submission."""
     ttft_s: float | None
     total_s: float | None
     credit: int
-    """Bytes."""
+    """Reader window in bytes."""
     take_s: float | None
-    """Time in which the reader reads a message and returns its credit; None: never."""
+    """Time in which the reader reads a message and returns its credit; None if it never does."""
     cancel_at: int | None
     """Number of tokens after which the client leaves."""
     cancel_s: float | None
@@ -42,19 +42,19 @@ class Demand:
     """Number of tokens after which the front end finds a stop string."""
     keep_tokens: int
     twice: bool
-    """Whether the front end submits it a second time, because it is not sure of the first."""
+    """Whether the front end submits it twice, as if unsure about the first submission."""
     valid: bool
     grammar: bytes = b""
     scored: bool = False
-    """Whether it asks for the log-probabilities of its output and of its prompt."""
+    """Whether it requests the log-probabilities for its output and for its prompt."""
     identified: bool = False
     """Whether a client resumes it."""
     model: str = ""
-    """Fingerprint of the only model that may compute it; "": any."""
+    """Fingerprint of the only model that may compute it; "" for any."""
     poison_at: int | None = None
-    """Number of generated tokens from which on every worker that computes it dies."""
+    """Number of generated tokens after which every worker that computes it dies."""
     pooling: Pooling = Pooling.NONE
-    """Whether it asks for an embedding instead of tokens."""
+    """Pooling if it requests an embedding instead of tokens."""
 
 
 class Traffic:
@@ -113,7 +113,7 @@ class Traffic:
         return self._embedding(demand) if rng.random() < shape.embeds else demand
 
     def _embedding(self, demand: Demand) -> Demand:
-        """Return the demand as one for an embedding: no event may depend on its tokens."""
+        """Return the demand as an embedding request, in which no event depends on tokens."""
         return replace(
             demand,
             pooling=self._rng.choice((Pooling.LAST, Pooling.MEAN)),
@@ -188,7 +188,7 @@ class Traffic:
         return self._rng.choices(self._alphabet, k=count)
 
     def _stops(self, prompt: list[int], max_tokens: int) -> frozenset[int]:
-        """Return stop tokens; every third request generates one of them."""
+        """Return stop tokens. Every third request generates one of them."""
         rng = self._rng
         stops = {rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 1, 3, 9)))}
         if rng.random() < 0.3:

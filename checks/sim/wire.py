@@ -1,10 +1,10 @@
-"""The links: what a simulation sends goes through the production codecs of the scheduler.
+"""The links: simulated messages pass through the production codecs of the scheduler.
 
-The other side of each link is written here, field by field as the protocol says. So an error of the codecs is not
-undone by the same error on the other side. Frames that are refused as malformed are given to the core as they were: the
-simulator checks the core with them, and `tests/scheduler_svc` the codecs.
+The other side of each link is implemented here, field by field from the protocol. So a codec error is not hidden by the
+same error on the other side. Frames that the codecs refuse as malformed are passed to the core unchanged: the simulator
+checks the core with them, and `tests/scheduler_svc` checks the codecs.
 
-Not covered are the hello of front ends and the operator's calls.
+Front end hellos and operator calls are not covered.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from shared.frames import PLAN_VERSIONS, MalformedFrameError
 from shared.request_spec import read_spec
 
 _PRECISION_S = 1e-6
-"""Times are sent in nanoseconds, relative to the moment of sending."""
+"""Precision of times, which are sent in nanoseconds relative to the time of sending."""
 _KINDS = {
     ev.FailureKind.NOT_FINITE: plan_pb2.ROW_FAILURE_KIND_NOT_FINITE,
     ev.FailureKind.NO_TOKEN_ALLOWED: plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED,
@@ -49,7 +49,7 @@ def received(event: ev.Event, now: float) -> ev.Event:
     """Return the event as the scheduler decodes it, if it comes over a link."""
     match event:
         case ev.StepDone(step=step) if step < 0:
-            return event  # the wire has no such number
+            return event  # The wire format cannot represent this number.
         case ev.StepDone() | ev.GrammarReported() | ev.WorkerHello():
             return _from_worker(event)
         case ev.RequestArrived() | ev.StopMatched() | ev.RequestCancelled() | ev.CreditGranted() | ev.ResumeAsked():
@@ -186,7 +186,7 @@ def _remaining_ns(time: float | None, now: float) -> int:
 
 
 def _with_exact_times(sent: ev.RequestArrived, decoded: ev.RequestArrived) -> ev.RequestArrived:
-    """Return the submission as it was decoded, with the times that were sent, if they are as precise as they can be."""
+    """Return the decoded submission with the times that were sent, if they are as precise as possible."""
     times: dict[str, float | None] = {}
     for name in ("deadline", "ttft_deadline", "total_deadline"):
         wanted: float | None = getattr(sent, name)
@@ -203,7 +203,7 @@ def _with_exact_times(sent: ev.RequestArrived, decoded: ev.RequestArrived) -> ev
 
 
 def delivered(effect: ef.Effect) -> ef.Effect:
-    """Return the effect as its front end decodes it, if it goes to one."""
+    """Return the effect as its front end decodes it, if it is for one."""
     outgoing = Outgoing()
     match effect:
         case ef.TokensReady():
@@ -333,7 +333,7 @@ def _admission(own: RowAdmission, sent: plan_pb2.Admission) -> RowAdmission:
 
 
 def _copies(own: tuple[BlockCopy, ...], ids: list[int], sources: bytes, targets: bytes) -> tuple[BlockCopy, ...]:
-    """Return the copies of one direction; the wire has one column for all of them."""
+    """Return the copies in one direction. The wire format has one column for all of them."""
     if not own:
         return ()
     ends = np.cumsum([len(each.sources) for each in own])[:-1]

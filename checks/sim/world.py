@@ -16,16 +16,16 @@ from scheduler_svc.core.interface import events as ev
 
 @dataclass(slots=True)
 class World:
-    """Random numbers, virtual time, the way into the core, and the counts."""
+    """Random numbers, virtual time, the entry point of the core, and the counts."""
 
     scenario: Scenario
     rng: random.Random
     agenda: Agenda
     coverage: Coverage
     feed: Callable[[ev.Event], list[ef.Effect]]
-    """Gives an event to the core and executes its effects; not reentrant."""
+    """Pass an event to the core and execute its effects; not reentrant."""
     faults: FaultRates
-    """Faults of the present phase."""
+    """Faults in the present phase."""
     healed: bool = False
 
     @property
@@ -38,7 +38,7 @@ class World:
         return self.scenario.pace.latency * (0.5 + self.rng.random())
 
     def broken(self, check: str, detail: str, stream: StreamName | None = None) -> None:
-        """Handle a broken promise: count it if it is known, raise it otherwise."""
+        """Handle a broken promise: count it if it is a known gap, raise it otherwise."""
         if check not in KNOWN:
             raise ViolationError(check, detail, stream)
         self.coverage.counts["known gap", check] += 1

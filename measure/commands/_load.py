@@ -215,9 +215,7 @@ async def base_plan(options: Namespace) -> "Plan":
 
 
 async def _ask_http(options: Namespace) -> "tuple[Address, Prompts, bool]":
-    """Ask an HTTP server, as far as the flags require: return the server, its prompts, and whether it accepts
-    `ignore_eos`.
-    """
+    """Return an HTTP server, its prompts, and whether it accepts `ignore_eos`; ask it where flags leave this open."""
     from measure.load.generator import open_target
     from measure.load.http_target import HttpTarget
     from measure.load.plan import Address

@@ -95,9 +95,7 @@ def _tokens_of_next(manager: Any) -> int:
 
 
 def _batching(rows: int, device: torch.device) -> dict[str, Any]:
-    """Return the limit on rows, and on a CPU the limit on pages, under the names that this version of transformers
-    uses.
-    """
+    """Return the limit on rows, and on a CPU that on pages, under the names that this version of transformers uses."""
     import transformers
 
     kind = getattr(transformers, "ContinuousBatchingConfig", None)

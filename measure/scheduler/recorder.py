@@ -3,7 +3,8 @@
     python -m measure.scheduler.recorder [--steps N] [--rows N]
 
 *Loop* is the CPU time per step in the scheduler's loop. *Thread* is the CPU time for encoding and writing its entries.
-Scenarios: `steady` (all rows decode), `churn` (one request of 500 prompt tokens ends, and one arrives, with 500 tokens
+Scenarios:
+`steady` (all rows decode), `churn` (one request of 500 prompt tokens ends, and one arrives, with 500 tokens
 to generate, as often as the rows sustain). A line extrapolates a day of 10 requests/s. The last line is the pause at
 the beginning of a segment: the fork of this process, and the step after it, which copies the pages that it changes.
 """

@@ -164,9 +164,7 @@ async def _ask(target: GrpcTarget, asked: Asked, seed: int, start: float) -> tup
 
 
 def _static_padded(case: Case, steps: Sequence[Step], answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the static run as if finished rows were computed as padding and responses came at the end of each
-    batch.
-    """
+    """Return the static run as if finished rows were padding and responses came at the end of each batch."""
     form = padded(steps)
     result = _result(case, "static-padded", steps, answers)
     wall = result["wall_s"] + form.extra_s

@@ -1,7 +1,7 @@
 """Peers with valid keys that send malformed messages, one for each socket of `checks.chaos.frames`.
 
-Each starts the process that it attacks, sends batches of frames (`batch`), and between them asks whether that process
-still does its work (`check`).
+Each adversary starts its target process and sends batches of frames (`batch`). Between batches it checks that the
+target still works correctly (`check`).
 """
 
 from checks.chaos.adversaries.base import Adversary

@@ -1,4 +1,4 @@
-"""Base of all adversaries."""
+"""Base class of all adversaries."""
 
 from abc import ABC, abstractmethod
 
@@ -12,20 +12,20 @@ class Adversary(ABC):
     """Attacks one socket of one process."""
 
     pid: int
-    """Of the process."""
+    """Process ID of the target."""
 
     @abstractmethod
     def batch(self) -> int:
-        """Sends frames; returns how many the process has read."""
+        """Send frames; return how many the target has read."""
 
     @abstractmethod
     def check(self) -> None:
-        """Asserts that the process still does its work, and does it right."""
+        """Assert that the target still works correctly."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends everything."""
+        """Stop all processes."""
 
     @abstractmethod
     def print_log(self) -> None:
-        """Prints what helps to understand a failure."""
+        """Print the log lines that help to understand a failure."""

@@ -27,7 +27,7 @@ from shared.sockets import SendOutcome, send_to
 
 
 class FalseCore(Adversary):
-    """A core that echoes prompts and sends many other messages to a real front end."""
+    """A core that echoes prompts and sends malformed messages to a real front end."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self._rng = rng
@@ -49,12 +49,12 @@ class FalseCore(Adversary):
         self._target = self._process.stdout.readline().split("grpc=")[1].split()[0]
 
     def batch(self) -> int:
-        """Send frames while streams begin and end, which must not be disturbed."""
+        """Send frames while streams begin and end. The frames must not disturb the streams."""
         asyncio.run(self._among_streams())
         return BATCH
 
     def check(self) -> None:
-        """A prompt is echoed."""
+        """Assert that a prompt is echoed."""
         with Client(self._target) as client:
             end = time.monotonic() + PATIENCE_S
             name = self._core.rename()
@@ -67,7 +67,7 @@ class FalseCore(Adversary):
         assert list(completion.token_ids) == PROMPT * 3
 
     def close(self) -> None:
-        """Ends front end and core."""
+        """Stop the front end and the core."""
         self._process.terminate()
         code = self._process.wait(PATIENCE_S)
         assert code == 0, f"exit code {code}"
@@ -75,7 +75,7 @@ class FalseCore(Adversary):
         self._core.kill()
 
     def print_log(self) -> None:
-        """The end of the front end's log."""
+        """Print the end of the front end's log."""
         print("".join(self._log.read_text().splitlines(keepends=True)[-40:]), file=sys.stderr)
 
     async def _among_streams(self) -> None:
@@ -116,7 +116,7 @@ class FalseCore(Adversary):
 
 
 class _TalkativeCore(EchoCore):
-    """An echo core in a thread, which sends what it is given to every front end."""
+    """An echo core in a thread that sends the given messages to every front end."""
 
     def __init__(self, address: str, model: link_pb2.ServedModel) -> None:
         super().__init__(address, model, step_interval_s=0.002)
@@ -128,31 +128,31 @@ class _TalkativeCore(EchoCore):
         self._thread.start()
 
     def say(self, payloads: list[bytes]) -> None:
-        """Sends these soon."""
+        """Queue messages to send."""
         self._silent.clear()
         self._sayings.extend(payloads)
 
     def said(self) -> None:
-        """Wait until everything was sent."""
+        """Wait until everything is sent."""
         assert self._silent.wait(PATIENCE_S), "the front end takes nothing"
 
     def rename(self) -> str:
-        """Rename the model; a front end that knows the new name has read all frames before it."""
+        """Rename the model. A front end that reports the new name has read all earlier frames."""
         self._num_names += 1
         self._state.model.name = f"echo-{self._num_names}"
         return self._state.model.name
 
     def state_again(self) -> None:
-        """Send the true state to front ends."""
+        """Send the correct state to front ends."""
         self.say([link_pb2.CoreMessage(incarnation=self.incarnation, state=self._state).SerializeToString()])
         self.said()
 
     def numbers(self) -> list[int]:
-        """Live streams."""
+        """Return the numbers of the live streams."""
         return [number for frontend in list(self._frontends.values()) for number in list(frontend.streams)]
 
     def kill(self) -> None:
-        """Ends."""
+        """Stop the thread."""
         self._stop.set()
         self._thread.join()
         self.close()

@@ -1,4 +1,4 @@
-"""Peers of a scheduler that have got in: a false worker and a false front end, in a whole service."""
+"""Attackers that pass a scheduler's authentication: a false worker and a false front end, in a whole service."""
 
 import contextlib
 import random
@@ -24,7 +24,7 @@ from shared.sockets import connect_dealer
 
 
 class _InService(Adversary):
-    """Attacks the scheduler of a whole service, whose honest client asks for greedy tokens."""
+    """Attacks the scheduler in a whole service, whose correct client requests greedy tokens."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self.rng = rng
@@ -51,22 +51,23 @@ class _InService(Adversary):
 
     @property
     def pid(self) -> int:  # type: ignore[override]
-        """The scheduler."""
+        """Process ID of the scheduler."""
         return self._served.pid("scheduler")
 
     def connect(self, role: str, max_message: int) -> "zmq.Socket[bytes]":
-        """A new peer."""
+        """Connect a new peer."""
         self._number += 1
         name = f"false-{self._number}/{self._number}".encode()
         return connect_dealer(self.context, self.addresses[role], identity=name, max_message=max_message)
 
     def check(self) -> None:
-        """A client gets the tokens that it got at first."""
-        # The smallest worker bounds what is served; a false one counts until its connection is seen to be gone.
+        """Assert that a client gets the same tokens as at the start."""
+        # The smallest worker limits the sequence length. A false worker counts until the scheduler detects its
+        # disconnect.
         end = time.monotonic() + PATIENCE_S
         while self._client.get_model().max_model_len != self._max_model_len and time.monotonic() < end:
             time.sleep(0.01)
-        # A request may have been given to a false worker, whose step must be overdue first.
+        # A request may have been assigned to a false worker, whose step must time out first.
         completion = self._client.generate(
             token_ids=PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True, timeout=PATIENCE_S
         ).result()
@@ -77,20 +78,20 @@ class _InService(Adversary):
         assert not died, died
 
     def print_log(self) -> None:
-        """The end of the service's log."""
+        """Print the end of the service's log."""
         print("".join(self._served.log.read_text().splitlines(keepends=True)[-60:]), file=sys.stderr)
 
     def close(self) -> None:
-        """Ends the service."""
+        """Stop the service."""
         self.context.destroy(linger=0)
         self._stack.close()
 
 
 class FalseWorker(_InService):
-    """Says hello as a worker, is given requests, and answers with nonsense."""
+    """Registers as a worker, receives requests, and responds with malformed results."""
 
     def batch(self) -> int:
-        """One connection's frames, of which the last is known to have been read."""
+        """Send the frames of one connection, of which the scheduler has certainly read the last."""
         socket = self.connect("workers", PLAN_MAX_MESSAGE)
         frames = Frames(plan_pb2.WorkerMessage, self.rng, {})
         model = self._model()
@@ -104,14 +105,14 @@ class FalseWorker(_InService):
             socket.send(frames.draw(right))
             if number % 25 == 0:
                 self._listen(socket, frames, right)
-        # Its refusal says that everything before it was read.
+        # The refusal proves that every earlier frame was read.
         last = plan_pb2.Hello(protocol_version=7_000_000, worker_id="false")
         _ask(socket, plan_pb2.WorkerMessage(hello=last), lambda frame: b"7000000" in frame)
         socket.close(linger=0)
         return BATCH
 
     def _listen(self, socket: "zmq.Socket[bytes]", frames: Frames, right: list[Message]) -> None:
-        """Learns epoch and plans, so that what is sent fits."""
+        """Read the epoch and plans, so that frames can match them."""
         while socket.poll(0):
             message = plan_pb2.SchedulerMessage.FromString(socket.recv())
             match message.WhichOneof("body"):
@@ -134,7 +135,7 @@ class FalseWorker(_InService):
                         socket.send(right[-1].SerializeToString())
 
     def _model(self) -> plan_pb2.ModelInfo:
-        """Return the model as the core describes it to front ends, so that a false worker may serve it, too."""
+        """Return the model as the core describes it to front ends, so that a false worker can claim to serve it."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="asks", incarnation=1)
         model = link_pb2.CoreMessage.FromString(_ask(socket, link_pb2.FrontendMessage(hello=hello))).state.model
@@ -151,10 +152,13 @@ class FalseWorker(_InService):
 
 
 class FalseFrontend(_InService):
-    """Says hello as a front end and submits, cancels, credits and asks for nonsense; its streams run on a worker."""
+    """Registers as a front end and sends malformed submissions, cancels, credits and questions.
+
+    Its streams run on a worker.
+    """
 
     def batch(self) -> int:
-        """One connection's frames, of which the last is known to have been read."""
+        """Send the frames of one connection, of which the scheduler has certainly read the last."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         # After its goodbye the peer is unknown, and its frames are ignored.
         frames = Frames(link_pb2.FrontendMessage, self.rng, {"goodbye": False})
@@ -185,7 +189,7 @@ class FalseFrontend(_InService):
             sampling=plan_pb2.SamplingParams(top_p=1, temperature=rng.random()).SerializeToString(),
             credit=4000,
         )
-        # A drain would stop the honest worker; operators may do that.
+        # A drain would stop the honest worker, because this front end may act as an operator.
         looks = [
             _operator_request(1, admin_pb2.ListRequestsRequest(limit=5)),
             _operator_request(2, admin_pb2.GetStoryRequest(request_id="r")),
@@ -200,7 +204,7 @@ class FalseFrontend(_InService):
         )
 
     def check(self) -> None:
-        """As before, with whatever the false front end has drained taken up again."""
+        """Check as the base class does, after resuming workers that the false front end has drained."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="mends", incarnation=1)
         resume = _operator_request(1, admin_pb2.ResumeWorkerRequest(worker_id="worker-0"))
@@ -211,9 +215,9 @@ class FalseFrontend(_InService):
 
 
 def _ask(socket: "zmq.Socket[bytes]", question: Message, is_answer: Callable[[bytes], bool] = lambda _: True) -> bytes:
-    """Return the first frame that answers; ask again every few seconds.
+    """Return the first response frame; repeat the question every few seconds.
 
-    A frame that is too large closes the connection, and the frames behind it are lost.
+    An oversized frame closes the connection, and later frames are lost.
     """
     """The first frame that answers. Asks again every few seconds: a frame that is too large closes the connection, and
     what was behind it is lost."""

@@ -1,4 +1,4 @@
-"""A scheduler that plans nonsense for a real worker."""
+"""A scheduler that sends malformed plans to a real worker."""
 
 import os
 import random
@@ -24,10 +24,10 @@ from worker_svc.link.session import Event, Lost, PlanArrived, RefusedForGood, Se
 
 
 class FalseScheduler(Adversary):
-    """Welcomes a real worker and plans nonsense.
+    """Welcomes a real worker and sends it malformed plans.
 
-    Frames that end a session (`Session` says which) come last in theirs, so that the worker has read all before them:
-    it answers a good plan in between. A refusal, which makes a worker exit as it should, is not sent.
+    Frames that end a session (see `Session`) are sent last, after the worker has responded to a correct plan. So it has
+    read all earlier frames. Refusals are not sent, because they make a worker exit.
     """
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
@@ -41,7 +41,7 @@ class FalseScheduler(Adversary):
                 [*QUIRE, "worker", f"--worker-address={endpoint(self._router)}", f"--model={checkpoint}",
                  "--kv-cache-memory=8MiB", "--max-num-seqs=4", "--num-threads=1", "--dtype=float32"],
                 cwd=ROOT,
-                # It may say hello as often as it likes.
+                # A worker may say hello any number of times.
                 env=os.environ | {"PYTHONPATH": str(HOOKS), "CHAOS_EAGER": "1", "QUIRE_LOG_LEVEL": "error"},
                 stderr=stderr,
             )  # fmt: skip
@@ -52,14 +52,14 @@ class FalseScheduler(Adversary):
         self._limits = self._await_hello()
 
     def batch(self) -> int:
-        """Frames of many sessions."""
+        """Send the frames of many sessions."""
         count = 0
         while count < BATCH:
             count += self._session()
         return count
 
     def check(self) -> None:
-        """A prompt has the same first token as ever."""
+        """Assert that a prompt has the same first token as at the start."""
         self._open(max_in_flight=2, silence_ms=60_000)
         result = self._good_plan()
         assert self._answer in (None, result.tokens), "the answer is another one"
@@ -67,18 +67,18 @@ class FalseScheduler(Adversary):
         self._end()
 
     def close(self) -> None:
-        """Ends the worker."""
+        """Stop the worker."""
         self._process.terminate()
         code = self._process.wait(PATIENCE_S)
         assert code == 0, f"exit code {code}"
         self._context.destroy(linger=0)
 
     def print_log(self) -> None:
-        """The end of the worker's log."""
+        """Print the end of the worker's log."""
         print("".join(self._log.read_text().splitlines(keepends=True)[-40:]), file=sys.stderr)
 
     def _session(self) -> int:
-        """One incarnation's frames."""
+        """Send the frames of one incarnation."""
         self._begin_epoch()
         shadow, sent, welcomed_well = Session(0.0, self._limits), 0, False
         frames = Frames(plan_pb2.SchedulerMessage, self._rng, {"epoch": self._epoch})
@@ -86,17 +86,17 @@ class FalseScheduler(Adversary):
         right: list[Message] = [plan_pb2.SchedulerMessage(epoch=self._epoch, welcome=welcome)]
         last: Event | None = None
         for number in range(30):
-            # Some have been welcomed by a mutated frame before.
+            # An earlier mutated frame may have welcomed some workers.
             is_time = number == 5 and shadow.epoch == 0
             frame = right[0].SerializeToString() if is_time else frames.draw(right)
             last = shadow.receive(frame, 0.0)
             if isinstance(last, RefusedForGood):
                 continue
             if isinstance(last, Lost) and welcomed_well:
-                self._good_plan()  # everything before it was read
+                self._good_plan()  # all earlier frames were read
             if not self._send(frame):
                 assert not welcomed_well, "the worker's connection is gone"
-                break  # welcomed for a moment only
+                break  # welcomed only briefly
             sent += 1
             if isinstance(last, Lost | PlanArrived):
                 break
@@ -108,7 +108,7 @@ class FalseScheduler(Adversary):
         return sent
 
     def _right(self) -> list[Message]:
-        """A good first plan, in several ways, and the other messages."""
+        """Return several variants of a valid first plan, and the other messages."""
         prepare = plan_pb2.PrepareGrammar(key=b"k", grammar=plan_pb2.Grammar(regex="a+").SerializeToString())
         good = plan_pb2.SchedulerMessage(epoch=self._epoch, plan=self._plan())
         return [
@@ -151,16 +151,16 @@ class FalseScheduler(Adversary):
         self._send(plan_pb2.SchedulerMessage(epoch=self._epoch, welcome=welcome).SerializeToString())
 
     def _begin_epoch(self) -> None:
-        # The one before may have come with a mutated frame: any of 64 bits but 0.
+        # An earlier mutated frame may have set the epoch to any 64-bit number except 0.
         self._epoch = (self._epoch + 1) % (1 << 64) or 1
 
     def _end(self) -> None:
-        """Makes the worker begin again, if it has not done so by itself."""
+        """Make the worker start a new session, unless it has done so itself."""
         self._send(plan_pb2.SchedulerMessage(unknown=plan_pb2.Unknown()).SerializeToString())
         self._await_hello()
 
     def _await_hello(self) -> Limits:
-        """Returns the worker's limits."""
+        """Return the worker's limits."""
         while (message := self._receive()).WhichOneof("body") != "hello":
             pass
         hello = message.hello

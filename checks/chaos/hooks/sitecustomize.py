@@ -1,11 +1,11 @@
 """Faults that a worker process under test can produce.
 
-Python runs this file at the start of every process that has its folder in PYTHONPATH. The product does not contain it.
+Python runs this file at the start of every process whose PYTHONPATH contains its folder. It is not part of the product.
 
-* SIGUSR1 blocks the main thread, because signal handlers run there. The loop stands still while ZeroMQ's threads run.
-* CHAOS_PROXIES names a folder of sockets, one per worker: the worker connects to its own instead of the scheduler's.
+* SIGUSR1 blocks the main thread, because signal handlers run there. The loop blocks while ZeroMQ's threads continue.
+* CHAOS_PROXIES names a folder of sockets, one per worker, which it uses instead of the scheduler's.
 * CHAOS_EAGER lets the worker say hello without a pause.
-* CHAOS_POISON is a run of tokens: a step whose batch contains it ends the process, as a fault in a kernel would.
+* CHAOS_POISON is a sequence of tokens. A step whose batch contains it terminates the process, like a kernel fault.
 """
 
 import importlib.abc
@@ -50,7 +50,7 @@ def _poisonable(batch: Any) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Changes modules right after they were loaded."""
+    """Patches modules right after they are loaded."""
 
     def __init__(self, changes: dict[str, Callable[[Any], None]]) -> None:
         self._changes = changes

@@ -1,6 +1,6 @@
 """The core's promises about requests, plans and limits, checked from outside at every event.
 
-* `book` – where every stream is; `base` – the base class of a promise; `watch` – all promises, called in order.
+* `book` – the place of every stream; `base` – the base class of a promise; `watch` – all promises, called in order.
 * `limits`, `admissions` – what one plan may contain; `waits`, `ends` – how long a request waits and why it ends;
   `refusals` – whether its deadline was a reason to refuse it.
 * `queues`, `quotas` – the limits of the queue and of tenants; `blame` – which requests are suspects after a death.

@@ -30,7 +30,7 @@ class AdmissionsAreSound(Promise):
 
 
 class RowsLeave(Promise):
-    """A request that is over, or that has left its worker, is in no further plan of that row's generation."""
+    """A request that has ended, or has left its worker, is in no further plan for that row's generation."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         rows = epoch.model.rows

@@ -33,7 +33,7 @@ class Watched:
     stats: Callable[[], SchedulerStats]
     """The core's public statistics."""
     core: Scheduler
-    """The core itself, for its size and effort; no promise calls it."""
+    """The core itself, only to measure its size and effort. No promise calls it."""
 
 
 class Promise:
@@ -48,7 +48,7 @@ class Promise:
         self.stats = watched.stats
 
     def seen(self, limit: Limit) -> None:
-        """Count a limit that was reached: the promise was really tested."""
+        """Count a limit that was reached, as proof that the promise was tested."""
         self.world.coverage.limit(limit)
 
     # ---------------------------------------------------------------- hooks, in the order of one event
@@ -57,7 +57,7 @@ class Promise:
         """Handle an event that the core is about to get."""
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
-        """Return what contradicts the reason of an end, as far as this promise can tell."""
+        """Return what contradicts the reason for an end, as far as this promise can tell."""
         return None
 
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:

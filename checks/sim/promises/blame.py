@@ -12,24 +12,24 @@ from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS, PROB
 
 
 class _Record:
-    """The knowledge about one stream."""
+    """Knowledge about one stream."""
 
     __slots__ = ("admitted_with", "alone", "at", "fatal", "surely")
 
     def __init__(self) -> None:
         self.fatal = 0
-        """Number of deaths that the core may count for it."""
+        """Number of deaths that the core may attribute to the stream."""
         self.surely = 0
-        """Number of those deaths that the core must count."""
+        """Number of deaths that the core must attribute to the stream."""
         self.alone = 0
         """Number of deaths in a step that contained only this stream."""
         self.at = 0
-        """Number of its tokens at the last of them."""
+        """Number of tokens at the last of these deaths."""
         self.admitted_with = 0
-        """Number of its tokens at its last admission."""
+        """Number of tokens at the last admission."""
 
     def clear(self) -> None:
-        """Record that the stream is no suspect now: at most one death counts for it."""
+        """Record that the stream is not a suspect now. At most one death counts for it."""
         self.fatal, self.alone = min(self.fatal, FATAL_STEPS - 1), min(self.alone, FATAL_ALONE - 1)
         self.surely = 0
 
@@ -83,7 +83,7 @@ class Suspects(Promise):
         return True
 
     def _died(self, epoch: Epoch) -> None:
-        """Handle a lost worker: each request in its steps in flight may have killed it."""
+        """Handle a lost worker. Each request in its steps in flight may have killed it."""
         if epoch in self._judged:
             return
         self._judged.add(epoch)
@@ -148,7 +148,7 @@ class Suspects(Promise):
             self._came_back(event)
 
     def _came_back(self, event: ev.WorkerHello) -> None:
-        """Handle the hello of a worker; if it is not a new process, it has not died."""
+        """Handle a worker's hello. If the process is not new, the worker did not die."""
         since, was_alone, streams = self._last.pop(event.worker_id, (0.0, False, []))
         if event.reason is ev.HelloReason.STARTED or self.world.now - since > WITHDRAWABLE_S:
             return

@@ -18,9 +18,9 @@ class Book:
     def __init__(self, world: World) -> None:
         self.is_complete = world.scenario.traffic.traced == 1.0
         self.waiting: dict[Stream, int] = {}
-        """Streams that no worker has, with their number of tokens when the wait began."""
+        """Streams that are on no worker, with their number of tokens when the wait began."""
         self.sequence: dict[Stream, int] = {}
-        """Order of arrival of the streams that the core has."""
+        """Order of arrival of the core's streams."""
         self._arrivals = 0
 
     def knows(self, stream: Stream) -> bool:
@@ -37,7 +37,7 @@ class Book:
         """Record that a plan admitted the stream."""
         self.waiting.pop(stream, None)
         if stream.epoch is not None:
-            stream.home = stream.epoch  # it is not traced: nothing notified that it had left its worker
+            stream.home = stream.epoch  # The stream is not traced, so its departure was not reported.
         stream.epoch, stream.row = epoch, row
         stream.placements += 1
         stream.context = epoch.context

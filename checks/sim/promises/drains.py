@@ -1,4 +1,4 @@
-"""The requests of a drained worker."""
+"""Which requests a drain moves."""
 
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
@@ -50,7 +50,7 @@ class DrainsMoveWhatHasRoom(Promise):
 
 
 def is_in_row(stream: Stream) -> bool:
-    """Return whether the request has its row; a request whose last step is planned has left it."""
+    """Return whether the request is in its row. A request whose last step is planned has left its row."""
     epoch = stream.epoch
     if epoch is None or stream.row is None:
         return False

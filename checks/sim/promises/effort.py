@@ -16,17 +16,19 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKING_TRIES
 
 _PER_PLAN = 2 * MAX_OVERTAKING_TRIES + 4
-"""Requests that lack memory, suspects, the next urgent one, and the request that ends a plan's admissions."""
+"""Fixed allowance per plan: requests that lack memory, suspects, the next urgent one, and the one that ends
+admissions.
+"""
 _PER_EVENT = 4
-"""Requests that are looked at once more because of an event: they are held, released, late or assigned."""
+"""Allowance per event: requests that are examined again because they are held, released, late or assigned."""
 _ALWAYS = 64
 
 
 class WorkPerPlan(Promise):
-    """A plan looks at the requests that it admits and a few others, however many wait.
+    """The planner examines the requests that it admits and a few others, however many wait.
 
-    A held request is not looked at before an event that concerns it. So the number of requests beyond a constant per
-    plan is bounded by the numbers of admissions and events.
+    A held request is not examined before an event that concerns it. So the number of examined requests is bounded by a
+    constant per plan plus the numbers of admissions and events.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -46,7 +48,7 @@ class WorkPerPlan(Promise):
         return counted
 
     def asked(self, epoch: Epoch) -> None:
-        # The next plans do not get the unused part of one plan's share.
+        # The unused part of one plan's allowance does not carry over.
         most = self._taken + _ALWAYS + _PER_EVENT * len(self.clients.live)
         self._allowed = min(self._allowed, most) + _PER_PLAN
 

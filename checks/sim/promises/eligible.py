@@ -1,7 +1,7 @@
 """Whether a waiting request could start on a worker now, as far as it is visible from outside.
 
-"Could" is strict: where the core may have a reason to let the request wait, the answer names an obstacle. So a request
-without an obstacle must not be overtaken, and no worker may stay idle while it waits.
+The check is conservative: if the core may have a reason to delay the request, an obstacle is reported. So a request
+without an obstacle must not be overtaken, and no worker may be idle while the request waits.
 """
 
 import enum
@@ -21,7 +21,7 @@ from shared.request_spec import Pooling
 
 
 class Obstacle(enum.Enum):
-    """Reason for which a request may have to wait."""
+    """Reason why a request may have to wait."""
 
     CREDIT = "its reader has no credit"
     UNSETTLED = "a step in flight still names it"
@@ -57,9 +57,9 @@ class Eligibility(Promise):
         self._quotas = quotas
         self._suspects = suspects
         self._given_up = self._growth = 0
-        """Blocks of requests that left their rows in the present plan, and blocks that they could still have taken.
+        """Blocks of requests that left their rows in the present plan, and further blocks that they could have taken.
 
-        A reader that takes nothing loses its row only after other requests were considered.
+        A request whose reader takes nothing loses its row only after other requests were considered.
         """
 
     def asked(self, epoch: Epoch) -> None:
@@ -99,11 +99,11 @@ class Eligibility(Promise):
     def obstacle(
         self, stream: Stream, epoch: Epoch, memory: Memory, *, without: Stream | None = None
     ) -> Obstacle | None:
-        """Return the obstacle of a waiting stream; None: it could start in the place of `without`."""
+        """Return the obstacle for a waiting stream; None if the stream could start in place of `without`."""
         demand = stream.demand
         if stream.starved:
             return Obstacle.CREDIT
-        # The only worker takes back what it has preempted while it drains.
+        # The only worker takes back the requests that it has preempted while it drains.
         if epoch.draining and (stream.home is not epoch or len(self.cluster.sites) > 1):
             return Obstacle.DRAINING
         if not stream.may_run_on(epoch.model.fingerprint):
@@ -131,11 +131,11 @@ class Eligibility(Promise):
         return self.held_by(stream, epoch, without=without)
 
     def has_quota(self, stream: Stream) -> bool:
-        """Return whether the quota of the stream's tenant may stop some of its requests."""
+        """Return whether a quota may delay some requests of the stream's tenant."""
         return self._quotas.has_any(stream)
 
     def held_by(self, stream: Stream, epoch: Epoch, *, without: Stream | None = None) -> Obstacle | None:
-        """Return the reason for which a stream with credit may be held; no request overtakes it then."""
+        """Return why a stream with credit may be held. No request overtakes it then."""
         if self._prefix_is_computed(stream, epoch, without):
             return Obstacle.PREFIX
         return Obstacle.RIVALS if self._quotas.may_be_last(stream) else None
@@ -165,7 +165,7 @@ class Eligibility(Promise):
 
 
 def assigned_s(promise: Promise) -> float:
-    """Return how long a request may be assigned to workers that do not admit it, which may be dead or lost."""
+    """Return how long a request may be assigned to workers that do not admit it, because they may be dead or lost."""
     if len(promise.cluster.epochs) == len(promise.cluster.sites) == 1:
         return 0.0
     pace = promise.world.scenario.pace

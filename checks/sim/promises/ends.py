@@ -1,4 +1,4 @@
-"""The reasons for which a request may end."""
+"""Valid reasons for the end of a request."""
 
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.stream import Stream

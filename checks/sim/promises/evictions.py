@@ -1,8 +1,4 @@
-"""Which cached blocks stay when memory is needed.
-
-The time at which the core evicts a cached block is not visible from outside; the time of its next use is. So the check
-compares two blocks: one that was reused, and one that had been unused for longer and is found later.
-"""
+"""Which cached blocks are retained when memory is needed."""
 
 from collections import Counter
 
@@ -13,7 +9,7 @@ from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface.plan import Plan
 
 _APART = 2
-"""A block becomes unused at a moment between the plan before its report and the plan after it."""
+"""Tolerance in steps, because the exact time at which a block becomes unused is not visible."""
 
 
 class _Blocks:
@@ -21,24 +17,24 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.tables: dict[int, list[int]] = {}
-        """Blocks, by row."""
+        """Blocks by row."""
         self.holders: Counter[int] = Counter()
         self.unused_since: dict[int, int] = {}
-        """By block that no row holds: the step in which the last row left it."""
+        """By block without a row, the step in which the last row left it."""
         self.shared: set[int] = set()
-        """Blocks that were found in the cache, and were not given to a row to write since."""
+        """Blocks that were found in the cache and not reassigned to a row for writing since."""
         self.newest_evicted = 0
         """The latest time since which an evicted block had been unused."""
 
     def leave(self, row: int, step: int) -> None:
-        """Record that a row is over."""
+        """Record that a row has ended."""
         for block in self.tables.pop(row):
             self.holders[block] -= 1
             if not self.holders[block]:
                 self.unused_since[block] = step
 
     def find(self, block: int) -> int | None:
-        """Record that a row shares a block; return since when the block was unused."""
+        """Record that a row shares a block; return the step since which it was unused."""
         self.holders[block] += 1
         self.shared.add(block)
         return self.unused_since.pop(block, None)

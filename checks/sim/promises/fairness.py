@@ -1,4 +1,4 @@
-"""How service is shared among groups that wait all the time.
+"""How service is shared among backlogged groups.
 
 The groups are the request classes, or without classes the tenants under `fair`. The simulator counts service by itself,
 from plans and delivered tokens. A group waits all the time while, after each plan, at least one of its requests waits
@@ -17,7 +17,7 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.queueing.policies import FairPolicy
 
 _MOST_RUNS = 4
-"""Tokens of a row that the core may have delivered and not yet counted, or may be about to deliver."""
+"""Maximum number of tokens per row that were delivered and not yet counted, or are about to be delivered."""
 
 
 class ServiceIsShared(Promise):
@@ -43,7 +43,7 @@ class ServiceIsShared(Promise):
         self._has_begun: set[Stream] = set()
         """Streams that had tokens on arrival: their prompts are already counted."""
         self._ranges: dict[tuple[str, str], tuple[float, float]] = {}
-        """By pair of groups, while both wait: the smallest and the largest difference of their service."""
+        """By pair of groups, while both wait: the minimum and maximum difference of their service."""
         self._ceased: set[str] = set()
         """Groups that had no waiting request at some time since the last plan."""
         self._longest_prompt = self._longest_output = self._most_rows = self._most_tokens = 0
@@ -105,7 +105,7 @@ class ServiceIsShared(Promise):
             raise ViolationError("fair.bound", what)
 
     def _bound(self) -> float:
-        """Return twice the most service of a group after its last admission, and the service not yet counted."""
+        """Return the bound: twice a group's maximum service after its last admission, plus uncounted service."""
         output = FairPolicy.OUTPUT_WEIGHT
         by_memory = max(FairPolicy.INPUT_WEIGHT * self._longest_prompt, output * self._most_tokens)
         by_rows = FairPolicy.INPUT_WEIGHT * self._longest_prompt + output * self._most_rows * self._longest_output

@@ -16,7 +16,7 @@ class PolicyKeys(Promise):
     """Bounds of the keys by which policies order requests; guarantees nothing itself."""
 
     def queue(self, stream: Stream) -> tuple[str, str]:
-        """Return the queue of a stream: that of its class, and under `fair` that of its tenant."""
+        """Return a stream's queue: its class's, or its tenant's under `fair`."""
         name = stream.demand.tenant if stream.demand.tenant in self.config.classes else ""
         return name, stream.demand.tenant if self._policy(stream) == "fair" else ""
 
@@ -29,7 +29,7 @@ class PolicyKeys(Promise):
                 forecast = min(demand.expected_output_tokens or demand.max_tokens, demand.max_tokens)
                 return stream.arrival + self._length_penalty(stream, forecast)
             case "edf":
-                # After a target is missed, a request ranks behind those that can still meet theirs.
+                # A request that has missed a target ranks behind those that can still meet theirs.
                 wanted = [stream.deadline, stream.total_deadline, stream.ttft_deadline]
                 has_target = any(time is not None for time in wanted)
                 return math.inf if has_target else stream.arrival + EDF_SLACK_S

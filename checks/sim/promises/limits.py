@@ -9,11 +9,13 @@ from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.workers.chunks import FIRST_CHUNKS
 
 _LARGE_CHUNK = FIRST_CHUNKS // 2
-"""Prompt tokens of a step from which the core learns the speed of a worker, whatever it knew before."""
+"""Prompt tokens in a step from which the core learns a worker's speed, regardless of earlier observations."""
 _LARGE_CHUNKS = 4
-"""Number of such steps after which it must know the speed."""
+"""Number of such steps after which the core must know the speed."""
 _UNCERTAINTY = 8
-"""Factor by which a step may exceed its target: durations are random by three times, and faults delay answers."""
+"""Factor by which a step may exceed its target, because durations vary by up to three times and faults delay
+results.
+"""
 
 
 class StepLimits(Promise):
@@ -86,7 +88,7 @@ class TargetIsKept(Promise):
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         self._plans: dict[Epoch, int] = {}
-        """Plans since the last of the large chunks from which the speed was learned; negative: large chunks to come."""
+        """Plans since the last large chunk needed to learn the speed; negative while large chunks are missing."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         target_s = self.config.itl_target_s
@@ -110,10 +112,10 @@ class TargetIsKept(Promise):
 
 
 def drafts_of(model: ModelWorker) -> int:
-    """Return the most drafts that the worker's newest step verifies."""
+    """Return the maximum number of drafts in the worker's newest step."""
     return sum(row.draft_limit for row in model.step_rows)
 
 
 def most_tokens_of(promise: Promise, model: ModelWorker) -> int:
-    """Return the maximum number of tokens of a step of the worker."""
+    """Return the maximum number of tokens in a step on the worker."""
     return min(promise.config.max_num_batched_tokens, model.max_tokens_per_step)

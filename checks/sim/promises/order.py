@@ -24,7 +24,7 @@ _Entry = tuple[float, int, Stream]
 
 
 class WaitingRoom:
-    """The waiting streams with credit, each in its queue, ordered by the largest key that each can have."""
+    """Waiting streams with credit, grouped by queue and ordered by their largest possible key."""
 
     def __init__(self, keys: "PolicyKeys") -> None:
         self._keys = keys
@@ -68,15 +68,15 @@ class AdmissionOrder(Promise):
         self._prompts = PromptOrder(watched)
         self._room = WaitingRoom(PolicyKeys(watched))
         self._overtaken: dict[Stream, float] = {}
-        """By stream: the number of requests that overtook it in its present wait while it lacked memory."""
+        """By stream, the number of requests that overtook it in its present wait while it lacked memory."""
         self._since: dict[Stream, float] = {}
-        """By stream: the time since which it has lacked memory."""
+        """By stream, the time since which it has lacked memory."""
         self._left: dict[Stream, tuple[float, float]] = {}
-        """By stream: the first and the last time at which others overtook it although it could start."""
+        """By stream, the first and the last time at which others overtook it although it could start."""
         self._just_displaced: set[Stream] = set()
-        """Streams preempted with the present event; they compete from the next plan on."""
+        """Streams preempted by the present event. They compete from the next plan on."""
         self._just_left: set[str] = set()
-        """Tenants of waiting streams that ended with the present event; their quota is free from the next plan on."""
+        """Tenants whose waiting streams ended with the present event. Their quota is free from the next plan on."""
 
     def before(self, event: ev.Event) -> None:
         self._just_displaced.clear()
@@ -135,12 +135,12 @@ class AdmissionOrder(Promise):
             elif obstacle is None:
                 self._could_start(other, stream)
             elif other.num_known >= self.cluster.longest() or obstacle is Obstacle.MODEL:
-                self._forget(other)  # it waits outside the queue for a larger worker, or one of its model
+                self._forget(other)  # It waits outside the queue for a larger worker, or one with its model.
             else:
                 self._left.pop(other, None)
 
     def _yields_to_short(self, other: Stream, plan: Plan, epoch: Epoch) -> bool:
-        """Return whether `other` waits for what the plan computes or admits, among it shorter requests."""
+        """Return whether `other` waits for requests that the plan computes or admits, including shorter ones."""
         # A request whose prefix this plan completes was held before the plan's chunks were chosen.
         computing = [row for row in map(epoch.model.rows.get, plan.chunk_rows.tolist()) if row is not None]
         if self._eligibility.shares_prefix_with(other, computing, epoch):

@@ -18,7 +18,7 @@ from scheduler_svc.core.queueing.policies import EDF_SLACK_S, LongestPrefixQueue
 
 _MAX_PASSED = LongestPrefixQueue.MAX_PASSED
 _LATITUDE = 8
-"""Admissions of one plan that may overtake a request which was preempted with it."""
+"""Number of admissions in one plan that may overtake a request preempted by the same plan."""
 
 
 class _Passing(Promise, ABC):
@@ -46,7 +46,7 @@ class _Passing(Promise, ABC):
 
     @abstractmethod
     def _look(self, stream: Stream, rivals: list[Stream], epoch: Epoch, memory: Memory) -> None:
-        """Examine a stream that was admitted while its rivals wait."""
+        """Examine a stream that was admitted while others wait."""
 
     def _could_start(self, stream: Stream, epoch: Epoch, memory: Memory, without: Stream) -> bool:
         obstacle = self._eligibility.obstacle(stream, epoch, memory, without=without)
@@ -64,7 +64,7 @@ class TargetsGoFirst(_Passing):
         latest = stream.arrival + EDF_SLACK_S
         for other in rivals:
             targets = _targets(other)
-            # A request that has a token has met the target of its first token.
+            # A request that has a token has met its first-token target.
             is_new = not (other.placements or other.tokens)
             if not targets or not is_new or not self.world.now < self._latest_start(other) < min(targets) < latest:
                 continue
@@ -72,7 +72,7 @@ class TargetsGoFirst(_Passing):
                 raise ViolationError("order.target", f"{stream.name} is admitted first, and has no target", other.name)
 
     def _latest_start(self, stream: Stream) -> float:
-        """Return the earliest value that the core may compute for the latest start that meets the targets."""
+        """Return the earliest possible value of the latest start that still meets the targets."""
         demand = stream.demand
         longest_step = self.cluster.longest_step
         prompt_s = len(demand.prompt) * longest_step
@@ -90,7 +90,7 @@ class PassedOverSeldom(_Passing):
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched, eligibility)
         self._passed: dict[Stream, int] = {}
-        """By stream: the number of requests admitted before it since it became the oldest."""
+        """By stream, the number of requests admitted before it since it became the oldest."""
 
     def _look(self, stream: Stream, rivals: list[Stream], epoch: Epoch, memory: Memory) -> None:
         sequence = self.book.sequence

@@ -16,23 +16,25 @@ from shared.request_spec import Pooling
 
 _HAVE_NO_KEYS = ("fair", "lpm")
 _MOST_ADMITTED = 32
-"""Admissions of one plan up to which no limit of a plan stops the short part."""
+"""Maximum number of admissions in one plan up to which no other limit stops the short part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that has tokens to compute when a plan is made."""
+    """A prompt with tokens to compute when a plan is made."""
 
     row: Row
     stream: Stream
     rest: int
     """Tokens that were not computed before the plan."""
     length: int
-    """Tokens by which it counts as short: `rest`, or all tokens if the plan admits it and may find some cached."""
+    """Length that decides whether the prompt is short: `rest`, or all tokens if the plan admits it and may find cached
+    ones.
+    """
     is_new: bool
-    """Whether the plan admits it."""
+    """Whether the plan admits the prompt."""
     chunk: int
-    """Tokens of them that the plan computes."""
+    """Number of its tokens that the plan computes."""
     cost: float
     """Budget tokens that the chunk takes."""
 
@@ -46,7 +48,7 @@ class PromptOrder(Promise):
         self.has_keys = not self.config.classes and self.config.policy not in _HAVE_NO_KEYS
 
     def prompts(self, plan: Plan, epoch: Epoch) -> list[Prompt]:
-        """Return the prompts under way whose readers have credit, including those that the plan admits."""
+        """Return the prompts in progress whose readers have credit, including those that the plan admits."""
         chunks = dict(zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True))
         admitted = {admission.row for admission in plan.admissions}
         found = []
@@ -81,20 +83,20 @@ class PromptOrder(Promise):
             behind: the prompts that rank behind.
             all_of_them: all prompts of the plan.
             epoch: the worker.
-            budget: the most budget tokens that the chunks of the plan can take; None: what they take.
+            budget: the maximum budget tokens that the plan's chunks can use; None for the tokens that they use.
         """
         if not self.config.serves_short_first:
             return not any(each.chunk for each in behind)
         if budget is None:
             budget = sum(each.cost for each in all_of_them)
         break_even = epoch.model.break_even_context
-        # Costs are rounded up, and the budget that is left may not pay for one more token.
+        # Costs are rounded up, and the remaining budget may not suffice for another token.
         dearest = max((each.row.num_admitted for each in all_of_them), default=0) / break_even if break_even else 0.0
         tolerance = 1 + len(all_of_them) + dearest if break_even else 0.5
         return sum(each.cost for each in behind) <= budget / 2 + tolerance
 
     def by_short_part(self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch) -> bool:
-        """Return whether `stream` may be admitted before `other`, which waits, because it is short."""
+        """Return whether `stream` may be admitted before the waiting `other` because it is short."""
         if not (self.config.serves_short_first and self.has_keys):
             return False  # `fair` and `lpm` have checks of their own
         prompts = self.prompts(plan, epoch)
@@ -109,7 +111,7 @@ class PromptOrder(Promise):
         return has_no_row or self.keeps_share(behind, prompts, epoch, budget)
 
     def token_cost(self, prompt: Prompt, epoch: Epoch) -> float:
-        """Return at least the budget tokens of the next token of a prompt; 0 if all tokens cost the same."""
+        """Return a lower bound on the budget tokens for the next token of a prompt; 0 if all tokens cost the same."""
         break_even = epoch.model.break_even_context
         return 2 + prompt.row.computed / break_even if break_even else 0.0
 
@@ -123,7 +125,7 @@ class PromptsAreShared(Promise):
     """The first prompts in the order of the policy get at least half of a step's prompt tokens.
 
     The other half goes to the shortest prompts. Under `fcfs` and in batch modes, all prompt tokens go in the order of
-    the policy. So a prompt waits for at most twice the time that it and everything before it take.
+    the policy. So a prompt waits at most twice the time for itself and all prompts before it.
     """
 
     def __init__(self, watched: Watched, suspects: Suspects) -> None:
@@ -134,34 +136,34 @@ class PromptsAreShared(Promise):
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if not len(plan.chunk_rows) or self._suspects.may_try_alone:
-            return  # while a suspect is tried, the others wait
+            return  # While a suspect runs alone, the others wait.
         order, prompts = self._order, self._order.prompts(plan, epoch)
         for prompt in prompts:
             if self._has_all(prompt):
                 continue
             if prompt.is_new and len(self.cluster.sites) > 1:
-                continue  # requests that are assigned to the worker are admitted first or last
+                continue  # Requests that are assigned to the worker are admitted first or last.
             behind = [each for each in prompts if each.chunk and order.is_admitted_later(each, prompt)]
             if not order.keeps_share(behind, prompts, epoch):
                 what = f"{prompt.rest - prompt.chunk} tokens of row {prompt.row.index} wait for later prompts"
                 raise ViolationError("order.prompts", what, prompt.row.name)
             if prompt.is_new:
-                continue  # it may have lacked a row or memory in the short part
+                continue  # The prompt may have lacked a row or memory in the short part.
             for each in behind:
-                # What does not pay for one more token of a prompt goes to the next one.
+                # A remainder too small for one more token of a prompt goes to the next prompt.
                 if each.length > prompt.length and each.cost > order.token_cost(prompt, epoch):
                     what = f"row {each.row.index} has {each.length} tokens left and goes before {prompt.length}"
                     raise ViolationError("order.prompts", what, prompt.row.name)
 
     def _has_all(self, prompt: Prompt) -> bool:
-        """Return whether no limit but the budget stops the prompt in this plan."""
+        """Return whether only the budget limits the prompt in this plan."""
         left = prompt.rest - prompt.chunk
         waits_for_room = left == 1 and prompt.row.pooling is not Pooling.NONE
         return not left or prompt.chunk == self._longest > 0 or waits_for_room
 
 
 class ShortPromptsStart(Promise):
-    """The shortest prompt of all is in the next plan, if row and memory for it and for the first prompt are free."""
+    """The shortest prompt is in the next plan if there are rows and memory for it and for the first prompt."""
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched)
@@ -197,7 +199,7 @@ class ShortPromptsStart(Promise):
         if len(model.rows) + 1 >= min(self.config.max_num_seqs, model.max_rows):
             return
         needed = sum(-(-length // model.block_size) for length in (shortest.num_known, max(others, default=0)))
-        # The first request is also left what the short one may grow into.
+        # The first request also keeps the memory that the short one may grow into.
         whole = min(len(shortest.demand.prompt) + shortest.demand.max_tokens, epoch.context)
         needed += max(0, (whole - shortest.num_known) // model.block_size + 1)
         if self.config.capacity == "guaranteed_no_evict" or needed + memory.reserve > memory.available:

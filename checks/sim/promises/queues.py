@@ -20,9 +20,9 @@ class QueueLimits(Promise):
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         self._new: Stream | None = None
-        """The request that the present event submits, if it can be judged."""
+        """Request that the present event submits, if it can be judged."""
         self._must = self._may = False
-        """Whether the request must be refused, and whether it may be because the queue is full."""
+        """Whether the request must be refused, and whether it may be refused because the queue is full."""
         self._of_tenant = False
         """Whether it must be refused because its tenant is at its limit."""
 
@@ -34,7 +34,7 @@ class QueueLimits(Promise):
         if stream is None or self.book.knows(stream) or event.accepted:
             return
         self._new = stream
-        # A call that takes a request over makes room by ending the other one first.
+        # A call that takes over a request first ends the other stream, which makes room.
         beside = [each for each in self.book.waiting if not (event.again and each.identity == event.spec.identity)]
         fewest = sum(map(self.book.waiting.__getitem__, beside)) + stream.num_known
         most = sum(each.num_known for each in beside) + stream.num_known

@@ -15,7 +15,7 @@ from scheduler_svc.core.queueing.tenants import BURST_S
 
 _NO_LIMITS = TenantLimits()
 _TOLERANCE = 1e-6
-"""Tolerance in tokens, because the two sides add up the same numbers in different order."""
+"""Tolerance in tokens, because both sides add the same numbers in different order."""
 
 
 def limits_of(config: CoreConfig, tenant: str) -> TenantLimits:
@@ -24,7 +24,7 @@ def limits_of(config: CoreConfig, tenant: str) -> TenantLimits:
 
 
 class _Bucket:
-    """Tokens that a tenant may still use; below zero, no request of the tenant starts."""
+    """Remaining tokens for a tenant. Below zero, no request of the tenant starts."""
 
     def __init__(self, rate: float, now: float) -> None:
         self._rate = rate
@@ -38,7 +38,7 @@ class _Bucket:
         return self._tokens
 
     def take(self, tokens: int, now: float) -> None:
-        """Remove tokens, also more than the bucket has."""
+        """Remove tokens, even more than the bucket contains."""
         self._tokens = self.level(now) - tokens
 
 
@@ -54,14 +54,14 @@ class Quotas(Promise):
         self._running: Counter[str] = Counter()
         self._buckets: dict[str, _Bucket] = {}
         self._counted: dict[Stream, int] = {}
-        """Tokens of each live stream of a tenant with a rate that its bucket has lost, or an earlier core delivered."""
+        """By live stream of a tenant with a rate: tokens already deducted, or delivered by an earlier core."""
         self._paid: set[Stream] = set()
-        """Streams that had tokens on arrival; their prompts were counted then."""
+        """Streams that had tokens on arrival. Their prompts were deducted then."""
         self._doubtful: Counter[str] = Counter()
-        """By tenant: tokens that its bucket may have in addition to those that it certainly has."""
+        """By tenant, tokens that its bucket may contain in addition to the certain ones."""
 
     def may_start(self, stream: Stream) -> bool:
-        """Return whether the quota of its tenant lets a stream start."""
+        """Return whether the tenant's quota allows a stream to start."""
         limits = limits_of(self.config, stream.demand.tenant)
         if limits.max_running and self._running[stream.demand.tenant] >= limits.max_running:
             return False
@@ -80,7 +80,7 @@ class Quotas(Promise):
         return bool(limits.max_running or limits.tokens_per_s)
 
     def may_be_last(self, stream: Stream) -> bool:
-        """Return whether other waiting requests of the tenant may use up its present quota."""
+        """Return whether other waiting requests of the tenant may use up its quota."""
         tenant = stream.demand.tenant
         limits = limits_of(self.config, tenant)
         if not self.has_any(stream):

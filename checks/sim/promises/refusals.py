@@ -10,7 +10,7 @@ from checks.sim.stream import Stream
 from scheduler_svc.core.interface.records import EndReason
 
 _CAUTION = 3.0
-"""Factor on the longest time that a request can take: forecasts have safety factors, and durations are random."""
+"""Factor on a request's longest possible time, because forecasts have safety factors and durations are random."""
 
 
 class RefusalsAreNeeded(Promise):

@@ -1,4 +1,4 @@
-"""The memory of the core: it grows only with the requests, rows, workers and front ends that exist."""
+"""The core's memory grows only with the number of requests, rows, workers and front ends."""
 
 import enum
 from array import array
@@ -14,16 +14,16 @@ from scheduler_svc.core.workers.worker import Worker
 
 _PACKAGE = "scheduler_svc.core."
 _VALUES = frozenset(_PACKAGE + name for name in ("config", "effects", "events", "plan", "records"))
-"""Modules of values, which contain nothing that could grow."""
+"""Modules of value types, which contain no containers that grow."""
 
 _PER_LIVE = 4
-"""Entries of one container for each live request, row, worker and front end."""
+"""Entries per container for each live request, row, worker and front end."""
 _ALWAYS = 32
-"""Constant number of further entries of one container."""
+"""Constant number of further entries per container."""
 _LAZY = 96
-"""The same for containers that are cleaned only when many of their entries are void."""
+"""The same for containers that are cleaned only when many of their entries are stale."""
 _TABLE = 128
-"""Entries of a container with one entry for each tenant and size."""
+"""Entries in a container that has one for each tenant and size."""
 _IS_LAZY = frozenset(
     {
         "FairQueue._order",
@@ -43,7 +43,7 @@ _IS_LAZY = frozenset(
 )
 _IS_TABLE = frozenset({"Grammars._failed", "Grammars._unused", "_Ratios.distances", "_Ratios.values"})
 _HAS_OWN_LIMIT = frozenset({"Forecast._admissions", "History._ended", "KeptLogs._logs", "OutputLengths._samples"})
-"""Limits that a simulation does not reach; the content of these containers is not examined."""
+"""Containers with limits that a simulation does not reach. Their contents are not examined."""
 _BY_BLOCK = ("BlockPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.", "_Group.", "_Node.")
 """Containers with at most a few entries for each block of a worker."""
 
@@ -64,7 +64,7 @@ class MemoryIsBounded(Promise):
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         self._num_events += 1
-        # Some containers are cleaned when time passes.
+        # Some containers are cleaned only as time passes.
         if isinstance(event, ev.TimePassed) and self._num_events >= self.world.scenario.check_every:
             self._num_events = 0
             self._check()

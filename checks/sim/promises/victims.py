@@ -11,7 +11,7 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind
 
 _MOST_NOTES = 64
-"""Lines of a story; a longer one may not show the newest preemption."""
+"""Maximum number of lines in a story. A longer one may not show the newest preemption."""
 
 
 class VictimsRankLast(Promise):
@@ -28,9 +28,9 @@ class VictimsRankLast(Promise):
         self._core = watched.core
         self._keys = PolicyKeys(watched)
         self._ranks: dict[Stream, tuple[float, float]] = {}
-        """By stream: the smallest and the largest key that it can have had at its last admission."""
+        """By stream, the smallest and the largest possible key at its last admission."""
         self._urgent: dict[Stream, None] = {}
-        """Requests for which the plan being made preempts others."""
+        """Requests for which the current plan preempts others."""
 
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
         if outcome != "preempted":
@@ -47,7 +47,7 @@ class VictimsRankLast(Promise):
             self._check_last(stream, epoch)
 
     def _cause(self, stream: Stream) -> Stream | None:
-        """Return the request for which a stream was just preempted; None: the story does not show it."""
+        """Return the request for which a stream was just preempted; None if the story does not show it."""
         story = self._core.story(*stream.name)
         if story is None or len(story.notes) >= _MOST_NOTES:
             return None
@@ -60,7 +60,7 @@ class VictimsRankLast(Promise):
         if is_urgent and not same_class:
             raise ViolationError("preempt.class", f"for {by.name}, which is of another class", victim.name)
         if not same_class:
-            return  # ranks of two classes do not compare
+            return  # Ranks in different classes are not comparable.
         first = self._keys.smallest(by) if is_urgent else self._ranks[by][0]
         distance = self._ranks[victim][1] - first
         threshold = self.config.preempt_threshold if is_urgent else 0.0
@@ -96,12 +96,12 @@ class VictimsRankLast(Promise):
                 self._check_room(stream, plan, epoch)
 
     def _check_room(self, stream: Stream, plan: Plan, epoch: Epoch) -> None:
-        """Check that the victims were enough for a request that shares no block."""
+        """Check that the victims released enough blocks for a request that shares no block."""
         model = epoch.model
         if self._shares(stream, epoch):
             return
         needed = -(-stream.num_known // model.block_size)
-        # Rows that run may take blocks of the same plan.
+        # Running rows may take blocks in the same plan.
         left = model.num_unnamed + len(plan.append_rows) + sum(len(each.blocks) for each in plan.admissions)
         if left < needed:
             raise ViolationError("preempt.needless", f"victims leave {left} blocks, it needs {needed}", stream.name)

@@ -13,13 +13,13 @@ class WaitsAreBounded(Promise):
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         self._last_tick = self._regular_since = self.world.now
-        """Time since which time has passed without long breaks: the core measures waits in its own ticks."""
+        """Time since which time has advanced without long gaps, because the core measures waits in its own ticks."""
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         if not isinstance(event, ev.TimePassed):
             return
         now, pace = self.world.now, self.world.scenario.pace
-        # The core notices each when time passes, and acts when it passes again.
+        # The core detects each at one tick and acts at the next.
         patience = 2 * pace.tick + pace.turn
         if now - self._last_tick > patience:
             self._regular_since = now
@@ -45,7 +45,7 @@ class WaitsAreBounded(Promise):
 
 
 class UnusableGrammarsEnd(Promise):
-    """A grammar that no worker can compile ends every request that waits with it."""
+    """A grammar that no worker can compile ends every request that waits for it."""
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         if not isinstance(event, ev.GrammarReported) or not self.cluster.unusable:

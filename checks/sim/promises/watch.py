@@ -81,7 +81,7 @@ class Promises:
                 RefusalsAreNeeded(watched, quotas),
                 WorkPerPlan(watched),
             ]
-        # Most promises override a few hooks, and every hook is called for every event or plan.
+        # Most promises override only a few hooks, but every hook is called for every event or plan.
         self._before = _hooks(promises, "before")
         self._objections = _hooks(promises, "objection")
         self._displaced = _hooks(promises, "displaced")
@@ -103,7 +103,7 @@ class Promises:
             hook(event)
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
-        """Return what contradicts the reason of an end, as far as it depends on more than the stream."""
+        """Return what contradicts the reason for an end, as far as it depends on more than the stream."""
         for hook in self._objections:
             objection: str | None = hook(stream, reason)
             if objection is not None:
@@ -124,7 +124,7 @@ class Promises:
             hook(stream, epoch, effect.outcome)
 
     def _preempted(self, stream: Stream) -> None:
-        """Check that no request is preempted where capacity is guaranteed, nor twice without a new token between."""
+        """Check that no request is preempted if capacity is guaranteed, nor twice without a new token in between."""
         self._world.coverage.limit(Limit.MEMORY)
         if self._world.scenario.config.capacity == "guaranteed_no_evict":
             raise ViolationError("capacity.guaranteed", "preempted", stream.name)

@@ -11,7 +11,7 @@ from records.rules.violation import ViolationError
 from scheduler_svc.core.interface.plan import Plan
 
 _CHANCES = 4
-"""Plans within which a request that could start must have started; a step in flight may still name what it needs."""
+"""Plans within which a request that can start must start. A step in flight may still use the resources it needs."""
 _REFILL_S = 0.02
 """Interval at which the token rates of tenants are examined."""
 
@@ -19,7 +19,7 @@ _REFILL_S = 0.02
 class RowsGoOn(Promise):
     """Every decode row whose reader has credit is in every step, unless it needs a block and no block is free.
 
-    A row with drafts in unanswered steps may wait, because their number of tokens is not known. While a suspect runs
+    A row with drafts in steps without a result may wait, because its number of tokens is unknown. While a suspect runs
     alone, the other rows wait.
     """
 
@@ -58,16 +58,17 @@ class WorkConservation(Promise):
         super().__init__(watched)
         self._eligibility = eligibility
         self._chances: dict[Epoch, dict[Stream | str, tuple[int, float]]] = {}
-        """By worker: the requests that it could have admitted in its last plans, in how many of them, and since when.
+        """By worker, the requests that it could have admitted in its last plans, with the number of plans and the first
+        time.
 
-        A tenant's name represents one of its requests, where its quota does not allow all of them.
+        A tenant's name stands for one of its requests if its quota does not allow all of them.
         """
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if not self.book.waiting or plan.num_tokens + drafts_of(epoch.model) >= most_tokens_of(self, epoch.model):
             self._chances.pop(epoch, None)
         elif (epoch.model.break_even_context or self.config.itl_target_s) and len(plan.chunk_rows):
-            self._chances.pop(epoch, None)  # attention or the target may have taken what is left
+            self._chances.pop(epoch, None)  # Attention or the target may have used the rest of the budget.
         else:
             self._look(epoch, len(plan.admissions))
 
@@ -81,7 +82,7 @@ class WorkConservation(Promise):
         before = self._chances.pop(epoch, {})
         config, now = self.config, self.world.now
         running = next(each.rows_running for each in self.stats().workers if each.worker_id == epoch.worker_id)
-        # A request whose only step was planned has left its row already, but the plan had no other row to give.
+        # A request whose only step was planned has left its row, but the plan had no other row to assign.
         if running + num_admitted >= min(config.max_num_seqs, epoch.model.max_rows):
             return
         busy = running or epoch.in_flight
@@ -101,12 +102,12 @@ class WorkConservation(Promise):
         return count + 1, since
 
     def _admissible(self, epoch: Epoch) -> dict[Stream | str, Stream]:
-        """Return what the worker could admit now, with a request as an example; nothing if memory may be missing."""
+        """Return what the worker could admit now, with an example request; empty if memory may be short."""
         memory = self._eligibility.memory(epoch)
         admissible: dict[Stream | str, Stream] = {}
         rivals: dict[str, Stream] = {}
         held: set[str] = set()
-        """Tenants with a request that has an obstacle of its own: the quota may allow exactly this request."""
+        """Tenants with a request that has its own obstacle. The quota may allow exactly this request."""
         for stream in self.book.waiting:
             obstacle = self._eligibility.obstacle(stream, epoch, memory)
             if obstacle is Obstacle.MEMORY:
