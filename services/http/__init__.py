@@ -9,6 +9,7 @@ streams it. Nothing here generates, queues or limits. In reading order:
   * `schema` and `bodies`: fields of a request body; `identity`: model and request id;
   * `sampling` and `prompts`: body to `GenerateRequest`;
   * `answers`, with `logprobs`: `GenerateResponse` to OpenAI's chunks; `whole_answer`: their sum;
+  * `runner`: runs requests of completions, chat completions, Responses and Messages; `output`: what the last two share;
   * `generation`, `embeddings`, `scoring`, `texts`, `probes`: the endpoints;
   * `errors` and `openapi`: errors in OpenAI's form, and the description of the API.
 """

@@ -1,7 +1,7 @@
 """Converts the generator's messages to OpenAI's chunks.
 
 An `Answer` belongs to one HTTP request, whatever the number of its prompts and choices. It takes every message of every
-stream and returns the resulting chunks. `whole_answer` adds them up for requests that do not stream.
+stream and returns the resulting chunks. A `WholeAnswer` adds them up for requests that do not stream.
 """
 
 import time
@@ -103,7 +103,7 @@ class Answer:
         """Value of the field `object` in a chunk."""
         return "chat.completion.chunk" if self.chat else "text_completion"
 
-    def chunks(self, prompt: int, response: v1.GenerateResponse) -> Iterator[Json]:
+    def events(self, prompt: int, response: v1.GenerateResponse) -> Iterator[Json]:
         """Yield the chunks for a message of one prompt's stream."""
         match response.WhichOneof("event"):
             case "delta":
@@ -121,7 +121,7 @@ class Answer:
                 yield from self._end(prompt, 0, finished)
 
     async def read_prompt(self, prompt: int, event: v1.Prompt, slices: Slices) -> None:
-        """Read the log-probabilities of a prompt, of which there may be very many; call it before `chunks`."""
+        """Read the log-probabilities of a prompt, of which there may be very many; call it before `events`."""
         read, principal = self._read[prompt], CURRENT.get().name
         if self.echo and self.logprobs is not None and event.logprobs:
             read.echo["logprobs"] = joined_steps(await slices.run(principal, self.logprobs.echo_steps(event)))
@@ -142,9 +142,9 @@ class Answer:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
         return usage
 
-    def usage_chunk(self) -> Json:
+    def last(self) -> list[Json]:
         """Return the last chunk of a stream that includes usage."""
-        return {**self._head(), "choices": [], "usage": self.usage()}
+        return [{**self._head(), "choices": [], "usage": self.usage()}] if self.options.include_usage else []
 
     def _head(self) -> Json:
         return {

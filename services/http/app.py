@@ -18,7 +18,6 @@ from services.calls.generation import Generator
 from services.calls.load_reports import LoadReports
 from services.calls.scoring import Scorer
 from services.calls.texts import Texts
-from services.http.chat_run import ChatRunner
 from services.http.console.endpoints import ConsoleEndpoints
 from services.http.console.page import page_routes
 from services.http.cross_origin import CrossOriginPolicy, middleware_of
@@ -31,6 +30,7 @@ from services.http.messages.endpoint import MessagesEndpoints
 from services.http.openapi import PAGE, describe
 from services.http.probes import Families, probe_routes
 from services.http.responses.endpoint import ResponsesEndpoints
+from services.http.runner import Runner
 from services.http.scoring.endpoint import ScoringEndpoints
 from services.http.texts import TextEndpoints
 from shared.ids import draw_request_id
@@ -67,8 +67,8 @@ def make_api(
 ) -> HttpApi:
     """Return the application of one front-end process."""
     endpoints = Endpoints(shares, services.metrics.http_ended, principals)
-    generation = GenerationEndpoints(services, generator)
-    runner = ChatRunner(services, generator)
+    runner = Runner(services, generator)
+    generation = GenerationEndpoints(services, runner)
     responses, messages = ResponsesEndpoints(services, runner, texts), MessagesEndpoints(services, runner, texts)
     embedding = EmbeddingEndpoint(services, embedder)
     scoring = ScoringEndpoints(services, scorer)

@@ -1,8 +1,12 @@
-"""Output of one chat with one choice: its parts, and its end."""
+"""Output of one chat with one choice: its parts, and its end; and what writes it in the form of an API."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from quire.v1 import generation_pb2 as v1
+from services.access.shares import Slices
+
+Json = dict[str, Any]
 
 
 class ChatOutput:
@@ -50,3 +54,36 @@ class ChatOutput:
     def reached_limit(self) -> bool:
         """Whether the output ended because of its maximum length."""
         return self.finished is not None and self.finished.reason == v1.FINISH_REASON_LENGTH
+
+
+class ChatAnswer:
+    """Writer of the output of a chat; the APIs derive classes with their own events. See `runner.ApiAnswer`."""
+
+    def __init__(self, output: ChatOutput) -> None:
+        self.output = output
+        self._begun = False
+
+    def begin_prompt(self, _prompt: int, token_ids: Sequence[int]) -> None:
+        """Record the tokens of the prompt."""
+        self.output.prompt_tokens = len(token_ids)
+
+    async def read_prompt(self, _prompt: int, _event: v1.Prompt, _slices: Slices) -> None:
+        """Ignore the log-probabilities of the prompt, for which these APIs have no field."""
+
+    def events(self, _prompt: int, message: v1.GenerateResponse) -> list[Json]:
+        """Return the events for the generator's next message; the first ones begin the output."""
+        first = [] if self._begun else [*self.begin()]
+        self._begun = True
+        return [*first, *self.write(message)]
+
+    def last(self) -> tuple[Json, ...]:
+        """Return no events: the last message has the end."""
+        return ()
+
+    def begin(self) -> Iterator[Json]:
+        """Yield the events before the output."""
+        raise NotImplementedError
+
+    def write(self, message: v1.GenerateResponse) -> Iterator[Json]:
+        """Yield the events of the generator's next message."""
+        raise NotImplementedError

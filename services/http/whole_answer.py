@@ -1,19 +1,29 @@
 """Answer of a request that does not stream: the sum of the chunks of the streamed form, so both forms agree."""
 
-from services.http.answers import SYSTEM_FINGERPRINT, Answer, Json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from quire.v1 import generation_pb2 as v1
+from services.http.answers import Answer, Json
 
 
-class WholeAnswer:
-    """The sum of an answer's chunks."""
+@dataclass(slots=True, kw_only=True)
+class WholeAnswer(Answer):
+    """An answer that adds up its chunks and has no events."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._choices: dict[int, Json] = {}
+    _sums: dict[int, Json] = field(default_factory=dict)
+    """Sum of the chunks of each choice."""
 
-    def add(self, chunk: Json) -> None:
+    def events(self, prompt: int, response: v1.GenerateResponse) -> Iterator[Json]:
+        """Add the chunks for a message of one prompt's stream."""
+        for chunk in Answer.events(self, prompt, response):
+            self._add(chunk)
+        return iter(())
+
+    def _add(self, chunk: Json) -> None:
         for choice in chunk["choices"]:
             index = choice["index"]
-            whole = self._choices.setdefault(index, {"index": index, "text": "", "logprobs": None, "stop_reason": None})
+            whole = self._sums.setdefault(index, {"index": index, "text": "", "logprobs": None, "stop_reason": None})
             for name, value in choice.items():
                 if name == "delta":
                     _add_delta(whole, value)
@@ -26,18 +36,14 @@ class WholeAnswer:
                 elif value is not None:
                     whole[name] = value
 
-    def result(self) -> Json:
+    def whole(self) -> Json:
         """Return the complete answer."""
-        answer = self._answer
-        choices = [self._choices[index] for index in sorted(self._choices)]
+        choices = [self._sums[index] for index in sorted(self._sums)]
         return {
-            "id": answer.id,
-            "object": "chat.completion" if answer.chat else "text_completion",
-            "created": answer.created,
-            "model": answer.model,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": [_message_choice(choice) if answer.chat else choice for choice in choices],
-            "usage": answer.usage(),
+            **self._head(),
+            "object": "chat.completion" if self.chat else "text_completion",
+            "choices": [_message_choice(choice) if self.chat else choice for choice in choices],
+            "usage": self.usage(),
         }
 
 

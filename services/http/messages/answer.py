@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from quire.v1 import generation_pb2 as v1
-from services.http.output import ChatOutput
+from services.http.output import ChatAnswer, ChatOutput
 
 Json = dict[str, Any]
 
 
-class MessagesAnswer:
+class MessagesAnswer(ChatAnswer):
     """One message: a list of content blocks, each of which begins, grows and ends."""
 
     def __init__(self, message_id: str, model: str, output: ChatOutput) -> None:
+        super().__init__(output)
         self._id = message_id
         self._model = model
-        self.output = output
         self._blocks: list[Json] = []
         self._open = False
         """Whether the last block has not ended."""
@@ -25,13 +25,11 @@ class MessagesAnswer:
         """Text of the last block, or the arguments of its call, while it is open."""
 
     def begin(self) -> Iterator[Json]:
-        """Yield the event before the output."""
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": message | {"usage": self._usage() | {"output_tokens": 0}}}
 
-    def events(self, response: v1.GenerateResponse) -> Iterator[Json]:
-        """Yield the events of the generator's next message."""
-        for part in self.output.take(response):
+    def write(self, message: v1.GenerateResponse) -> Iterator[Json]:
+        for part in self.output.take(message):
             yield from self._piece(part)
         if self.output.finished is not None:
             yield from self._end_block()

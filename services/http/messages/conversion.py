@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from services.http.chat_run import ConvertedChat, options_of
 from services.http.messages.schema import Block, CountTokensBody, MessagesBody, MessagesTool, Turn
+from services.http.runner import ConvertedChat, options_of
 from services.http.schema import ScheduledBody
 from shared.errors import FieldViolation, InvalidRequestError
 

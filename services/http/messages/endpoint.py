@@ -6,19 +6,19 @@ from quire.v1 import generation_pb2 as v1
 from services.calls.context import Services
 from services.calls.texts import Texts
 from services.http.bodies import parse
-from services.http.chat_run import ChatRunner
 from services.http.endpoint import Exchange
 from services.http.identity import choose_request_id
 from services.http.messages.answer import MessagesAnswer
 from services.http.messages.conversion import to_chat
 from services.http.messages.schema import CountTokensBody, MessagesBody
 from services.http.output import ChatOutput
+from services.http.runner import Runner
 
 
 class MessagesEndpoints:
     """Endpoints of the Messages API."""
 
-    def __init__(self, services: Services, runner: ChatRunner, texts: Texts) -> None:
+    def __init__(self, services: Services, runner: Runner, texts: Texts) -> None:
         self._services = services
         self._runner = runner
         self._texts = texts
@@ -31,8 +31,8 @@ class MessagesEndpoints:
         model = self._services.served_model().name
         answer = MessagesAnswer(f"msg_{request_id}", model, ChatOutput(self._services.tokenizer.token_bytes))
         # max_tokens is required, so clients send a number of their own, which may exceed the context of a small model.
-        run = self._runner.run(exchange, prepared, answer, answer.message, stream=body.stream, shorten=True)
-        await exchange.run_until_disconnect(run)
+        whole = None if body.stream else answer.message
+        await self._runner.run(exchange, [prepared], answer, whole=whole, shorten=True)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """Serve `/v1/messages/count_tokens`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.v1 import generation_pb2 as v1
 from services.http.logprobs import Logprobs
-from services.http.output import ChatOutput
+from services.http.output import ChatAnswer, ChatOutput
 from services.http.responses.schema import ResponsesBody, ResponseTool
 from services.http.responses.tools import callable_tools, custom_input
 
@@ -41,7 +41,7 @@ _SUMMARY = _Text(
 """Reasoning of which the client requests a summary. The reasoning itself is the summary: many clients read no other."""
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(ChatAnswer):
     """One response: a list of output items, each of which begins, grows and ends."""
 
     def __init__(
@@ -63,10 +63,10 @@ class ResponsesAnswer:
             logprobs: form of log-probabilities; None: none.
             defaults: sampling defaults of the model.
         """
+        super().__init__(output)
         self._body = body
         self._id = response_id
         self._model = model
-        self.output = output
         self._tools = {tool.function: tool for tool in callable_tools(body.tools)}
         self._logprobs = logprobs
         self._defaults = defaults or {}
@@ -82,12 +82,10 @@ class ResponsesAnswer:
         self._sequence = 0
 
     def begin(self) -> Iterator[Json]:
-        """Yield the events before the output."""
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self.response("in_progress"))
 
-    def events(self, message: v1.GenerateResponse) -> Iterator[Json]:
-        """Yield the events of the generator's next message."""
+    def write(self, message: v1.GenerateResponse) -> Iterator[Json]:
         if self._logprobs is not None and message.HasField("delta"):
             self._scored += self._logprobs.of_chat(message.delta.logprobs)["content"]
         for part in self.output.take(message):

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from services.http.chat_run import ConvertedChat, options_of
 from services.http.responses.schema import (
     AllowedResponseTools,
     InputItem,
@@ -14,6 +13,7 @@ from services.http.responses.schema import (
     ResponseTool,
 )
 from services.http.responses.tools import callable_tools, custom_arguments, function_name
+from services.http.runner import ConvertedChat, options_of
 from services.http.schema import SamplingOptions, ScheduledBody
 from shared.errors import FieldViolation, InvalidRequestError
 

@@ -7,7 +7,6 @@ from services.access.principals import CURRENT
 from services.calls.context import Services
 from services.calls.texts import Texts
 from services.http.bodies import parse
-from services.http.chat_run import ChatRunner
 from services.http.endpoint import Exchange
 from services.http.identity import choose_request_id
 from services.http.logprobs import Logprobs
@@ -17,6 +16,7 @@ from services.http.responses.conversion import Json, to_chat, to_messages
 from services.http.responses.schema import InputItem, ResponsesBody
 from services.http.responses.store import ResponseStore, StoredResponse
 from services.http.responses.stored import events_of, input_items
+from services.http.runner import Runner
 from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
 
 _NOT_STORED = (
@@ -33,7 +33,7 @@ class PreviousResponseError(InvalidRequestError):
 class ResponsesEndpoints:
     """Endpoints of the Responses API."""
 
-    def __init__(self, services: Services, runner: ChatRunner, texts: Texts) -> None:
+    def __init__(self, services: Services, runner: Runner, texts: Texts) -> None:
         self._services = services
         self._runner = runner
         self._texts = texts
@@ -63,8 +63,8 @@ class ResponsesEndpoints:
             before = [*earlier, *to_messages(body.input)]
             self._store.put(principal, StoredResponse(response, [*before, *to_messages(items)], len(before)))
 
-        run = self._runner.run(exchange, prepared, answer, answer.response, stream=body.stream, finished=keep)
-        await exchange.run_until_disconnect(run)
+        whole = None if body.stream else answer.response
+        await self._runner.run(exchange, [prepared], answer, whole=whole, finished=keep)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """Serve POST `/v1/responses/input_tokens`."""

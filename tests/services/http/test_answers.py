@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from quire.v1 import generation_pb2 as v1
-from services.http.answers import Answer
 from services.http.whole_answer import WholeAnswer
 from services.parsers import FAMILIES
 from tests.services.parsed import deltas
@@ -18,15 +17,13 @@ def answer_of(
     output: str, cut: int, read: Any, reason: v1.FinishReason.ValueType, *, reasons: bool = False
 ) -> dict[str, Any]:
     """Return the choice of the whole answer to an output that arrives in two deltas."""
-    answer = Answer(chat=True, id="id", model="m", n=1, prompts=1)
+    answer = WholeAnswer(chat=True, id="id", model="m", n=1, prompts=1)
     answer.begin_prompt(0, [1, 2, 3])
-    whole = WholeAnswer(answer)
     responses = deltas((output[:cut], output[cut:]), read=read, reasons=reasons)
     responses.append(v1.GenerateResponse(finished=v1.Finished(reason=reason)))
     for response in responses:
-        for chunk in answer.chunks(0, response):
-            whole.add(chunk)
-    (choice,) = whole.result()["choices"]
+        answer.events(0, response)
+    (choice,) = answer.whole()["choices"]
     assert isinstance(choice, dict)
     return choice
 

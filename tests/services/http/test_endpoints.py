@@ -198,7 +198,7 @@ def test_cached_tokens_are_given_once_all_prompts_have_ended() -> None:
     details = []
     for prompt, cached in enumerate((3, 4)):
         usage = v1.Usage(prompt_tokens=5, completion_tokens=1, cached_prompt_tokens=cached)
-        list(answer.chunks(prompt, v1.GenerateResponse(finished=v1.Finished(usage=usage))))
+        list(answer.events(prompt, v1.GenerateResponse(finished=v1.Finished(usage=usage))))
         details.append(answer.usage().get("prompt_tokens_details"))
 
     assert details == [None, {"cached_tokens": 7}]

@@ -21,14 +21,14 @@ def offsets_of(tokenizer: Tokenizer, ids: list[int], cuts: list[int], *, echoed:
     logprobs = Logprobs(0, False, token_reader(tokenizer), lambda: make(True))
     answer = Answer(chat=False, id="", model="", n=1, prompts=1, logprobs=logprobs, echo=bool(echoed))
     if echoed:
-        list(answer.chunks(0, v1.GenerateResponse(prompt=v1.Prompt(text=echoed))))
+        list(answer.events(0, v1.GenerateResponse(prompt=v1.Prompt(text=echoed))))
     stream, found, position, sizes = make(True), [], 0, iter(cuts)
     while position < len(ids):
         message = ids[position : position + next(sizes, 1)]
         position += len(message)
         scored = [v1.TokenLogprobs(token=v1.ScoredToken(token_id=each, rank=1)) for each in message]
         delta = v1.Delta(token_ids=message, text=stream.push(message), logprobs=scored)
-        for chunk in answer.chunks(0, v1.GenerateResponse(delta=delta)):
+        for chunk in answer.events(0, v1.GenerateResponse(delta=delta)):
             found += chunk["choices"][0]["logprobs"]["text_offset"]
     return found
 

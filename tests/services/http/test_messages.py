@@ -32,10 +32,10 @@ def answered(text: str, end: v1.Finished, cut: int = 7) -> tuple[list[dict[str, 
     output = ChatOutput(lambda _: b"x")
     output.prompt_tokens = 5
     answer = MessagesAnswer("msg_1", "m", output)
-    events = [*answer.begin()]
+    events: list[dict[str, Any]] = []
     for response in deltas((text[:cut], text[cut:]), [1, 2]):
-        events += answer.events(response)
-    events += answer.events(v1.GenerateResponse(finished=end))
+        events += answer.events(0, response)
+    events += answer.events(0, v1.GenerateResponse(finished=end))
     return events, answer.message()
 
 

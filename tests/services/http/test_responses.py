@@ -35,11 +35,11 @@ def answered(
     output = ChatOutput(lambda _: b"x")
     output.prompt_tokens = 5
     answer = ResponsesAnswer(body(**fields), "resp_1", "m", output)
-    events = [*answer.begin()]
+    events: list[dict[str, Any]] = []
     for message in deltas((text[:cut], text[cut:]), [1, 2]):
-        events += answer.events(message)
+        events += answer.events(0, message)
     usage = v1.Usage(completion_tokens=4, cached_prompt_tokens=2)
-    events += answer.events(v1.GenerateResponse(finished=v1.Finished(reason=reason, usage=usage)))
+    events += answer.events(0, v1.GenerateResponse(finished=v1.Finished(reason=reason, usage=usage)))
     return events, answer.response()
 
 
