@@ -1,4 +1,4 @@
-"""Construction of the parts of the service from the configuration."""
+"""Builds the parts of the service from the configuration."""
 
 import dataclasses
 from pathlib import Path
@@ -16,11 +16,13 @@ from shared.logging import get_logger
 from shared.sockets import Protect
 
 NO_BUDGET = 1 << 24
-"""Token budget without a limit: larger than any worker's own limit, which then applies."""
+"""Effectively unlimited token budget. Each worker's own limit applies."""
 ALL_ROWS = 1 << 16
-"""Limit of running requests that no worker exceeds; its own limit then applies."""
+"""Effectively unlimited number of running requests. Each worker's own limit applies."""
 _MAX_FOLDERS = 16
-"""Folders for the records of schedulers without a port of their own, of which each takes a free one."""
+"""Maximum number of record folders for schedulers without a configured port. Each such scheduler takes a free
+folder.
+"""
 
 
 def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> CoreConfig:

@@ -2,10 +2,10 @@
 
 An endpoint picker routes a request to the service that has most of its prompt in cache. It reads tokens, so this module
 reports blocks of the shared scope only. The prompts of principals and of requests with a scope of their own are never
-reported. A block that several workers hold counts once.
+reported. A block on several workers counts once.
 
-Nothing here changes the core. `observe` reads the rows of a worker after a plan, and `collect` looks for blocks that
-left the caches. Both cost time in proportion to what changed, plus one look at all reported blocks per `collect`.
+This module does not change the core. `observe` reads a worker's rows after a plan, and `collect` finds blocks that left
+the caches. Both take time in proportion to the changes. `collect` also checks all reported blocks once.
 """
 
 from collections import Counter
@@ -25,14 +25,14 @@ class Stored:
 
     keys: tuple[BlockKey, ...]
     parent: BlockKey | None
-    """Key of the block before them; None: they begin a prompt."""
+    """Key of the preceding block; None if the blocks begin a prompt."""
     tokens: tuple[int, ...]
     block_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks that no cache holds any more."""
+    """Blocks that are no longer in any cache."""
 
     keys: tuple[BlockKey, ...]
 
@@ -46,9 +46,9 @@ class _Cache:
 
     worker: Worker
     rows: dict[int, tuple[Request, int]] = field(default_factory=dict)
-    """By row: its request, and the number of its blocks at the last look."""
+    """By row, its request and the number of its blocks at the last check."""
     keys: dict[int, BlockKey] = field(default_factory=dict)
-    """By block: the key under which it was reported."""
+    """By block, the key under which it was reported."""
 
 
 class CacheChanges:
@@ -60,11 +60,11 @@ class CacheChanges:
         """By epoch."""
         self._holders: Counter[BlockKey] = Counter()
         self._stored: dict[BlockKey, Stored] = {}
-        """By key: how the block was reported, alone, in the order of the reports."""
+        """By key, how the single block was reported, in the order of the reports."""
         self._changes: list[Change] = []
 
     def observe(self, worker: Worker, admitted: Iterable[int]) -> None:
-        """Look at the rows of a worker after a plan was made.
+        """Check a worker's rows after a plan was made.
 
         Args:
             worker: the worker.
@@ -108,11 +108,11 @@ class CacheChanges:
         return changes
 
     def present(self) -> Iterator[Change]:
-        """Yield all blocks that are in a cache, for a reader that knows nothing; parents come first."""
+        """Yield all cached blocks for a reader that connects; parents come first."""
         return iter(self._stored.values())
 
     def _look_at_ended(self, known: _Cache) -> None:
-        """Report the blocks of requests that have left their rows: leaving publishes the last ones."""
+        """Report the blocks of requests that have left their rows, because a departure publishes the last blocks."""
         requests = known.worker.rows.requests
         for row, (request, seen) in list(known.rows.items()):
             if requests[row] is not request:
@@ -120,7 +120,7 @@ class CacheChanges:
                 self._look(known, request, seen, len(request.tokens) // known.worker.rows.block_size)
 
     def _look(self, known: _Cache, request: Request, first: int, last: int) -> None:
-        """Report those of a request's blocks from `first` to `last` that the cache holds."""
+        """Report a request's cached blocks from `first` to `last`."""
         size = known.worker.rows.block_size
         joined = request.keys.get(size, b"")[: KEY_BYTES * last]
         blocks = known.worker.pool.cache.match(joined).tolist()
@@ -145,7 +145,7 @@ class CacheChanges:
         self._changes += _joined(self._stored[key] for key in fresh)
 
     def _release(self, known: _Cache, blocks: list[int]) -> list[BlockKey]:
-        """Forget blocks of a cache; return the keys that no cache holds any more."""
+        """Drop blocks of a cache; return the keys that are no longer in any cache."""
         gone = []
         for block in blocks:
             key = known.keys.pop(block, None)

@@ -1,4 +1,4 @@
-"""Operators' questions about the recording of a running service: explanations, and comparisons of strategies.
+"""Operators' questions about a running service's recording: explanations, and comparisons of strategies.
 
 Reading a recording takes seconds, so a short-lived process of low priority does it (`records.answer`). The process gets
 the question as an argument and writes the reply to a file. The loop only starts the process and checks whether it has
@@ -24,7 +24,7 @@ from shared.errors import OverloadedError, QuireError, UnsupportedMethodError
 
 _MAX_WAITING = 8
 _MAX_S = 55.0
-"""Longest time from a question to its reply, s; a little less than the front end waits for it."""
+"""Maximum time from a question to its reply in seconds, slightly less than the front end's timeout."""
 
 _FAILED = (
     "record: reading it took too long or failed; ask for fewer minutes, try again when the machine is less busy, or see"
@@ -49,11 +49,11 @@ class _Process:
     output: IO[bytes]
     is_killed: bool = False
     is_wanted: bool = True
-    """Whether its caller still waits."""
+    """Whether the caller still waits."""
 
 
 class LiveExplanations:
-    """The questions about one record; one at a time is answered."""
+    """Questions about one record, which are answered one at a time."""
 
     def __init__(self, folder: Path | None) -> None:
         """Create without questions; `folder` is where the record is, or None if there is none."""
@@ -63,11 +63,11 @@ class LiveExplanations:
 
     @staticmethod
     def asked(request: link_pb2.OperatorRequest) -> bool:
-        """Return whether an operator asks for an explanation or a comparison."""
+        """Return whether an operator requests an explanation or a comparison."""
         return request.HasField("call") and any(request.call.Is(each.DESCRIPTOR) for each in _QUESTIONS)
 
     def ask(self, peer: Peer, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply | None:
-        """Take a question; return a reply only if it is refused."""
+        """Accept a question; return a reply only if it is refused."""
         try:
             if self._folder is None:
                 raise UnsupportedMethodError("explain: the scheduler keeps no record; start it with --record-dir")
@@ -79,7 +79,7 @@ class LiveExplanations:
         return None
 
     def replies(self, now: float) -> list[tuple[Peer, link_pb2.OperatorReply]]:
-        """Return the replies that have become ready, and begin with the next question."""
+        """Return the replies that have become ready, and start the next question."""
         found = []
         process = self._process
         if process is not None and process.child.poll() is not None:
@@ -97,11 +97,11 @@ class LiveExplanations:
         return found
 
     def end(self, peer: Peer, numbers: Iterable[int]) -> None:
-        """Drop questions of a front end whose callers have left."""
+        """Drop a front end's questions whose callers have left."""
         self._drop({(peer, number) for number in numbers}.__contains__)
 
     def forget(self, peer: Peer) -> None:
-        """Drop all questions of a front end that is lost."""
+        """Drop all questions from a lost front end."""
         self._drop(lambda key: key[0] == peer)
 
     def _drop(self, is_dropped: Callable[[tuple[Peer, int]], bool]) -> None:
@@ -112,7 +112,7 @@ class LiveExplanations:
             _kill(process)
 
     def close(self) -> None:
-        """End the process that reads."""
+        """Terminate the process that reads."""
         if self._process is not None:
             self._process.child.kill()
             self._process.child.wait()
@@ -120,7 +120,7 @@ class LiveExplanations:
     def _start(self, question: _Question, now: float) -> _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "records.answer", str(self._folder)]
-        # A moment, and not a duration: on a busy machine it takes long until the process has loaded its modules.
+        # A point in time and not a duration, because on a busy machine the process takes long to load its modules.
         ends_at = time.monotonic() + question.ends_at - now
         command += [base64.b64encode(question.payload).decode(), f"{ends_at:.1f}"]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
@@ -128,14 +128,14 @@ class LiveExplanations:
 
 
 def _kill(process: _Process) -> None:
-    """Kill a process. It may take a while to end, for example while it waits for the disk; the loop does not wait."""
+    """Kill a process without waiting for it. It may take a while to exit, for example while it waits for the disk."""
     if not process.is_killed:
         process.child.kill()
         process.is_killed = True
 
 
 def _reply(process: _Process) -> link_pb2.OperatorReply:
-    """Return what a process that has ended has written; an error if it was killed or has failed."""
+    """Return what the exited process has written, or an error if it was killed or has failed."""
     process.output.seek(0)
     written = process.output.read()
     process.output.close()

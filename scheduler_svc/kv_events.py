@@ -2,8 +2,8 @@
 
 A publishing socket connects to the endpoint picker's SUB socket. A message has three frames: the topic
 `kv@FRONTEND@MODEL`, a number of 8 bytes that grows by one (big-endian), and a batch in msgpack. Every front end of the
-cell is an endpoint to an endpoint picker, so each gets the same events under its own name. For a new front end, and for
-all of them when an endpoint picker subscribes, the events begin anew: AllBlocksCleared, then all blocks that are there.
+cell is an endpoint to an endpoint picker, so each gets the same events under its own name. The events start over for a
+new front end, and for all front ends when an endpoint picker subscribes: AllBlocksCleared, then all cached blocks.
 Hashes are the last 8 bytes of the block's key.
 """
 
@@ -17,12 +17,12 @@ from scheduler_svc.cache_changes import CacheChanges, Change, Stored
 from shared.prefix_keys import BlockKey
 
 MEDIUM = "GPU"
-"""Name of the tier in events: the worker's own memory, also where that is a CPU's."""
+"""Tier name in events: the worker's own memory, even on a CPU."""
 _HASH_BYTES = 8
 _SUBSCRIBED = b"\x01"
-"""First byte of the message that tells of a subscription."""
+"""First byte of a subscription message."""
 _MAX_QUEUED = 10_000
-"""Messages that wait for a slow or absent endpoint picker; later ones are lost, as with vLLM."""
+"""Maximum number of messages queued for a slow or absent endpoint picker. Later ones are lost, as in vLLM."""
 
 
 class KvEvents:
@@ -32,8 +32,8 @@ class KvEvents:
         """Connect to an endpoint picker; it may start later.
 
         Args:
-            context: of the scheduler's sockets.
-            address: of the endpoint picker's SUB socket.
+            context: ZeroMQ context of the scheduler's sockets.
+            address: address of the endpoint picker's SUB socket.
         """
         self.changes = CacheChanges()
         # It reports every subscription, so that an endpoint picker that reconnects gets all blocks.

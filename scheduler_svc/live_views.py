@@ -1,11 +1,11 @@
 """Live views: the recorded steps, streamed in parts to operators who watch.
 
-The recorder's thread makes the parts; the loop passes them on at its ticks, with the present load. A front end that
-does not keep up gets no part: the steps in it are counted, and the next part has the number of dropped steps. Without
-views, no part is made.
+The recorder's thread makes the parts; the loop passes them on at its ticks, with the present load. A slow front end
+gets no part. Its steps are counted, and the next part contains the number of dropped steps. Without views, no part is
+made.
 
-The queues and the KV blocks belong to the core. So the loop itself takes a bounded snapshot of them, twice per second
-and only for views that asked.
+The queues and the KV blocks belong to the core. So the loop itself takes a bounded snapshot of them twice per second,
+only for views that requested it.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ _SLACK_S = 0.05
 @dataclass(slots=True)
 class _View:
     tables: bool = False
-    """Whether it gets the queues and the blocks."""
+    """Whether the view includes the queues and the blocks."""
     dropped: int = 0
     """Steps that were dropped since the last part."""
 
@@ -76,7 +76,7 @@ class LiveViews:
         return request.HasField("call") and request.call.Is(admin.WatchStepsRequest.DESCRIPTOR)
 
     def ask(self, peer: Peer, request: link_pb2.OperatorRequest) -> link_pb2.OperatorReply:
-        """Begin a view; return the reply that it has begun, or why not."""
+        """Begin a view; return the reply, which is a confirmation or an error."""
         try:
             asked = admin.WatchStepsRequest.FromString(request.call.value)
             if self._recorder is None:
@@ -107,7 +107,7 @@ class LiveViews:
         self._stop_if_idle()
 
     def publish(self, now: float) -> None:
-        """Pass on what the recorder has made since the last call."""
+        """Forward the parts that the recorder has made since the last call."""
         if not self._views or self._recorder is None:
             return
         if self._recorder.views_failed:
@@ -120,7 +120,7 @@ class LiveViews:
             for (peer, number), view in self._views.items():
                 response = data
                 if view.dropped:
-                    # Messages that are joined are merged; a number replaces the one before.
+                    # Concatenated messages are merged. A number replaces the previous one.
                     dropped = part.dropped_steps + view.dropped
                     response += admin.WatchStepsResponse(dropped_steps=dropped).SerializeToString()
                 message = link_pb2.View(number=number, response=response, steps=steps + view.dropped)
@@ -128,7 +128,7 @@ class LiveViews:
         self._publish_tables(now)
 
     def _publish_tables(self, now: float) -> None:
-        """Send a snapshot to the views that asked, if it is time; the next one replaces one that is dropped."""
+        """Send a snapshot to the views that requested it, if it is due. The next one replaces a dropped one."""
         if now < self._tables_due - _SLACK_S:
             return
         asking = [key for key, view in self._views.items() if view.tables]
@@ -143,7 +143,7 @@ class LiveViews:
             self._frontends.offer(peer, link_pb2.View(number=number, response=data))
 
     def _fail_all(self) -> None:
-        """End all views with an error; a view that is asked for later begins anew."""
+        """End all views with an error. A view requested later starts over."""
         for peer, number in self._views:
             error = NotReadyError("watch: the view failed; see the scheduler's log, and watch again")
             self._frontends.outgoing(peer).add_reply(error_reply(number, error))

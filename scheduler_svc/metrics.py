@@ -50,7 +50,7 @@ class SchedulerMetrics:
         self.malformed_frames = 0
         self.workers_joined = 0
         self.workers_lost = 0
-        """Those that did not say goodbye."""
+        """Workers lost without a goodbye."""
         self.model = ""
         """Name of the served model; "" before a worker has joined."""
         registry = self._registry = Registry()
@@ -183,7 +183,7 @@ def _recorder_families(stats: RecorderStats) -> list[link_pb2.MetricFamily]:
 
 
 def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.MetricFamily]:
-    """Return one family for each metric, with the values of all workers."""
+    """Return one family per metric, with the values for all workers."""
     single: tuple[tuple[names.Metric, Callable[[WorkerStats], int]], ...] = (
         (names.BATCH_ROWS, lambda w: w.rows_running),
         (names.BATCH_ROW_LIMIT, lambda w: w.rows_total),

@@ -1,8 +1,4 @@
-"""Operator API: answers the calls of `quire.admin.v1`, which front ends forward without decoding.
-
-`Operator` has one case per call. An error of a call travels in the reply, and the front end raises it. Long lists are
-cut to fit into a frame.
-"""
+"""Operator API: handles `quire.admin.v1` calls, which front ends forward without decoding."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -50,7 +46,7 @@ log = get_logger()
 
 
 class Operator:
-    """Answers operator requests from the state of the core; changes it through events only."""
+    """Handles operator requests from the core's state. Changes the core through events only."""
 
     def __init__(
         self,
@@ -74,7 +70,7 @@ class Operator:
         self._settings = settings
 
     def reply(self, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply:
-        """Carry out a request and return the reply to it."""
+        """Execute a request and return its reply."""
         reply = link_pb2.OperatorReply(number=request.number)
         try:
             if request.HasField("cancel_requests"):
@@ -213,5 +209,5 @@ def _story(story: Story, now: float) -> admin.Story:
 
 
 def _ago(moment: float, now: float) -> int:
-    """Return how long ago a moment was, nanoseconds."""
+    """Return how long ago a time was, in nanoseconds."""
     return int(max(now - moment, 0.0) * 1e9)

@@ -1,9 +1,10 @@
 """The present limit of the service in one sentence: what holds it back now, what would help, and who waits.
 
-A pure function from the core's pressure. It reads the reason that the planner noted for each worker, as explanations of
-requests do, and has its remedies from the same module.
+The module is a pure function of the core's pressure. Like request explanations, it reads the reason that the planner
+noted for each worker, and uses the same remedies.
 
-Most waiting requests decide: if more of them wait for their tenant's limit than for a row, the limit is the tenant's.
+The majority of waiting requests decides. If more of them wait for their tenant's limit than for a row, the tenant's
+limit is reported.
 """
 
 import enum
@@ -15,7 +16,7 @@ from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.lifecycle.pressure import Pressure, WorkerPressure
 
 _MUCH_MEMORY = 0.8
-"""Share of the KV memory from which on more rows would soon lack memory."""
+"""Share of the KV memory above which more rows would soon lack memory."""
 _SAFE_MEMORY = 0.9
 """Share of the KV memory that an estimate of possible rows may fill."""
 
@@ -38,7 +39,7 @@ class LimitKind(enum.Enum):
     BATCH = "batch"
     ALONE = "suspect"
     NONE = "none"
-    """Requests have just arrived, or run without a limit that is worth a word."""
+    """Requests have just arrived, or run without a notable limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Limit:
     remedy: str
     """Remedy; empty if none is needed."""
     waits: str
-    """Who waits, and for how long; empty if no request waits."""
+    """Which requests wait, and for how long; empty if none waits."""
 
     @property
     def sentence(self) -> str:
@@ -64,7 +65,7 @@ def present_limit(found: Pressure, itl_s: float = 0.0) -> Limit:
 
     Args:
         found: the pressure on the service.
-        itl_s: the present time between two tokens of a request, s; 0: not known.
+        itl_s: the present time between two tokens of a request, s; 0 if unknown.
     """
     kind = _kind(found)
     state, remedy = _words(kind, found, itl_s)
@@ -83,7 +84,7 @@ def _kind(found: Pressure) -> LimitKind:
 
 
 def _groups(found: Pressure) -> "Counter[WaitReason]":
-    """Return the waiting requests by what they lack, both limits of tenants together; on a tie, the first wins."""
+    """Return the waiting requests by what they lack, with both tenant limits combined. On a tie, the first wins."""
     groups: Counter[WaitReason] = Counter({WaitReason.TURN: found.lacking[WaitReason.TURN]})
     for reason, count in found.lacking.items():
         if reason is not WaitReason.TURN:
@@ -92,7 +93,7 @@ def _groups(found: Pressure) -> "Counter[WaitReason]":
 
 
 def _queue_kind(found: Pressure) -> LimitKind:
-    """Return what holds back the requests that compete for workers: the reason of most workers."""
+    """Return what holds back the requests that compete for workers, by majority over the workers."""
     open_ones = [each for each in found.workers if not each.draining]
     obstacles = Counter(each.obstacle for each in open_ones if each.obstacle is not None)
     if not obstacles:

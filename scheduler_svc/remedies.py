@@ -23,6 +23,6 @@ ALONE = "see the workers' logs: workers died while they computed these requests,
 
 
 def tenant(name: str, setting: str) -> str:
-    """Return what helps a tenant that is at its own limit."""
+    """Return what helps a tenant that has reached its limit."""
     whose = f"tenant {name!r}" if name else "the tenant"
     return f"raise {setting} of {whose} in the admission file, or spread its requests over time"

@@ -1,8 +1,8 @@
 """Scheduler service: one loop around the core.
 
 Each turn reads all frames that have arrived, advances the core's clock, plans for every worker whose plan is due, and
-sends the results of the turn. Sockets are drained before deadlines are checked, so that answers that wait in the
-socket's buffer after a pause do not count as missing. Only the poll blocks.
+sends the results of the turn. Sockets are drained before deadlines are checked, so that results in the socket's buffer
+after a pause do not count as missing. Only the poll blocks.
 """
 
 import math
@@ -40,9 +40,9 @@ from shared.telemetry import Telemetry
 from shared.versions import UnsupportedVersionError
 
 RECEIVING_S = 0.004
-"""Longest time to read frames of one socket before the other socket and planning."""
+"""Maximum time to read frames from one socket before reading the other socket and planning."""
 PLANNING_S = 0.008
-"""Longest time to make plans before the sockets are read again; the current plan is completed."""
+"""Maximum time to make plans before the sockets are read again. The current plan is completed."""
 IDLE_INTERVAL_S = 0.5
 """Interval of pings and of polls of the worker processes while no request is live."""
 SHUTDOWN_FLUSH_S = 1.0
@@ -54,7 +54,7 @@ _FAULTS = {
     ef.EndReason.POISON,
     ef.EndReason.STALLED,
 }
-"""End reasons that are logged here. The front end logs every end; under overload there are thousands of refusals."""
+"""End reasons that are logged here. The front end logs every end, and an overload causes thousands of refusals."""
 
 log = get_logger()
 
@@ -115,14 +115,14 @@ class SchedulerService:
         """Unreachable workers and the reasons; dropped in the next turn, unless their Goodbye is read before."""
         self._stopping = False
         self._log_level = ""
-        """Log level that an operator has set; empty: none."""
+        """Log level set by an operator; empty for none."""
 
     def stop(self) -> None:
         """Make `run` return after the current turn."""
         self._stopping = True
 
     def run(self) -> None:
-        """Serve until `stop`; then live requests are left to the front ends, or end with SHUTDOWN."""
+        """Serve until `stop`. Then live requests are left to the front ends, or end with SHUTDOWN."""
         sockets = (self._workers.socket, self._frontends.socket)
         descriptors: tuple[int, ...] = ()
         if self._journal is not None:
@@ -141,7 +141,7 @@ class SchedulerService:
             self._apply(ev.ShutdownRequested(), now)
         if self._journal is not None:
             self._journal.close()
-        # Computed tokens are still sent to their clients, before the record's end is written.
+        # Send computed tokens to their clients before writing the end of the record.
         self._frontends.drain(SHUTDOWN_FLUSH_S)
         if self._recorder is not None:
             self._recorder.close()
@@ -156,14 +156,14 @@ class SchedulerService:
         self._workers.close()
         if self._kv_events is not None:
             self._kv_events.close()
-        # Frames that were just flushed are still being sent.
+        # The frames just flushed are still being sent.
         self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
         if self._allowed is not None:
             self._allowed.close()
         self._context.term()
 
     def _wake_at(self) -> float:
-        # Also plans that became due during the last turn.
+        # Include plans that became due during the last turn.
         due = self._core.next_plan_due(self._planned_at)
         wake_at = min(self._tick_at(), self._look_at())
         return wake_at if due is None else min(wake_at, due)
@@ -235,7 +235,7 @@ class SchedulerService:
         match event:
             case ev.WorkerHello():
                 self._gone.pop(peer, None)
-                self._tracing.worker_lost(peer, now)  # after a new Hello the worker does not answer earlier plans
+                self._tracing.worker_lost(peer, now)  # After a new Hello the worker sends no results for earlier plans.
                 self._metrics.workers_joined += 1
                 self._workers.add(peer, event.worker_id, now, process=event.process)
             case ev.WorkerLost():
@@ -308,7 +308,7 @@ class SchedulerService:
         self._metrics.workers_lost += worker_id is not None and not orderly
         self._workers.forget(peer, reason, orderly=orderly)
         self._tracing.worker_lost(peer, now)
-        # Another process may use its name by now.
+        # Another process may use the worker's name by now.
         if worker_id is not None and not self._workers.knows(worker_id):
             self._metrics.forget_worker(worker_id)
 
@@ -337,7 +337,7 @@ class SchedulerService:
             log.warning("invalid submission refused", request_id=refusal.request_id, error=refusal.message)
         self._carry_out([*incoming.refused], now)
         if incoming.hello or incoming.report is not None:
-            # The state also answers every report, as a heartbeat of the core.
+            # The state is also sent in response to every report, as a heartbeat of the core.
             self._frontends.outgoing(peer).set_state(self._core.service_state(), self._log_level)
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
@@ -356,7 +356,7 @@ class SchedulerService:
             self._lose_frontend(peer, "goodbye", now, orderly=True)
 
     def _operate(self, peer: ev.Peer, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply | None:
-        """Carry out an operator's request; return None if the reply follows later."""
+        """Handle an operator request; return None if the reply follows later."""
         if LiveExplanations.asked(request):
             return self._explanations.ask(peer, request, now)
         if LiveViews.asked(request):
@@ -372,7 +372,7 @@ class SchedulerService:
         before = set_level(level)
         log.info("log level", level=level, before=before)
         self._workers.set_log_level(level)
-        self._ticked_at = -math.inf  # send pings in this turn, before the answer and any later plan
+        self._ticked_at = -math.inf  # Send pings in this turn, before the response and any later plan.
         for outgoing in self._frontends.everyone():
             outgoing.set_state(self._core.service_state(), level)
         return before

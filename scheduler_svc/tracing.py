@@ -27,7 +27,7 @@ from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_tracepar
 StreamKey = tuple[Peer, int]
 
 _ROUNDING = 1e-9
-"""Tolerance for sums of shares: ten times 0.1 must reach 1."""
+"""Tolerance for sums of shares, because ten times 0.1 must reach 1."""
 
 
 _OUTCOMES = {
@@ -45,11 +45,13 @@ class Placement:
 
     queued: float
     admitted: float | None = None
-    """End of the wait; None: it ended while it waited."""
+    """End of the wait; None if the request ended while it waited."""
     prefilled: float | None = None
-    """Time of the request's first token; None: it was not in this attempt."""
+    """Time of the request's first token; None if it was not in this attempt."""
     has_prefill: bool = True
-    """Whether the attempt began before the request's first token; the history has no end of later prefills."""
+    """Whether the attempt began before the request's first token. The history does not contain the ends of later
+    prefills.
+    """
     ended: float = 0.0
     outcome: str = ""
     worker_id: str = ""
@@ -61,7 +63,7 @@ def placements(notes: Iterable[Note], outcome: str, now: float) -> list[Placemen
     Args:
         notes: its history.
         outcome: its end reason.
-        now: the time, which ends what the history does not end.
+        now: the time, at which open waits and attempts end.
     """
     found: list[Placement] = []
     is_open = has_token = False
@@ -108,7 +110,8 @@ class SchedulerTracing:
             trace_steps: share of the steps with a traced request that get a span, from 0 to 1.
         """
         self._trace_steps = trace_steps
-        # Grows by the share with each such step; a step is traced when it reaches 1. Starts at 1: the first is traced.
+        # Each such step adds the share, and a step is traced when the sum reaches 1. Starts at 1, so that the first is
+        # traced.
         self._step_share = 1.0
         self._exports = telemetry.exports
         self._tracer = telemetry.tracer

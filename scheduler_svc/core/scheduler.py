@@ -4,9 +4,9 @@
 
 * `registry` owns the requests and `fleet` owns the workers;
 * `delivery` distributes tokens to front ends;
-* `planner` decides what a step holds, and `results` applies its answer.
+* `planner` decides the contents of a step, and `results` applies its result.
 
-Nothing here reads a clock or a socket. The caller passes the time in and carries the effects out.
+The core reads no clock or socket. The caller passes the time and executes the effects.
 """
 
 from collections.abc import Mapping
@@ -57,9 +57,9 @@ class Scheduler:
     Args:
         config: limits and policies.
         incarnation: a random 64-bit number that no earlier core had.
-        facts: gets everything that decisions learn from token ids; None: it is computed and used as it is.
-        notes: receives every note of every request's history and of every queue, in order; the caller empties it. None:
-            not wanted.
+        facts: computes what decisions need to know about token ids; None for the default.
+        notes: receives every note of every request's history and of every queue, in order; the caller empties it. None
+            if not needed.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class Scheduler:
     # ---------------------------------------------------------------- the two entry points
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
-        """Apply one event and return the effects to carry out, in order."""
+        """Apply one event and return the effects to execute, in order."""
         self.tidy()
         self._fleet.time_passes(now)
         getattr(self, self._HANDLERS[type(event)])(event, now)
         return self._take_effects()
 
     def plan(self, peer: ev.Peer, now: float) -> tuple[Plan | None, list[Effect]]:
-        """Return the next plan for a worker, and the effects of planning to carry out before it is sent.
+        """Return the next plan for a worker, and the effects to execute before it is sent.
 
         The plan is None if there is nothing to do, if it is too early, or if enough plans are in flight. Effects are,
         for example, the end of a request that can never run. Call `tidy` after sending the plan.
@@ -117,7 +117,7 @@ class Scheduler:
         return due is not None and due <= now + EARLY_S
 
     def _plan(self, worker: Worker, now: float) -> Plan | None:
-        """Make a plan, and apply what it means for the requests."""
+        """Make a plan, and apply its consequences to the requests."""
         requests, backlog = self._requests, self._requests.backlog
         outcome = Planner(
             worker,
@@ -154,10 +154,11 @@ class Scheduler:
         return outcome.plan
 
     def tidy(self) -> None:
-        """Do the work that the last plan did not need, so that the worker does not wait for it.
+        """Do the deferred work of the last plan, so that the worker does not wait for it.
 
         Requests whose last step was planned leave their rows, which publishes their blocks. Cached blocks that the next
-        plan may need are evicted. The moment of the call changes no result: the next event or plan calls it first.
+        plan may need are evicted. The time of the call does not affect results, because the next event or plan calls it
+        first.
         """
         while self._untidy:
             worker, rows = self._untidy.pop()
@@ -177,7 +178,7 @@ class Scheduler:
         return not len(self._requests)
 
     def next_plan_due(self, now: float) -> float | None:
-        """Return the next time after `now` at which a plan becomes due without any event."""
+        """Return the next time after `now` at which a plan becomes due without an event."""
         return self._schedule.next_due(now)
 
     def due_workers(self, now: float) -> list[ev.Peer]:
@@ -199,7 +200,7 @@ class Scheduler:
         return {worker.epoch for worker in self._fleet}
 
     def stats(self) -> SchedulerStats:
-        """Return the numbers for metrics."""
+        """Return the metrics."""
         self.tidy()
         return SchedulerStats(
             block_size=self._announced.block_size,
@@ -213,17 +214,17 @@ class Scheduler:
         )
 
     def pressure(self, now: float) -> Pressure:
-        """Return what presses on the service at this moment."""
+        """Return the current pressure on the service."""
         self.tidy()
         return pressure(self._fleet, self._requests, self._config, now)
 
     def tables(self) -> Tables:
-        """Return the queues and the KV blocks at this moment."""
+        """Return the current queues and KV blocks."""
         self.tidy()
         return tables(self._fleet, self._requests.backlog, self._requests)
 
     def story(self, frontend: ev.Peer, stream: int) -> Story | None:
-        """Return the history of a stream's request, live or ended recently; None: it is not known."""
+        """Return the history of a stream's request, live or ended recently; None if unknown."""
         return self._requests.story(frontend, stream)
 
     def stories(self, request_id: str) -> list[Story]:
@@ -231,12 +232,12 @@ class Scheduler:
         return self._requests.stories(request_id)
 
     def requests(self, most: int) -> list[RequestStats]:
-        """Return the numbers of at most `most` live requests, in order of arrival."""
+        """Return the metrics of at most `most` live requests, in order of arrival."""
         self.tidy()
         return self._requests.stats(most)
 
     def knows(self, identity: bytes) -> bool:
-        """Return whether a request with this identity is live, or its log is kept."""
+        """Return whether a request with this identity is live or has a retained log."""
         return self._requests.identified.knows(identity)
 
     def cancelling(self, request_id: str) -> list[ev.Event]:
@@ -307,7 +308,7 @@ class Scheduler:
         if reason is not None:
             self._effects.append(WorkerRefused(worker=event.worker, reason=reason))
         else:
-            # A process that cannot serve replaces no worker, even if it uses the name of one.
+            # A process that cannot serve replaces no worker, even if it uses a worker's name.
             replaced = self._fleet.named(event.worker_id)
             if replaced is not None:
                 self._lose(replaced, f"a worker of its name connected: {event.reason.value}", now, fatal=not survived)
@@ -339,7 +340,7 @@ class Scheduler:
         left_behind = self._fleet.leave(worker, now)
         self._requests.doubt_grammars()
         self._schedule.remove(worker)
-        # First, because `displace` puts suspects into a queue of their own.
+        # First, because `displace` puts suspects into their own queue.
         rejected = (
             self._quarantine.worker_lost(worker.worker_id, requests_in_flight, alone=is_alone, now=now) if fatal else []
         )
@@ -436,7 +437,7 @@ class Scheduler:
         for request in settled.prefilled:
             self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))
         if settled.failed:
-            # Handle failures before other requests leave their rows: rows that got a token prove that their blocks are
+            # Handle failures before other requests leave their rows. Rows that got a token prove that their blocks are
             # sound.
             self._rows_failed(worker, settled, now)
         for request, token in settled.stopped:
@@ -444,7 +445,7 @@ class Scheduler:
         for request in settled.at_limit:
             self._at_limit(worker, request, now)
         for row in settled.ending:
-            # Another request of the step may have ended for this one, or its row failed.
+            # Another request in the step may have been ended because of this one, or its row failed.
             if worker.rows.state[row] != FREE:
                 self._requests.last_step_planned(worker.vacate(row))
         for request, values in settled.embedded:
@@ -492,7 +493,7 @@ class Scheduler:
         worker.pool.distrust(verdict.invalid)
 
     def _compute_again(self, worker: Worker, failed: FailedRequest, now: float, *, alone: bool) -> None:
-        """Requeue a request that failed on KV of other requests; with `alone`, it shares no KV any more."""
+        """Requeue a request that failed because of other requests' KV; with `alone`, it shares no KV any more."""
         request = failed.request
         if request.state is RequestState.FINISHED:
             return
@@ -521,7 +522,7 @@ class Scheduler:
         self._fleet_changed(now)
 
     def _fleet_changed(self, now: float) -> None:
-        """Tell front ends about a changed service, and update the set of workers that take requests."""
+        """Report a changed service to front ends, and update the set of workers that accept requests."""
         self._requests.backlog.fleet_changed(self._fleet, now)
         self._placement.set_fleet([worker for worker in self._fleet if not worker.draining])
         # Stranded requests may have a worker now.
@@ -578,4 +579,6 @@ class Scheduler:
         ev.TimePassed: "_time_passed",
         ev.ShutdownRequested: "_shutdown_requested",
     }
-    """Names of the methods, which keeps a core free of references to functions: its snapshot is plain data."""
+    """Method names instead of functions, because a core without references to functions can be snapshotted as plain
+    data.
+    """

@@ -21,12 +21,12 @@ from shared.logging import get_logger
 from shared.sockets import Protect, SendOutcome, bind_router, send_to
 
 MAX_BACKLOG = 64 << 20
-"""Longest backlog of a front end in bytes. Tokens alone cannot reach it, because streams have credit."""
+"""Maximum backlog of a front end in bytes. Tokens alone cannot reach it, because streams have credit."""
 
 MAX_VIEW_BYTES = 4 << 20
-"""Most bytes of live views that a front end gets between two of its frames; it sends one about every second."""
+"""Maximum bytes of live views that a front end gets between two of its frames, which arrive about once per second."""
 _MAX_VIEW_BACKLOG = 1 << 20
-"""Backlog in bytes from which on a front end gets no parts of live views."""
+"""Backlog in bytes above which a front end gets no live views."""
 
 _MAX_REFUSED = 64
 
@@ -84,12 +84,15 @@ class FrontendHub:
         return True
 
     def send_unknown(self, peer: ev.Peer) -> None:
-        """Ask an unknown front end to send Hello and to submit its requests again."""
+        """Ask an unknown front end to send Hello and to resubmit its requests."""
         message = link_pb2.CoreMessage(incarnation=self._incarnation, unknown=True)
         send_to(self.socket, peer, message.SerializeToString())
 
     def refuse(self, peer: ev.Peer, reason: str) -> None:
-        """Refuse a front end without a common protocol version; log it once, although the front end retries."""
+        """Refuse a front end without a common protocol version.
+
+        The refusal is logged once, although the front end retries.
+        """
         name = peer.decode(errors="replace").partition("/")[0]
         if self._refused.get(name) != reason:
             self._refused[name] = reason
@@ -100,7 +103,7 @@ class FrontendHub:
         send_to(self.socket, peer, message.SerializeToString())
 
     def outgoing(self, peer: ev.Peer) -> Outgoing:
-        """Return the messages for `peer` of this turn; a throw-away object if the front end is disconnected."""
+        """Return this turn's messages for `peer`, or a throw-away object if the front end is disconnected."""
         frontend = self._frontends.get(peer)
         if frontend is None:
             return Outgoing()
@@ -118,7 +121,7 @@ class FrontendHub:
             yield peer.decode(errors="replace").partition("/")[0]
 
     def offer(self, peer: ev.Peer, view: link_pb2.View) -> bool:
-        """Add a part of a live view to the messages for `peer`; return False if it does not keep up."""
+        """Add a part of a live view to the messages for `peer`; return False if the front end does not keep up."""
         frontend = self._frontends.get(peer)
         size = len(view.response)
         if (
@@ -180,7 +183,7 @@ class FrontendHub:
             write(frontend=peer.decode(errors="replace"), reason=reason)
 
     def drain(self, seconds: float) -> None:
-        """Send the remaining backlogs for up to `seconds`; called before the process ends."""
+        """Send the remaining backlogs for up to `seconds`, before the process exits."""
         end = time.monotonic() + seconds
         while not self.flush() and any(f.backlog for f in self._frontends.values()) and time.monotonic() < end:
             time.sleep(0.01)

@@ -65,11 +65,11 @@ class Incoming:
     request_reports: list[link_pb2.RequestReport] = field(default_factory=list)
     """Measurements of finished calls by the front end."""
     traced: list[link_pb2.TracedStream] = field(default_factory=list)
-    """Ended streams whose spans the front end wants."""
+    """Ended streams for which the front end requests spans."""
     ended_orders: tuple[int, ...] = ()
     """Numbers of operator requests whose callers have left."""
     goodbye: bool = False
-    """Whether this is the last frame of a front end that shuts down."""
+    """Whether this is the last frame from a front end that shuts down."""
 
 
 def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
@@ -197,7 +197,7 @@ class Outgoing:
     _message: link_pb2.CoreMessage = field(default_factory=link_pb2.CoreMessage)
     _tokens: list[ef.TokensReady] = field(default_factory=list)
     _has_counts: bool = False
-    """Whether a stream has several tokens of one step."""
+    """Whether a stream has several tokens from one step."""
 
     def add_tokens(self, effect: ef.TokensReady) -> None:
         """Add new tokens of streams."""
@@ -217,7 +217,7 @@ class Outgoing:
         )
 
     def add_resume(self, effect: ef.ResumeAnswered) -> None:
-        """Add the log of a request that a client resumes; without it, if it does not fit into a frame."""
+        """Add a resumed request's log, or no log if it does not fit into a frame."""
         reply = self._message.resume_replies.add(number=effect.number, not_found=effect.log is None)
         if effect.log is None:
             return
@@ -259,7 +259,7 @@ class Outgoing:
         self._message.protocol_version = version
 
     def set_snapshot(self, request: int, families: Iterable[link_pb2.MetricFamily]) -> None:
-        """Set the answer to a snapshot request: as many metric families as fit into a frame."""
+        """Set the response to a snapshot request, with as many metric families as fit into a frame."""
         self._message.snapshot.CopyFrom(link_pb2.Snapshot(request=request, families=fitting(families)))
 
     def add_reply(self, reply: link_pb2.OperatorReply) -> None:
@@ -276,7 +276,7 @@ class Outgoing:
             FrameTooLargeError: a part does not fit into a frame.
         """
         self._message.incarnation = incarnation
-        # The entries of two steps of one stream stay in order, because the reader appends them one by one.
+        # Entries from two steps of one stream stay in order, because the reader appends them one by one.
         streams, first_indices, tokens = (
             b"".join([to_column(getattr(effect, name)) for effect in self._tokens]) for name in _TOKEN_COLUMNS
         )
@@ -290,7 +290,7 @@ class Outgoing:
     def _split(self, incarnation: int) -> list[bytes]:
         """Encode several frames: log-probabilities before their tokens, ends after the tokens."""
         whole = self._message
-        # One entry per token can be cut anywhere.
+        # A list with one entry per token can be split anywhere.
         each = [effect.each() for effect in self._tokens]
         streams = b"".join([to_column(column) for column, _ in each])
         first_indices = b"".join([to_column(column) for _, column in each])

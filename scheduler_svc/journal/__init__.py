@@ -3,9 +3,9 @@
 The core decides which requests to keep, and for how long (`LogBegun`, `LogEnded`, `LogDropped`). The service passes
 these effects and the tokens to the journal, which appends them to a file before the turn's messages are sent to front
 ends. A client therefore never has a token that the journal lacks. After a restart the next scheduler reads the journal
-and gives the requests to the core for `Resume`. A request is computed again only when its client resumes it.
+and passes the requests to the core for `Resume`. A request is recomputed only when its client resumes it.
 
-* `book`: the state that a sequence of batches describes. Writer and reader share this code, so they agree.
+* `book`: the state that a sequence of batches describes. Writer and reader share this code.
 * `segments`: files with batches as frames; detects incomplete frames.
 * `syncer`: flushes files to the disk (fsync) in its own thread.
 * `recovery`: reads the journal of an earlier process.

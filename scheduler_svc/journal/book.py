@@ -82,7 +82,7 @@ class Entry:
 
 
 class Book:
-    """Entries by number, in the order in which they were last written as a whole, oldest first."""
+    """Entries by number, ordered by the time when each was last written completely, oldest first."""
 
     def __init__(self) -> None:
         # An OrderedDict, because finding the first entry of a dict skips all removed entries before it.

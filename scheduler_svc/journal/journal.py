@@ -35,9 +35,9 @@ from shared.logging import get_logger
 
 FSYNC_MODES = ("none", "interval", "step")
 _SEGMENTS = 8
-"""Approximate number of segments of a full journal."""
+"""Approximate number of segments in a full journal."""
 _AGAIN_BYTES = 256 << 10
-"""Most bytes of entries that one commit writes again."""
+"""Maximum number of bytes that one commit rewrites."""
 _RETRY_S = 5.0
 _MAX_NUMBER = 0x7FFFFFFF
 
@@ -112,7 +112,7 @@ class Journal:
             self._model = ""
             self._clear()
             self._doomed: deque[tuple[int, int]] = deque()
-            """(position, segment): segments to delete when the disk has all data up to the position."""
+            """(position, segment): segments to delete when all data up to the position is on disk."""
             self._retry_at = 0.0
             self._file: SegmentFile | None = None
             """The newest segment; None after a failed write."""
@@ -150,7 +150,7 @@ class Journal:
         return self._file is not None
 
     def of_other_models(self, fingerprint: str) -> tuple[bytes, ...]:
-        """Return the identities of requests that are not live and belong to another model."""
+        """Return the identities of ended requests that belong to another model."""
         return tuple(
             entry.submission.identity
             for entry in self._book
@@ -160,7 +160,7 @@ class Journal:
     # ---------------------------------------------------------------- effects
 
     def note(self, effect: ef.Effect) -> None:
-        """Note an effect of the core; call with all effects, in order."""
+        """Record an effect of the core. Call with all effects, in order."""
         match effect:
             case ef.TokensReady():
                 streams = self._streams.get(effect.frontend)

@@ -1,8 +1,8 @@
 """Syncer: flushes files to the disk (fsync) in its own thread, so that the scheduler's loop does not wait.
 
 All data written before an fsync starts is on the disk when it returns. In each round the thread takes the newest
-position, syncs, and publishes that position. Data written meanwhile waits for the next round. This is a group commit:
-the slower the disk, the more data one sync covers.
+position, syncs, and stores that position. Data written meanwhile waits for the next round. This is a group commit: the
+slower the disk, the more data one sync covers.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class Syncer:
                 self.failure = self.failure or failure
                 if self.failure is None:
                     self.synced = position
-            with contextlib.suppress(BlockingIOError):  # the pipe is full of pending bytes; another one is not needed
+            with contextlib.suppress(BlockingIOError):  # The pipe is full of pending bytes. Another one is not needed.
                 os.write(self._wake, b"1")
             with self._condition:
                 self._condition.wait_for(lambda: self._ending, self._interval_s)

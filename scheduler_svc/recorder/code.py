@@ -1,4 +1,4 @@
-"""Identity of the core's code: the same code makes the same plans from the same record."""
+"""Identity of the core's code. The same code makes the same plans from the same record."""
 
 import hashlib
 from functools import cache

@@ -20,7 +20,7 @@ from shared.request_spec import RequestSpec
 
 
 class Encoder:
-    """Encoder of one core's tape; it knows what is live, so that it can begin a segment at any time."""
+    """Encoder for one core's tape. It tracks live requests, so that it can begin a segment at any time."""
 
     def __init__(self, tagger: Tagger, *, with_tokens: bool) -> None:
         self._tagger = tagger
@@ -34,7 +34,7 @@ class Encoder:
         self.num_entries = 0
         """Entries since the core began."""
         self.view: StepView | None = None
-        """Gets the plans and answers while somebody watches; an error of its own ends it."""
+        """Receives plans and results while an operator watches. An error in it ends the view."""
         self.view_error: Exception | None = None
 
     def begin(self, now: float) -> pb.Opening:
@@ -109,16 +109,16 @@ class Encoder:
                     self._workers[effect.worker].is_gone = True
 
     def take(self) -> pb.Batch:
-        """Return the batch since the last call."""
+        """Return the batch collected since the last call."""
         batch, self._batch = self._batch, pb.Batch()
         return batch
 
     def show_load(self, now: float) -> None:
-        """Give the view the live requests and the rows."""
+        """Pass the live requests and the rows to the view."""
         self._give(self._show_load, now)
 
     def _give(self, show: Callable[..., None], *arguments: Any) -> None:
-        """Call a function with the view, if there is one. An error ends the view, so that the recording goes on."""
+        """Call a function with the view, if there is one. An error ends the view, so that the recording continues."""
         if self.view is None:
             return
         try:
@@ -132,7 +132,7 @@ class Encoder:
         view.add_load(now, rows, live)
 
     def _show_call(self, view: StepView, item: Planned | Handled) -> None:
-        """Give a view a call that has been encoded."""
+        """Show an encoded call to a view."""
         if isinstance(item, Planned):
             if item.plan is not None:
                 worker = self._workers[item.plan.worker]
@@ -153,7 +153,7 @@ class Encoder:
                 view.ended(effect, item.now)
 
     def _show_lost(self, view: StepView, event: ev.WorkerLost, now: float) -> None:
-        """Give a view the loss of a worker, which is dropped when it has been encoded."""
+        """Show the loss of a worker to a view. The encoder has dropped the worker."""
         worker = self._workers.get(event.worker)
         if worker is not None:
             view.lost(event.worker, worker.hello.worker_id, event.reason, now)
@@ -161,7 +161,7 @@ class Encoder:
     def _note(self, note: Note) -> None:
         message = self._entry(note.time).note
         _fill(message, self._peer(note.frontend), note.stream)
-        # The message of an end may quote the request.
+        # The message at the end may quote the request.
         text = note.text.partition(" (")[0] if note.kind is NoteKind.ENDED and not self._with_tokens else note.text
         message.kind, message.text = note.kind.value, text
         if note.by is not None:
@@ -285,7 +285,7 @@ class Encoder:
 
     def _step_done(self, message: pb.StepDone, event: ev.StepDone, timings: plan_pb2.StepTimings | None) -> None:
         message.worker = self._peer(event.worker)
-        # A stranger's values are differences to nothing.
+        # An unknown worker has no earlier values to encode differences to.
         worker = self._workers.get(event.worker) or WorkerState(_STRANGER)
         write_answer(message, event, timings, worker, with_tokens=self._with_tokens)
 
@@ -308,7 +308,7 @@ class Encoder:
         if event.total_deadline is not None:
             message.total_deadline = event.total_deadline
         key = (event.frontend, event.stream)
-        if key not in self._live:  # of a request that is submitted twice, the core keeps the first
+        if key not in self._live:  # Of a request that is submitted twice, the core keeps the first.
             live = self._live[key] = pb.RequestArrived()
             live.CopyFrom(message)
             live.arrival = now

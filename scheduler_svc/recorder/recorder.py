@@ -1,14 +1,14 @@
 """Recorder: the thread that writes the tape of a core into the ring of segments.
 
-The loop only appends to the tape. The thread wakes twice per second, encodes what is there, and writes one frame,
-so a killed process loses less than a second. When a segment is full, the loop forks a process that has the core's state
-as of one moment and writes it at its leisure; the thread copies it into the new segment. A fork takes milliseconds, or
-more if the state is large. Once a fork was too long, a segment that begins while requests are live has no snapshot; the
-next one begins as soon as the core is idle.
+The loop only appends to the tape. The thread wakes twice per second, encodes what is there, and writes one frame, so a
+killed process loses less than a second. When a segment is full, the loop forks a process that has a consistent copy of
+the core's state and writes it out. The thread copies that output into the new segment. A fork takes milliseconds, or
+more if the state is large. After a fork that was too long, segments that begin while requests are live have no
+snapshot. The next segment then begins as soon as the core is idle.
 
-Trouble never reaches the service. While the disk refuses writes, calls are encoded and discarded, and a new segment is
-tried every minute. If the thread falls too far behind, recording ends until the next start. An error in a live view
-ends the live views, and never the recording.
+Recorder failures never affect the service. While writes to disk fail, calls are encoded and discarded, and a new
+segment is tried every minute. If the thread falls too far behind, recording ends until the next start. An error in a
+live view ends the live views, and never the recording.
 """
 
 import contextlib
@@ -42,30 +42,30 @@ from scheduler_svc.recorder.tape import Cut, Item, Reported, Tape
 from shared.logging import get_logger
 
 INTERVAL_S = 0.5
-"""Time between two frames: a killed process loses less than a second, and few frames cost little."""
+"""Time between two frames, in seconds. A killed process loses less than a second, and few frames cost little."""
 _WATCHED_INTERVAL_S = 0.2
-"""The same while somebody watches."""
+"""The same while an operator watches."""
 _SNAPSHOT_INTERVAL_S = 0.02
 """The same while a snapshot is being copied."""
 _RETRY_S = 60.0
 _MAX_BEHIND = 200_000
-"""Items on the tape from which on the thread is too slow."""
+"""Number of items on the tape above which the thread is too slow."""
 _BATCH_ITEMS = 2_000
-"""Most items in one frame: bounds the size of a frame and of one serialisation."""
+"""Maximum number of items per frame. It bounds the frame's size and the time to serialise it."""
 _MAX_FORK_S = 0.02
-"""CPU time of a fork from which on forks wait until the core is idle."""
+"""CPU time of a fork above which forks wait until the core is idle."""
 _MAX_PARTS = 64
-"""Parts of live views that may wait for the loop."""
+"""Maximum number of live view parts that wait for the loop."""
 _PIPE_BYTES = 1 << 20
 _SNAPSHOT_S = 120
-"""Longest time that a snapshot may take."""
+"""Timeout for a snapshot."""
 
 log = get_logger()
 
 
 @dataclass(slots=True)
 class RecorderStats:
-    """Numbers of a recorder for metrics."""
+    """Recorder metrics."""
 
     writes: bool = True
     """Whether calls reach the disk."""
@@ -74,11 +74,11 @@ class RecorderStats:
     entries: int = 0
     """Entries written."""
     failures: int = 0
-    """Writes that failed, and times that the thread fell behind."""
+    """Failed writes, and times that the thread fell behind."""
     snapshots: int = 0
     """Snapshots begun."""
     longest_fork_s: float = 0.0
-    """Longest time for which a snapshot has stopped the loop."""
+    """Longest pause of the loop for a snapshot."""
 
 
 class Recorder:
@@ -125,9 +125,9 @@ class Recorder:
         self._retry_at = 0.0
         self._wants_cut = False
         self._cut_asked = True
-        """Whether a segment is due that has not begun; only the thread uses it."""
+        """Whether a segment is due that has not begun. Only the thread uses it."""
         self._full_at = self._ring.segment_bytes
-        """Size of the segment at which the next begins; a snapshot does not count."""
+        """Size of the segment, without its snapshot, at which the next one begins."""
         self._snapshot_pid, self._snapshot_pipe = 0, -1
         self._fork_s = 0.0
         """CPU time of the last fork."""
@@ -141,7 +141,7 @@ class Recorder:
         self._parts: deque[admin.WatchStepsResponse] = deque()
         self._view_errors = 0
         self._dropped_steps = 0
-        """Steps that were left out of live views since the last part."""
+        """Steps omitted from live views since the last part."""
         self._ending = threading.Event()
         self.tape.cut(clock())
         self._is_fresh = True
@@ -166,7 +166,7 @@ class Recorder:
         self.tape.append(Reported(frontend, report, now))
 
     def watch(self, is_on: bool) -> None:
-        """Begin or end to make parts of live views."""
+        """Start or stop making live view parts."""
         if is_on and not self._is_watched:
             self.views_failed = False
         self._is_watched = is_on
@@ -233,7 +233,7 @@ class Recorder:
         if self._is_watched is (encoder.view is None) and not (self._is_watched and self.views_failed):
             encoder.view = StepView(self._unix_offset_ns, self.numbers) if self._is_watched else None
             self._parts.clear()
-        # What comes meanwhile is for the next round, so that a busy loop cannot keep a segment open.
+        # Calls that arrive meanwhile are for the next round, so that a busy loop cannot keep a segment open.
         pending = len(tape)
         while pending:
             items: list[Item] = []
@@ -266,7 +266,7 @@ class Recorder:
             self._cut_asked = self._wants_cut = True
 
     def _show(self) -> None:
-        """Hand a part of the live views to the loop, or drop it if the loop does not take them."""
+        """Pass a live view part to the loop, or drop it if the loop does not take parts."""
         encoder = self._encoder
         if encoder.view_error is not None:
             error, encoder.view_error = encoder.view_error, None
@@ -332,7 +332,7 @@ class Recorder:
             log.warning("flight recorder: not recording; the service goes on", reason=reason, then=then)
 
     def _copy_snapshot(self) -> None:
-        """Copy what the snapshot's process has written into the segment."""
+        """Copy the snapshot process's output into the segment."""
         while select.select([self._snapshot_pipe], [], [], 0)[0]:
             part = os.read(self._snapshot_pipe, _PIPE_BYTES)
             if part:
@@ -351,7 +351,7 @@ class Recorder:
             return
 
     def _forget_snapshot(self) -> None:
-        """End the process of a snapshot that is not needed any more."""
+        """Kill the process of a snapshot that is no longer needed."""
         if self._snapshot_pipe >= 0:
             os.close(self._snapshot_pipe)
             with contextlib.suppress(ProcessLookupError, ChildProcessError):

@@ -1,7 +1,7 @@
 """Segments of the flight record, and the ring of them in a folder.
 
-The payloads of one segment are one compressed stream, so a damaged frame ends what can be read of its segment. The
-frames after it could not be understood anyway: their values are differences to earlier ones.
+The payloads of one segment form one compressed stream, so nothing after a damaged frame can be read. Later frames would
+be useless anyway, because their values are differences from earlier ones.
 """
 
 import zlib
@@ -22,11 +22,11 @@ _LEVEL = 1
 _MAX_BATCH = 1 << 28
 """Largest batch that a reader decompresses, bytes."""
 _MAX_SEGMENT_BYTES = 8 << 20
-"""Reading 8 MiB takes about 20 s of a core: a comparison of the last minutes reads at least the newest segment."""
+"""Reading 8 MiB takes about 20 s of CPU time, and a comparison of recent minutes reads at least the newest segment."""
 
 
 class UnreadableRecordError(ValueError):
-    """A file is not a record, or of a newer version."""
+    """A file is not a record, or has a newer version."""
 
 
 class SegmentWriter:
@@ -70,7 +70,7 @@ class SegmentReader:
 
     path: Path
     left_out: int = 0
-    """After `batches` has ended: bytes at the end of the file that are no complete frame."""
+    """Bytes at the end of the file that are not a complete frame; valid after `batches` has finished."""
 
     def batches(self) -> Iterator[pb.Batch]:
         """Yield the batches up to the first incomplete or damaged frame.
@@ -80,7 +80,7 @@ class SegmentReader:
         """
         data = self.path.read_bytes()
         if len(data) < len(_HEADER) and _HEADER.startswith(data):
-            # Its writer was killed, or the disk was full.
+            # The writer was killed, or the disk was full.
             self.left_out = len(data)
             return
         if data[: len(_HEADER) - 1] != _HEADER[:-1]:
@@ -115,12 +115,12 @@ class Ring:
 
     @property
     def segment_bytes(self) -> int:
-        """Size from which on a new segment begins: the ring holds at least eight."""
+        """Size at which a new segment begins. The ring contains at least eight segments."""
         return min(self._max_bytes // 8, _MAX_SEGMENT_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all segments, without the one being written."""
+        """Bytes in all segments except the one being written."""
         return sum(self._sizes.values())
 
     def begin(self, previous: SegmentWriter | None) -> SegmentWriter:
@@ -128,7 +128,7 @@ class Ring:
         if previous is not None:
             previous.close()
         if self._current is not None and self._current.exists():
-            # Also a segment whose last write failed needs its room.
+            # A segment whose last write failed also takes space.
             self._sizes[self._current] = self._current.stat().st_size
         self.make_room(2 * self.segment_bytes)
         number, file = self._folder.begin()
@@ -136,7 +136,7 @@ class Ring:
         return SegmentWriter(file)
 
     def make_room(self, num_bytes: int) -> None:
-        """Delete the oldest segments until so many bytes have room in addition to the closed ones."""
+        """Delete the oldest segments until this many bytes fit in addition to the closed ones."""
         while self._sizes and self.num_bytes + num_bytes > self._max_bytes:
             oldest = next(iter(self._sizes))
             oldest.unlink(missing_ok=True)
@@ -148,5 +148,5 @@ class Ring:
 
 
 def paths(place: Path) -> list[Path]:
-    """Return the segments of a folder, oldest first; or the given file."""
+    """Return a folder's segments, oldest first, or the given file."""
     return files(place, SUFFIX) if place.is_dir() else [place]

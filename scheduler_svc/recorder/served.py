@@ -9,7 +9,7 @@ from scheduler_svc.core.interface.records import EndReason, Peer
 
 _SERVED = frozenset({EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH, EndReason.EMBEDDED})
 _MAX_SAMPLES = 4096
-"""Most samples of one interval; later ones are not counted in its quantiles."""
+"""Maximum number of samples per interval. Later ones are missing in its quantiles."""
 
 Key = tuple[Peer, int]
 
@@ -23,7 +23,7 @@ class _Live:
 
 
 class Served:
-    """Numbers of service since the last call of `take`; all times are those of the core's clock, s."""
+    """Service metrics since the last call of `take`. All times are on the core's clock, in seconds."""
 
     def __init__(self) -> None:
         self._live: dict[Key, _Live] = {}
@@ -64,8 +64,8 @@ class Served:
         Args:
             num_prompt: tokens of prompts that it computed.
             num_outputs: tokens that it generated.
-            num_again: those of them that were not the first ones of their requests.
-            gap_s: time since the end of the worker's step before; 0: there was none.
+            num_again: number of these tokens that were not the first of their requests.
+            gap_s: time since the end of the worker's previous step; 0 without one.
         """
         self._rates.prompt_tokens += num_prompt
         self._rates.output_tokens += num_outputs

@@ -1,11 +1,11 @@
 """Snapshot: the state of a core as JSON, from which an equal core can be made.
 
 The state is a graph of plain values and of objects of the core's own classes. Every object is written once, by number,
-so that shared objects stay shared. Only classes of the core are made again, and none of their code runs, so a file from
-elsewhere can do no harm. A snapshot fits the code that wrote it.
+so that shared objects stay shared. Only core classes are instantiated, and none of their code runs, so an untrusted
+file is harmless. A snapshot is compatible only with the code that wrote it.
 
 Without token ids, everything that came from text is replaced as in the record: token ids and opaque bytes by zeros,
-secrets by tags. Bytes of which this module does not know what they are become zeros.
+secrets by tags. Bytes of unknown meaning become zeros.
 """
 
 import array
@@ -29,7 +29,7 @@ from shared.request_spec import RequestSpec
 
 _PACKAGES = ("scheduler_svc.core.", "shared.request_spec")
 _DENSE = 1 << 16
-"""Arrays with more elements are written by their elements that are not zero."""
+"""Arrays with more elements are stored sparsely."""
 _MAX_STATE = 1 << 31
 _LISTS: dict[str, Any] = {"list": list, "set": set, "deque": deque}
 _DICTS: dict[str, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "default": dict}
@@ -51,7 +51,7 @@ _KEY_CLASSES = {"PrefixDirectory"}
 _GRAMMARS = {("Request", "grammar_key")}
 _GRAMMAR_CLASSES = {"Grammars", "Backlog", "Holding", "_Group", "_GrammarTurns", "RequestRegistry"}
 _TEXTS = {"text", "reason", "message"}
-"""Fields for operators that may quote a request."""
+"""Operator texts that may quote a request."""
 _IDENTITIES = {("IdentifiedRequests", "_live"), ("KeptLogs", "_logs")}
 """Bytes by (class, field) of the object that holds them, directly or in containers."""
 
@@ -73,7 +73,7 @@ def load(data: bytes, facts: TokenFacts) -> Scheduler:
     """Return a core with the state of a snapshot, which asks `facts` about tokens.
 
     Raises:
-        SnapshotError: the snapshot does not fit this code.
+        SnapshotError: the snapshot is incompatible with this code.
     """
     try:
         core = _Reader(json.loads(zlib.decompressobj().decompress(data, _MAX_STATE)), facts).read()
@@ -256,7 +256,7 @@ class _Reader:
         self._is_made = [False] * len(nodes)
 
     def read(self) -> Any:
-        # First the shells of everything that can change, then the contents, which may refer to each other.
+        # First create all mutable objects empty, then fill them, because contents may refer to each other.
         for number, node in enumerate(self._nodes):
             kind = node[0]
             if kind in _LISTS:

@@ -1,7 +1,7 @@
-"""Composition of the steps for live views, made by the recorder's thread while somebody watches.
+"""Live view of the steps, built by the recorder's thread while an operator watches.
 
-The recorder's encoder knows which request occupies each row, so a view can begin at any time. Nothing here runs in the
-scheduler's loop, and nothing without watchers.
+The recorder's encoder knows which request occupies each row, so a view can begin at any time. No code here runs in the
+scheduler's loop, or without watchers.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class Row(Protocol):
     frontend: Peer
     stream: int
     prefill_left: int
-    """Tokens of its prompt that no plan holds yet."""
+    """Prompt tokens that are not planned yet."""
     held: bool
 
 
@@ -49,7 +49,7 @@ class About:
 
 
 class RequestNumbers:
-    """The numbers that stand for requests in all live views of one scheduler. Two threads may ask for them."""
+    """Numbers that identify requests in all live views of one scheduler. Two threads may use it."""
 
     def __init__(self) -> None:
         self._frontends: dict[Peer, int] = {}
@@ -73,13 +73,13 @@ class _Worker:
     worker_id: str
     clock: WorkerClock = field(default_factory=WorkerClock)
     plans: dict[int, tuple[admin.WatchedStep, float]] = field(default_factory=dict)
-    """Steps without an answer, with the times of their plans."""
+    """Steps without a result, with the times of their plans."""
     end: float = 0.0
     """End of the last step, core time."""
     decodes: tuple[list[int], list[int]] | None = None
-    """Rows that decode and their requests; None: the rows have changed."""
+    """Rows that decode and their requests; None if the rows have changed."""
     waiting: tuple[list[int], list[int]] = ([], [])
-    """Rows that take no part and their requests, with `decodes`."""
+    """Paused rows and their requests, valid together with `decodes`."""
 
 
 class StepView:
@@ -100,7 +100,7 @@ class StepView:
         self._served = Served()
 
     def planned(self, plan: Plan, worker_id: str, rows: Mapping[int, Row], now: float) -> None:
-        """Take a plan; `rows` are the worker's rows after it."""
+        """Show a plan; `rows` are the worker's rows after it."""
         worker = self._workers.get(plan.worker)
         if worker is None or worker.worker_id != worker_id:
             worker = self._workers[plan.worker] = _Worker(worker_id)
@@ -112,7 +112,7 @@ class StepView:
                 step.prefill_requests.append(self._number(rows[row]))
                 step.prefill_tokens.append(length)
         if len(plan.leaves) or plan.admissions or len(plan.holds) or len(plan.releases) or worker.decodes is None:
-            # Rows with a chunk decode from the next step on, if it was their last one.
+            # After their last chunk, rows decode from the next step on.
             decoding = [row for row, each in rows.items() if each.prefill_left <= 0 and not each.held]
             left_out = set(chunks)
             decoding = [row for row in decoding if row not in left_out]
@@ -133,7 +133,7 @@ class StepView:
             self._name(rows[admission.row], about)
 
     def answered(self, done: ev.StepDone, timings: plan_pb2.StepTimings | None, now: float) -> None:
-        """Take the answer to a plan: its step is complete."""
+        """Show the result of a plan, which completes its step."""
         worker = self._workers.get(done.worker)
         step, planned = worker.plans.pop(done.step, (None, 0.0)) if worker is not None else (None, 0.0)
         if worker is None or step is None:
@@ -161,28 +161,28 @@ class StepView:
         self._part.steps.append(step)
 
     def joined(self, peer: Peer, worker_id: str, now: float) -> None:
-        """Take the greeting of a worker."""
+        """Show the hello of a worker."""
         self._workers.pop(peer, None)
         self._incident(admin.Incident.KIND_WORKER_JOINED, now, worker_id=worker_id)
 
     def lost(self, peer: Peer, worker_id: str, reason: str, now: float) -> None:
-        """Forget a worker."""
+        """Drop a lost worker."""
         self._workers.pop(peer, None)
         self._incident(admin.Incident.KIND_WORKER_LOST, now, worker_id=worker_id, detail=reason)
 
     def arrived(self, event: RequestArrived, now: float) -> None:
-        """Take the arrival of a request."""
+        """Show the arrival of a request."""
         self._served.arrived((event.frontend, event.stream), now, event.ttft_deadline, event.total_deadline)
 
     def noted(self, note: Note, request_id: str) -> None:
-        """Take a line of a request's history."""
+        """Show a line of a request's history."""
         if note.kind is NoteKind.FIRST_TOKEN:
             self._served.first_token((note.frontend, note.stream), note.time)
         elif note.kind in (NoteKind.PREEMPTED, NoteKind.SWAPPED):
             self._incident(admin.Incident.KIND_PREEMPTED, note.time, request_id=request_id, detail=note.text)
 
     def ended(self, end: RequestEnded, now: float) -> None:
-        """Take the end of a request."""
+        """Show the end of a request."""
         self._served.ended((end.frontend, end.stream), end.reason, now)
         if end.reason is EndReason.POISON:
             self._incident(admin.Incident.KIND_POISON, now, request_id=end.request_id)
@@ -195,7 +195,7 @@ class StepView:
         return now >= self._load_due
 
     def add_load(self, now: float, rows: Iterable[Row], live: Mapping[Key, About]) -> None:
-        """Add what is shown once per second.
+        """Add the load, which is shown once per second.
 
         Args:
             now: time of the core's clock.
@@ -218,7 +218,7 @@ class StepView:
         load.rates.CopyFrom(self._served.take(now))
 
     def take(self) -> admin.WatchStepsResponse | None:
-        """Return what was collected since the last call; None if there is nothing."""
+        """Return the parts collected since the last call; None if there are none."""
         if not (self._part.steps or self._part.incidents or self._part.HasField("load")):
             return None
         part, self._part = self._part, admin.WatchStepsResponse()

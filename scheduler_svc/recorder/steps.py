@@ -1,4 +1,4 @@
-"""Plans and answers of workers as entries of a record: as differences to the ones before."""
+"""Encoding of plans and step results in a record, as differences from the previous ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(slots=True)
 class WorkerState:
-    """A worker as of its last plan and answer."""
+    """A worker's state after its last plan and result."""
 
     hello: ev.WorkerHello
     epoch: int = 0
@@ -38,17 +38,17 @@ class WorkerState:
     answered_step: int = 0
     num_decodes: int = 0
     answered_rows: bytes = b""
-    """Column of the rows of its last answer."""
+    """Column of the rows in its last result."""
     received_us: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
     obstacle: str = ""
-    """The reason of its last queue note; empty: none."""
+    """Reason in its last queue note; empty for none."""
     is_gone: bool = False
-    """Whether the core has dropped it; its late messages may follow."""
+    """Whether the core has dropped it. Late messages may still arrive."""
 
 
 def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Callable[[Peer], int]) -> None:
-    """Write a plan as differences to the worker's plan before.
+    """Write a plan as differences from the worker's previous plan.
 
     Args:
         message: the message; its worker is set.
@@ -122,11 +122,11 @@ def write_answer(
     *,
     with_tokens: bool,
 ) -> None:
-    """Write an answer as differences to the worker's answer before.
+    """Write a result as differences from the worker's previous result.
 
     Args:
         message: the message; its worker is set.
-        answer: the answer.
+        answer: the result.
         timings: the timings of the step, if known.
         worker: the state of the worker, which is changed by the answer.
         with_tokens: whether the record holds tokens.
@@ -197,7 +197,7 @@ def _add_timings(message: pb.Timings, worker: WorkerState, timings: plan_pb2.Ste
 
 
 def _differences(values: IndexArray) -> bytes:
-    """Return the column of the first value, and of the difference of every other one to the value before it."""
+    """Return a column of the first value, followed by the differences between consecutive values."""
     column = values.astype(np.int32)
     column[1:] -= values[:-1]
     return column.tobytes()
@@ -209,5 +209,5 @@ def _add_copies(into: Any, copies: Sequence[BlockCopy]) -> None:
 
 
 def _signed(number: int) -> int:
-    """Return a row or a generation as 32 bits with a sign. A faulty worker may send any 32 bits."""
+    """Return a row or a generation as a signed 32-bit number. A faulty worker may send any 32 bits."""
     return number - (1 << 32) if number >= 1 << 31 else number

@@ -3,8 +3,8 @@
 Equal values have equal tags, and nothing else can be learnt from a tag without the key. The key is drawn when the
 scheduler starts, is never written, and dies with the process. A replay uses the tags in place of the values.
 
-Where the size of a value counts, as for a block key or a grammar, the tag is padded with zeros or cut to that size. Two
-grammars of three bytes, the shortest ones with a choice of text, have equal tags in one of 16 million pairs.
+Where the size of a value matters, as for a block key or a grammar, the tag is zero-padded or truncated to that size.
+Two three-byte grammars, the shortest that can differ, have equal tags in one of 16 million pairs.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from shared.prefix_keys import KEY_BYTES
 
 TAG_BYTES = 6
-"""Size of a tag. Only tags of blocks after one common prefix are compared, so a collision is very unlikely."""
+"""Size of a tag. Only tags of blocks after a common prefix are compared, so a collision is very unlikely."""
 _MAX_GRAMMARS = 1 << 14
 
 
@@ -24,7 +24,7 @@ class Tagger:
     def __init__(self, key: bytes | None = None) -> None:
         self._hash = hashlib.blake2b(digest_size=TAG_BYTES, key=key if key is not None else os.urandom(32))
         self._grammar_sizes: OrderedDict[bytes, int] = OrderedDict()
-        """By SHA-256, the key of a grammar in the core: its size. The newest ones."""
+        """Grammar sizes by SHA-256, which is the grammar's key in the core. Only recent ones are kept."""
 
     def tag(self, value: bytes) -> bytes:
         """Return the tag of a value; empty for an empty value."""
@@ -36,7 +36,7 @@ class Tagger:
 
     def tag_keys(self, keys: bytes) -> bytes:
         """Return the joined tags of joined block keys."""
-        # As `tag`, without a call for each: a request has dozens of keys.
+        # Same as `tag`, but without a call per key, because a request has dozens.
         new, tags = self._hash.copy, []
         for start in range(0, len(keys), KEY_BYTES):
             hasher = new()
@@ -45,7 +45,7 @@ class Tagger:
         return b"".join(tags)
 
     def grammar_tag(self, grammar: bytes) -> bytes:
-        """Return the tag of a grammar, which is that of its key; empty for none."""
+        """Return a grammar's tag, which is its key's tag; empty for none."""
         if not grammar:
             return b""
         key = hashlib.sha256(grammar).digest()
@@ -56,18 +56,18 @@ class Tagger:
         return self.tag(key)
 
     def grammar_key(self, key: bytes) -> bytes:
-        """Return the key that a replay's core computes for the grammar with a key."""
+        """Return the key that a replaying core computes for the grammar with this key."""
         size = self._grammar_sizes.get(key)
         return b"" if not key else fit(self.tag(key), KEY_BYTES) if size is None else replay_key(self.tag(key), size)
 
 
 def replay_key(tag: bytes, size: int) -> bytes:
-    """Return the key that a replay's core computes for a grammar of `size` bytes."""
+    """Return the key that a replaying core computes for a grammar of `size` bytes."""
     return hashlib.sha256(fit(tag, size)).digest()
 
 
 def fit(tag: bytes, size: int) -> bytes:
-    """Return a tag, padded with zeros or cut to `size` bytes."""
+    """Return a tag, zero-padded or truncated to `size` bytes."""
     return tag[:size].ljust(size, b"\0")
 
 

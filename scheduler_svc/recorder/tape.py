@@ -1,4 +1,4 @@
-"""Tape: the calls of a core in order, with all that it learnt from token ids.
+"""Tape: the calls of a core in order, with all facts about token ids.
 
 `RecordedScheduler` is the core with a tape. Recording only appends references: events, plans and effects are never
 changed, so they can be encoded later, in another thread.
@@ -25,14 +25,14 @@ from shared.prefix_keys import BlockKey
 
 @dataclass(slots=True)
 class Facts:
-    """Facts that the core learnt from token ids during a call."""
+    """Facts about token ids that the core used during a call."""
 
     keys: bytes = b""
     """Block keys, joined: as computed in a tape, as tags in a record."""
     partial: Sequence[PartialMatch | None] = ()
     stopped: Sequence[int] = ()
     held: Sequence[int] = ()
-    """Rare conditions that were true: the number of false ones before each since the last true one."""
+    """For each rare condition that held, the number of failed conditions since the previous one."""
 
 
 class Handled(NamedTuple):
@@ -67,7 +67,7 @@ class Reported(NamedTuple):
 
 
 class Stray(NamedTuple):
-    """Facts outside of a call: the core has tidied up to answer a question about its state."""
+    """Facts outside of a call, because the core tidied up before returning its state."""
 
     facts: Facts
     now: float
@@ -78,16 +78,16 @@ class Cut(NamedTuple):
 
     now: float
     pid: int
-    """Process that writes the core's state; 0: there is none."""
+    """Process that writes the core's state; 0 for none."""
     pipe: int
-    """File descriptor from which to read the state; -1: there is none."""
+    """File descriptor from which to read the state; -1 for none."""
 
 
 Item = Handled | Planned | Reported | Stray
 
 
 class FactsTaken(TokenFacts):
-    """Token facts that are also noted."""
+    """Token facts that are also recorded."""
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
@@ -132,7 +132,7 @@ class FactsTaken(TokenFacts):
         return facts
 
     def cut(self) -> None:
-        """Begin to count anew, because a segment is read alone."""
+        """Start counting from zero, because each segment is read separately."""
         self._num_false = 0
 
 
@@ -145,7 +145,7 @@ class Tape:
         # Appending and popping are atomic, so another thread may take the items.
         self.items: deque[Item | Cut] = deque()
         self.timings: plan_pb2.StepTimings | None = None
-        """Timings of the step whose answer the core gets next."""
+        """Timings of the step whose result the core gets next."""
         self.is_off = False
         """Whether nothing is recorded any more."""
 
@@ -181,7 +181,7 @@ class Tape:
 
 
 class RecordedScheduler(Scheduler):
-    """The core with a tape of its calls. A call that fails is on the tape as well."""
+    """The core with a tape of its calls. Failed calls are also on the tape."""
 
     def __init__(self, config: CoreConfig, incarnation: int, tape: Tape) -> None:
         super().__init__(config, incarnation, tape.facts, tape.notes)
@@ -197,7 +197,7 @@ class RecordedScheduler(Scheduler):
 
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
         if not self.is_due(peer, now):
-            # Nothing to record. The next call would tidy up.
+            # There is nothing to record, and the next call would tidy up.
             self.tidy()
             return None, []
         plan: Plan | None = None

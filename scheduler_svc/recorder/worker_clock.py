@@ -5,19 +5,19 @@ _DRIFT = 2e-5
 
 
 class WorkerClock:
-    """Alignment of a worker's clock with the core's: bounds of the difference, made narrower by every step."""
+    """Alignment of a worker's clock with the core's: bounds on the difference, which every step narrows."""
 
     def __init__(self) -> None:
         self._lowest, self._highest = -float("inf"), float("inf")
         self._at = 0.0
 
     def learn(self, planned: float, answered: float, received: float, finished: float) -> None:
-        """Learn from a step: its plan was not received before it was made, and it was not answered before its end."""
+        """Learn from a step: its plan was received after it was made, and its result was sent after its end."""
         slack = _DRIFT * max(0.0, answered - self._at)
         self._at = answered
         self._lowest = max(self._lowest - slack, finished - answered)
         self._highest = min(self._highest + slack, received - planned)
-        if self._lowest > self._highest:  # a clock was set: start over
+        if self._lowest > self._highest:  # A clock was set. Start over.
             self._lowest, self._highest = finished - answered, received - planned
 
     def place(
@@ -27,7 +27,7 @@ class WorkerClock:
 
         Args:
             planned: when its plan was made, on the core's clock.
-            answered: when its answer came, on the core's clock.
+            answered: when its result arrived, on the core's clock.
             received: when the worker received the plan, on its clock.
             forward_began: when the forward pass began, on its clock.
             before_s: how long the worker was busy with the step before the forward pass.
@@ -43,5 +43,5 @@ class WorkerClock:
 
     @property
     def error_s(self) -> float:
-        """Bound of the error."""
+        """Return a bound on the error."""
         return max(0.0, (self._highest - self._lowest) / 2)

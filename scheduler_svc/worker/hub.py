@@ -1,6 +1,6 @@
 """Worker hub: all connected workers, by routing ID, and their heartbeats.
 
-The monitor of a ROUTER socket does not tell which peer disconnected, but a send to that peer fails. The hub therefore
+A ROUTER socket's monitor does not identify the disconnected peer, but a send to that peer fails. The hub therefore
 sends at least a ping to every worker every `PING_INTERVAL_S`, which bounds the delay to detect a lost connection. A
 process that dies keeps its connection until the kernel has freed its memory, so the hub also polls the state of local
 worker processes every `LOOK_INTERVAL_S`. While no request is live, the service does both less often.
@@ -98,7 +98,7 @@ class WorkerHub:
     def dying(self) -> list[ev.Peer]:
         """Poll the worker processes; return workers whose process was also dying at the last poll.
 
-        All that such a process sent before it died has arrived by then.
+        By then, every message that such a process sent before it died has arrived.
         """
         found = []
         for peer, worker in self._workers.items():
@@ -128,7 +128,7 @@ class WorkerHub:
         for peer, worker in self._workers.items():
             if worker.ping and now - worker.last_sent >= PING_INTERVAL_S:
                 worker.last_sent = now
-                # A full queue does not mean a dead worker: a worker in a long step does not read.
+                # A full queue does not mean that the worker is dead, because a worker in a long step does not read.
                 if send_to(self.socket, peer, worker.ping) is SendOutcome.GONE:
                     gone.append(peer)
         return gone

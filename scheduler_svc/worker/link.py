@@ -29,13 +29,13 @@ _MAX_BLOCKS = 1 << 22
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HIDDEN = 1 << 20
 _MAX_DRAFTS = 64
-"""Most draft tokens per row and step."""
+"""Maximum draft tokens per row and step."""
 _MAX_DEVICE = 128
-"""Longest device name in characters; it is only displayed."""
+"""Maximum length of a device name in characters. The name is only displayed."""
 _MAX_FIELD = 128
-"""Longest field name in characters."""
+"""Maximum length of a field name in characters."""
 _MAX_TABLE = 1 << 28
-"""Most entries of a worker's block tables. Unused entries take address space but no memory."""
+"""Maximum number of entries in a worker's block tables. Unused entries take address space but no memory."""
 _HELLO_REASONS = {
     plan_pb2.HELLO_REASON_SESSION_LOST: ev.HelloReason.SESSION_LOST,
     plan_pb2.HELLO_REASON_PROTOCOL_ERROR: ev.HelloReason.PROTOCOL_ERROR,
@@ -220,7 +220,7 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
 def _grammar_failure(report: plan_pb2.GrammarReport) -> ev.GrammarFailure | None:
     if not report.failure and report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED:
         return None
-    # A worker of an earlier release does not send the cause; other workers may then try.
+    # A worker from an earlier release does not send the cause. Other workers may then try.
     is_invalid = report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_GRAMMAR
     return ev.GrammarFailure(" ".join(report.failure.split())[:500] or "no reason given", is_invalid)
 

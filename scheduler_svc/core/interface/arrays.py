@@ -1,7 +1,7 @@
 """Array types of the core.
 
-Row and block numbers are `IndexArray`s inside the core and int32 on the wire. numpy uses indices of its own index type
-several times faster than others, which it converts first.
+Row and block numbers are `IndexArray`s inside the core and int32 on the wire. numpy converts other index types first,
+so its own type is several times faster.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ ONE = np.array(1, np.int32)
 
 
 def any_of(mask: BoolArray) -> bool:
-    """Return `mask.any()`, but search the bytes of the mask: an eighth of the time for a few hundred values."""
+    """Return `mask.any()`, computed over the mask's bytes, an eighth of the time for a few hundred values."""
     return 1 in mask.tobytes()
 
 
 def all_of(mask: BoolArray) -> bool:
-    """Return `mask.all()`; fast in the same way as `any_of`."""
+    """Return `mask.all()`, as fast as `any_of`."""
     return 0 not in mask.tobytes()
 
 

@@ -7,9 +7,9 @@ from scheduler_svc.core.interface.errors import InvalidLimitsError
 
 POLICIES = ("balanced", "fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm")
 BY_ARRIVAL = ("balanced", "fcfs")
-"""Policies that admit requests in order of arrival, so that the wait for those before them can be forecast."""
+"""Policies that admit requests in order of arrival, for which the wait of a request can be forecast."""
 PREEMPTIVE_POLICIES = ("priority", "edf")
-"""Policies under which a waiting request may rank so far ahead of a running one that it preempts it."""
+"""Policies under which a waiting request may preempt a running one of much lower rank."""
 PREFIX_CACHES = ("radix", "hash", "off")
 CAPACITY_MODES = ("max_utilization", "guaranteed_no_evict")
 BATCHING_MODES = ("continuous", "static", "dynamic")
@@ -18,7 +18,7 @@ VICTIM_RULES = ("fewest", "youngest", "lowest_priority")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingLimits:
-    """Limits of the gate; times in seconds, 0 tokens: no limit."""
+    """Limits of the batch gate. Times are in seconds, and 0 tokens means no limit."""
 
     mode: str = "continuous"
     max_batch_size: int = 16
@@ -29,17 +29,17 @@ class BatchingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """Limits of one tenant; 0: no limit."""
+    """Limits for one tenant; 0 means no limit."""
 
     max_running: int = 0
     max_queued: int = 0
     tokens_per_s: float = 0.0
-    """Rate of prompt and output tokens, tokens/s; bursts of ten seconds' worth are allowed."""
+    """Rate of prompt and output tokens in tokens/s. Bursts of up to ten seconds' worth are allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestClass:
-    """A class of requests with an order of admission of its own; classes share the service by weight."""
+    """A request class with its own admission order. Classes share the service by weight."""
 
     policy: str
     weight: float = 1.0
@@ -51,36 +51,38 @@ class CoreConfig:
 
     policy: str = "balanced"
     tenant_weights: dict[str, float] = field(default_factory=dict)
-    """Shares of tenants under `fair`; 1 for tenants that are not named."""
+    """Shares of tenants under `fair`. Unlisted tenants have 1."""
     classes: dict[str, RequestClass] = field(default_factory=dict)
-    """Request classes by name; requests of no class here use `policy`, with weight 1."""
+    """Request classes by name. Requests without a configured class use `policy` with weight 1."""
     prefix_cache: str = "hash"
     """One of PREFIX_CACHES."""
     capacity: str = "max_utilization"
     batching: BatchingLimits = field(default_factory=BatchingLimits)
     policy_preemption: str = "auto"
-    """"on": a waiting request may preempt running ones that rank behind it; "auto": where policy and capacity allow."""
+    """"on" if a waiting request may preempt running ones of lower rank; "auto" if only where policy and capacity
+    allow.
+    """
     preempt_threshold: float = 5.0
-    """Distance in rank, in the policy's seconds, from which on a running request may be preempted."""
+    """Least difference in rank for a preemption, in the policy's seconds."""
     preempt_priority_difference: float = 0.0
-    """`priority`: least difference in priority from which on a running request may be preempted; 0: any."""
+    """Least difference in priority for a preemption under `priority`; 0 for any difference."""
     slo_ttft_s: float = 2.0
-    """`slo`: target for the first token of a request without its own, s."""
+    """Under `slo`, TTFT target in seconds for requests without their own."""
     slo_ttft_token_s: float = 125e-6
-    """`slo`: time that is added to this target per prompt token, s."""
+    """Under `slo`, time added to this target per prompt token, in seconds."""
     victim_rule: str = "fewest"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     itl_target_s: float = 0.0
-    """Longest time between two tokens of a running request that the prompts of others may cause; 0: no target."""
+    """Longest inter-token gap that prompts of other requests may cause, in seconds; 0 for no target."""
     max_queued_requests: int = 4096
     max_queued_tokens: int = 1 << 24
     long_prefill_token_threshold: int = 0
-    """Maximum number of prompt tokens of one request in a step; 0: the whole budget."""
+    """Maximum prompt tokens per request and step; 0 for the whole budget."""
     max_tokens_in_paged_kv_cache: int = 0
-    """Maximum number of tokens in the KV cache of a worker; 0: as many as its memory holds."""
+    """Maximum tokens in a worker's KV cache; 0 for as many as its memory holds."""
     tenant_limits: dict[str, TenantLimits] = field(default_factory=dict)
-    """Limits by tenant; the entry "" is for tenants that are not named."""
+    """Limits by tenant. The entry "" applies to unlisted tenants."""
     max_plans_in_flight: int = 2
     worker_wait_s: float = 60.0
     step_deadline_s: float = 120.0
@@ -125,15 +127,15 @@ class CoreConfig:
 
     @property
     def serves_short_first(self) -> bool:
-        """Whether a part of each step's prompt tokens goes to the shortest prompts."""
+        """Whether part of each step's prompt tokens goes to the shortest prompts."""
         is_strict = self.policy == "fcfs" and not self.classes
         return not is_strict and self.batching.mode == "continuous" and not self.batching.delay_factor
 
     def policy_of(self, request_class: str) -> str:
-        """Return the order of admission in which requests of a class wait."""
+        """Return the policy for requests of a class."""
         known = self.classes.get(request_class)
         return self.policy if known is None else known.policy
 
     def same_class(self, one: str, other: str) -> bool:
-        """Return whether requests of two classes wait in one queue."""
+        """Return whether requests of the two classes share a queue."""
         return one == other or (one not in self.classes and other not in self.classes)

@@ -1,4 +1,4 @@
-"""Effects: all outputs of the core except plans. The caller carries them out in order."""
+"""Effects: all outputs of the core except plans. The caller executes them in order."""
 
 from dataclasses import dataclass
 
@@ -20,14 +20,14 @@ class TokensReady:
     streams: Int32Array
     """Streams with new tokens, `[n]`."""
     first_indices: Int32Array
-    """Index of each stream's first token here within its generated tokens, `[n]`."""
+    """Index of each stream's first token in this message among its generated tokens, `[n]`."""
     tokens: Int32Array
     """Tokens, grouped by stream in the order of `streams`, `[sum(counts)]`."""
     counts: Int32Array | None = None
-    """Number of tokens per stream, `[n]`; None: one each."""
+    """Number of tokens per stream, `[n]`; None for one each."""
 
     def each(self) -> tuple[Int32Array, Int32Array]:
-        """Return the stream of each token, and the token's index among the generated tokens of its stream."""
+        """Return the stream of each token, and the token's index among the stream's generated tokens."""
         if self.counts is None:
             return self.streams, self.first_indices
         return np.repeat(self.streams, self.counts), spread(self.first_indices, self.counts)
@@ -35,19 +35,19 @@ class TokensReady:
 
 @dataclass(slots=True, kw_only=True)
 class ScoresReady:
-    """Log-probabilities of one stream's tokens; those of generated tokens come before the tokens."""
+    """Log-probabilities for one stream's tokens. Those for generated tokens precede the tokens."""
 
     frontend: Peer
     stream: int
     first_index: int
-    """Index of the first of them among the generated tokens, or among the prompt's."""
+    """Index of the first token among the generated tokens, or among the prompt tokens."""
     of_prompt: bool
     scores: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeAnswered:
-    """The kept log of a request that a client wants to continue; None: there is none."""
+    """The retained log of a request that a client wants to continue; None if there is no log."""
 
     frontend: Peer
     number: int
@@ -62,35 +62,35 @@ class LogBegun:
     stream: int
     spec: RequestSpec
     tokens: bytes
-    """Column of the prompt and of the tokens that it arrived with."""
+    """Column of the prompt and the earlier tokens with which the request arrived."""
     scores: tuple[tuple[int, bytes], ...]
-    """(index among the generated tokens, log-probabilities) that it arrived with."""
+    """Log-probabilities with which the request arrived, as (index among the generated tokens, log-probabilities)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LogEnded:
-    """A request with an identity is not live any more; emitted after its last tokens.
+    """A request with an identity is no longer live. Emitted after its last tokens.
 
-    Its log is kept, unless a `LogDropped` follows at once.
+    Its log is retained unless a `LogDropped` follows immediately.
     """
 
     frontend: Peer
     stream: int
     identity: bytes
     end: RequestEnded | None
-    """The end of a completed request; None: it can continue."""
+    """The end of a completed request; None if the request can continue."""
 
 
 @dataclass(slots=True, kw_only=True)
 class LogDropped:
-    """The log of the request with this identity was dropped."""
+    """The log of a request was dropped."""
 
     identity: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceChanged:
-    """The state of the service that front ends must know has changed."""
+    """The service state that front ends must know has changed."""
 
     ready: bool
     model: ModelFacts | None
@@ -100,7 +100,7 @@ class ServiceChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendUnknown:
-    """An unknown front end sent a message: it must connect and submit its requests again."""
+    """An unknown front end sent a message. It must connect and resubmit its requests."""
 
     frontend: Peer
 
@@ -125,14 +125,14 @@ class WorkerRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerUnknown:
-    """A worker without a valid epoch sent a message, or was given up: it must reconnect."""
+    """A worker without a valid epoch sent a message, or was declared lost. It must reconnect."""
 
     worker: Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerEmptied:
-    """A worker was lost; its requests wait again."""
+    """A worker was lost, and its requests wait again."""
 
     worker_id: str
     reason: str
@@ -141,7 +141,7 @@ class WorkerEmptied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarWanted:
-    """An order to a worker: drop some compiled grammars, compile another one and report."""
+    """Command to a worker: drop some compiled grammars, compile another one and report."""
 
     worker: Peer
     epoch: int

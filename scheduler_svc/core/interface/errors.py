@@ -6,4 +6,4 @@ class InvalidLimitsError(ValueError):
 
 
 class ProtocolViolationError(Exception):
-    """A worker's answer does not fit its plan, so no further message of the worker can be trusted."""
+    """A worker's result does not match its plan, so no later message from the worker can be trusted."""

@@ -1,10 +1,10 @@
 """Events: all inputs of the scheduler core.
 
-Events carry values only. Their sender has checked their shape: columns of equal length, ids that fit their type. It has
-not checked their meaning: the core must handle a stale epoch, an unknown stream or an unexpected row.
+Events contain only values. The sender has checked their form, such as equal column lengths and the ranges of ids. It
+has not checked their meaning. The core must handle a stale epoch, an unknown stream or an unexpected row.
 
-Events, effects and plans are never changed. Those that are made for every step or request are nevertheless not frozen,
-because a frozen dataclass takes three times as long to make.
+Events, effects and plans are never changed. Those created for every step or request are not frozen, because creating a
+frozen dataclass takes three times as long.
 """
 
 import enum
@@ -27,7 +27,7 @@ class FrontendJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendLost:
-    """A front end has left, its lease ran out, or its connection is lost; its streams have no reader any more."""
+    """A front end has left, its lease expired, or its connection is lost. Its streams have no reader."""
 
     frontend: Peer
 
@@ -39,12 +39,12 @@ class RequestCancelled:
     frontend: Peer
     stream: int
     keep: bool = False
-    """Whether the client may come back."""
+    """Whether the client may reconnect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeAsked:
-    """A client wants to continue a request; if it is live on another stream, it ends there."""
+    """A client wants to continue a request. If the request is live on another stream, that stream ends."""
 
     frontend: Peer
     number: int
@@ -53,14 +53,17 @@ class ResumeAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestsDropped:
-    """An order to end requests and drop their logs."""
+    """Command to end requests and drop their logs."""
 
     identities: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogsRestored:
-    """Logs of an earlier core, of requests whose clients may come back; the first event, if there are any."""
+    """Logs from an earlier core, for requests whose clients may reconnect.
+
+    This is the first event, if there are any.
+    """
 
     logs: tuple[tuple[float, Log], ...]
     """(age in seconds, log), oldest first."""
@@ -68,7 +71,7 @@ class LogsRestored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopMatched:
-    """The front end found a stop string; only the first `keep_tokens` generated tokens count."""
+    """The front end found a stop string. Only the first `keep_tokens` generated tokens count."""
 
     frontend: Peer
     stream: int
@@ -77,7 +80,7 @@ class StopMatched:
 
 @dataclass(slots=True, kw_only=True)
 class CreditGranted:
-    """A reader took `credit` bytes."""
+    """A reader consumed `credit` bytes."""
 
     frontend: Peer
     stream: int
@@ -96,11 +99,11 @@ class ModelFacts:
     dtype: str
     eos_token_ids: tuple[int, ...]
     hidden_size: int = 0
-    """Elements of an embedding; 0: the worker makes no embeddings."""
+    """Size of an embedding in elements; 0 if the worker makes no embeddings."""
     break_even_context: int = 0
     """Context, in tokens, at which a token's attention costs as much as its products with the weights.
 
-    0: the cost of attention does not grow with the context.
+    0 if the cost of attention does not grow with the context.
     """
 
 
@@ -126,13 +129,13 @@ class WorkerHello:
     max_tokens_per_step: int
     num_host_blocks: int = 0
     max_draft_tokens: int = 0
-    """Most draft tokens that it verifies per row and step; 0: it does not speculate."""
+    """Maximum draft tokens that it verifies per row and step; 0 if it does not speculate."""
     protocol_version: int = 0
     """Version of the plan protocol to use with it."""
     device: str = ""
-    """Device that it computes on; for operators only."""
+    """Device that it computes on. For operators only."""
     pid: int = 0
-    """Process id on its machine; for operators only."""
+    """Process ID on its machine. For operators only."""
     process: str = ""
     """Name of the process on its machine; the core does not read it."""
     reason: HelloReason = HelloReason.STARTED
@@ -145,7 +148,7 @@ class WorkerLost:
     worker: Peer
     reason: str
     orderly: bool = False
-    """Whether it said goodbye; then no request of it is to blame."""
+    """Whether it said goodbye. Then none of its requests is to blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +161,7 @@ class WorkerCompiling:
 
 
 class FailureKind(enum.Enum):
-    """Reason why a row failed; the names are those of the plan protocol's RowFailureKind."""
+    """Reason why a row failed. The names match RowFailureKind in the plan protocol."""
 
     NOT_FINITE = enum.auto()
     """Logits or hidden states contain NaN or infinity, so KV that the row wrote or read may contain them too."""
@@ -190,24 +193,23 @@ class GrammarReported:
     epoch: int
     key: bytes
     failure: GrammarFailure | None = None
-    """Reason why it cannot; None: the grammar is compiled."""
+    """Reason why the worker cannot compile it; None if it is compiled."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RowScores:
-    """Log-probabilities of a row's tokens; the core forwards them as opaque bytes to the front end."""
+    """Log-probabilities for a row's tokens. The core forwards them to the front end as opaque bytes."""
 
     row: int
     generation: int
     prompt_index: int
-    """0: those of a token sampled in this step, the row's tokens in order. Otherwise: the index in the prompt of the
-    first of them."""
+    """0 for the tokens sampled in this step. Otherwise the prompt index of the first token."""
     scores: bytes
 
 
 @dataclass(slots=True, kw_only=True)
 class RowEmbedding:
-    """The embedding of a row that pools; the core forwards it as opaque bytes to the front end."""
+    """The embedding from a pooling row. The core forwards it to the front end as opaque bytes."""
 
     row: int
     generation: int
@@ -216,7 +218,7 @@ class RowEmbedding:
 
 @dataclass(slots=True, kw_only=True)
 class StepDone:
-    """A worker answered a plan."""
+    """A worker sent the result of a plan."""
 
     worker: Peer
     epoch: int
@@ -226,46 +228,46 @@ class StepDone:
     tokens: Int32Array
     """Tokens, grouped by row in the order of `rows`, `[sum(counts)]`."""
     counts: Int32Array | None = None
-    """Number of tokens per row, `[n]`; None: one each."""
+    """Number of tokens per row, `[n]`; None for one each."""
     draft_counts: Int32Array | None = None
-    """Number of draft tokens that each row verified, `[n]`; None: none."""
+    """Number of draft tokens that each row verified, `[n]`; None if there were none."""
     failures: Sequence[FailedRow] = ()
     scores: Sequence[RowScores] = ()
     embeddings: Sequence[RowEmbedding] = ()
-    """Embeddings of the rows that pool and had their last chunk in this step."""
+    """Embeddings from pooling rows whose last chunk was in this step."""
     completed_copies: Sequence[int] = ()
     """Ids of the block copies that are done."""
     copied_blocks: int = 0
     copy_s: float = 0.0
-    """Time for these copies, s."""
+    """Duration of these copies, s."""
     idle_s: float = 0.0
-    """Time for which the device was idle before the step, s."""
+    """Time that the device was idle before the step, s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequested:
-    """An operator drains a worker: no new request starts there."""
+    """An operator drains a worker. No new request starts there."""
 
     worker_id: str
     move: bool
-    """Whether its running requests move to another worker, if there is one; otherwise they finish where they are."""
+    """Whether running requests move to another worker if there is one. Otherwise they finish where they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRequested:
-    """An operator ends a worker's drain: it may take requests again."""
+    """An operator resumes a drained worker. It may take requests again."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """Time has passed; the core checks deadlines."""
+    """Time has passed, so the core checks deadlines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShutdownRequested:
-    """An order to end every request now."""
+    """Command to end every request now."""
 
 
 Event = (

@@ -1,4 +1,4 @@
-"""Plan: one step of work for one worker, as differences to the previous one; the values of `quire.plan.v1.Plan`.
+"""Plan: one step for one worker, as differences from the previous one. It has the values of `quire.plan.v1.Plan`.
 
 The module does not know the wire format.
 """
@@ -12,7 +12,7 @@ from shared.request_spec import RequestSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
-    """Blocks to copy between device and host in one plan; the field of the plan says in which direction."""
+    """Blocks to copy between device and host in one plan. The plan's field gives the direction."""
 
     copy_id: int
     sources: IndexArray
@@ -37,12 +37,12 @@ class RowAdmission:
     attempt: int
     """Number of earlier attempts to run the request."""
     queued_since: float
-    """Core time since which it waited for this attempt, s."""
+    """Core time at which it began to wait for this attempt, s."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """One step; the columns are those of plan.proto."""
+    """One step. The columns match plan.proto."""
 
     worker: Peer
     epoch: int
@@ -56,14 +56,14 @@ class Plan:
     holds: IndexArray
     releases: IndexArray
     swap_outs: tuple[BlockCopy, ...] = ()
-    """Copies from device to host, before anything else touches the blocks."""
+    """Copies from device to host, before any other operation uses the blocks."""
     copy_sources: IndexArray = field(default_factory=lambda: NO_INDICES)
     copy_targets: IndexArray = field(default_factory=lambda: NO_INDICES)
-    """Targets of copies on the device, after the swap-outs and before anything else touches the targets."""
+    """Targets of copies on the device, after the swap-outs and before any other operation uses the targets."""
     swap_ins: tuple[BlockCopy, ...] = ()
     """Copies from host to device, before the forward pass."""
     draft_rows: IndexArray = field(default_factory=lambda: NO_INDICES)
-    """Rows whose draft limit changes from this step on."""
+    """Rows whose draft limit changes with this step."""
     draft_limits: IndexArray = field(default_factory=lambda: NO_INDICES)
     """Their new draft limits."""
     num_decodes: int

@@ -1,8 +1,4 @@
-"""Records of a request outside the core: its arrival, its end, its notes, and the log that is kept in between.
-
-Events bring these records in and effects carry them out, so they form a module below both. Both modules export them
-again.
-"""
+"""Records of a request outside the core: its arrival, its end, its notes, and the log that is retained in between."""
 
 import enum
 from dataclasses import dataclass
@@ -20,37 +16,37 @@ class GrammarFailure:
 
     reason: str
     is_invalid: bool
-    """Whether the grammar itself is at fault, so that another worker would fail as well."""
+    """Whether the grammar itself is invalid, so that other workers would fail too."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestArrived:
-    """A front end submits a request, or submits it again to a new core."""
+    """A front end submits a request, or resubmits it to a new core."""
 
     frontend: Peer
     stream: int
     spec: RequestSpec
     token_ids: Int32Array
-    """The prompt, then the tokens that were delivered before, `[n]`."""
+    """The prompt, followed by the tokens that were already delivered, `[n]`."""
     credit: int
-    """Room at the reader, bytes of output."""
+    """Buffer space at the reader, in bytes of output."""
     deadline: float | None = None
-    """Core time by which the request must be complete, s; None: no deadline."""
+    """Core time by which the request must be complete, s; None for no deadline."""
     ttft_deadline: float | None = None
     """Core time by which the first token is wanted, s."""
     total_deadline: float | None = None
-    """Core time by which the last token is wanted, s; unlike `deadline`, missing it does not end the request."""
+    """Core time by which the last token is wanted, s. Unlike `deadline`, missing it does not end the request."""
     block_keys: bytes = b""
     """Joined keys of the leading full blocks of `block_size` tokens; empty if the front end has not computed them."""
     block_size: int = 0
     again: bool = False
-    """Whether the core may already know the request; it is then taken over."""
+    """Whether the core may already know the request, which is then taken over."""
     accepted: bool = False
-    """Whether a core accepted it before: queue limits and forecasts do not refuse it then."""
+    """Whether a core accepted it before. Queue limits and forecasts then do not refuse it."""
 
 
 class EndReason(enum.Enum):
-    """Reason why a request ended; the names are those of the link protocol's EndReason."""
+    """Reason why a request ended. The names match EndReason in the link protocol."""
 
     STOP = "stop"
     STOP_STRING = "stop_string"
@@ -71,7 +67,7 @@ class EndReason(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class RequestEnded:
-    """A request has ended; emitted exactly once per request, after its last tokens."""
+    """A request has ended. Emitted exactly once per request, after its last tokens."""
 
     frontend: Peer
     stream: int
@@ -88,16 +84,16 @@ class RequestEnded:
     accepted_draft_tokens: int = 0
     queued_s: float = 0.0
     embedding: bytes = b""
-    """For EMBEDDED: a float32 column, `[hidden_size]`."""
+    """For EMBEDDED, a float32 column `[hidden_size]`."""
     field: str = ""
-    """For INVALID: the field of the request that is wrong, as generation.proto names it; empty: its input."""
+    """For INVALID, the name of the wrong field in generation.proto; empty for the input."""
 
 
 class WaitReason(enum.Enum):
     """Reason why a request waits; a member's value completes the sentence "it waits for"."""
 
     TURN = "its turn"
-    """Others rank before it, or no plan has been made since it began to wait."""
+    """Other requests rank before it, or no plan was made since it began to wait."""
     MEMORY = "memory"
     ROWS = "a free row"
     TENANT_LIMIT = "its tenant's limit of running requests"
@@ -109,11 +105,11 @@ class WaitReason(enum.Enum):
     ANSWER = "the answer to its last step"
     ELSEWHERE = "the next plan of another worker"
     ALONE = "a step of its own"
-    """Workers died while they computed it, so it shares no step until it is cleared."""
+    """Workers died while they computed it, so it must run alone until it is cleared."""
     NO_WORKER = "a worker that can serve it"
     BUDGET = "room in a step that other prompts fill"
 
-    # Each member is one object; the hash of its name, which `Enum` uses, takes five times as long.
+    # Each member is one object, so identity suffices. `Enum` hashes the member's name, which takes five times as long.
     __hash__ = object.__hash__
 
 
@@ -122,30 +118,30 @@ class NoteKind(enum.Enum):
 
     ARRIVED = "arrived"
     FORECAST = "forecast"
-    """What is forecast for it at its arrival."""
+    """Forecast for it at its arrival."""
     WAITS = "waits"
-    """It waits for another reason than before; the text is a `WaitReason`."""
+    """It waits for a different reason than before. The text is a `WaitReason`."""
     ADMITTED = "admitted"
     FIRST_TOKEN = "first token"
     HELD = "held out"
-    """Its row is held out of steps; the text is the `WaitReason`. It ends with its next step."""
+    """Its row is paused. The text is the `WaitReason`. The pause ends with its next step."""
     PREEMPTED = "preempted"
-    """It has left its row; its KV will be computed again."""
+    """It has left its row. Its KV will be recomputed."""
     SWAPPED = "swapped"
-    """It has left its row; its KV is in the worker's host memory."""
+    """It has left its row. Its KV is in the worker's host memory."""
     MOVED = "moved"
     LOST = "worker lost"
     PREFIX_FAILED = "prefix failed"
     FAULT = "fault"
     ENDED = "ended"
     SCHEDULER_LOST = "scheduler lost"
-    """Its scheduler has ended and the next one took it over; only a reader of records makes this note."""
+    """Its scheduler exited, and the next one took it over. Only readers of records make this note."""
     SUBMITTED_AGAIN = "submitted again"
-    """Its front end lost the scheduler, and submitted it again; only a reader of records makes this note."""
+    """Its front end lost the scheduler and resubmitted it. Only readers of records make this note."""
     SILENT = "worker silent"
-    """Its worker was lost, and the same process came back; only a reader of records makes this note."""
+    """Its worker was lost, and the same process reconnected. Only readers of records make this note."""
     UNRECORDED = "not recorded"
-    """Entries are missing from here on; only a reader of records makes this note."""
+    """The record lacks entries from here on. Only readers of records make this note."""
 
     __hash__ = object.__hash__
 
@@ -160,9 +156,9 @@ class Note:
     """Core time, s."""
     kind: NoteKind
     text: str
-    """The line for operators; for WAITS and HELD the value of a `WaitReason`."""
+    """The line for operators. For WAITS and HELD, the value of a `WaitReason`."""
     by: tuple[Peer, int] | None = None
-    """For PREEMPTED and SWAPPED: (front end, stream) of the request that needed the room."""
+    """For PREEMPTED and SWAPPED, (front end, stream) of the request that needed the room."""
 
     @property
     def line(self) -> str:
@@ -178,7 +174,7 @@ class Note:
 
 @dataclass(slots=True, kw_only=True)
 class QueueNote:
-    """The reason why a plan admits none of the requests that still compete for the worker.
+    """Why a plan admits none of the requests that still compete for the worker.
 
     It holds for all of them until the next note of the same worker, so planning costs the same for every queue length.
     """
@@ -187,7 +183,7 @@ class QueueNote:
     time: float
     """Core time, s."""
     reason: WaitReason | None
-    """None: nothing holds the requests back, or none is left."""
+    """None if no obstacle exists, or no request is left."""
 
 
 Notes = list[Note | QueueNote]
@@ -198,17 +194,17 @@ _OVERHEAD = 512
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Kept log of one request."""
+    """Retained log of one request."""
 
     spec: RequestSpec
     tokens: bytes
     """Column of prompt and generated tokens, int32."""
     scores: tuple[tuple[int, bytes], ...]
-    """(index among the generated tokens, log-probabilities), if the client wanted them."""
+    """(index among the generated tokens, log-probabilities), if the client requested them."""
     end: RequestEnded | None
-    """The end of a completed request; None: it can continue."""
+    """The end of a completed request; None if the request can continue."""
     charged_tokens: int = 0
-    """Tokens that were taken from its tenant's bucket; 0: not known."""
+    """Tokens that were deducted from its tenant's bucket; 0 if unknown."""
 
     @property
     def size(self) -> int:

@@ -1,6 +1,6 @@
 """AdmissionControl: whether a new request may wait, and when to retry one that may not.
 
-A request is refused in these cases:
+A request is refused if one of these conditions holds:
 
 * It has no prompt.
 * The queue is full, or its tenant's share of it.
@@ -25,16 +25,16 @@ _LONGEST_RETRY_S = 30.0
 
 
 class TurnedAway(NamedTuple):
-    """Reason why a request ends on arrival."""
+    """Why a request ends on arrival."""
 
     reason: EndReason
     message: str = ""
     retry_ms: int = 0
-    """Time after which to try again, ms; 0: a retry would fail as well."""
+    """Time after which to retry, ms; 0 if a retry would also fail."""
 
 
 class AdmissionControl:
-    """Decision of one core which requests it takes in."""
+    """Decides which new requests a core accepts."""
 
     def __init__(self, config: CoreConfig, tenants: Tenants) -> None:
         self._config = config
@@ -90,6 +90,6 @@ class AdmissionControl:
 
 
 def _retry_ms(request: Request) -> int:
-    """Return the time after which to try again: that in which half of such requests would have started."""
+    """Return the retry time, within which half of such requests would have started."""
     wait_s = request.prediction.wait.median if request.prediction is not None else 0.0
     return int(1000 * min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, wait_s)))

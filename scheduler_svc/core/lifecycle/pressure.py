@@ -1,6 +1,6 @@
 """Pressure on the service at one time: the load of each worker and what the waiting requests lack.
 
-Reading changes nothing. It looks at every waiting request, so call it only while somebody watches.
+Reading the pressure changes nothing. It visits every waiting request, so call it only while an operator watches.
 """
 
 from collections import Counter
@@ -23,15 +23,15 @@ class WorkerPressure:
     rows: int = 0
     """Occupied rows."""
     max_rows: int = 0
-    """Most rows that plans occupy."""
+    """Maximum number of rows that plans occupy."""
     blocks_held: int = 0
     blocks_total: int = 0
     prefilling: int = 0
-    """Rows whose prompt is not computed yet."""
+    """Rows whose prompt is not yet computed."""
     starved: int = 0
     """Decode rows whose readers have no room for another token."""
     obstacle: WaitReason | None = None
-    """Why its last plan admitted none of the requests that still compete for it."""
+    """Why the worker's last plan admitted none of the requests that still compete for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +41,17 @@ class Pressure:
     workers: tuple[WorkerPressure, ...] = ()
     waiting: int = 0
     lacking: "Counter[WaitReason]"
-    """Waiting requests by what each lacks; those that compete for a worker count as TURN."""
+    """Waiting requests by what they lack. Those that compete for a worker count as TURN."""
     oldest_s: float = 0.0
     """Age of the oldest waiting request, s."""
     tenant: str = ""
-    """The tenant with most requests that wait for its own limit."""
+    """The tenant with the most requests that wait for its limit."""
 
 
 _COMPETING = frozenset(
     (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.BUDGET, WaitReason.BATCH, WaitReason.ELSEWHERE, WaitReason.ANSWER)
 )
-"""Reasons that planning notes only for the first of the competing requests."""
+"""Reasons that the planner notes only for the first of the competing requests."""
 
 
 def pressure(workers: Iterable[Worker], live: Iterable[Request], config: CoreConfig, now: float) -> Pressure:

@@ -1,7 +1,7 @@
 """Registry of all live requests, from arrival to end.
 
-The registry accepts or refuses a request, and decides which event happens to it. `states` has the table of the events,
-and the places of the requests. Every request ends in `end`, exactly once.
+The registry accepts or refuses requests, and decides which state event applies to each. `states` contains the event
+table and the places of the requests. Every request ends exactly once, in `end`.
 
 The registry does not choose which request runs next: see `batch_selection`.
 """
@@ -37,7 +37,7 @@ _UNFINISHED = (
     EndReason.STALLED,
     EndReason.SHUTDOWN,
 )
-"""End reasons after which a request may continue when its client comes back."""
+"""End reasons after which a request may continue when its client reconnects."""
 _DUPLICATE = TurnedAway(EndReason.DUPLICATE, "request_id: in use by a live or resumable request; choose another")
 
 
@@ -61,9 +61,9 @@ class RequestRegistry:
         self._states = RequestStates(self.backlog, self.tenants, effects)
         self.identified = IdentifiedRequests(config.resume_keep_s, config.resume_keep_bytes, effects)
         self._by_grammar: dict[bytes, dict[RequestKey, Request]] = {}
-        """The live requests that have a grammar, by the key of the grammar."""
+        """The live requests with a grammar, by the grammar's key."""
         self._doubtful_grammars: dict[bytes, None] = {}
-        """Grammars of waiting requests that perhaps no worker can compile; `time_passed` checks them."""
+        """Grammars of waiting requests that possibly no worker can compile. `time_passed` checks them."""
         self._sequence = 0
         self._admission = AdmissionControl(config, self.tenants)
         self._timeouts = Timeouts(config, fleet, self._requests)
@@ -72,7 +72,7 @@ class RequestRegistry:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over a copy of all live requests, so that they may end meanwhile."""
+        """Iterate over a copy of all live requests, so that they may end during the iteration."""
         return iter(list(self._requests.values()))
 
     def get(self, frontend: ev.Peer, stream: int) -> Request | None:
@@ -85,7 +85,7 @@ class RequestRegistry:
         return None if running is None else running[1]
 
     def find(self, request_id: str) -> list[Request]:
-        """Return the live requests that this id means, see `meant`.
+        """Return the live requests with this id, see `meant`.
 
         Several choices share one id, and several principals may use the same one.
         """
@@ -99,13 +99,13 @@ class RequestRegistry:
         return self.history.get(key) if request is None else story_of(request)
 
     def stories(self, request_id: str) -> list[Story]:
-        """Return the histories of the requests that this id means, see `meant`, live or ended recently."""
+        """Return the histories of the requests with this id, see `meant`, whether live or ended recently."""
         known = [*self.history, *map(story_of, self._requests.values())]
         ids = meant(request_id, (story.request_id for story in known))
         return [story for story in known if story.request_id in ids]
 
     def stats(self, most: int) -> list[RequestStats]:
-        """Return the numbers of at most `most` live requests, in order of arrival."""
+        """Return the metrics of at most `most` live requests, in order of arrival."""
         return [
             request_stats(request, self._states.row_of(key)) for key, request in islice(self._requests.items(), most)
         ]
@@ -122,12 +122,12 @@ class RequestRegistry:
 
     @property
     def waiting_by_reason(self) -> dict[str, int]:
-        """Number of waiting requests by what they wait for."""
+        """Number of waiting requests by the reason of their wait."""
         return self._states.waiting_by_reason
 
     @property
     def models(self) -> set[str]:
-        """Fingerprints of the models of live requests; "" for requests that name no model."""
+        """Model fingerprints of live requests; "" for requests that name no model."""
         return {request.spec.model for request in self._requests.values()}
 
     # ---------------------------------------------------------------- life
@@ -136,7 +136,7 @@ class RequestRegistry:
         """Queue a new request, or refuse it."""
         key = RequestKey(event.frontend, event.stream)
         if key in self._requests:
-            return  # a front end that got no answer submitted it twice: keep the first one
+            return  # The front end got no response and submitted it twice. Keep the first one.
         is_duplicate = False
         identity = event.spec.identity
         if identity:
@@ -171,14 +171,14 @@ class RequestRegistry:
             )
         )
         if identity and turned_away is None:
-            # A refused request leaves its kept log unchanged, because its client may try again later.
+            # A refused request does not change its retained log, because its client may retry later.
             self.identified.began(request)
         self.tenants.arrived(request, now)
         if turned_away is not None:
             reason, message, retry_ms = turned_away
             self.refuse(request, reason, now, message=message, retry_ms=retry_ms)
         elif len(request.tokens) >= request.limit:
-            self.end(request, EndReason.LENGTH, now)  # it comes back with no token left to generate
+            self.end(request, EndReason.LENGTH, now)  # The request was resumed with no token left to generate.
         else:
             self._timeouts.watch_deadline(request)
             if request.prediction is not None:
@@ -186,7 +186,7 @@ class RequestRegistry:
             self.requeue(request, now)
 
     def _predict(self, request: Request, now: float) -> None:
-        """Forecast the times of a new request."""
+        """Forecast times for a new request."""
         request.wait.uncached = uncached = self.forecast.uncached_tokens(request)
         request.wait.must_start = self.forecast.must_start(request, uncached)
         if not request.accepted and not request.num_generated:
@@ -194,7 +194,7 @@ class RequestRegistry:
             request.prediction = self.forecast.predict(request, uncached, queue, now)
 
     def grant(self, request: Request, credit: int, now: float) -> None:
-        """Add `credit` bytes to what the request's reader can take."""
+        """Add `credit` bytes to the buffer space at the request's reader."""
         request.grant(credit)
         running = self._states.row_of(request.key)
         if running is not None:
@@ -211,7 +211,7 @@ class RequestRegistry:
             self.forecast.admitted(request.prediction, now - request.arrival, self.backlog.num_startable, now)
 
     def refuse_grammar(self, key: bytes, now: float) -> None:
-        """End the waiting requests that have this grammar and that no worker can serve with it."""
+        """End the waiting requests with this grammar that no worker can serve."""
         for request in list(self._by_grammar.get(key, {}).values()):
             if request.state not in WAITING or (failure := self._grammar_failure(request)) is None:
                 continue
@@ -221,20 +221,20 @@ class RequestRegistry:
             self.end(request, reason, now, message=message, field=field)
 
     def _grammar_failure(self, request: Request) -> GrammarFailure | None:
-        """Return the reason why no worker can serve a request with its grammar, or None while one may."""
+        """Return why no worker can serve a request with its grammar, or None while one may."""
         return self._fleet.grammar_failure(request.grammar_key, lambda worker: self.backlog.can_serve(worker, request))
 
     def doubt_grammars(self) -> None:
-        """Queue failed grammars for another check: a worker has left, and perhaps no other one can compile them."""
+        """Queue failed grammars for another check: a worker has left, and perhaps no other can compile them."""
         failed = (key for worker in self._fleet for key in worker.grammars.failed())
         self._doubtful_grammars |= dict.fromkeys(key for key in failed if key in self._by_grammar)
 
     def last_step_planned(self, request: Request) -> None:
-        """Record that the request has left its row and waits for its last answer only."""
+        """Record that the request has left its row and waits only for its last result."""
         self._states.last_step_planned(request)
 
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
-        """Let a request wait for a worker; `outcome` is why it has left the one that it had."""
+        """Make a request wait for a worker; `outcome` is why it left its previous one."""
         is_new = request.state is RequestState.ARRIVED
         uncached = request.wait.uncached if is_new else self.forecast.uncached_tokens(request)
         wait = Wait(since=now, tokens=len(request.tokens), uncached=uncached)
@@ -254,19 +254,19 @@ class RequestRegistry:
             self._timeouts.watch_reader(request, now)
 
     def strand(self, request: Request, now: float) -> None:
-        """Keep a request that no worker serves outside the queue until the fleet changes."""
+        """Move a request that no worker serves out of the queue until the fleet changes."""
         self._states.strand(request, now)
 
     def fleet_changed(self, now: float) -> None:
-        """Put stranded requests that a worker serves again into the backlog, which already knows the new fleet."""
+        """Put stranded requests that a worker now serves into the backlog, which already knows the new fleet."""
         for request in list(self._states.stranded):
             if self.backlog.is_served(request):
                 self.requeue(request, now)
 
     def preempted(self, request: Request, by: Request, worker: Worker, now: float) -> None:
-        """Requeue a request that planning has preempted for another one, or for itself because it ranks last.
+        """Requeue a request that the planner preempted for another one, or because it ranks last.
 
-        It is not preempted again before it has a new token.
+        The request is not preempted again before it has a new token.
         """
         request.preempted_at = request.num_generated
         kind, remedy = NoteKind.PREEMPTED, "its KV will be computed again"
@@ -288,7 +288,7 @@ class RequestRegistry:
         self.requeue(request, now, outcome)
 
     def refuse(self, request: Request, reason: EndReason, now: float, *, message: str = "", retry_ms: int = 0) -> None:
-        """End a request that was not accepted, or that planning took from the queue and refused."""
+        """End a request that was not accepted, or that the planner took from the queue and refused."""
         self.end(request, reason, now, message=message, retry_ms=retry_ms, event=RequestEvent.REFUSE)
 
     def end(
@@ -306,20 +306,20 @@ class RequestRegistry:
         field: str = "",
         event: RequestEvent = RequestEvent.END,
     ) -> None:
-        """End a request, whatever its state; this is the only exit.
+        """End a request in any state. All requests end here.
 
         Args:
             request: the live request.
             reason: the reason for the end.
             now: the time, s.
             message: the text for the client.
-            retry_ms: time after which the client may try again, ms; 0: never.
-            completion_tokens: generated tokens that count; None: all.
+            retry_ms: time after which the client may retry, ms; 0 for never.
+            completion_tokens: generated tokens that count; None for all.
             stop_token_id: the stop token that ended the request, if one did.
             keep: whether to keep a log of a request with an identity.
             embedding: the embedding as a float32 column.
-            field: the field of the request that is wrong; "": none or its input.
-            event: the event of the table that ends it: END, or REFUSE.
+            field: the wrong field of the request; "" for none or for its input.
+            event: the state event that ends it: END or REFUSE.
         """
         assert self._requests.pop(request.key) is request
         if request.grammar_key:
@@ -362,7 +362,7 @@ class RequestRegistry:
         self._effects.append(ended)
 
     def resume(self, event: ev.ResumeAsked, now: float) -> None:
-        """Answer with the kept log of a request; a live request with this identity ends for its former client."""
+        """Respond with a request's retained log. A live request with this identity ends for its former client."""
         live = self.identified.live(event.identity)
         if live is not None:
             self.end(
@@ -382,7 +382,7 @@ class RequestRegistry:
             self.identified.drop(identity)
 
     def drop_swapped(self, request: Request) -> None:
-        """Free the host memory of a request that has ended or continues on another worker."""
+        """Free the host memory of a request that has ended or continued on another worker."""
         if request.swapped is not None:
             for worker in self._fleet:
                 worker.release_swapped(request, last_step=worker.last_step)
@@ -391,7 +391,7 @@ class RequestRegistry:
     # ---------------------------------------------------------------- time
 
     def time_passed(self, now: float) -> None:
-        """End the requests whose time has run out."""
+        """End the requests whose deadline has passed."""
         self.identified.time_passed(now)
         while self._doubtful_grammars:
             self.refuse_grammar(self._doubtful_grammars.popitem()[0], now)

@@ -5,14 +5,14 @@
                  ▼  └─────QUEUE──────┴─────────────────────┘      every state ──END──► FINISHED
          STARVED, STRANDED
 
-A running request returns to QUEUED when it is preempted, its row failed, or its worker was lost. A STARVED or STRANDED
-one returns when its reader grants credit, or when a worker serves it.
+A running request returns to QUEUED when it is preempted, its row failed, or its worker was lost. A STARVED request
+returns when its reader grants credit, and a STRANDED one when a worker serves it.
 
-`TRANSITIONS` names every transition that exists. Any other one is a bug of the core, and an assertion fails. No other
-module writes the state of a request, or the fields that change only with it.
+`TRANSITIONS` names every valid transition. Any other one is a bug in the core and fails an assertion. No other module
+writes the state of a request, or the fields that change only with it.
 
-A transition has two parts. First the request leaves its place; the table names this action. Then the method of the
-event (`wait`, `strand`, `admit`, `last_step_planned`, `end`) puts it into its new place:
+A transition has two parts. First the request leaves its place by the action in the table. Then the method for the event
+(`wait`, `strand`, `admit`, `last_step_planned`, `end`) puts the request into its new place:
 
 * QUEUED: in the backlog;
 * STARVED and STRANDED: waiting outside the backlog, until the reader has credit or a worker serves the request;
@@ -46,7 +46,7 @@ class RequestEvent(enum.Enum):
     LAST_STEP = "its last step was planned, and it has left its row"
     END = "it ends for any other reason"
 
-    # Each member is one object; the hash of its name, which `Enum` uses, takes five times as long.
+    # Each member is one object, so identity suffices. `Enum` hashes the member's name, which takes five times as long.
     __hash__ = object.__hash__
 
 
@@ -61,7 +61,7 @@ class Transition(NamedTuple):
 
     to: RequestState
     leave: _Leave
-    """What it takes to leave the old place; its docstring stands in docs/scheduling-proofs.md."""
+    """Action that removes the request from its old place. Its docstring appears in docs/scheduling-proofs.md."""
 
 
 class RequestStates:
@@ -84,7 +84,7 @@ class RequestStates:
 
     @property
     def waiting_by_reason(self) -> dict[str, int]:
-        """Number of requests without a worker by what they wait for."""
+        """Number of requests without a worker, by the reason of their wait."""
         return {**self._backlog.by_reason, "credit": len(self._starved), "worker": len(self._stranded)}
 
     @property
@@ -103,7 +103,7 @@ class RequestStates:
 
         Args:
             request: a request that has left its row, if it had one.
-            wait: its wait, which begins now.
+            wait: the new wait.
             outcome: why its attempt ended, if it had a worker.
         """
         has_credit = request.allowed > len(request.tokens)
@@ -144,11 +144,11 @@ class RequestStates:
         request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}")
 
     def last_step_planned(self, request: Request) -> None:
-        """Record that the request has left its row and waits for its last answer only."""
+        """Record that the request has left its row and waits only for its last result."""
         self._apply(request, RequestEvent.LAST_STEP)
 
     def end(self, request: Request, event: RequestEvent, outcome: str, now: float) -> None:
-        """End a request, whatever its state; `event` is REFUSE or END."""
+        """End a request in any state; `event` is REFUSE or END."""
         had_worker = request.state is RequestState.RUNNING or request.state is RequestState.ENDING
         self._apply(request, event, outcome)
         self.queued_tokens -= request.wait.tokens
@@ -156,7 +156,7 @@ class RequestStates:
         self._backlog.tenant_changed(request.spec.tenant, now)
 
     def _apply(self, request: Request, event: RequestEvent, outcome: str = "") -> None:
-        """Write a request's new state, and let it leave its old place; the backlog drops requests that have ended."""
+        """Write a request's new state, and remove it from its old place. The backlog drops requests that have ended."""
         transition = self.TRANSITIONS.get((request.state, event))
         assert transition is not None, (
             f"request {request.spec.request_id}: {event.name} is not possible in {request.state.name}"

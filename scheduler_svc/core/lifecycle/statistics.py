@@ -11,7 +11,7 @@ from scheduler_svc.core.workers.worker import Worker, WorkerCounters
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A worker's state; blocks are counted as in `quire_kv_blocks`."""
+    """A worker's state. Blocks are counted as in `quire_kv_blocks`."""
 
     worker_id: str
     device: str
@@ -30,7 +30,7 @@ class WorkerStats:
     plans_in_flight: int
     last_step_tokens: int
     step_costs: dict[str, float]
-    """Learned times of the worker's steps by part, s."""
+    """Learned step times of the worker by part, s."""
     counters: WorkerCounters
 
 
@@ -42,7 +42,7 @@ class RequestStats:
     state: str
     """"waiting", "running" or "ending"."""
     worker_id: str
-    """Worker that runs it; "" while there is none."""
+    """Worker that runs it; "" without one."""
     tenant: str
     request_class: str
     priority: int
@@ -56,16 +56,16 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class ForecastStats:
-    """How often the forecasts of one moment of requests held."""
+    """How often one kind of forecast was right."""
 
     of: str
     """"wait", "first_token" or "end"."""
     count: int
-    """Requests for which the moment was forecast and has come."""
+    """Requests for which the event was forecast and has happened."""
     within_median: int
-    """Those of them for which it came within the forecast median."""
+    """Requests for which it happened within the forecast median."""
     within_p90: int
-    """Those of them for which it came within the forecast 90th percentile."""
+    """Requests for which it happened within the forecast 90th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class SchedulerStats:
     running: int
     waiting: int
     waiting_by_reason: dict[str, int]
-    """Waiting requests by what they wait for."""
+    """Waiting requests by the reason of their wait."""
     frontends: int
     ended: dict[EndReason, int]
     forecasts: list[ForecastStats]
@@ -85,7 +85,7 @@ class SchedulerStats:
 
 
 def request_stats(request: Request, running: tuple[Worker, int] | None) -> RequestStats:
-    """Return a request's numbers; `running` is its worker and row, or None."""
+    """Return a request's metrics; `running` is its worker and row, or None."""
     num_tokens = len(request.tokens)
     if running is not None:
         worker, row = running
@@ -112,7 +112,7 @@ def forecast_stats(forecast: Forecast) -> list[ForecastStats]:
 
 
 def worker_stats(worker: Worker) -> WorkerStats:
-    """Return a worker's numbers."""
+    """Return a worker's metrics."""
     return WorkerStats(
         worker_id=worker.worker_id,
         device=worker.device,

@@ -1,7 +1,6 @@
 """Snapshot of the queues and of the KV blocks, for operators who watch.
 
-Everything here reads and changes nothing. A snapshot of a large service is bounded: of very many blocks every n-th one
-is shown, of long queues the first requests.
+A snapshot of a large service is bounded. It shows every n-th block and the first requests in long queues.
 """
 
 from collections import Counter
@@ -19,21 +18,21 @@ from scheduler_svc.core.workers.worker import Worker
 
 MAX_WORKERS = 64
 MAX_CELLS = 16384
-"""Most blocks that are shown, of all workers together."""
+"""Maximum number of blocks shown, over all workers."""
 MAX_QUEUED = 64
-"""Most waiting requests that are shown for each reason."""
+"""Maximum number of waiting requests shown per reason."""
 
 FREE_STATE, CACHED_STATE, RETIRED_STATE, HELD_STATE, SHARED_STATE = range(5)
-"""States of shown blocks. The last two are those of the first owner; those of the next owners are two higher each."""
+"""States of shown blocks. The last two are for the first owner. For each next owner they are two higher."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks in order of their numbers; equal neighbours are one run."""
+    """Blocks in order of their numbers, with equal neighbours run-length encoded."""
 
     total: int
     stride: int
-    """Every how many blocks one is shown."""
+    """One block is shown for this many."""
     lengths: IndexArray
     states: IndexArray
 
@@ -52,7 +51,7 @@ class BlockMap:
     device: Blocks
     host: Blocks
     owners: list[RequestKey]
-    """The requests that hold blocks; those of the device come first."""
+    """The requests that hold blocks. Those on the device come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The queues and the blocks at one moment."""
+    """The queues and the blocks at one time."""
 
     block_maps: list[BlockMap]
     queues: list[Queue]
@@ -109,7 +108,7 @@ def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap
     Args:
         worker: the worker.
         swapped: requests with KV in host memory, of this worker or another.
-        most: most blocks of the device to show, and most of the host.
+        most: maximum number of blocks to show, for the device and for the host each.
     """
     rows = worker.rows
     owners: list[RequestKey] = []
@@ -132,13 +131,13 @@ def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap
 
 
 def _obstacle(workers: Iterable[Worker]) -> WaitReason | None:
-    """Return what holds back the queues of most workers; None if nothing does."""
+    """Return what holds back the queues on most workers; None if nothing does."""
     found = Counter(worker.obstacle for worker in workers if worker.obstacle is not None)
     return max(found, key=found.__getitem__, default=None)
 
 
 def queues(backlog: Backlog, obstacle: WaitReason | None = None) -> list[Queue]:
-    """Return the waiting requests by what they wait for; a request that waits for its turn waits for `obstacle`."""
+    """Return the waiting requests by reason. `obstacle` is the reason for those that wait for their turn."""
     lengths = backlog.by_reason
     return [
         Queue(reason, lengths[reason], [_queued(request, obstacle) for request in first])
@@ -162,14 +161,14 @@ def _queued(request: Request, obstacle: WaitReason | None) -> Queued:
 
 
 def _blocks(pool: BlockPool, tables: list[IndexArray], first_owner: int, num_owners: int, most: int) -> Blocks:
-    """Return the blocks of a pool that these tables hold; the owner of the first table has the number `first_owner`."""
+    """Return a pool's blocks held by these tables. The owner of the first table has the number `first_owner`."""
     total = pool.num_blocks
     stride = max(1, -(-total // most))
     if not total:
         return Blocks(0, 1, NO_INDICES, NO_INDICES)
     owners = np.full(total, num_owners, np.intp)
     if tables:
-        # Backwards, so that a shared block has its first owner.
+        # Backwards, so that a shared block shows its first owner.
         numbers = np.arange(first_owner, first_owner + len(tables))[::-1]
         owners[np.concatenate(tables[::-1])] = np.repeat(numbers, [len(table) for table in tables[::-1]])
     references, owners = pool.references(stride), owners[::stride]

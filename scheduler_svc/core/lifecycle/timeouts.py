@@ -1,6 +1,7 @@
 """Timeouts: deadlines that have passed, readers that take no output, and requests without a worker.
 
-They are checked when time passes, a few times a second, so that no step pays for them. This module ends no request.
+Timeouts are checked a few times per second, not in every step. This module only finds the requests; the registry ends
+them.
 """
 
 import heapq
@@ -17,7 +18,7 @@ from scheduler_svc.core.workers.rows import DECODE
 
 
 class Overdue(NamedTuple):
-    """A request whose time has run out, with the end reason and the message for its client."""
+    """A request whose deadline has passed, with the end reason and the message for its client."""
 
     request: Request
     reason: EndReason
@@ -41,13 +42,13 @@ class Timeouts:
         if request.deadline is None:
             return
         heapq.heappush(self._deadlines, (request.deadline, request.sequence, request.key))
-        # Deadlines of ended requests stay until they pass, and a client may have set them years ahead.
+        # Deadlines of ended requests stay in the heap until they pass, and a client may have set them years ahead.
         if len(self._deadlines) > 64 + 2 * len(self._requests):
             self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
             heapq.heapify(self._deadlines)
 
     def watch_reader(self, request: Request, now: float) -> None:
-        """Watch a request whose reader has no room; it ends if that stays so for too long."""
+        """Watch a request whose reader has no buffer space. It ends if that lasts too long."""
         if request.starved_since is None:
             request.starved_since = now
         self._stalling[request.key] = request

@@ -1,4 +1,4 @@
-"""KV blocks of one worker: their holders, and when a block may be used again. The KV itself is in the worker.
+"""Reference counts of one worker's KV blocks, and when a block may be reused. The KV itself is in the worker.
 
 A block is in exactly one of four states:
 
@@ -12,9 +12,9 @@ A block is in exactly one of four states:
 
 Invariant: free + cached + retired + held == total.
 
-Prompts have hundreds of blocks. So the state of a block is one number, its *claim*, and every operation takes many
-blocks at once. Blocks that are retired together are one entry of a queue. The claim names the entry, so a block that
-was taken again meanwhile no longer matches its entry. Cached blocks are queued by last use (`recency`).
+Prompts have hundreds of blocks. So a block's state is one number, its *claim*, and every operation takes many blocks at
+once. Blocks that are retired together form one queue entry, which their claim names. A block that was taken again since
+then no longer matches its entry. Cached blocks are queued by last use (`recency`).
 """
 
 from collections import deque
@@ -27,13 +27,15 @@ from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.recency import RecencyQueue
 
 _RESERVE_PART = 32
-"""Largest part of all blocks to evict before the memory is needed: one in this many."""
+"""Maximum share of all blocks to evict before the memory is needed: one in this many."""
 CACHED, RETIRED = -1, -2
-"""Results of `BlockPool.references`."""
+"""Results of `BlockPool.references` for cached and for retired blocks."""
 _CACHED = CACHED
 _FREE = 0
 _RETIRED = 1 << 40
-"""Boundary of claims: from 1 on a claim is a reference count, from here on it names an entry of retired blocks."""
+"""Boundary between kinds of claims: smaller positive claims are reference counts, larger ones name an entry of retired
+blocks.
+"""
 _NONE = np.array(0)
 _ONE = np.array(1)
 """Comparing with an array takes half the time of comparing with a number."""
@@ -43,7 +45,7 @@ class BlockPool:
     """Blocks [0, num_blocks) with reference counts and deferred reuse."""
 
     def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
-        """Make a pool of free blocks; without `cache`, it gets a cache of its own for full blocks only."""
+        """Make a pool of free blocks. Without `cache`, it creates a cache for full blocks only."""
         self.num_blocks = num_blocks
         self.cache = PrefixCache(num_blocks) if cache is None else cache
         # A stack: the most recently used block is taken first, because it is most likely in a hardware cache.
@@ -51,16 +53,16 @@ class BlockPool:
         self.num_free = num_blocks
         """Number of blocks without content."""
         self.num_cached = 0
-        """Number of blocks that no table holds and that are in the prefix cache."""
+        """Number of cached blocks that no table holds."""
         self.num_retired = 0
-        """Number of blocks that become available once the steps in flight are answered."""
+        """Number of blocks that become available once results for the steps in flight arrive."""
         self._claims = np.zeros(num_blocks, np.int64)
         self._last_entry = 0
         self._eviction_batch = num_blocks // 512
         self._retired: deque[tuple[int, int, IndexArray]] = deque()
-        """(last step that may touch the blocks, claim, blocks), steps ascending."""
+        """(last step that may use the blocks, claim, blocks), ordered by step."""
         self._read_in: dict[int, int] = {}
-        """By block that a table holds: the newest step that copies from it, while it is not answered, ascending."""
+        """By block in a table, the newest step without a result that copies from it, ordered by step."""
         self._cached = RecencyQueue(num_blocks)
         self._num_taken = 0
         """Number of blocks taken since the last call of `keep_reserve`."""
@@ -76,7 +78,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def references(self, stride: int = 1) -> IndexArray:
-        """Return for every `stride`-th block the number of tables that hold it; `RETIRED`, `CACHED` in these states."""
+        """Return for every `stride`-th block the number of tables that hold it, or `RETIRED` or `CACHED`."""
         claims = self._claims[::stride]
         found: IndexArray = np.where(claims >= _RETIRED, RETIRED, claims)
         return found
@@ -94,7 +96,7 @@ class BlockPool:
         return taken
 
     def keep_reserve(self) -> None:
-        """Evict cached blocks until as many are free as were taken since the last call, up to a small part of all."""
+        """Evict cached blocks until as many are free as were taken since the last call, within a small limit."""
         reserve = min(self._num_taken, self.num_blocks // _RESERVE_PART, self.num_available)
         self._num_taken = 0
         if reserve > self.num_free:
@@ -105,11 +107,11 @@ class BlockPool:
         return int(np.count_nonzero(self._claims[blocks] < 0)) if len(blocks) else 0
 
     def count_sole(self, blocks: IndexArray) -> int:
-        """Return how many of the blocks have one reference: they become available when it is dropped."""
+        """Return how many of the blocks have one reference. They become available when it is dropped."""
         return int(np.count_nonzero(self._claims[blocks] == _ONE))
 
     def share(self, blocks: IndexArray) -> None:
-        """Add a reference to blocks of the prefix cache, in whatever state they are."""
+        """Add a reference to cached blocks in any state."""
         if not len(blocks):
             return
         assert all_of(self.cache.holds[blocks]), "share of a block that is not in the cache"
@@ -122,16 +124,17 @@ class BlockPool:
         self._claims[blocks] = claims + _ONE
 
     def read(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
-        """Keep blocks of the prefix cache until `last_step`, which reads them, is answered."""
+        """Retain cached blocks until the result of `last_step`, which reads them, arrives."""
         self.share(blocks)
         self.release(blocks, last_step=last_step, answered_step=answered_step)
         for block in blocks[self._claims[blocks] < _RETIRED].tolist():
-            # A row still holds it. The row may be preempted in this very plan, with an earlier step as its last one.
+            # A row still holds the block. The row may be preempted in this same plan, with an earlier step as its last
+            # one.
             self._read_in.pop(block, None)
             self._read_in[block] = last_step
 
     def release(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
-        """Drop one reference of each block; retire blocks without references until `last_step` is answered.
+        """Drop one reference per block; retire unreferenced blocks until the result of `last_step` arrives.
 
         Args:
             blocks: a block table or a part of one, in order of position; each block once.
@@ -181,7 +184,7 @@ class BlockPool:
         self._forget(blocks)
 
     def _still(self, claim: int, blocks: IndexArray) -> IndexArray:
-        """Return the blocks of a retired entry that were not taken again meanwhile."""
+        """Return the blocks in a retired entry that were not taken again since."""
         stay = self._claims[blocks] == np.array(claim)
         return blocks if all_of(stay) else blocks[stay]
 
@@ -194,7 +197,7 @@ class BlockPool:
             self._cache(blocks[known])
             self._push_free(blocks[~known])
         else:
-            # Usually only the last block, which is not full, is not in the cache.
+            # Usually only the last block is not in the cache, because it is not full.
             self._cache(blocks[:num_known])
             self._push_free(blocks[num_known:])
 
@@ -219,11 +222,11 @@ class BlockPool:
         """Free at least `count` cached blocks, least recently used first."""
         wanted = self.num_free + count
         while (short := wanted - self.num_free) > 0:
-            # Evict a few more in large pools: blocks that were cached together are mostly evicted together.
+            # Evict a few more in large pools, because blocks that were cached together are mostly evicted together.
             self._forget(self._cached.oldest(short + self._eviction_batch))
 
     def _forget(self, blocks: IndexArray) -> None:
-        """Evict blocks and all blocks that cannot be found without them; idle ones become free."""
+        """Evict blocks and all blocks that can only be found through them. Idle ones become free."""
         gone = self.cache.forget(blocks)
         idle = self._claims[gone] < _NONE
         if not all_of(idle):
@@ -232,7 +235,7 @@ class BlockPool:
         self._push_free(gone)
 
     def validate(self, tables: Iterable[Iterable[int]]) -> None:
-        """Check conservation against the block tables that should hold all references."""
+        """Check the block counts against the block tables, which must account for all references."""
         references = np.zeros(self.num_blocks, np.int64)
         for table in tables:
             for block in table:

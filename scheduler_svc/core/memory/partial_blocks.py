@@ -30,11 +30,11 @@ from shared.prefix_keys import BlockKey
 
 
 class PartialMatch(NamedTuple):
-    """A block that begins like the rest of a request."""
+    """A block whose beginning matches the rest of a request."""
 
     block: int
     num_tokens: int
-    """Number of leading tokens that are equal."""
+    """Number of equal leading tokens."""
 
 
 class PartialBlocks:
@@ -50,7 +50,7 @@ class PartialBlocks:
         self._followers: dict[BlockKey, list[tuple[bytes, int]]] = {}
         """By the key of the block before: (tokens as int32, block), ascending."""
         self._entries: dict[int, tuple[BlockKey, bytes]] = {}
-        """By block: the key of the block before it, and its tokens."""
+        """By block, the key of the preceding block, and its tokens."""
         self.proven = np.zeros(num_blocks, np.bool_)
         """Blocks that can be copied from; do not write to it."""
         self.tails = np.zeros(num_blocks, np.bool_)
@@ -59,7 +59,7 @@ class PartialBlocks:
         """Those of them that `find` can return; do not write to it."""
 
     def find(self, before: BlockKey, tokens: bytes) -> PartialMatch | None:
-        """Return the block after `before` that shares most leading tokens (int32), or None if no copy is worth it."""
+        """Return the block after `before` that shares the most leading tokens (int32), or None if no copy pays."""
         followers = self._followers.get(before)
         if followers is None or len(tokens) < TOKEN_BYTES * self.least_tokens:
             return None
@@ -73,12 +73,12 @@ class PartialBlocks:
         self.proven[blocks] = True
 
     def add_tail(self, before: BlockKey, tokens: bytes, block: int) -> None:
-        """Add a tail, a block whose beginning holds the KV of `tokens`, so that it can be copied from."""
+        """Add a tail, a block whose beginning contains the KV of `tokens`, so that it can be copied from."""
         self.proven[block] = self.tails[block] = True
         self.list(before, tokens, block)
 
     def list(self, before: BlockKey, tokens: bytes, block: int) -> None:
-        """Add a proven block, which holds the KV of `tokens`, to the index."""
+        """Add a proven block, which contains the KV of `tokens`, to the index."""
         assert self.proven[block]
         assert not self.listed[block]
         self.listed[block] = True

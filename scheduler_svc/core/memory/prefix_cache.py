@@ -26,7 +26,7 @@ from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
 _RUN = 1 << 32
-"""An upper bound of the number of blocks in a run."""
+"""Upper bound on the number of blocks in a run."""
 _ROOT = 0
 """Number of the root node, which is its own parent."""
 
@@ -39,7 +39,9 @@ class _Node:
     def __init__(self, number: int, parent: int, keys: bytes, blocks: IndexArray, tokens: bytes) -> None:
         self.number = number
         self.parent = parent
-        """A number instead of a reference: a cycle would keep the tree of a lost worker until a garbage collection."""
+        """A number instead of a reference, because a cycle would keep a lost worker's tree until the next garbage
+        collection.
+        """
         self.keys = keys
         self.blocks = blocks
         self.tokens = tokens
@@ -79,7 +81,7 @@ class PrefixCache:
         self._epoch = epoch
         self.partial = partial
         self._width = 0 if partial is None else TOKEN_BYTES * partial.block_size
-        """Bytes of tokens that are kept per block."""
+        """Bytes of tokens stored per block."""
         self._root = _Node(_ROOT, _ROOT, b"", NO_INDICES, b"")
         self._nodes: list[_Node | None] = [self._root]
         self._unused: list[int] = []
@@ -87,13 +89,13 @@ class PrefixCache:
         self._places = np.zeros(num_blocks, np.int64)
         """For blocks in this cache: the number of their node times `_RUN`, plus their index in it."""
         self._next_keys: dict[int, BlockKey] = {}
-        """By row in prefill: the key of the block that it computes next."""
+        """By row in prefill, the key of the block that it computes next."""
         self._pending: dict[BlockKey, int] = {}
-        """By key: the number of rows in prefill that compute this block next."""
+        """By key, the number of rows in prefill that compute this block next."""
         self.holds = np.zeros(num_blocks, np.bool_)
-        """Whether a block is shareable, or a tail to copy from; do not write to it."""
+        """Whether a block is shareable, or is a tail to copy from; read-only."""
         self.doubted = np.zeros(num_blocks, np.bool_)
-        """Shareable blocks that a failed request has read; see `row_failures`. Do not write to it."""
+        """Shareable blocks that a failed request has read, see `row_failures`; read-only."""
 
     def leave_directory(self) -> None:
         """Remove this cache's keys from the directory, because its worker is lost."""
@@ -237,7 +239,7 @@ class PrefixCache:
         self.doubted[blocks[self.holds[blocks]]] = True
 
     def computes_next(self, row: int, key: BlockKey) -> None:
-        """Record the key of the block that the row computes next; empty: no block that others could share."""
+        """Record the key of the block that the row computes next; empty if others cannot share the block."""
         known = self._next_keys.pop(row, b"")
         if known:
             count = self._pending.pop(known)
@@ -354,7 +356,7 @@ class PrefixCache:
         gone.append(blocks)
 
     def _truncate(self, node: _Node, offset: int) -> None:
-        # Copy, because a view would keep the memory of all blocks that were ever in the run.
+        # Copy, because a view would keep the memory for all blocks that were ever in the run.
         node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset].copy()
         node.tokens = node.tokens[: self._width * offset]
 

@@ -15,10 +15,10 @@ from scheduler_svc.core.interface.arrays import IndexArray, all_of
 
 @dataclass(slots=True)
 class _Group:
-    """Blocks that were used together."""
+    """Blocks that were last used together."""
 
     blocks: IndexArray
-    """Blocks in order of their positions in a sequence; some may have left the group."""
+    """Blocks in order of their positions in a sequence. Some may have left the group."""
     num_left: int
     """Number of blocks that have not left."""
 
@@ -45,7 +45,7 @@ class RecencyQueue:
         self._groups[self._last_group] = _Group(chain.copy(), len(chain))
 
     def remove(self, blocks: IndexArray) -> None:
-        """Remove blocks from the queue; they are in it, in any order, at least one."""
+        """Remove at least one block from the queue, in any order. All must be in it."""
         numbers = self._group_of[blocks]
         self._group_of[blocks] = 0
         if all_of(numbers == numbers[0]):
@@ -64,7 +64,7 @@ class RecencyQueue:
         return self._present(number, group)[-most:]
 
     def validate(self) -> list[int]:
-        """Check that no group keeps more memory than it should; return the blocks, least recently used first."""
+        """Check that no group uses too much memory; return the blocks, least recently used first."""
         found: list[int] = []
         for number, group in self._groups.items():
             present = self._present(number, group).tolist()

@@ -37,7 +37,7 @@ class SwapSpace:
         self._next_id = 1
 
     def has_room(self, num_blocks: int) -> bool:
-        """Return whether there are blocks to swap out, and room for them."""
+        """Return whether there are blocks to swap out, and host blocks for them."""
         return 0 < num_blocks <= self.pool.num_available
 
     def out(self, blocks: IndexArray) -> BlockCopy:

@@ -1,10 +1,4 @@
-"""Token facts: everything that decisions learn from the values of token ids.
-
-The core's decisions depend on token ids in four ways only: the keys of full blocks, the length of a partial match, the
-rows whose token is a stop token, and a few rare conditions such as a token outside the vocabulary. All of them pass
-through one object of this class. A record of these results therefore replays every decision without any token id: see
-`scheduler_svc.recorder`.
-"""
+"""Token facts: everything that the core's decisions derive from token ids."""
 
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
@@ -12,7 +6,7 @@ from shared.prefix_keys import BlockKey, following_keys
 
 
 class TokenFacts:
-    """The facts as computed from the tokens; a recorder notes them, and a replay returns recorded ones."""
+    """Computes the facts from the tokens. A recorder notes them, and a replay returns recorded ones."""
 
     def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
         """Return the joined keys of the full blocks of `tokens` (int32) that follow `parent`."""
@@ -27,5 +21,5 @@ class TokenFacts:
         return positions
 
     def holds(self, condition: bool) -> bool:
-        """Return whether a condition on token values holds that nearly never does."""
+        """Return whether a rare condition on token values holds."""
         return condition

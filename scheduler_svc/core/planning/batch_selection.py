@@ -3,11 +3,11 @@
 `admission_control` decides earlier which requests may wait; `victims` chooses the rows to preempt.
 
 Smaller requests may overtake a request that lacks memory. At most `MAX_OVERTAKEN` of them do so over its whole wait;
-after that, no request is admitted before it. So a large request does not block the others forever, and they do not
-starve it. The same bound holds for a suspect, which waits for a step of its own.
+after that, no request is admitted before it. So a large request neither blocks the others forever nor starves. The same
+bound holds for a suspect, which waits to run alone.
 
-A request that cannot start for another reason is held apart (see `backlog`). Requests admitted meanwhile do not count
-as overtaking it.
+A request that cannot start for another reason is held separately (see `backlog`). Requests admitted meanwhile do not
+count as overtaking it.
 """
 
 from collections.abc import Callable
@@ -30,20 +30,20 @@ from scheduler_svc.core.workers.worker import Worker
 from shared.frames import PACKED_BYTES, TOKEN_BYTES
 
 MAX_ADMITTED_BYTES = PACKED_BYTES
-"""Stop admitting when the admissions of a plan take this many bytes.
+"""Limit on the bytes for a plan's admissions.
 
 One request alone takes less than `MAX_PART_BYTES` and its block table, so every plan fits into a frame.
 """
 _OVERHEAD = 256
-"""Upper bound of the bytes of an admission in addition to its long fields."""
+"""Upper bound on the bytes of an admission without its long fields."""
 MAX_ADMITTED = 128
-"""Maximum number of requests that one plan admits; bounds the time of planning."""
+"""Maximum number of requests that one plan admits. It bounds the planning time."""
 MAX_OVERTAKEN = 16
-"""Maximum number of later requests that may be admitted before one that lacks memory; small ones count less."""
+"""Maximum number of later requests admitted before one that lacks memory. Small ones count less."""
 SMALL = 32
-"""A request counts less than one if its tokens are less than this part of those of the request that it overtakes.
+"""A request counts less if it has less than this share of the tokens of the overtaken request.
 
-So however many small requests overtake a large one, they take together at most half of the memory that it needs.
+So the small requests that overtake a large one together take at most half of the memory that it needs.
 """
 MAX_OVERTAKING_TRIES = 8
 """Maximum number of requests that lack memory and are skipped in one plan."""
@@ -63,7 +63,7 @@ class Refusal:
 
 
 class Admission:
-    """The admissions of one worker's next plan: call `next` until it returns None, then `close`."""
+    """Admissions for one worker's next plan. Call `next` until it returns None, then `close`."""
 
     def __init__(
         self,
@@ -87,53 +87,55 @@ class Admission:
         self._looked_past: list[Request] = []
         """Requests that cannot start now for another reason."""
         self._num_looked_past = 0
-        """Number of requests in `_looked_past`, plus those that were held or assigned."""
+        """Number of requests in `_looked_past`, plus the held and assigned ones."""
         self._num_late = 0
         """Number of requests that lost their place because their target was missed."""
         self._num_admitted = 0
         self._num_bytes = 0
-        """Bytes that the admissions take in the frame of the plan."""
+        """Bytes that the admissions take in the plan's frame."""
         self._load = placement.load(worker) if placement is not None else 0
-        """The worker's load including the admitted requests, tokens."""
+        """The worker's load including the admitted requests, in tokens."""
         self._ranked: dict[int, int] = {}
-        """By sequence number: cached tokens, as they were when the request was first ranked for this plan."""
+        """By sequence number, the cached tokens when the request was first ranked for this plan."""
         self.refused: list[Refusal] = []
         self.starved: list[Request] = []
         """Requests that had credit when they were queued and have none now."""
         self.stranded: list[Request] = []
-        """Requests that no worker of the fleet serves: they wait outside the queue until the fleet changes."""
+        """Requests that no worker in the fleet serves. They wait outside the queue until the fleet changes."""
         self.wanted: list[Request] = []
-        """Requests whose grammar the worker has to compile."""
+        """Requests whose grammar the worker must compile."""
         self._serves_urgent = False
-        """Whether memory becomes free for a request that has preempted others, so that no other one gets it."""
+        """Whether memory becomes free for a request that has preempted others. No other request may take this
+        memory.
+        """
         self.lacks_row = False
         """Whether a request could start if one more row were free."""
         self.obstacle: WaitReason | None = None
-        """The reason why no further request is admitted; None: none is left, or the step's budget is used up."""
+        """Why no further request is admitted; None if none is left, or the step's budget is used up."""
         self._looked_for_suspects = False
         self._is_assigned = False
         """Whether the last request taken was assigned to this worker."""
         self._has_found_first = False
-        """Whether the first requests were tested for memory, because shorter ones may overtake them."""
+        """Whether the first requests were checked for memory, because shorter ones may overtake them."""
         self._first: Request | None = None
-        """The first request that has room. A shorter request overtakes it only if this room stays free."""
+        """The first request that has room. A shorter request overtakes it only if this room remains free."""
 
     def next(self) -> tuple[Request, Room] | None:
         """Return the next request to admit and the memory for its KV, or None.
 
-        A draining worker takes back requests that it ran before, see `Backlog.returns_to`.
+        A draining worker takes back its former requests, see `Backlog.returns_to`.
         """
         return self._next(self._take)
 
     def next_ahead(self, place: Place) -> tuple[Request, Room] | None:
-        """Do the same with requests ahead of `place` only; the policy has keys."""
+        """Like `next`, with requests ahead of `place` only. The policy has keys."""
         return self._next(lambda: self._backlog.take_ahead(self._worker, place), all_of_them=False)
 
     def next_short(self, rest: int | None) -> tuple[Request, Room] | None:
         """Return the shortest request if it has fewer tokens than `rest`, and the memory for its KV; otherwise None.
 
-        It overtakes requests that rank ahead of it. So it takes neither the last row nor the memory that the first of
-        them needs. Those that lack memory anyway are found first, because they must not be overtaken too often.
+        This request overtakes others that rank ahead. So it must leave a row and the memory that the first of them
+        needs. Requests that lack memory anyway are found first, because they must not be overtaken too often.
         """
         is_half_full = self._num_admitted >= MAX_ADMITTED // 2 or self._num_bytes >= MAX_ADMITTED_BYTES // 2
         if is_half_full or self._worker.rows.num_running >= self._max_running:
@@ -182,7 +184,7 @@ class Admission:
                     gate.close()
                 return None
             if request.faults.suspect:
-                self._backlog.put_back(request)  # it became one while it waited
+                self._backlog.put_back(request)  # The request became a suspect while it waited.
                 continue
             if _requeue_if_late(request, self._backlog, self._now):
                 self._num_late += 1
@@ -209,7 +211,7 @@ class Admission:
         return None
 
     def _find_first(self) -> None:
-        """Find the first requests in the order that lack memory, up to the first one that does not."""
+        """Find the first requests that lack memory, up to the first that does not."""
         self._has_found_first = True
         while self._may_look_further():
             request = self._backlog.take(self._worker, None)
@@ -277,7 +279,7 @@ class Admission:
         return None
 
     def close(self) -> None:
-        """Put back the requests that could not start, and choose the grammars to compile."""
+        """Put back the requests that could not start, and choose the grammars to compile next."""
         for request in self._overtakable + self._looked_past:
             self._backlog.put_back(request)
         if not self._worker.draining:
@@ -318,11 +320,11 @@ class Admission:
         )
 
     def _is_at_bound(self) -> bool:
-        """Return whether a skipped request must not be overtaken once more."""
+        """Return whether a skipped request has reached the bound on overtaking."""
         return bool(self._overtakable) and any(each.wait.overtaken >= MAX_OVERTAKEN for each in self._overtakable)
 
     def _is_eligible(self, request: Request) -> bool:
-        """Return whether a request may start if there is room; if not, move it to its proper place."""
+        """Return whether a request may start if there is room; if not, move it to where it must wait."""
         if request.allowed <= len(request.tokens):
             self._backlog.withdraw(request)
             self.starved.append(request)
@@ -341,7 +343,8 @@ class Admission:
         if not self._tenants.may_run(request, self._now):
             self._backlog.hold_for_tenant(request, self._now)
         elif request.wait.behind is not None and request.wait.behind in self._overtakable:
-            # Its blocks are for the request that preempted it, and not for those that rank behind it either.
+            # Its blocks are reserved for the request that preempted it. Requests that rank behind must not take them
+            # either.
             self._looked_past.append(request)
             self._serves_urgent = True
         elif request.unsettled or not can_serve:
@@ -391,7 +394,7 @@ class Admission:
         return room
 
     def _look_for_suspects(self) -> None:
-        """Mark a trial as due if a suspect fits now; the next plan then holds it alone. Others may overtake it."""
+        """Schedule a trial if a suspect fits now. The next plan then contains it alone. Others may overtake it."""
         self._looked_for_suspects = True
         if self._worker.draining:
             return
@@ -400,7 +403,7 @@ class Admission:
             if suspect is None:
                 return
             if not suspect.faults.suspect:
-                self._backlog.put_back(suspect)  # it was cleared while it waited
+                self._backlog.put_back(suspect)  # The suspect was cleared while it waited.
                 continue
             if not self._is_eligible(suspect):
                 continue
@@ -419,24 +422,24 @@ class Admission:
         self._backlog.admitted(request, self._worker)
         self._num_admitted += 1
         self._num_bytes += admission_bytes(request, self._worker.rows.block_size)
-        self._load += DECODE_COST  # this step computes its prompt, or it used up the budget
+        self._load += DECODE_COST  # This step computes its prompt, or the request used up the budget.
         self._worker.gate.admitted(len(request.tokens), self._now)
         self._overtake(request)
 
     def _overtake(self, request: Request) -> None:
-        """Count an admission for all requests that may be overtaken."""
+        """Count an admission for all requests that it overtakes."""
         for each in self._overtakable:
             each.wait.overtaken += min(1.0, SMALL * len(request.tokens) / len(each.tokens))
 
     def _refusal(self, request: Request, *, is_served: bool) -> Refusal | None:
-        """Return why a request can never run, or not in time.
+        """Return why a request can never run, or cannot finish in time.
 
-        A request that is under way is only checked for invalid tokens.
+        A request that has started is only checked for invalid tokens.
         """
         worker = self._worker
         vocab_size = worker.model.vocab_size
         if worker.facts.holds(request.highest_token >= vocab_size):
-            # A replay does not have the tokens.
+            # A replay has no token ids.
             found = next((token for token in request.tokens if not 0 <= token < vocab_size), -1)
             message = (
                 f"token id {found} is outside the vocabulary [0, {vocab_size}); use the tokenizer of the served model"
@@ -446,7 +449,7 @@ class Admission:
             return None
         if not is_served:
             return Refusal(request, EndReason.INVALID, self._not_served(request))
-        # A worker without other work tries anyway: the forecast may be wrong.
+        # A worker without other work tries the request anyway, because the forecast may be wrong.
         if request.wait.must_start is None or self._now <= request.wait.must_start or not worker.rows.num_running:
             return None
         return Refusal(
@@ -469,7 +472,7 @@ class Admission:
 
 
 def grammars_to_compile(worker: Worker, backlog: Backlog) -> list[Request]:
-    """Choose requests whose grammars the worker has to compile next, and record that it is asked for them."""
+    """Choose requests whose grammars the worker must compile next, and record that it was asked."""
     wanted = []
     while (request := backlog.next_grammar(worker)) is not None and worker.grammars.ask(request.grammar_key):
         backlog.compiling(request.grammar_key, worker)
@@ -480,7 +483,7 @@ def grammars_to_compile(worker: Worker, backlog: Backlog) -> list[Request]:
 def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
     """Requeue a request that has missed its target; return whether it had one.
 
-    It then ranks behind those that can still meet theirs.
+    The request then ranks behind those that can still meet their targets.
     """
     if request.wait.latest_start is None or now <= request.wait.latest_start:
         return False
@@ -491,7 +494,7 @@ def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
 
 
 def admission_bytes(request: Request, block_size: int) -> int:
-    """Return an upper bound of the bytes that the request's admission takes in the frame of a plan."""
+    """Return an upper bound on the bytes that the request's admission takes in the plan's frame."""
     num_tokens = len(request.tokens)
     columns = TOKEN_BYTES * (num_tokens - (-num_tokens // block_size))
     spec = request.spec
@@ -499,12 +502,12 @@ def admission_bytes(request: Request, block_size: int) -> int:
 
 
 def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> Int32Array:
-    """Return how many blocks become available if each of the rows leaves alone; those of `shared` do not count.
+    """Return for each row how many blocks become available if only that row leaves, without those in `shared`.
 
     Args:
         worker: the worker.
         rows: the rows, `[n]`.
-        shared: the cached blocks that the urgent request shares: it needs them in any case.
+        shared: the cached blocks that the urgent request shares and needs in any case.
     """
     tables = (worker.rows.blocks(row) for row in rows.tolist())
     if len(shared):
@@ -517,7 +520,7 @@ def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> In
 def victims_for_urgent(
     worker: Worker, backlog: Backlog, placement: Placement | None, tenants: Tenants, config: CoreConfig, now: float
 ) -> tuple[Request | None, list[int]]:
-    """Return the next waiting request and the rows to preempt so that it fits; none if too few rank far behind it."""
+    """Return the next waiting request and the rows to preempt for it; no rows if too few rank far enough behind."""
     preempts = config.policy_preemption != "off" and config.capacity != "guaranteed_no_evict"
     if not preempts or worker.draining or not backlog.num_ready or backlog.num_assigned(worker):
         return None, []
@@ -534,7 +537,7 @@ def victims_for_urgent(
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
     cached = worker.match(request).blocks
     num_new = -(-len(request.tokens) // rows.block_size) - len(cached)
-    # Retired blocks become available without a preemption, as soon as the answer arrives.
+    # Retired blocks become available without a preemption when the result arrives.
     num_available = pool.num_available - pool.count_idle(cached) + pool.num_retired
     need_blocks = max(0, num_new + worker.capacity.reserve(rows) - num_available)
     may_run = worker.grammars.is_ready(request.grammar_key) and tenants.may_run(request, now)

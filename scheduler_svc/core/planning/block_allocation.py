@@ -1,7 +1,7 @@
 """Blocks for rows that continue to decode, and preemption when no block is free.
 
-If blocks are only waiting for an answer, rows wait for them. If none are coming, the request that ranks last under the
-policy is preempted. It releases its blocks, keeps its tokens and its place in the queue, and continues later.
+If blocks will be freed by a pending result, rows wait for them. Otherwise the request that ranks last under the policy
+is preempted. It releases its blocks, keeps its tokens and its place in the queue, and continues later.
 """
 
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from scheduler_svc.core.workers.worker import Worker
 
 
 class Preemption(NamedTuple):
-    """A request that has left its row, and the one that needed its row or blocks."""
+    """A request that has left its row, and the request that needed its row or blocks."""
 
     request: Request
     by: Request
-    """Running out of memory, a request may be preempted for itself."""
+    """When memory runs out, a request may be preempted for itself."""
 
 
 class BlockAllocation:
@@ -33,14 +33,14 @@ class BlockAllocation:
         self._pool = worker.pool
         self.appended_rows: list[IndexArray] = []
         self.appended_blocks: list[IndexArray] = []
-        """One block for each of the rows."""
+        """One block for each row."""
         self.swap_outs: list[BlockCopy] = []
         self.preempted: list[Preemption] = []
         self.out_of_memory = False
-        """Whether a row needed a block when none was free and none was about to become free."""
+        """Whether a row needed a block when none was free or about to become free."""
 
     def append(self, rows: IndexArray) -> None:
-        """Give one block to each of the rows; the caller has checked that enough are free."""
+        """Add one block to each row. The caller has checked that enough are free."""
         blocks = self._pool.take(len(rows))
         self._rows.grow(rows, blocks)
         self._worker.capacity.grew(len(rows))
@@ -48,7 +48,7 @@ class BlockAllocation:
         self.appended_blocks.append(blocks)
 
     def append_by_rank(self, rows: IndexArray) -> None:
-        """Give one block to each of the rows, and preempt others where needed.
+        """Add one block to each row, and preempt other rows if needed.
 
         Rows are handled in order of rank, so a row that got a block here is never a later row's victim. Less urgent
         rows may get no block, or be preempted.
@@ -59,13 +59,13 @@ class BlockAllocation:
                 self.append(rows[index : index + 1])
 
     def preempt(self, row: int, by: Request) -> None:
-        """Preempt a row for a request; move its KV to the host if that is cheaper than computing it again."""
+        """Preempt a row for a request. Its KV moves to host memory if that is cheaper than recomputation."""
         worker, rows = self._worker, self._rows
         num_computed = rows.num_computed(row)
         num_blocks = -(-num_computed // rows.block_size)
         request = rows.requests[row]
         assert request is not None
-        # KV of an unfinished prompt may come from a row that is about to fail; no sampled token has proven it.
+        # KV of an unfinished prompt may come from a row that is about to fail, because no sampled token has proven it.
         may_swap = rows.state.item(row) == DECODE and not request.starts_over
         if (
             may_swap
@@ -84,7 +84,7 @@ class BlockAllocation:
         """Make a block available for `row`.
 
         Returns:
-            False if `row` must wait for answers or was preempted itself.
+            False if `row` must wait for results or was preempted itself.
         """
         while not self._pool.num_available:
             if self._pool.num_retired:
@@ -104,7 +104,7 @@ class BlockAllocation:
         return True
 
     def _cost_of(self, num_tokens: int) -> int:
-        """Return the budget tokens that computing a request's tokens again takes."""
+        """Return the budget tokens for recomputing a request."""
         return chunk_cost(num_tokens, num_tokens // 2, self._worker.model.break_even_context)
 
     def _victim_for(self, row: int) -> int | None:

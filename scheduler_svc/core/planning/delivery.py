@@ -1,7 +1,7 @@
-"""Front ends: their numbers in the rows of their requests, and the delivery of a step's tokens.
+"""Front ends: the front-end number in each row, and the delivery of a step's tokens.
 
-A step may give tokens to thousands of rows of a few front ends. With the front end's number in the row, tokens are
-distributed as arrays, one batch per front end.
+A step may give tokens to thousands of rows from a few front ends. Each row stores its front end's number, so tokens are
+grouped with array operations into one batch per front end.
 """
 
 import numpy as np
@@ -18,10 +18,10 @@ class Frontends:
 
     def __init__(self, effects: list[Effect]) -> None:
         self.numbers: dict[Peer, int] = {}
-        """Numbers of the present front ends."""
+        """Numbers of the connected front ends."""
         self._effects = effects
         self._peers: list[Peer | None] = []
-        """Front end by number; None where one has left."""
+        """Front end by number; None after it has left."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -30,7 +30,7 @@ class Frontends:
         return peer in self.numbers
 
     def join(self, peer: Peer) -> None:
-        """Add a front end; it may be present already."""
+        """Add a front end, which may already be present."""
         if peer in self.numbers:
             return
         if None not in self._peers:
@@ -39,13 +39,13 @@ class Frontends:
         self._peers[number] = peer
 
     def leave(self, peer: Peer) -> None:
-        """Remove a front end that has left; no row belongs to a request of it."""
+        """Remove a front end. None of its requests is in a row."""
         number = self.numbers.pop(peer, None)
         if number is not None:
             self._peers[number] = None
 
     def deliver(self, rows: RowTable, settled: Settled) -> None:
-        """Append the tokens of a step to the effects, one batch per front end."""
+        """Append a step's tokens to the effects, one batch per front end."""
         streams = rows.stream[settled.rows]
         if len(self.numbers) == 1 and len(streams):
             (peer,) = self.numbers

@@ -3,20 +3,20 @@
 A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 
 * Every decode row that can continue gets one token, and the drafts that it may verify (`speculation`).
-* Prompts get chunks (`prompt_chunks`): first the shortest ones, up to half of what is left, then all in the order of
-  the policy. Chunks take less than the rest of the budget if the step would exceed its target time (`chunks`).
+* Prompts get chunks (`prompt_chunks`): first the shortest ones, up to half of the remaining budget, then all in policy
+  order. Chunks take less than the rest of the budget if the step would exceed its target time (`chunks`).
 * Waiting requests are admitted in their turn while rows, blocks and budget last (iteration-level batching, Orca, OSDI
   2022).
 
-There are no phases: chunks of one prompt and decodes of other rows share a step.
+There are no phases: a step may contain prompt chunks and decodes.
 
 A decode row is *held out* of a step when its reader's credit is used up, or when it needs a block and none is free
 (`block_allocation`). Holding out is not a failure: the row continues later. If another request lacks only a row, a
 request whose reader takes no output gives its row back. It continues when its reader has taken some.
 
-The planner changes only the rows and blocks of its worker, and takes requests from the backlog. It writes no state of a
-request (see `states`) and applies no answer (see `results`). It may assign a request to another worker, which considers
-it in its own next plan (see `placement`).
+The planner changes only the rows and blocks of its worker, and takes requests from the backlog. It does not write
+request states (see `states`) or apply results (see `results`). It may assign a request to another worker, which
+considers it in its own next plan (see `placement`).
 """
 
 from dataclasses import dataclass
@@ -53,19 +53,19 @@ class Outcome:
     preempted: list[Preemption]
     refused: list[Refusal]
     ending: list[int]
-    """Rows whose last step was planned; `Scheduler.tidy` vacates them after the plan was sent."""
+    """Rows whose last step was planned. `Scheduler.tidy` vacates them after the plan was sent."""
     starved: list[Request]
     """Waiting requests whose readers have lost their credit."""
     stranded: list[Request]
     """Waiting requests that no worker of the fleet serves."""
     wanted: list[Request]
-    """Waiting requests whose grammar the worker has to compile."""
+    """Waiting requests whose grammar the worker must compile."""
     obstacle: WaitReason | None = None
-    """The reason why the requests that still compete for the worker were not admitted."""
+    """Why the requests that still compete for the worker were not admitted."""
 
 
 class Planner:
-    """Planner of one step of one worker; use one object for one call of `run`."""
+    """Planner for one step of one worker. Use each object for one call of `run`."""
 
     def __init__(
         self,
@@ -102,13 +102,13 @@ class Planner:
         self._decodes = NO_INDICES
         """The decode rows of the step."""
         self._is_limited = False
-        """Whether the chunk budget is limited to what the step's target allows."""
+        """Whether the step's target limits the chunk budget."""
         self._num_drafts = 0
-        """Most drafts that the step verifies in all."""
+        """Maximum number of drafts in the step."""
         self._draft_limits: tuple[IndexArray, Int32Array] | None = None
-        """Decode rows and their draft limits from this step on; None: unchanged."""
+        """Decode rows and their draft limits from this step on; None if unchanged."""
         self._newly_held: list[int] = []
-        """Rows that are held out from this plan on."""
+        """Rows that are paused from this plan on."""
         self._outcome = Outcome(None, [], self._allocation.preempted, [], [], [], [], [])
 
     def run(self) -> Outcome:
@@ -117,7 +117,7 @@ class Planner:
         worker.judge()
         if worker.in_flight and worker.in_flight[-1].solo is not None:
             self._note_obstacle(WaitReason.ALONE)
-            return self._outcome  # a trial step holds no other request, even after its own request has left
+            return self._outcome  # A trial step contains no other request, even after its own request has left.
         if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
             self._note_obstacle(WaitReason.ALONE)
             return self._outcome
@@ -138,7 +138,7 @@ class Planner:
         else:
             worker.capacity.is_growing = bool(len(decodes) or under_way or worker.in_flight)
             self._admit(under_way)
-        # A worker without further work still needs a plan that names the rows which have ended.
+        # A worker without further work still needs a plan that names the ended rows.
         idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
         if len(decodes) or self._chunks or self._allocation.swap_outs or idle_leaves:
             self._outcome.plan = self._issue(decodes)
@@ -147,7 +147,7 @@ class Planner:
         return self._outcome
 
     def _try_suspect(self) -> bool:
-        """Plan a step for a suspect alone; return False if there is no suspect to try."""
+        """Plan a step for a suspect alone; return False without a suspect to try."""
         decodes = self._schedule_trial()
         if self._worker.trial is None:
             return False
@@ -155,7 +155,7 @@ class Planner:
         return True
 
     def _schedule_trial(self) -> IndexArray:
-        """Continue the suspect's trial, or admit the next suspect; return the decode rows of the step."""
+        """Continue the suspect's trial, or admit the next suspect; return the step's decode rows."""
         worker, rows = self._worker, self._rows
         worker.trial_due = False
         self._spend_decodes(NO_INDICES)
@@ -187,7 +187,7 @@ class Planner:
         return NO_INDICES
 
     def _schedule_decodes(self) -> IndexArray:
-        """Return the decode rows of the step, ascending; give a block to each row that needs one."""
+        """Return the step's decode rows, ascending; give a block to each row that needs one."""
         worker, rows = self._worker, self._rows
         candidates = rows.decoding
         if worker.speculation.max_drafts and len(candidates):
@@ -215,7 +215,7 @@ class Planner:
         return candidates[~without_credit] if starved else candidates
 
     def _schedule_drafts(self, limits: Int32Array | None) -> IndexArray:
-        """Do the same while rows have draft limits or drafts in flight; set the limits, None: all are 0, as they were.
+        """Like `_schedule_decodes`, while rows have draft limits or drafts in flight; also set the limits.
 
         A row needs a block for its next token even if all drafts in flight are accepted. It gets blocks for the drafts
         of this step only while many are available. Drafts preempt no request: when memory is short, all limits become
@@ -240,7 +240,7 @@ class Planner:
         if not all_of(has_credit):
             worker.starves = True
             self._note_held(candidates[~has_credit], WaitReason.CREDIT)
-        # A row that may be beyond its limit, or may have filled the blocks up to it, waits: it may have ended.
+        # A row that may have reached its limit, or filled its blocks up to it, waits, because it may have ended.
         goes_on = has_credit & (reach <= rows.limit[candidates])
         needy = goes_on & (reach > rows.capacity[candidates]) & (rows.capacity[candidates] < most)
         if any_of(needy):
@@ -266,7 +266,7 @@ class Planner:
         return decodes
 
     def _note_held(self, held: IndexArray, reason: WaitReason) -> None:
-        """Note why rows are held out, once per row until it gets what it lacks."""
+        """Note why rows are paused, once per row until it gets what it lacks."""
         new = held[~self._rows.hold_noted[held]]
         for row in new.tolist():
             request = self._rows.requests[row]
@@ -281,7 +281,7 @@ class Planner:
         self._chunks.budget -= len(decodes) + self._num_drafts
 
     def _limit_chunks(self) -> None:
-        """Limit the rest of the budget to what the step's target allows."""
+        """Limit the remaining budget to what the step's target allows."""
         if self._is_limited:
             return
         self._is_limited = True
@@ -300,7 +300,7 @@ class Planner:
             self._chunks.limit(max(paced, -(-self._prompt_tokens_here() // STEPS_TO_DRAIN)))
 
     def _prompt_tokens_here(self) -> int:
-        """Return the prompt tokens of all requests that wait, or are under way here, except cached ones."""
+        """Return the uncached prompt tokens of all requests that wait or are in prefill here."""
         rows, under_way = self._rows, self._worker.prefilling
         uncached = rows.length[under_way] - rows.shared[under_way] * rows.block_size
         return self._queued_tokens + int(uncached.sum())
@@ -311,16 +311,16 @@ class Planner:
         return [row for row in self._worker.prefilling if rows.length[row] < rows.allowed[row]]
 
     def _add_chunk(self, row: int, most: int | None = None) -> int:
-        """Compute more tokens of a row's prompt in the step; return the budget tokens that they take."""
+        """Compute more of a row's prompt in the step; return the budget tokens used."""
         self._limit_chunks()
         return self._chunks.add(row, most)
 
     def _share(self, under_way: list[int], admission: Admission | None) -> None:
-        """Share the chunk budget among prompts under way and waiting requests, except what is left for admissions.
+        """Share the chunk budget among started prompts and waiting requests, without the part left for admissions.
 
         Args:
             under_way: rows in prefill whose readers have credit.
-            admission: the admissions of this plan; None: no request can be admitted.
+            admission: the admissions of this plan; None if no request can be admitted.
         """
         if admission is None and len(under_way) <= 1:
             for row in under_way:
@@ -360,7 +360,7 @@ class Planner:
                 return
             cost = self._add_chunk(longest_first.pop(), most=left)
             if not cost:
-                return  # what is left does not pay for one token of the shortest prompt
+                return  # The rest does not pay for one token of the shortest prompt.
             left -= cost
 
     def _admit(self, under_way: list[int]) -> None:
@@ -378,7 +378,7 @@ class Planner:
             self._give_back_row()
 
     def _admit_ahead(self, admission: Admission, place: tuple[float, int]) -> None:
-        """Admit the requests that rank ahead of a prompt under way."""
+        """Admit the requests that rank ahead of a started prompt."""
         while self._chunks.budget and self._has_row() and (admitted := admission.next_ahead(place)) is not None:
             self._admitted(*admitted)
 
@@ -390,7 +390,7 @@ class Planner:
         return self._rows.rank.item(row), self._rows.sequence.item(row)
 
     def _admitted(self, request: Request, room: Room, most: int | None = None) -> int:
-        """Give a request its row and a chunk; return the budget tokens that the chunk takes."""
+        """Give a request its row and a chunk; return the budget tokens used."""
         admission = self._place(request, room)
         self._outcome.admitted.append((request, admission))
         return self._add_chunk(admission.row, most)
@@ -407,7 +407,7 @@ class Planner:
     def _give_back_row(self) -> None:
         """Preempt a request whose reader takes no output, because another request lacks only a row.
 
-        Its reader had no credit in an earlier plan either, and all of its steps are answered.
+        Its reader had no credit in an earlier plan either, and it has no step in flight.
         """
         rows = self._rows
         idle = rows.hold_noted & (rows.length >= rows.allowed) & (rows.length == rows.committed)
@@ -558,7 +558,7 @@ class Planner:
         return plan
 
     def _context(self, decodes: IndexArray, length: Int32Array) -> int:
-        """Return the sum of the lengths of the decode rows; from the step before, if all of them decoded in it."""
+        """Return the total length of the decode rows, updated from the previous step if all of them decoded in it."""
         worker = self._worker
         if decodes is worker.decoded_rows and not worker.speculation.max_drafts:
             worker.decoded_context += len(decodes)
@@ -569,7 +569,7 @@ class Planner:
     def _set_draft_limits(
         self, decodes: IndexArray, of_limits: IndexArray, limits: Int32Array
     ) -> tuple[IndexArray, IndexArray]:
-        """Set the draft limits, count the drafts of the step; return the changed rows and their limits."""
+        """Set the draft limits, count the step's drafts; return the changed rows and their limits."""
         rows = self._rows
         changed = (limits != rows.draft_limit[of_limits]) & (rows.state[of_limits] == DECODE)
         draft_rows: IndexArray = of_limits[changed]
@@ -578,7 +578,7 @@ class Planner:
         return draft_rows, limits[changed].astype(np.intp)
 
     def _update_held(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Return the rows that become held out with this step, and the rows that are released."""
+        """Return the rows that this step pauses, and the rows that it resumes."""
         rows = self._rows
         if len(decodes) == len(rows.decoding) and not any_of(rows.held):
             return NO_INDICES, NO_INDICES

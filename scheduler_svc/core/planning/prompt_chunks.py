@@ -1,15 +1,14 @@
-"""Chunks of one step: which prompts it computes, and how many tokens of each.
+"""Prompt chunks in one step: which prompts it computes, and how many tokens of each.
 
 The prompt tokens of a step are shared in two parts:
 
-* The *short part*, half of the tokens, goes to the prompts with the fewest tokens left, whether they are under way or
-  wait (shortest remaining processing time). So a short prompt starts with the next plan, whatever long prompts are
-  under way.
-* The rest, and what the short part leaves, goes in the order of the policy.
+* The *short part*, half of the tokens, goes to the started or waiting prompts with the fewest tokens left (shortest
+  remaining processing time). So a short prompt starts with the next plan even if long prompts are in progress.
+* The rest, including the unused short part, goes in policy order.
 
 The first prompts in the policy's order get at least half of all prompt tokens. So a prompt gets its first token after
-at most `1 / (1 - SHORT_SHARE)` = 2 times the time that it and everything before it in that order take. That holds
-whatever short prompts arrive.
+at most `1 / (1 - SHORT_SHARE)` = 2 times the time for itself and all prompts before it. That holds regardless of the
+short prompts that arrive.
 
 Under `fcfs` there is no short part: all prompt tokens go in order of arrival.
 """
@@ -20,7 +19,7 @@ from shared.frames import MAX_STEP_VECTOR_BYTES
 from shared.request_spec import Pooling
 
 SHORT_SHARE = 0.5
-"""Share of a step's prompt tokens that goes to the shortest prompts."""
+"""Share of a step's prompt tokens for the shortest prompts."""
 _FLOAT_BYTES = 4
 """Bytes of one element of an embedding."""
 
@@ -28,14 +27,14 @@ _FLOAT_BYTES = 4
 def short_part(budget: int, step: int) -> int:
     """Return the budget tokens of the short part.
 
-    An odd token goes to one part in odd steps and to the other one in even steps, so that both advance even if a step
-    has one token.
+    In odd steps an odd token goes to one part, in even steps to the other. So both advance even if a step has one
+    token.
     """
     return (budget + step % 2) // 2
 
 
 class StepChunks:
-    """The chunks of one step of a worker, within a budget."""
+    """The chunks in one worker's step, within a budget."""
 
     def __init__(self, worker: Worker, budget: int, longest: int) -> None:
         """Start without chunks.
@@ -49,11 +48,11 @@ class StepChunks:
         self._longest = longest
         self._break_even = worker.model.break_even_context
         self._at: dict[int, int] = {}
-        """By row: the position of its chunk."""
+        """By row, the position of its chunk."""
         self._charged: list[int] = []
-        """Budget tokens that each chunk takes."""
+        """Budget tokens charged for each chunk."""
         self._pooled: set[int] = set()
-        """Rows whose embedding the step completes, or that wait for room in its answer."""
+        """Rows whose embedding the step completes, or that wait for room in its result."""
         self.budget = budget
         """Budget tokens that are left."""
         self.rows: list[int] = []
@@ -66,22 +65,22 @@ class StepChunks:
         return bool(self.rows)
 
     def limit(self, budget: int) -> None:
-        """Lower the budget that is left to `budget`."""
+        """Lower the remaining budget to `budget`."""
         self.budget = min(self.budget, budget)
 
     def add(self, row: int, most: int | None = None) -> int:
-        """Compute more tokens of a row's prompt in the step; return the budget tokens that they take.
+        """Compute more of a row's prompt in the step; return the budget tokens used.
 
         Args:
             row: a row in prefill.
-            most: most budget tokens to take; None: all that are left.
+            most: maximum budget tokens to use; None for all that remain.
         """
         budget = self.budget if most is None else min(most, self.budget)
         if budget <= 0:
             return 0
         rows = self._worker.rows
         at = self._at.get(row)
-        # More tokens of a chunk cost what the longer chunk costs more.
+        # Extending a chunk costs the difference between the longer and the shorter chunk.
         chunk, charged = (0, 0) if at is None else (self.lengths[at], self._charged[at])
         computed = rows.computed.item(row)
         rest = rows.length.item(row) - computed - chunk
@@ -90,12 +89,12 @@ class StepChunks:
             affordable = max(1, affordable)
         added = min(rest, affordable, self._longest - chunk)
         if added == rest and added > 0 and not self._has_room_for_result(row):
-            added -= 1  # the last token waits for a step whose answer has room for the embedding
+            added -= 1  # The last token waits for a step whose result has room for the embedding.
         if added <= 0:
             if most is None and affordable <= 0:
-                self.budget = 0  # what is left does not pay for one more token, and goes to no later prompt
+                self.budget = 0  # The rest does not pay for one more token, and goes to no later prompt.
             return 0
-        # If the budget ends the chunk, the rest cannot pay for one more token of this prompt: charge the rest too.
+        # If the budget ends the chunk, the rest cannot pay for one more token of this prompt. So charge the rest too.
         ends_budget = budget == self.budget and added == affordable
         cost = budget if ends_budget else chunk_cost(chunk + added, computed, self._break_even) - charged
         if at is None:
@@ -117,7 +116,7 @@ class StepChunks:
         return rows.length.item(row) - rows.computed.item(row) - (0 if at is None else self.lengths[at])
 
     def _has_room_for_result(self, row: int) -> bool:
-        """Reserve space in the step's answer for the embedding of a row that pools; return False if it is full."""
+        """Reserve space in the step's result for the embedding of a pooling row; return False if it is full."""
         request = self._worker.rows.requests[row]
         assert request is not None
         if request.spec.pooling == Pooling.NONE:

@@ -1,8 +1,8 @@
-"""Application of an answered step: the tokens of each request, and the requests that have reached their end.
+"""Applies a step result: appends tokens to each request, and finds the requests that have ended.
 
-Tokens of rows that their request still occupies are handled as arrays. A request that has left its row is found through
-the worker's departures. It has left because its last step was planned, it was preempted, or it ended. Tokens for an
-ended request are discarded and counted: they are the price of planning ahead.
+Tokens of rows that their request still occupies are handled as arrays. A request that has left its row is found in the
+worker's departures. It left because its last step was planned, it was preempted, or it ended. Tokens for an ended
+request are discarded and counted, because planning ahead causes them.
 """
 
 from collections import Counter
@@ -37,31 +37,31 @@ class Settled:
     first_indices: Int32Array
     """Index of each row's first token here among the row's generated tokens."""
     counts: Int32Array | None = None
-    """Number of tokens per row; None: one each."""
+    """Number of tokens per row; None for one each."""
     late: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, index, token) for requests that had left their row."""
     stopped: list[tuple[Request, int]] = field(default_factory=list)
     """Requests whose newest token is one of their stop tokens, with that token."""
     at_limit: list[Request] = field(default_factory=list)
-    """Requests that have all tokens that they may have on this worker."""
+    """Requests that have all tokens they may have on this worker."""
     ending: Sequence[int] = ()
-    """Rows that reach their limit with the steps in flight, because drafts were accepted: no further step is due."""
+    """Rows that reach their limit with the steps in flight, because drafts were accepted. They need no further step."""
     failed: list[FailedRequest] = field(default_factory=list)
     first_tokens: list[Request] = field(default_factory=list)
     """Requests that got their first token."""
     prefilled: list[Request] = field(default_factory=list)
     """Traced requests whose attempt got its first token."""
     scores: list[tuple[Request, int, bool, bytes]] = field(default_factory=list)
-    """(request, index of the first token, whether it is of the prompt, log-probabilities)."""
+    """(request, index of the first token, whether it is a prompt token, log-probabilities)."""
     embedded: list[tuple[Request, bytes]] = field(default_factory=list)
     """Requests with their completed embeddings, float32 bytes."""
 
 
 def settle(worker: Worker, event: StepDone, now: float) -> Settled:
-    """Apply the answer to the oldest step in flight.
+    """Apply the result of the oldest step in flight.
 
     Raises:
-        ProtocolViolationError: the step is not the oldest in flight, or the answer does not fit the plan.
+        ProtocolViolationError: the step is not the oldest in flight, or the result does not match the plan.
     """
     if not worker.in_flight or worker.in_flight[0].step != event.step:
         expected = worker.in_flight[0].step if worker.in_flight else None
@@ -69,7 +69,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     record = worker.in_flight[0]
     answered, generations, limits = record.rows, record.generations, record.draft_limits
     if event.failures:
-        # A failure of another generation is not one of this step, so the answer lacks a row then.
+        # A failure from another generation does not belong to this step, so the result lacks a row then.
         failed = {(failure.row, failure.generation) for failure in event.failures}
         uses = zip(answered.tolist(), generations.tolist(), strict=True)
         kept = np.array([use not in failed for use in uses], np.bool_)
@@ -82,7 +82,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         drafts = _drafts(event, limits)
     elif len(event.tokens) != len(event.rows):
         raise ProtocolViolationError(f"answer to step {event.step}: {len(event.tokens)} tokens for its rows")
-    # As unsigned numbers, negative ids are large, so one comparison checks both bounds.
+    # As unsigned numbers, negative ids are large. So one comparison checks both bounds.
     if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size)):
         raise ProtocolViolationError(f"answer to step {event.step}: a sampled token is outside the vocabulary")
 
@@ -133,7 +133,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
 
 
 def _measure(worker: Worker, record: StepInFlight, event: StepDone, num_drafts: int, now: float) -> None:
-    """Let the worker's cost model, its plan timing and its speculation learn from an answered step."""
+    """Update the worker's cost model, plan timing and speculation from a step result."""
     costs, shape = worker.costs, record.shape
     duration = now - record.started
     if event.copied_blocks:
@@ -160,7 +160,7 @@ def _measure(worker: Worker, record: StepInFlight, event: StepDone, num_drafts: 
 
 @dataclass(slots=True)
 class _Drafts:
-    """The part of an answer about drafts, checked; columns in the order of the answered rows."""
+    """The checked part of a result about drafts. Columns are in the order of the result's rows."""
 
     counts: Int32Array
     verified: Int32Array
@@ -169,7 +169,7 @@ class _Drafts:
 
 
 def _drafts(event: StepDone, limits: Int32Array | None) -> _Drafts:
-    """Check the columns about drafts against the limits of the rows.
+    """Check the draft columns against the rows' limits.
 
     Raises:
         ProtocolViolationError: the columns contradict each other or the limits.
@@ -283,8 +283,8 @@ def _settle_drafts(
 
 
 def _settle_late(worker: Worker, request: Request, token: int, settled: Settled, now: float) -> bool:
-    """Apply a token of a request that has left its row; return whether a further token of the step may follow."""
-    # A step that was planned before drafts filled the worker's context samples beyond it.
+    """Apply a token for a request that has left its row; return whether another token of the step may follow."""
+    # Without drafts, a step may be planned before the worker's context is full and sample beyond it.
     if request.state is RequestState.FINISHED or len(request.tokens) >= worker.max_model_len:
         worker.counters.discarded_tokens += 1
         return False
@@ -307,7 +307,7 @@ def _settle_late(worker: Worker, request: Request, token: int, settled: Settled,
 
 
 def _check_embeddings(worker: Worker, record: StepInFlight, event: StepDone) -> None:
-    """Check that the answer has the planned embeddings, each of the model's size; failed rows have none.
+    """Check that the result has the planned embeddings in the model's size. Failed rows have none.
 
     Raises:
         ProtocolViolationError: the embeddings are not the planned ones.

@@ -1,10 +1,10 @@
-"""The meaning of failed rows: which requests end, which are computed again, and which KV is invalid.
+"""Handling of failed rows: which requests end, which are recomputed, and which KV is invalid.
 
 Most failures concern one request only: its constraints leave no token, or its grammar cannot be followed. The request
 ends. Its KV is valid, and no other request is touched.
 
-Logits that are not finite come from KV that is not finite, which other requests may share. `judge` looks at all such
-failures of one answer together, in one pass over the rows and their blocks:
+Non-finite logits come from non-finite KV, which other requests may share. `judge` examines all such failures in one
+result together, in one pass over the rows and their blocks:
 
 * A block is *sound* if a row that holds it got a token in the same step, because the token was computed from it.
 * A block that is not sound is *invalid* if a failed request has written it. It is also invalid if two failed requests
@@ -31,7 +31,7 @@ from scheduler_svc.core.workers.rows import FREE
 from scheduler_svc.core.workers.worker import Worker
 
 MAX_LOST_PREFIXES = 2
-"""Number of times that a request may lose shared KV before it shares no more."""
+"""Number of times that a request may lose shared KV before it stops sharing."""
 
 END_REASONS = {
     FailureKind.NOT_FINITE: EndReason.ROW_FAILED,
@@ -39,7 +39,7 @@ END_REASONS = {
     FailureKind.GRAMMAR_TOO_COSTLY: EndReason.INVALID,
     FailureKind.INTERNAL: EndReason.ROW_FAILED,
 }
-"""End reason of a request per kind of failure."""
+"""End reason for each kind of failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class FailedRequest:
     blocks: IndexArray
     """Its block table, `[num_blocks]`."""
     num_shared: int
-    """Number of leading blocks that other requests have written."""
+    """Number of leading blocks written by other requests."""
     in_row: bool
     """Whether it still has the row."""
 
@@ -63,14 +63,14 @@ class Verdict:
     ends: list[FailedRequest]
     """Failed requests that end."""
     again: list[FailedRequest] = field(default_factory=list)
-    """Failed requests that have read invalid blocks: they are computed again."""
+    """Failed requests that have read invalid blocks and are recomputed."""
     alone: list[FailedRequest] = field(default_factory=list)
     """Failed requests that have read blocks which are neither sound nor invalid.
 
-    They are computed again and share nothing.
+    They are recomputed and share nothing.
     """
     sharers: list[int] = field(default_factory=list)
-    """Rows that have not failed and share invalid blocks: their requests are computed again."""
+    """Rows that have not failed but share invalid blocks. Their requests are recomputed."""
     invalid: IndexArray = field(default_factory=lambda: NO_INDICES)
     """Blocks that must leave the prefix cache, once all of these requests have left their rows."""
     in_doubt: IndexArray = field(default_factory=lambda: NO_INDICES)

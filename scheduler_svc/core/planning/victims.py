@@ -1,7 +1,7 @@
 """Victims: which running requests are preempted so that a more urgent one can run.
 
-The default rule, `fewest`, aims at as few preemptions overall as possible. Candidates are requests that rank behind the
-urgent one by more than the threshold. Of those
+The default rule, `fewest`, minimises the number of preemptions. Candidates are requests that rank behind the urgent one
+by more than the threshold. Of those
 
 * only requests within the threshold of the last in rank are considered, so that a victim cannot preempt another
   candidate in its turn;
@@ -23,7 +23,7 @@ from scheduler_svc.core.interface.arrays import IndexArray, Int32Array, any_of
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Running requests that may be preempted: arrays of one length."""
+    """Running requests that may be preempted, as arrays of equal length."""
 
     rows: IndexArray
     ranks: npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ class Candidates:
     sequences: npt.NDArray[np.int64]
     num_blocks: Int32Array
     num_computed: Int32Array
-    """Number of tokens to compute again after a preemption."""
+    """Number of tokens to recompute after a preemption."""
 
 
 def choose_victims(candidates: Candidates, *, need_blocks: int, rule: str, threshold: float) -> list[int]:

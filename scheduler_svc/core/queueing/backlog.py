@@ -2,9 +2,9 @@
 
 A request *competes* while it may start wherever there is room. It is in a queue of the policy. Usually that is the
 common queue. If only some kinds of workers can serve the request, it is in a queue that the other workers skip. A
-suspect competes for a step of its own (see `quarantine`).
+suspect competes to run alone (see `quarantine`).
 
-A request that cannot start even with enough room is *held* apart until an event:
+A request that cannot start even with enough room is *held* until an event:
 
 * its tenant is at its limit: until the tenant may run more;
 * its grammar is being compiled: until a worker reports it;
@@ -40,7 +40,7 @@ MAX_PREFIX_WAITS = 256
 MAX_ASSIGNED_S = 0.25
 """Maximum time that a request waits for the next plan of the worker that it is assigned to, s."""
 _MAX_LOOKS = 16
-"""Maximum number of grammars or prefixes that one plan considers in vain; the next plan continues after them."""
+"""Maximum number of grammars or prefixes that one plan checks without success. The next plan continues after them."""
 _REFILL_S = 0.01
 """Minimum time between two checks of a tenant's token rate, s."""
 
@@ -54,46 +54,46 @@ class Backlog:
         self._tenants = tenants
         self._num_requests = 0
         self.competing_tokens = 0
-        """Uncached tokens of the requests that are not held for their tenant."""
+        """Uncached tokens of the requests that are not held for their tenant's quota."""
         self._competing: dict[Request, WaitingQueue | None] = {}
-        """Competing requests with the queue of each; None while an admission considers the request."""
+        """Competing requests with their queues; None while an admission considers the request."""
         self._common = policy.make_queue()
         self._restricted: dict[Scope | Worker, WaitingQueue] = {}
         """Queues by the workers that serve their requests, or by one draining worker; none is empty."""
         self._suspects = KeyedQueue(policy.rank)
         self._shortest = None if policy.is_by_turns else ShortestFirst(self._competing, policy.rank)
-        """The competing requests by length, without suspects; None: groups of requests take turns."""
+        """The competing requests by length, without suspects; None if groups of requests take turns."""
         self._late: dict[Request, int] = {}
-        """Waiting requests that have missed their targets, with their tokens."""
+        """Waiting requests that have missed their targets, with their token counts."""
         self.late_tokens = 0
         """Sum of their tokens."""
         self.kinds = Kinds()
         """Kinds of the workers that take requests."""
         self._workers: dict[Worker, None] = {}
-        """The workers that take requests."""
+        """The workers that accept requests."""
         self._draining: dict[int, Worker] = {}
         """Draining workers by epoch."""
         self._over_quota: Holding[tuple[str, bool]] = Holding(policy.rank)
-        """Requests by tenant, and whether they are under way."""
+        """Requests by tenant, and whether they have started."""
         self._for_grammar: Holding[bytes] = Holding(policy.rank)
-        """Requests by the key of the grammar."""
+        """Requests by grammar key."""
         self._compiled: dict[Worker, dict[bytes, None]] = {}
-        """By worker: keys of grammars that it has compiled and requests wait for; some have no requests left."""
+        """By worker, keys of compiled grammars that requests wait for. Some have no requests left."""
         self._for_prefix: Holding[tuple[Worker, BlockKey]] = Holding(policy.rank)
         """Requests by the worker that computes the prefix and the key of the block that it computes next."""
         self._prefixes: dict[Worker, dict[BlockKey, None]] = {}
-        """By worker: the keys that requests wait for there; some keys have no requests left."""
+        """By worker, the keys that requests wait for there. Some keys have no requests left."""
         self._assigned: Holding[Worker] = Holding(policy.rank)
         """Requests by worker, until its next plan."""
         self._assigned_since: dict[Worker, float] = {}
-        """By worker: the time since which requests wait for its plan."""
+        """By worker, the time since which requests wait for its plan."""
         self._compiling: dict[bytes, Worker] = {}
-        """By the key of the grammar: the worker that was asked last and has not reported."""
+        """By grammar key, the worker that was asked last and has not reported."""
         self._turns = _GrammarTurns(self._for_grammar)
         self._refills: list[tuple[float, str]] = []
         """A heap of (time, tenant): when a tenant with held requests may have tokens again; some entries are stale."""
         self._refilling: dict[str, float] = {}
-        """By tenant: the time of its present entry in the heap."""
+        """By tenant, the time of its current heap entry."""
 
     def __len__(self) -> int:
         """Count the requests."""
@@ -109,7 +109,7 @@ class Backlog:
 
     @property
     def by_reason(self) -> dict[str, int]:
-        """Number of requests by what they wait for."""
+        """Number of requests by the reason of their wait."""
         return {
             "room": len(self._competing),
             "tenant_limit": len(self._over_quota),
@@ -145,7 +145,7 @@ class Backlog:
 
     @property
     def num_ready(self) -> int:
-        """Number of requests that may start as soon as there is room."""
+        """Number of requests that may start when there is room."""
         return len(self._competing) + len(self._assigned)
 
     @property
@@ -155,7 +155,7 @@ class Backlog:
 
     @property
     def may_start(self) -> bool:
-        """Whether any worker may be able to take a request, whichever workers requests are assigned to."""
+        """Whether any worker may be able to take a request, regardless of assignments."""
         return len(self) > len(self._over_quota) + len(self._assigned)
 
     @property
@@ -171,7 +171,7 @@ class Backlog:
             return True
         if worker in self._compiled:
             return True
-        # A loop, because `any` takes several times as long when there is no key, and every plan comes here.
+        # A loop, because `any` takes several times as long without keys, and every plan runs this.
         for key in self._for_grammar.keys():  # noqa: SIM110, SIM118
             if key not in self._compiling:
                 return True
@@ -184,11 +184,11 @@ class Backlog:
         return self.kinds.serves(worker.kind, request)
 
     def is_served(self, request: Request) -> bool:
-        """Return whether a worker serves the request, or takes it back."""
+        """Return whether some worker serves the request, or takes it back."""
         return self.kinds.serve(request) or self.returns_to(request) is not None
 
     def returns_to(self, request: Request) -> Worker | None:
-        """Return the draining worker that takes the request back, because it ran there and no other worker serves it.
+        """Return the draining worker that takes back the request, because it ran there and no other worker serves it.
 
         So a request that is preempted on a draining worker is not lost.
         """
@@ -214,7 +214,7 @@ class Backlog:
             self._hold_for_tenant(request, now)
 
     def discard(self, request: Request) -> None:
-        """Remove a request that has finished."""
+        """Remove a request that has ended."""
         self._num_requests -= 1
         self.late_tokens -= self._late.pop(request, 0)
         if request in self._over_quota:
@@ -237,7 +237,7 @@ class Backlog:
         self._left(request)
 
     def missed_target(self, request: Request) -> None:
-        """Record that a request that was taken has missed its target, and put it back in its new place."""
+        """Record that a taken request has missed its target, and put it back in its new place."""
         self._late[request] = request.wait.tokens
         self.late_tokens += request.wait.tokens
         self.put_back(request)
@@ -258,7 +258,7 @@ class Backlog:
         self.withdraw(request)
 
     def tenant_changed(self, tenant: str, now: float) -> None:
-        """Make requests of a tenant compete, as many as the tenant may run now."""
+        """Let as many requests of a tenant compete as the tenant may run now."""
         if not len(self._over_quota):
             return
         for started in (True, False):
@@ -272,7 +272,7 @@ class Backlog:
         self._await_refill(tenant, now)
 
     def charge(self, charges: Sequence[tuple[Account, int]], now: float) -> None:
-        """Charge generated tokens to the accounts whose requests they belong to."""
+        """Charge generated tokens to their requests' accounts."""
         if self.policy.accounts_service:
             for account, num_tokens in charges:
                 self.policy.served(account, output_tokens=num_tokens)
@@ -281,7 +281,7 @@ class Backlog:
                 self._tenants.charged(account.tenant, num_tokens, now)
 
     def time_passed(self, now: float) -> None:
-        """Make requests compete whose tenant's token rate allows it now."""
+        """Let requests compete whose tenant's token rate allows it now."""
         while self._refills and self._refills[0][0] <= now:
             time, tenant = heapq.heappop(self._refills)
             if self._refilling.get(tenant) == time:
@@ -295,7 +295,8 @@ class Backlog:
 
         Args:
             worker: a worker for which `prepare` was called for this plan.
-            cached: returns the number of a request's tokens in the worker's prefix cache; None: the worker has no row.
+            cached: returns the number of a request's tokens in the worker's prefix cache; None if the worker has no
+                free row.
         """
         request = self._take_competing(worker, cached)
         if request is not None:
@@ -355,11 +356,11 @@ class Backlog:
         return self._common.first() if isinstance(self._common, KeyedQueue) else None
 
     def prepare(self, worker: Worker, num_free_rows: int, now: float) -> None:
-        """Make held requests compete whose grammar or prefix the worker now has."""
+        """Let held requests compete whose grammar or prefix the worker now has."""
         for key in self._compiled.pop(worker, ()) if num_free_rows else ():
             if not worker.grammars.is_ready(key):
                 continue
-            # Release only as many as the worker can take: a worker without the grammar would hold them again.
+            # Release only as many as the worker can take. A worker without the grammar would hold them again.
             self._compete_again(islice(self._for_grammar.release(key), num_free_rows), now)
             if self._for_grammar.count(key):
                 self._compiled.setdefault(worker, {})[key] = None
@@ -369,7 +370,7 @@ class Backlog:
                 self._prefix_advanced(worker, key, now)
 
     def recall(self, worker: Worker, now: float) -> None:
-        """Make requests compete again that were assigned to a worker and that its plan did not take."""
+        """Let requests compete again that were assigned to a worker and not taken by its plan."""
         if self._assigned_since.pop(worker, None) is not None:
             for request in self._assigned.release(worker):
                 request.waits_for(WaitReason.TURN, now)
@@ -451,7 +452,7 @@ class Backlog:
     # ---------------------------------------------------------------- workers
 
     def fleet_changed(self, workers: Iterable[Worker], now: float) -> None:
-        """Sort the requests again by the workers of the fleet that can serve them."""
+        """Sort the requests again by the workers that can serve them."""
         present: dict[Worker, None] = {}
         draining: dict[int, Worker] = {}
         for worker in workers:
@@ -479,7 +480,7 @@ class Backlog:
         self._sort_again()
 
     def grammar_reported(self, key: bytes, now: float) -> None:
-        """Make the requests compete that wait for this grammar: a worker has compiled it, or cannot."""
+        """Let the requests compete that wait for this grammar, because a worker compiled it or cannot."""
         self._compiling.pop(key, None)
         self._compete_again(self._for_grammar.release(key), now)
 
@@ -568,7 +569,7 @@ class Backlog:
             self._shortest.push(request)
 
     def _takers(self, request: Request) -> Scope | Worker | None:
-        """Return the workers that may take the request, or the draining one that takes it back; None: all, or none."""
+        """Return the workers that may take the request, or take it back while draining; None for all, or none."""
         scope = self.kinds.scope(request)
         return self.returns_to(request) if scope is None and self._draining else scope
 
@@ -622,7 +623,7 @@ class Backlog:
         return chosen
 
     def _prefix_advanced(self, worker: Worker, key: BlockKey, now: float) -> None:
-        """Release the first request that waits for this block, which was computed or was given up.
+        """Release the first request that waits for this block, which was computed or abandoned.
 
         That request looks up the prefix for all others that wait for it.
         """
@@ -646,7 +647,7 @@ class Backlog:
 
 
 class _GrammarTurns:
-    """Turns of tenants for compilation, however many grammars each of them wants."""
+    """Round-robin over tenants for compilation, regardless of how many grammars each needs."""
 
     def __init__(self, waiting: Holding[bytes]) -> None:
         """Start empty; `waiting` are the requests that wait for a grammar, by its key."""
@@ -677,7 +678,7 @@ class _GrammarTurns:
         return None
 
     def _drop_unused(self, tenant: str, most: int) -> list[bytes]:
-        """Drop those of a tenant's oldest `most` grammars that no request waits for; return the other ones."""
+        """Drop those of a tenant's oldest `most` grammars that no request waits for; return the others."""
         keys, used = self._keys[tenant], []
         for key in list(islice(keys, most)):
             if self._waiting.count(key):

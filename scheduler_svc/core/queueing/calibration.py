@@ -1,12 +1,12 @@
-"""Calibration: turns rough estimates of a time into quantiles that hold as often as they say.
+"""Calibration: turns rough time estimates into quantiles with the correct coverage.
 
-An estimate from queue and costs is rough: it ignores memory, other policies, and requests that arrive later. So the
-ratio of the true time to the estimate is tracked. Each quantile of the ratio moves up when the true time was above it
-and down when it was below, by steps whose ratio is that of the shares (stochastic approximation, Robbins and Monro,
-1951). In the long run, the share of times below the quantile is its own share, whatever the distribution is. Ratios are
+An estimate from queue and costs is rough, because it ignores memory, other policies, and later requests. So the ratio
+of the true time to the estimate is tracked. Each quantile of the ratio moves up when the true time was above it and
+down when it was below, by steps whose ratio is that of the shares (stochastic approximation, Robbins and Monro, 1951).
+In the long run, the share of times below the quantile is its own share, whatever the distribution is. Ratios are
 tracked apart for estimates of different size, and for requests that must wait until others end (*regimes*).
 
-The shares that were reached are metrics.
+The achieved coverage is exported as metrics.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _FIRST = (-1.1, 0.0, 0.7)
 """Logarithms of the ratios before the first measurement."""
 _GAIN = 0.05
 _EARLY = 15
-"""Requests of a regime from which on its gain is the final one, and other regimes do not begin like it any more."""
+"""Number of requests in a regime after which its gain is final, and other regimes are no longer initialised like it."""
 _LEAST_DISTANCE, _MOST_DISTANCE = 0.01, 3.0
 _OFFSET_S = 0.001
 """Added to measured and estimated times, so that no ratio divides by zero."""
@@ -58,11 +58,11 @@ class Calibration:
         self._all = _Ratios(_FIRST, (0.5,) * len(SHARES))
         self._regimes: dict[int, _Ratios] = {}
         self.count = 0
-        """Requests whose time has come."""
+        """Requests whose time was observed."""
         self.within_median = 0
-        """Those of them whose time was within the predicted median."""
+        """Requests whose time was within the predicted median."""
         self.within_p90 = 0
-        """Those of them whose time was within the predicted 90th percentile."""
+        """Requests whose time was within the predicted 90th percentile."""
 
     def estimate(self, bases: tuple[float, ...], *, is_blocked: bool) -> Estimate:
         """Return the quantiles of a time.

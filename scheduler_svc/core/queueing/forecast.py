@@ -27,11 +27,11 @@ from shared.prefix_keys import KEY_BYTES
 
 _WINDOW_S = 60.0
 _MAX_ADMISSIONS = 256
-"""Maximum number of admissions in the window."""
+"""Maximum number of admissions in the measurement window."""
 _MAX_LOOKS = 4
-"""Maximum number of workers that the forecast of one request looks at."""
+"""Maximum number of workers considered per forecast."""
 _CAUTION = 0.8
-"""Part of the expected time of service that surely passes."""
+"""Share of the expected service time that certainly passes."""
 
 
 class Queue(NamedTuple):
@@ -46,22 +46,21 @@ class Forecast:
     """Forecasts of one core; times in seconds."""
 
     def __init__(self, fleet: Fleet, config: CoreConfig) -> None:
-        """Start without measurements."""
         self.lengths = OutputLengths()
         self.waits, self.first_tokens, self.ends = Calibration(), Calibration(), Calibration()
         self._fleet = fleet
         self._config = config
         self._admissions: deque[float] = deque(maxlen=_MAX_ADMISSIONS)
-        """Times of the last admissions of blocked requests, without a moment at which none waited in between."""
+        """Times of the last admissions of blocked requests, since at least one has always been waiting."""
 
     # ---------------------------------------------------------------- lengths
 
     def output_tokens(self, request: Request) -> float:
-        """Return the expected number of tokens that the request generates in all."""
+        """Return the expected total number of tokens that the request generates."""
         return self._mean_tokens(request, request.spec.expected_output_tokens)
 
     def learned_output_tokens(self, request: Request) -> float:
-        """Return how many tokens the request generates in all, as finished requests did; the hint does not count."""
+        """Return the expected total output tokens from finished requests, without the client's hint."""
         return self._mean_tokens(request, 0)
 
     def remaining_tokens(self, request: Request, num_generated: int, share: float) -> float:
@@ -86,7 +85,7 @@ class Forecast:
         return min(sum(like) / len(like), most) if like else most
 
     def _lengths(self, request: Request) -> tuple[float, float, float] | None:
-        """Return the 5th, 50th and 90th percentile of the request's output length; None if nothing is known of it."""
+        """Return the 5th, 50th and 90th percentile of the request's output length; None if unknown."""
         if request.spec.pooling:
             return 0.0, 0.0, 0.0
         most = float(request.limit - request.spec.num_prompt_tokens)
@@ -101,7 +100,7 @@ class Forecast:
     # ---------------------------------------------------------------- service
 
     def uncached_tokens(self, request: Request) -> int:
-        """Return how many of the request's tokens no worker that takes requests has in its cache."""
+        """Return how many of the request's tokens are in no open worker's cache."""
         return len(request.tokens) - max((worker.cached_tokens(request) for worker in self._likely(request)), default=0)
 
     def service_s(self, request: Request, uncached: int, num_outputs: float) -> float:
@@ -114,7 +113,7 @@ class Forecast:
     def must_start(self, request: Request, uncached: int) -> float | None:
         """Return the latest start at which the request may complete by the client's deadline; None without one.
 
-        Nearly all requests like it generate more tokens and take longer.
+        The estimate is optimistic: nearly all similar requests generate more tokens and take longer.
         """
         if request.deadline is None:
             return None
@@ -202,7 +201,7 @@ class Forecast:
     # ----------------------------------------------------------------
 
     def _likely(self, request: Request) -> list[Worker]:
-        """Return workers that may run the request, first those that have the beginning of its prompt."""
+        """Return workers that may run the request, first those that have the beginning of its prompt cached."""
         workers = [worker for worker in self._fleet if not worker.draining]
         if len(workers) > _MAX_LOOKS:
             with_prefix = set(self._fleet.directory.epochs(next(iter(request.keys.values()), b"")[:KEY_BYTES]))
@@ -210,7 +209,7 @@ class Forecast:
         return list(islice(workers, _MAX_LOOKS))
 
     def _worker_for(self, request: Request) -> Worker | None:
-        """Return the worker among the likely ones that would compute the request's prompt soonest."""
+        """Return the likely worker that would compute the request's prompt soonest."""
         likely = self._likely(request)
         if len(likely) < 2:
             return likely[0] if likely else None
@@ -223,7 +222,7 @@ class Forecast:
         return num_competing > 0 and worker.obstacle in (WaitReason.ROWS, WaitReason.MEMORY)
 
     def _residual_s(self, worker: Worker, now: float) -> float:
-        """Return the time until the steps in flight are answered."""
+        """Return the time until the results of the steps in flight arrive."""
         if not worker.in_flight:
             return 0.0
         first, *others = worker.in_flight
@@ -231,18 +230,18 @@ class Forecast:
         return rest + sum(step.expected_s for step in others)
 
     def _chunk_budget(self, worker: Worker) -> int:
-        """Return the prompt tokens of a step."""
+        """Return the number of prompt tokens per step."""
         return max(1, min(self._config.max_num_batched_tokens, worker.max_tokens_per_step) - worker.rows.num_running)
 
     def _admission_rate(self, request: Request, worker: Worker, num_workers: int, now: float) -> float:
-        """Return how many blocked requests are admitted per second, by all workers."""
+        """Return how many blocked requests all workers together admit per second."""
         times = self._admissions
         while times and now - times[0] > _WINDOW_S:
             times.popleft()
         step_s = worker.decode_step_s + worker.mean_chunks * worker.costs.prompt_token_s
-        # Requests that run already have proven that they are as long as they are.
+        # Running requests have proven their length so far.
         held_s = step_s * max(1.0, self.learned_output_tokens(request), worker.rows.mean_generated())
         rows = max(1, worker.rows.num_running)
-        # As much evidence as the admission of one batch of rows.
+        # Weight the prior like the admission of one batch of rows.
         measured_s = now - times[0] if times else 0.0
         return (len(times) + rows * num_workers) / (measured_s + held_s)

@@ -1,8 +1,4 @@
-"""Waiting requests that are held under a key until an event that concerns the key.
-
-A request whose tenant is at its limit, or whose grammar is being compiled, cannot start even with enough room. It is
-taken out of the policy's queue, so that no plan looks at it and it blocks no request behind it.
-"""
+"""Waiting requests that are held under a key until an event for that key."""
 
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar

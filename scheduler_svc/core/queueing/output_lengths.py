@@ -1,9 +1,10 @@
-"""Output lengths: how many tokens a request will generate, from requests like it that have finished.
+"""Output lengths: how many tokens a request will generate, predicted from similar finished requests.
 
-The scheduler reads no text. It knows the first block of a prompt by its key, because applications begin their prompts
-with the same system prompt. It also knows the tenant, the class, the sizes of the prompt and of `max_tokens`, and
-whether a grammar constrains the output. Lengths of finished requests are kept for every combination in `_likenesses`,
-the last `_SAMPLES` of each. A request is forecast from the most specific combination with enough of them.
+The scheduler reads no text. It identifies an application by the key of the prompt's first block, because applications
+begin their prompts with the same system prompt. It also knows the tenant, the class, the sizes of the prompt and of
+`max_tokens`, and whether a grammar constrains the output. Lengths of finished requests are kept for every combination
+in `_likenesses`, the last `_SAMPLES` of each. A request is forecast from the most specific combination with enough of
+them.
 
 A request that has generated tokens already is compared only with those that generated more: a conversation that has
 survived the usual length is likely to be a long one.
@@ -17,17 +18,17 @@ from shared.prefix_keys import KEY_BYTES
 
 _SAMPLES = 64
 _ENOUGH = 8
-"""Finished requests of a combination from which on it is used."""
+"""Minimum number of finished requests for using a combination."""
 _ENOUGH_LONGER = 4
-"""Those of them that must have generated more than the request has."""
+"""Minimum number of them that must have generated more than the request has."""
 _MAX_KEYS = 4096
-"""Maximum number of remembered combinations; the one that was used least recently is dropped."""
+"""Maximum number of stored combinations. The least recently used one is dropped."""
 
 _Likeness = tuple[str | int | bytes, ...]
 
 
 class OutputLengths:
-    """Lengths of finished requests, by what the requests had in common."""
+    """Lengths of finished requests, by shared properties."""
 
     def __init__(self) -> None:
         """Start without lengths."""
@@ -47,7 +48,7 @@ class OutputLengths:
             samples.append(generated)
 
     def like(self, request: Request, num_generated: int = 0) -> list[int]:
-        """Return the lengths of finished requests like this one, ascending; empty if too few are known.
+        """Return the lengths of similar finished requests, ascending; empty if too few are known.
 
         Args:
             request: the request.
@@ -74,7 +75,7 @@ def quantile(values: list[int], share: float) -> float:
 
 
 def _likenesses(request: Request) -> tuple[_Likeness, ...]:
-    """Return what the request has in common with others, most specific first."""
+    """Return the properties that the request shares with others, most specific first."""
     spec = request.spec
     size, most, constrained = spec.num_prompt_tokens.bit_length(), spec.max_tokens.bit_length(), bool(spec.grammar)
     kind = (spec.tenant, spec.request_class, most, constrained)

@@ -30,27 +30,27 @@ from scheduler_svc.core.workers.worker import Match, Worker
 from shared.prefix_keys import KEY_BYTES
 
 DECODE_COST = 32
-"""Delay of a prompt by one running request, in prompt tokens."""
+"""Delay that one running request causes for a prompt, in prompt tokens."""
 MAX_ASSIGNED = 4
-"""Number of failed assignments of a request, after which any worker takes it."""
+"""Number of failed assignments after which any worker takes a request."""
 _MAX_TRIES = 8
-"""Number of the least loaded workers that are checked for room."""
+"""Number of least loaded workers that are checked for room."""
 NOTHING_CACHED = Match(NO_INDICES)
-"""The match of a request with an empty cache."""
+"""The match for a request with an empty cache."""
 
 
 @dataclass(slots=True)
 class Room:
-    """The memory for a request on a worker."""
+    """The memory for a request on one worker."""
 
     cached: IndexArray
-    """Blocks of its prefix that are in the cache."""
+    """Cached blocks of its prefix."""
     num_new: int
-    """Number of blocks to take in addition to them."""
+    """Number of further blocks to take."""
     partial: PartialMatch | None = None
-    """A block to copy to the first of the new ones."""
+    """A block to copy to the first new one."""
     swapped: SwappedKV | None = None
-    """Its KV in the worker's host memory, to copy to the first of the new blocks."""
+    """Its KV in the worker's host memory, to copy to the first new blocks."""
 
 
 def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
@@ -71,7 +71,7 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
         )
     if partial_fits:
         return Room(cached, num_new, partial, match.swapped)
-    # A partial copy saves little, so do not wait for memory for it.
+    # A partial copy saves little, so it is not worth waiting for memory.
     return Room(cached, num_new) if fits else None
 
 
@@ -102,10 +102,10 @@ class Placement:
         """The load of each worker in the heap."""
         self._by_epoch: dict[int, Worker] = {}
         self._by_block_size: dict[int, Worker] = {}
-        """One worker per block size: the same tokens have different keys in blocks of another size."""
+        """One worker per block size, because the same tokens have different keys in blocks of another size."""
         self._changed: dict[Worker, None] = {}
         self._late: set[Worker] = set()
-        """Workers whose plan is overdue; no request is assigned to them until it is made."""
+        """Workers whose plan is overdue. No request is assigned to them until the plan is made."""
 
     def set_fleet(self, workers: list[Worker]) -> None:
         """Set the workers that take requests."""
@@ -132,7 +132,7 @@ class Placement:
             self._changed[worker] = None
 
     def planned(self, worker: Worker) -> None:
-        """Record that a plan was made for a worker; it has no assigned requests any more."""
+        """Record that a plan was made for a worker, which has no assigned requests any more."""
         self._assigned.pop(worker, None)
         self._late.discard(worker)
         self.changed(worker)

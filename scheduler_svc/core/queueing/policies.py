@@ -9,7 +9,7 @@ rebuilt, so memory follows the number of live requests.
 
 Most policies are a *key*: seconds per request, fixed when it is queued, smallest first. Ties go by order of arrival.
 Ageing then needs no clock: an order by "arrival minus a bonus" equals one by "bonus plus time waited" at every moment.
-So no request starves: only requests that arrive within its key's advantage can overtake it.
+So no request starves, because only requests that arrive within their key's advantage can overtake it.
 
 | policy | key | overtaken only by requests that arrive at most |
 |---|---|---|
@@ -43,18 +43,20 @@ from scheduler_svc.core.requests.request import Request
 AGEING_S = 10.0
 """Waiting time that weighs as much as one level of priority, s."""
 SJF_S_PER_TOKEN = 0.05
-"""Later arrival that weighs as much as one expected output token, s."""
+"""Later arrival that weighs as much as one expected output token, in seconds."""
 EDF_SLACK_S = 60.0
-"""Slack of a request without a deadline: it counts as one that must start this long after its arrival, s."""
+"""Assumed slack of a request without a deadline, in seconds."""
 
 _FEW_GONE = 16
-"""So many entries of finished requests are left in a queue; they keep the tokens of those requests."""
+"""Maximum number of stale entries tolerated in a queue, because they retain the tokens of finished requests."""
 
 SLO_LATE_S = 600.0
-"""The same under `slo`, for a request that can no longer meet its target: it comes after all that can, s."""
+"""Assumed slack under `slo` of a request that can no longer meet its target, in seconds. It ranks after all that
+can.
+"""
 
 CachedTokens = Callable[[Request], int] | None
-"""Returns the number of a request's cached tokens; None: they do not count."""
+"""Returns the number of a request's cached tokens; None if they do not matter."""
 Place = tuple[float | str, ...]
 """Place of a request among the first ones of several queues of one policy; smallest first."""
 
@@ -75,8 +77,8 @@ class WaitingQueue(ABC):
         """Take out the first request, or return None.
 
         Args:
-            cached: returns the number of a request's tokens in the prefix cache of the worker that will run it; None:
-                no request can start now, so no order by them is needed.
+            cached: returns the number of a request's tokens in the prefix cache of the worker that will run it; None if
+                no request can start now.
         """
 
     def admitted(self, request: Request) -> None:
@@ -85,11 +87,11 @@ class WaitingQueue(ABC):
 
     @abstractmethod
     def extract(self, request: Request) -> None:
-        """Take out a request, whatever its place."""
+        """Take out a request from any place."""
 
     @abstractmethod
     def discard(self, request: Request) -> None:
-        """Remove a request that has finished."""
+        """Remove a request that has ended."""
 
     @abstractmethod
     def remove(self, requests: AbstractSet[Request]) -> None:
@@ -107,11 +109,11 @@ class Policy(ABC):
     """An order of admission, with the state that it needs."""
 
     accounts_service = False
-    """Whether `served` must be called with every token before `take`; if False, no call is needed."""
+    """Whether `served` must be called with every token before `take`."""
     has_keys = False
     """Whether the order of all requests, waiting or running, is that of their ranks."""
     is_by_turns = False
-    """Whether groups of requests take turns, so that a short request is served in the turn of its group only."""
+    """Whether groups of requests take turns. A short request is then served only in its group's turn."""
 
     @abstractmethod
     def make_queue(self) -> WaitingQueue:
@@ -119,14 +121,14 @@ class Policy(ABC):
 
     @abstractmethod
     def rank(self, request: Request) -> float:
-        """Return the urgency of a request, smaller is more urgent; the last one is preempted when memory runs out."""
+        """Return the urgency of a request; smaller is more urgent. The last one is preempted when memory runs out."""
 
     @abstractmethod
     def place(self, request: Request) -> Place:
         """Return the request's place among the first requests of this policy's queues."""
 
     def late_s(self, request: Request) -> float:
-        """Return how much later than now a request ranks at least that misses its target now, s."""
+        """Return by how much, at least, a request that misses its target now is moved back, s."""
         return EDF_SLACK_S
 
     def enter(self, account: Account) -> None:
@@ -143,7 +145,7 @@ class Policy(ABC):
 
 
 class KeyedPolicy(Policy):
-    """An order by one key per request; ties go by order of arrival."""
+    """Orders requests by one key each. Ties are broken by order of arrival."""
 
     has_keys = True
 
@@ -165,16 +167,16 @@ class KeyedPolicy(Policy):
 
 
 class KeyedQueue(WaitingQueue):
-    """A heap ordered by one key per request; ties go by order of arrival."""
+    """A heap ordered by one key per request. Ties are broken by order of arrival."""
 
     def __init__(self, key: Callable[[Request], float]) -> None:
         self._key = key
         self._heap: list[tuple[float, int, Request]] = []
-        """Entries by key; an entry is void if its request has left the queue, or has another key now."""
+        """Entries by key. An entry is stale if its request has left the queue or has another key now."""
         self._keys: dict[Request, float] = {}
         """The requests in the queue, with the key of each."""
         self._extracted: dict[Request, float] = {}
-        """Requests that were taken out of turn, with the key of the entry that they have left in the heap."""
+        """Requests taken out of turn, with the key of their stale heap entry."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -244,10 +246,10 @@ class KeyedQueue(WaitingQueue):
 
 
 class FairPolicy(Policy):
-    """Turns of groups: the group with the least service per weight is next.
+    """Orders groups: the group with the least service per weight is next.
 
     Service is counted in tokens as they are computed: `INPUT_WEIGHT` per prompt token and `OUTPUT_WEIGHT` per generated
-    token. Between two groups that wait all the time, service per weight differs by at most 2 x max(INPUT_WEIGHT x
+    token. Between two continuously backlogged groups, service per weight differs by at most 2 x max(INPUT_WEIGHT x
     longest prompt, OUTPUT_WEIGHT x tokens that fit into the KV cache). This is theorem 4.4 of Sheng et al.
     """
 
@@ -259,7 +261,7 @@ class FairPolicy(Policy):
     def __init__(
         self, group_of: Callable[[Account], str], weights: Mapping[str, float], policies: Mapping[str, Policy]
     ) -> None:
-        """Group accounts by `group_of`; `policies` order the requests of one group, "" those of the others."""
+        """Group accounts by `group_of`; `policies` order the requests within each group, "" within unlisted ones."""
         self.ledger = ServiceLedger(weights)
         self.group_of = group_of
         self._policies = policies
@@ -349,7 +351,7 @@ class FairQueue(WaitingQueue):
     def discard(self, request: Request) -> None:
         self._num_requests -= 1
         self._queues[self._policy.group_of(request.account)].discard(request)
-        # `take` drops an empty group on its turn. Without a worker, `take` is never called, so drop them here.
+        # `take` drops an empty group in its turn. Without a worker, `take` is never called, so drop them here.
         if len(self._queues) > 64 + 2 * self._num_requests:
             self._drop_empty()
 
@@ -392,8 +394,8 @@ class LongestPrefixPolicy(Policy):
 class LongestPrefixQueue(WaitingQueue):
     """A queue in which, of the `WINDOW` oldest requests, the one with the most cached tokens is next.
 
-    A request that was passed over by `MAX_PASSED` admissions is next, whatever the others have cached. So a request
-    waits for at most MAX_PASSED admissions more than under first come, first served.
+    A request that `MAX_PASSED` admissions have passed over is next, regardless of cached tokens. So a request waits for
+    at most MAX_PASSED admissions more than under first come, first served.
     """
 
     WINDOW = 64
@@ -464,12 +466,12 @@ def priority_key(request: Request) -> float:
 
 
 def sjf_key(request: Request) -> float:
-    """Return the key of shortest job first with ageing; tokens that are already generated do not count."""
+    """Return the key for shortest job first with ageing, without tokens that are already generated."""
     return request.arrival + SJF_S_PER_TOKEN * max(0.0, request.wait.forecast_tokens - request.num_generated)
 
 
 def late_rank(request: Request, now: float, late_s: float = EDF_SLACK_S) -> float:
-    """Return the key under `edf` or `slo` of a request that misses its target now."""
+    """Return the key under `edf` or `slo` for a request that misses its target now."""
     assert request.wait.latest_start is not None
     return now + max(late_s, request.wait.latest_start - request.arrival)
 
@@ -508,7 +510,7 @@ _KEYS = {"balanced": fcfs_key, "fcfs": fcfs_key, "priority": priority_key, "sjf"
 
 
 def make_policy(name: str, tenant_weights: Mapping[str, float], classes: Mapping[str, RequestClass]) -> Policy:
-    """Make a policy by its name, or one of several classes with policies of their own.
+    """Make a policy by its name, or one with request classes that have their own policies.
 
     Args:
         name: one of `POLICIES`. With classes, the policy of requests without a known class.

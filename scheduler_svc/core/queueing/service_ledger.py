@@ -1,4 +1,4 @@
-"""Service ledger: how much service each group of requests has had, and which groups are backlogged.
+"""Service ledger: how much service each group of requests has received, and which groups are backlogged.
 
 These are the virtual token counters of VTC (Sheng et al., OSDI 2024). A group is *backlogged* while it has waiting
 requests. A group that becomes backlogged again is lifted to the least served backlogged group. If there is none, it is
@@ -56,7 +56,7 @@ class ServiceLedger:
             self._remember_idle(group)
 
     def serve(self, group: str, cost: float) -> None:
-        """Add tokens that count `cost` to the group's service."""
+        """Add tokens of cost `cost` to the group's service."""
         self._service[group] = self.service(group) + cost / self._weights.get(group, 1.0)
         if group not in self._backlog:
             self._remember_idle(group)
@@ -66,11 +66,11 @@ class ServiceLedger:
         least = self._backlogged.least(self._service)
         if least is not None:
             return self._service[least]
-        # The running requests of that group are still served, unless the group was dropped.
+        # The group's running requests are still served, unless the group was dropped.
         return max(self._last_service, self.service(self._last))
 
     def _remember_idle(self, group: str) -> None:
-        """Keep the service of an idle group, and drop the least served one if there are too many."""
+        """Store the service of an idle group, and drop the least served one if there are too many."""
         self._idle.add(group, self._service[group])
         while len(self._idle) > self.MAX_IDLE and (least := self._idle.least(self._service)) is not None:
             self._idle.discard(least)

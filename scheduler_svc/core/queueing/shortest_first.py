@@ -1,4 +1,4 @@
-"""Waiting requests by their number of tokens, shortest first; ties go by the order of the policy.
+"""Waiting requests by their number of tokens, shortest first. Ties are broken by policy order.
 
 A request stays in its queue of the policy meanwhile. It leaves this order without a notice: an entry counts only while
 the request competes and still has the length and the rank of the entry. Other entries are dropped when they get to the
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from scheduler_svc.core.requests.request import Request
 
 _FEW_GONE = 16
-"""Number of void entries that are left in the heap; they keep the tokens of ended requests."""
+"""Number of stale entries tolerated in the heap, because they retain the tokens of ended requests."""
 _MAX_SKIPPED = 8
 """Maximum number of requests that are skipped in one search."""
 
 
 class ShortestFirst:
-    """The competing requests by length; ties go by rank, then by order of arrival."""
+    """The competing requests by length. Ties are broken by rank, then by order of arrival."""
 
     def __init__(self, competing: Mapping[Request, object | None], rank: Callable[[Request], float]) -> None:
         """Start empty.
@@ -33,7 +33,7 @@ class ShortestFirst:
         """The length and the rank in the newest entry of each request."""
 
     def push(self, request: Request) -> None:
-        """Add a request, or put one back."""
+        """Add a request, or put back one."""
         place = len(request.tokens), self._rank(request)
         if self._places.get(request) != place:
             self._places[request] = place
@@ -41,7 +41,7 @@ class ShortestFirst:
             self.compact()
 
     def first(self, accepts: Callable[[Request], bool]) -> Request | None:
-        """Return the shortest request that `accepts` approves, or None; only a few are asked about."""
+        """Return the shortest request that `accepts` approves, or None. Only a few are checked."""
         skipped: list[tuple[int, float, int, Request]] = []
         found = None
         while self._heap and len(skipped) < _MAX_SKIPPED:

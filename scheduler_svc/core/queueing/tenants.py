@@ -1,12 +1,12 @@
 """Limits per tenant: how many requests may wait and run at once, and how many tokens per second they may take.
 
-The rate is a token bucket that holds ten seconds' worth. A request takes its prompt when it starts, once, and each
+The rate is a token bucket that holds ten seconds' worth. A request's prompt is deducted once, when it starts, and each
 generated token when it is delivered. From its start on, it also *reserves* the output that it will probably generate,
 as learned from finished requests, or its `max_tokens` before the first of them. A request starts only while the bucket
-holds what running requests have reserved, so many requests that start at once do not overdraw it. One long request may,
-and the tenant pays the debt before the next one starts.
+holds what running requests have reserved, so many requests that start at once do not overdraw it. One long request may
+overdraw it, and the tenant pays the debt before the next one starts.
 
-A request that has started is never held for the rate, also after it was interrupted.
+A started request is never held for the rate, even after an interruption.
 """
 
 import math
@@ -17,10 +17,10 @@ from scheduler_svc.core.requests.request import Request
 
 BURST_S = 10.0
 _REVIEW_S = 0.5
-"""Time after which a tenant is looked at again whose running requests have reserved more than its bucket holds, s."""
+"""Time after which a tenant is checked again if its running requests have reserved more than its bucket contains, s."""
 _UNLIMITED = TenantLimits()
 _MAX_COMPETING = 8
-"""Number of requests of a tenant with a token rate that compete for admission; the others are held."""
+"""Maximum number of competing requests per tenant with a token rate. The others are held."""
 _FEW = 64
 """Minimum number of tenants before the table is searched for tenants to drop."""
 
@@ -32,10 +32,10 @@ class _Tenant:
     competing: int = 0
     """Those of the queued requests that compete for admission."""
     tokens: float = 0.0
-    """Tokens in the bucket; negative: a debt."""
+    """Tokens in the bucket; negative for a debt."""
     refilled: float = 0.0
     reserved: int = 0
-    """Tokens that requests which have started will probably generate."""
+    """Tokens that started requests will probably generate."""
 
     @property
     def spare(self) -> float:
@@ -81,12 +81,12 @@ class Tenants:
         return not limits.tokens_per_s or request.under_way or tenant.spare >= 0
 
     def may_compete(self, name: str, now: float, *, started: bool) -> bool:
-        """Return whether the quota lets one more request of the tenant compete, which has started or not."""
+        """Return whether the quota lets another request of the tenant compete, started or not."""
         limits = self._limits_of(name)
         tenant = self._of(name, now)
         if limits.max_running and tenant.running + tenant.competing >= limits.max_running:
             return False
-        # The number of requests that a rate allows depends on which of them starts first.
+        # How many requests a rate allows depends on which of them starts first.
         return not limits.tokens_per_s or started or (tenant.spare >= 0 and tenant.competing < _MAX_COMPETING)
 
     def competes(self, name: str, change: int) -> None:
@@ -103,7 +103,7 @@ class Tenants:
         room = BURST_S * limits.tokens_per_s - tenant.tokens
         if -tenant.spare <= room:
             return now - tenant.spare / limits.tokens_per_s
-        # A full bucket is not enough: look again when running requests have generated some.
+        # A full bucket may not suffice. Check again when running requests have generated some tokens.
         return now + max(room / limits.tokens_per_s, _REVIEW_S)
 
     def arrived(self, request: Request, now: float) -> None:
@@ -112,7 +112,7 @@ class Tenants:
             self._of(request.spec.tenant, now).queued += 1
 
     def started(self, request: Request, output_tokens: float, now: float) -> None:
-        """Record that the request runs, and will probably generate so many tokens in all."""
+        """Record that the request runs and will probably generate this many tokens in total."""
         if not self._limits:
             return
         tenant = self._of(request.spec.tenant, now)
@@ -126,7 +126,7 @@ class Tenants:
             tenant.reserved += request.reserved_output - request.num_generated
 
     def charged(self, name: str, num_tokens: int, now: float) -> None:
-        """Take tokens from a tenant's bucket that its requests have generated."""
+        """Deduct tokens that a tenant's requests have generated from its bucket."""
         if self._limits_of(name).tokens_per_s:
             tenant = self._of(name, now)
             tenant.tokens -= num_tokens

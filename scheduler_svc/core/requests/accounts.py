@@ -1,4 +1,4 @@
-"""Accounts that service is charged to, as small numbers that rows can hold.
+"""Service accounts, represented by small numbers that rows can store.
 
 A step may give a token to hundreds of rows of a few tenants. With the account's number in the row, the tokens per
 account are one `bincount`. Python code then handles accounts, not rows.

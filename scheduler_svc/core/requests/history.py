@@ -1,4 +1,4 @@
-"""Histories of ended requests: the newest ones are kept, so that an operator can see why a request took long."""
+"""Histories of the most recent ended requests, so that an operator can see why a request was slow."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Story(NamedTuple):
     notes: list[Note]
     """Notes, oldest first; bounded."""
     outcome: str = ""
-    """The end reason; "": it is live."""
+    """The end reason; "" while the request is live."""
 
     @property
     def live(self) -> bool:
@@ -44,7 +44,7 @@ class History:
     def keep(self, request: Request, outcome: str) -> None:
         """Store the history of a request that has ended with this reason."""
         ended = self._ended
-        ended.pop(request.key, None)  # the same stream may be submitted again; the newest is the last
+        ended.pop(request.key, None)  # A stream may be submitted again. The newest one is last.
         ended[request.key] = story_of(request, outcome)
         if len(ended) > MAX_ENDED:
             del ended[next(iter(ended))]

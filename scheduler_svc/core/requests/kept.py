@@ -1,4 +1,4 @@
-"""Kept logs of requests whose clients may come back: tokens and ends, bounded in time and bytes.
+"""Retained logs of requests whose clients may reconnect: tokens and ends, bounded in time and bytes.
 
 A request with an *identity* leaves its log here when it ends, or when its client is lost. Nothing is computed for an
 absent client. A client that resumes submits the request again with the tokens of the log. The random
@@ -18,7 +18,7 @@ from scheduler_svc.core.interface.records import Log
 
 
 class KeptLogs:
-    """The logs of one core, oldest first."""
+    """The retained logs of one core, oldest first."""
 
     def __init__(self, keep_s: float, max_bytes: int) -> None:
         self._keep_s = keep_s
@@ -38,7 +38,7 @@ class KeptLogs:
         return None if entry is None else entry[1]
 
     def put(self, identity: bytes, log: Log, now: float) -> list[bytes]:
-        """Keep a log, in place of an older one of the same request.
+        """Store a log, replacing an older one of the same request.
 
         Returns:
             the identities whose logs were dropped to make room.

@@ -12,7 +12,7 @@ _END = ", end within %.3f s (90 %%: %.3f s)"
 
 
 class Estimate(NamedTuple):
-    """Quantiles of a time in the future, seconds from the arrival of a request."""
+    """Quantiles of a future time, in seconds from the request's arrival."""
 
     regime: int
     """Number of the kind of estimate, see `queueing.calibration`."""
@@ -28,12 +28,12 @@ class Estimate(NamedTuple):
 
     @property
     def median(self) -> float:
-        """Time within which half of the requests are."""
+        """Time that half of the requests do not exceed."""
         return self.values[1]
 
     @property
     def p90(self) -> float:
-        """Time within which 90 percent of the requests are."""
+        """Time that 90 percent of the requests do not exceed."""
         return self.values[2]
 
 
@@ -41,12 +41,12 @@ class Prediction(NamedTuple):
     """Times of one request as they were forecast at its arrival, from its arrival on."""
 
     is_blocked: bool
-    """Whether it had to wait until others end."""
+    """Whether it had to wait for others to end."""
     wait: Estimate
     """Time until it has a row."""
     first_token: Estimate
     end: Estimate | None
-    """Time until its last token; None: no length was known."""
+    """Time until its last token; None if no length was known."""
 
     @property
     def text(self) -> str:
@@ -57,7 +57,7 @@ class Prediction(NamedTuple):
 
 
 class Forecasted(NamedTuple):
-    """A moment of a request as its history tells what was forecast, seconds from the request's arrival."""
+    """Forecast of one event as read from a request's history, in seconds from its arrival."""
 
     of: str
     """"row", "first token" or "end"."""
@@ -66,6 +66,6 @@ class Forecasted(NamedTuple):
 
 
 def read_text(text: str) -> list[Forecasted]:
-    """Return the moments in a line that `Prediction.text` has made."""
+    """Return the forecasts in a line made by `Prediction.text`."""
     found = re.findall(r"(row|first token|end) within ([\d.]+) s \(90 %: ([\d.]+) s\)", text)
     return [Forecasted(of, float(median), float(p90)) for of, median, p90 in found]

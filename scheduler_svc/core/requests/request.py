@@ -1,7 +1,7 @@
 """One request: its tokens, its limits and its state; see `lifecycle.states` for the transitions.
 
-Steps in flight may still name a request that has left its worker. Until they are answered, the request is *unsettled*.
-It is not admitted again meanwhile, because its newest tokens are not known yet.
+Steps in flight may still name a request that has left its worker. Until their results arrive, the request is
+*unsettled*. It is not readmitted before, because its newest tokens are unknown.
 """
 
 import enum
@@ -22,7 +22,9 @@ from shared.request_spec import Pooling, RequestSpec
 
 _STORY_LENGTH = 64
 _MAX_REASONS = 16
-"""Maximum number of noted reasons of one wait: two workers that hold a request for two reasons add one per plan."""
+"""Maximum number of noted reasons per wait, because two workers that hold a request for two reasons add one per
+plan.
+"""
 
 
 class RequestKey(NamedTuple):
@@ -43,7 +45,7 @@ class RequestState(enum.Enum):
     ENDING = "waits for the answer to its last step"
     FINISHED = "has ended"
 
-    # Each member is one object; the hash of its name, which `Enum` uses, takes five times as long.
+    # Each member is one object, so identity suffices. `Enum` hashes the member's name, which takes five times as long.
     __hash__ = object.__hash__
 
 
@@ -53,19 +55,19 @@ class Wait:
 
     since: float = 0.0
     released: float = 0.0
-    """Time at which its tenant's quota last let it compete; 0: it was not held for the quota."""
+    """Time at which its tenant's quota last let it compete; 0 if it was not held for the quota."""
     tokens: int = 0
     """Tokens that count for it in the queue's token limit; 0 once it has a row."""
     uncached: int = 0
-    """Those of its tokens that no worker had in its cache when the wait began."""
+    """Tokens that no worker had cached when the wait began."""
     forecast_tokens: float = 0.0
-    """Forecast of all tokens that the request generates."""
+    """Forecast of the total output tokens."""
     must_start: float | None = None
     """Latest start that meets the client's deadline, by forecast."""
     latest_start: float | None = None
     """Latest start that meets the request's deadlines and targets, by forecast; None without any, or once missed."""
     behind: "Request | None" = None
-    """The more urgent request for which it was preempted; it does not overtake that one."""
+    """The more urgent request for which it was preempted. It does not overtake that request."""
     overtaken: float = 0.0
     """Number of admissions that overtook the request while it did not fit."""
     passed_over: int = 0
@@ -73,7 +75,7 @@ class Wait:
     num_assigned: int = 0
     """Number of times that it was assigned to a worker whose next plan did not take it."""
     reason: WaitReason = WaitReason.TURN
-    """What it waits for, as the last decision about it found."""
+    """What it waits for, according to the last decision."""
     num_reasons: int = 0
     """Number of noted changes of the reason."""
 
@@ -83,15 +85,15 @@ class Faults:
     """Faults in which a request took part; see `quarantine` and `row_failures`."""
 
     fatal_steps: int = 0
-    """Number of steps with this request during which a worker died."""
+    """Number of steps containing this request during which a worker died."""
     fatal_alone: int = 0
-    """Those of them that held no other request."""
+    """Number of them that contained no other request."""
     fatal_at: int = 0
     """Generated tokens at the last fatal step."""
     suspect: bool = False
     """Whether the request must run alone until it is cleared."""
     lost_prefixes: int = 0
-    """Number of times that KV of other requests, which it shared, was found to be invalid."""
+    """Number of times that shared KV from other requests was found to be invalid."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,17 +116,17 @@ class Request:
     highest_token: int = 0
     """Largest token id that it arrived with.
 
-    Negative ids are read as unsigned numbers, so they are larger than any vocabulary. Generated tokens are checked when
-    they are committed.
+    Negative ids are read as unsigned numbers, which exceed any vocabulary. Generated tokens are checked when they are
+    committed.
     """
     accepted: bool = False
     """Whether an earlier core, or this one, accepted it before it arrived this time."""
     is_logged: bool = False
-    """Whether a log of it is kept, because it has an identity and was accepted."""
+    """Whether a log is kept for it, because it has an identity and was accepted."""
     scores: list[tuple[int, bytes]] = field(default_factory=list)
-    """(index, log-probabilities) of generated tokens, for that log."""
+    """(index, log-probabilities) for generated tokens, for that log."""
     grammar_key: bytes = b""
-    """SHA-256 of its grammar; empty: none."""
+    """SHA-256 of its grammar; empty without one."""
     computes_whole_prompt: bool = False
     """Whether its prompt must not be taken from the prefix cache."""
     ttft_deadline: float | None = None
@@ -132,38 +134,38 @@ class Request:
     total_deadline: float | None = None
     """Time by which the last token is wanted: the client's deadline or its target, whichever comes first."""
     late_rank: float | None = None
-    """Its key under `edf` since it missed its target; None: it has not, or it has another one."""
+    """Its key under `edf` since it missed its target; None if it has not."""
     state: RequestState = RequestState.ARRIVED
     wait: Wait = field(default_factory=Wait)
     """Its present wait, or the last one."""
     faults: Faults = field(default_factory=Faults)
     prefix_waits: int = 0
-    """Number of times that it began to wait for a block of its prefix that another request computes."""
+    """Number of times that it began to wait for a prefix block that another request computes."""
     num_cached_prompt_tokens: int = 0
     """Prompt tokens that its first attempt found in the prefix cache."""
     keys: dict[int, bytes] = field(default_factory=dict)
-    """By block size: the joined keys of its leading full blocks, computed as far as needed."""
+    """By block size, the joined keys of its leading full blocks, computed on demand."""
     prediction: Prediction | None = None
-    """Times that were forecast at its arrival; None: nothing was measured, or an earlier core accepted it."""
+    """Times that were forecast at its arrival; None if nothing was measured, or an earlier core accepted it."""
     prompt_charged: bool = False
     """Whether its tenant was charged for its prompt, by this core or an earlier one."""
     reserved_output: int | None = None
-    """Generated tokens, earlier ones included, that it has reserved of its tenant's rate; None: it has not started."""
+    """Output tokens that it has reserved from its tenant's rate, including earlier ones; None before it starts."""
     first_planned: float | None = None
     starved_since: float | None = None
     """Time since which it has no credit."""
     stranded_since: float = 0.0
-    """Time since which no worker of the fleet serves it, while that is so."""
+    """Time since which no worker in the fleet serves it."""
     home: int = 0
-    """Epoch of the worker that ran it last; 0: it has not run."""
+    """Epoch of the worker that ran it last; 0 if it has not run."""
     attempts: int = 0
     preemptions: int = 0
     preempted_at: int = -1
     """Generated tokens when it was last preempted; it is not preempted again before it has more."""
     drafted_tokens: int = 0
-    """Draft tokens that earlier attempts, and steps that it has left, verified for it."""
+    """Draft tokens verified for it in earlier attempts and steps."""
     accepted_tokens: int = 0
-    """Those of `drafted_tokens` that were accepted."""
+    """Number of `drafted_tokens` that were accepted."""
     swapped: SwappedKV | None = None
     """Its KV in a worker's host memory, while it waits after a swap-out."""
     unsettled: bool = False
@@ -172,7 +174,7 @@ class Request:
     story: list[Note] = field(default_factory=list)
     """Its history; bounded."""
     notes: Notes | None = None
-    """Receives the notes of all requests for a recorder, unbounded; None if it has no readers."""
+    """Receives the notes of all requests for a recorder, without a bound; None without readers."""
 
     @property
     def num_generated(self) -> int:
@@ -181,7 +183,7 @@ class Request:
 
     @property
     def under_way(self) -> bool:
-        """Whether it was accepted for good.
+        """Whether its acceptance is final.
 
         Only completion, its client, its deadline, a lack of workers that serve it, or a fault of its own may then end
         it.
@@ -195,14 +197,14 @@ class Request:
 
     @property
     def starts_over(self) -> bool:
-        """Whether it is computed from the start when it continues elsewhere.
+        """Whether it must be recomputed from the start when it continues elsewhere.
 
         That holds for mean pooling, because the running mean of its hidden states is lost.
         """
         return self.spec.pooling == Pooling.MEAN
 
     def grant(self, credit: int) -> None:
-        """Add `credit` bytes of room at the reader."""
+        """Add `credit` bytes of buffer space at the reader."""
         tokens, self.credit_remainder = divmod(self.credit_remainder + credit, TOKEN_BYTES)
         self.allowed += tokens
         self.starved_since = None
@@ -217,7 +219,7 @@ class Request:
             self.notes.append(note)
 
     def waits_for(self, reason: WaitReason, now: float) -> None:
-        """Record what the request waits for; a note is added only when that has changed."""
+        """Record what the request waits for. A note is added only when that changes."""
         wait = self.wait
         if wait.reason is not reason and wait.num_reasons < _MAX_REASONS:
             wait.reason = reason

@@ -1,4 +1,4 @@
-"""Requests with an identity, whose clients may come back: the live ones, and the kept logs of the others.
+"""Requests with an identity, whose clients may reconnect: the live ones, and the retained logs of the others.
 
 Effects report the life of a log to a journal: begun with the request, ended with it, and dropped when it is deleted.
 """
@@ -11,7 +11,7 @@ from scheduler_svc.core.requests.request import Request
 
 
 class IdentifiedRequests:
-    """The requests with an identity of one core; appends its effects to `effects`."""
+    """A core's requests with an identity; appends its effects to `effects`."""
 
     def __init__(self, keep_s: float, max_bytes: int, effects: list[Effect]) -> None:
         self._live: dict[bytes, Request] = {}
@@ -23,7 +23,7 @@ class IdentifiedRequests:
         return self._live.get(identity)
 
     def knows(self, identity: bytes) -> bool:
-        """Return whether a request with this identity is live, or its log is kept."""
+        """Return whether a request with this identity is live or has a retained log."""
         return identity in self._live or identity in self._kept
 
     def began(self, request: Request) -> None:
@@ -36,7 +36,7 @@ class IdentifiedRequests:
         request.is_logged = True
         if log is not None:
             request.accepted = True
-            # Its client may have fewer tokens than the log: the others are generated again.
+            # The client may have fewer tokens than the log. The others are generated again.
             request.scores = [each for each in log.scores if each[0] < request.num_generated]
             request.prompt_charged |= log.charged_tokens > 0
         self._live[identity] = request
@@ -55,7 +55,7 @@ class IdentifiedRequests:
 
         Args:
             request: a request that `began` has registered.
-            end: the end of a completed request; None: it can continue.
+            end: the end of a completed request; None if it can continue.
             keep: whether to keep a log, because its client may want to continue it.
             now: the time, s.
         """
@@ -77,12 +77,12 @@ class IdentifiedRequests:
         self._gone(self._kept.put(identity, log, now))
 
     def answer(self, event: ResumeAsked) -> None:
-        """Answer with the kept log of a request, so that a client can continue it."""
+        """Respond with a request's retained log, so that a client can continue it."""
         log = self._kept.get(event.identity)
         self._effects.append(ResumeAnswered(frontend=event.frontend, number=event.number, log=log))
 
     def drop(self, identity: bytes) -> None:
-        """Drop the kept log of a request."""
+        """Drop the retained log of a request."""
         if self._kept.drop(identity):
             self._effects.append(LogDropped(identity=identity))
 
@@ -96,5 +96,5 @@ class IdentifiedRequests:
         self._gone(self._kept.time_passed(now))
 
     def _gone(self, identities: list[bytes]) -> None:
-        """Report dropped logs, except those of requests that are live again: these will get newer ones."""
+        """Report dropped logs, except for requests that are live again, which will get newer ones."""
         self._effects.extend(LogDropped(identity=identity) for identity in identities if identity not in self._live)

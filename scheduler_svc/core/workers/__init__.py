@@ -5,5 +5,5 @@
 * `cost_model` – how long steps take; `plan_timing`, `plan_schedule` – which workers need a plan now.
 * `kinds` – which workers can serve a request.
 * `grammars` – the grammars that a worker has compiled; `quarantine` – requests that may have killed a worker.
-* `fleet` – who may join, who is given up.
+* `fleet` – which workers may join, and which are declared lost.
 """

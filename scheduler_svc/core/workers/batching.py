@@ -3,7 +3,7 @@
 * `continuous` (Orca): at every step.
 * `static`: only into an empty worker, once `max_batch_size` requests wait or the first of them has waited `max_wait_s`.
   No request is taken after that until all of the batch have finished.
-* `dynamic`: as static, and a batch is also full at `max_tokens_per_batch` prompt tokens.
+* `dynamic`: like static, but a batch is also full at `max_tokens_per_batch` prompt tokens.
 
 These are the modes that the literature compares. All three run on the same engine and differ only in the gate.
 
@@ -21,7 +21,7 @@ class BatchGate:
         self._limits = limits
         self._collecting_since: float | None = None
         self._seats = 0
-        """Number of requests that the present batch still takes; static and dynamic only."""
+        """Number of requests that the current batch can still accept. Static and dynamic modes only."""
         self._tokens = 0
         self._last_admission: float | None = None
 
@@ -74,7 +74,7 @@ class BatchGate:
             return True
         self.close()
         if not num_running:
-            self._collecting_since = now  # the batch has already finished: start to collect the next one
+            self._collecting_since = now  # The batch has already finished. Start to collect the next one.
         return False
 
     def admitted(self, num_tokens: int, now: float) -> None:
@@ -85,5 +85,5 @@ class BatchGate:
         self._tokens += num_tokens
 
     def close(self) -> None:
-        """Complete the batch: no other request waits, or it is full."""
+        """Complete the batch, because no other request waits or it is full."""
         self._seats = 0

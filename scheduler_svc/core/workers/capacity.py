@@ -1,4 +1,4 @@
-"""Capacity: how much memory a request must find before it is admitted.
+"""Capacity: how much free memory the admission of a request requires.
 
 * `guaranteed_no_evict`: the blocks of its longest possible sequence, together with those of every running request. A
   started request is never preempted for memory.
@@ -28,13 +28,13 @@ import math
 from scheduler_svc.core.workers.rows import RowTable
 
 _COST_FACTOR = 2.0
-"""Factor on the measured cost of a preemption."""
+"""Factor applied to the measured cost of a preemption."""
 _MOST = 0.5
 """Maximum headroom, as a share of all blocks."""
 _PER_PREEMPTION = 0.005
 """Headroom that one preemption adds, as a share of all blocks."""
 _DECAY = 0.02
-"""Share of the headroom added by preemptions that one step removes: half of it is gone after 35 steps."""
+"""Share of the headroom added by preemptions that each step removes. Half of it is gone after 35 steps."""
 _SMOOTHING = 0.05
 """Weight of the newest interval between two releases."""
 _COST_SMOOTHING = 0.1
@@ -54,7 +54,7 @@ class Capacity:
         self._guaranteed = mode == "guaranteed_no_evict"
         self._num_blocks = num_blocks
         self.is_growing = True
-        """Whether a running request continues, so that it may need blocks; the planner sets it before it admits."""
+        """Whether a running request continues and may need blocks. The planner sets it before admissions."""
         self._num_releases = 0
         self._growth = 0.0
         """Mean number of blocks that running requests took between two releases."""
@@ -69,11 +69,11 @@ class Capacity:
         self._added = 0.0
         """Blocks that preemptions have added to the headroom, minus what steps have removed."""
         self._headroom: int | None = 0
-        """Cached value; None: compute it again."""
+        """Cached value; None if it must be recomputed."""
 
     @property
     def headroom(self) -> int:
-        """Number of blocks that an admission leaves to running requests, unless they can take fewer."""
+        """Number of blocks that an admission leaves for running requests, unless they can use fewer."""
         if self._headroom is None:
             headroom = self._added
             product = self._growth * self._interval
@@ -104,7 +104,7 @@ class Capacity:
         return num_new + self.reserve(rows, growth or 0) <= num_available
 
     def reserve(self, rows: RowTable, growth: int = 0) -> int:
-        """Return the number of blocks that an admission leaves to the requests that run now.
+        """Return the number of blocks that an admission must leave for running requests.
 
         Args:
             rows: those of the worker.
@@ -119,7 +119,7 @@ class Capacity:
         self._blocks_since += num_blocks
 
     def released(self) -> None:
-        """Record that a request released its blocks for good."""
+        """Record that a request permanently released its blocks."""
         self._num_releases += 1
         weight = max(_SMOOTHING, 1 / self._num_releases)
         self._growth += weight * (self._blocks_since - self._growth)

@@ -1,4 +1,4 @@
-"""Length of a prompt's chunks, such that the steps of a long prompt take equally long.
+"""Chunk lengths for which the steps of a long prompt take equally long.
 
 The token budget of a step counts products with the weights, which are the same for every token. The cost of attention
 comes on top and grows with the context. With chunks of equal length, the last steps of a long prompt would take
@@ -18,27 +18,30 @@ from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 FIRST_CHUNKS = 128
 """Budget tokens of a step's chunks before the first measurement: enough for a useful one."""
 PREFILL_FACTOR = 2.0
-"""A step without decode rows may take the target times this. No reader waits for its next token then, but requests that
-arrive wait for the step to end."""
+"""Factor on the target for a step without decode rows. No reader waits for its next token then, but arriving requests
+wait for the step to end.
+"""
 
 PACE_S = 0.04
-"""Time of a step with chunks and decode rows while few prompt tokens wait, s: readers get 25 tokens per second."""
+"""Target time in seconds for a step with chunks and decode rows while few prompt tokens wait: readers get 25 tokens per
+second.
+"""
 STEPS_TO_DRAIN = 192
-"""Number of steps in which the prompts that wait or are under way should be computed, if the target allows it.
+"""Number of steps in which the started and waiting prompts should be computed, if the target allows it.
 
-The more prompt tokens wait, the longer are the steps. So a busy worker loses no throughput by short chunks.
+The more prompt tokens wait, the longer the steps are. So a busy worker loses no throughput to short chunks.
 """
 
 _LEAST_SHARE = 0.25
-"""Least part of the expected time of a step without chunks that counts, however uncertain it is."""
+"""Least counted share of a chunkless step's expected time, however uncertain it is."""
 
 
 def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | None:
-    """Return the most budget tokens that the chunks of a step may take, at least 1; None: no limit.
+    """Return the maximum budget tokens for a step's chunks, at least 1; None for no limit.
 
     Args:
         costs: those of the worker.
-        target_s: target time of a step with decode rows, s; 0: none.
+        target_s: target time of a step with decode rows, s; 0 for none.
         shape: the step without chunks.
     """
     if not target_s:
@@ -51,7 +54,7 @@ def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | N
     without = costs.expected_s(shape)
     target_s = target_s if shape.rows else PREFILL_FACTOR * target_s
     if target_s < 2.0 * without:
-        # Where all steps had chunks of one size, their time may be that of the tokens.
+        # If all steps had chunks of the same size, the fixed time cannot be separated from the time per token.
         without *= max(_LEAST_SHARE, 1.0 - costs.uncertainty(shape))
     return affordable_tokens(target_s, without, token_s)
 
@@ -71,10 +74,10 @@ def affordable_tokens(target_s: float, decode_s: float, token_s: float) -> int:
 
 
 def longest_chunk(budget: int, context: int, break_even: int) -> int:
-    """Return the most tokens that `budget` pays for after `context` others; it may be 0."""
+    """Return the maximum number of tokens that `budget` pays for after `context` others; it may be 0."""
     return budget * break_even // (break_even + context) if break_even else budget
 
 
 def chunk_cost(chunk: int, context: int, break_even: int) -> int:
-    """Return the budget that `chunk` tokens take after `context` others."""
+    """Return the budget cost of `chunk` tokens after `context` others."""
     return -(-chunk * (break_even + context) // break_even) if break_even else chunk

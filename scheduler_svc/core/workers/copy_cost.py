@@ -1,18 +1,20 @@
 """Copy cost: the time that a worker takes to copy a block between device and host.
 
-The worker measures its copies on their own. While copies are dearer than computing tokens again, none is made, so none
-is measured. But the one that was measured may have been slow by chance. So one is made now and then, after longer and
-longer pauses.
+The worker measures its copies separately. While copies cost more than recomputing tokens, none are made or measured.
+But the last measured copy may have been slow by chance. So the worker makes a copy from time to time, after
+increasingly long pauses.
 """
 
 _RISE, _FALL = 0.2, 0.5
-"""Weights of a new copy that took longer, or less time, than expected: a copy may be disturbed."""
+"""Weights of a new copy that took more, or less, time than expected. A copy may be disturbed."""
 _MOST_CHANGE = 2.0
 """Largest factor between the learned time of a block and a sample of it."""
 _KNOWN = 3
-"""Copies to measure before swapping may be given up: the first ones touch their memory for the first time."""
+"""Number of copies to measure before swapping may be abandoned. The first ones touch their memory for the first
+time.
+"""
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 256
-"""Decisions against swapping after which a copy is measured again; each pause is twice the one before."""
+"""Decisions against swapping before a copy is measured again. Each pause is twice as long as the previous one."""
 
 
 class CopyCost:
@@ -21,7 +23,7 @@ class CopyCost:
     def __init__(self) -> None:
         """Start without measurements."""
         self.block_s = 0.0
-        """Time per block; 0: not measured."""
+        """Time per block; 0 if not measured."""
         self._num_copies = 0
         self._pause = _FIRST_PAUSE
         self._num_refused = 0
@@ -43,7 +45,7 @@ class CopyCost:
         self._num_copies += 1
 
     def pays(self, num_blocks: int, recompute_s: float) -> bool:
-        """Return whether to copy blocks out and in, instead of computing their tokens again in `recompute_s`."""
+        """Return whether copying blocks out and in is faster than recomputing their tokens in `recompute_s`."""
         if self._num_copies < _KNOWN or 2 * num_blocks * self.block_s < recompute_s:
             return True
         self._num_refused += 1

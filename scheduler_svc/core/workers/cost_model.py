@@ -5,8 +5,8 @@ context that decode rows read, each copied block and each draft. No part is nega
 speed of a worker asks this model: chunk sizes, the time of the next plan, drafts, swapping, admission by deadline,
 placement and forecasts.
 
-* Fixed part, rows, prompt tokens and context are fitted together by a Kalman filter (`step_line`). It also tells how
-  uncertain the time of a step is that was never measured.
+* Fixed part, rows, prompt tokens and context are fitted together by a Kalman filter (`step_line`). The filter also
+  gives the uncertainty for steps that were never measured.
 * Before the first steps, the coefficients are those of a typical device. The first step gives the scale.
 * A step that is far from its expected time counts as one at `_MOST_SURPRISE` standard deviations, because most such
   steps were disturbed. When several follow each other, the speed has changed. Then the coefficients become uncertain
@@ -27,26 +27,26 @@ from scheduler_svc.core.workers.draft_cost import DraftCost
 from scheduler_svc.core.workers.step_line import Column, StepLine
 
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02, 0.1, 0.3
-"""Bounds of the assumed noise of a step's time, relative to it, and its value before the first steps."""
+"""Bounds on the assumed relative noise of a step's time, and its initial value."""
 _MOST_SURPRISE = 3.0
 _RISES, _FALLS = 3, 2
-"""Consecutive surprising steps, slower or faster than expected, after which the speed has changed.
+"""Consecutive surprising steps, slower or faster than expected, after which the speed counts as changed.
 
 A step may be disturbed, but no step is faster than the device.
 """
 _MOST_FALL = 0.5
-"""A step that takes less than its expected time by more than this part of it is a surprise, whatever the noise."""
+"""A step that is faster than expected by more than this share is a surprise, regardless of the noise."""
 _EARLY_STEPS = 8
-"""Steps of a kind after which its deviation is known, and smoothed over more steps."""
+"""Number of steps of a kind after which its deviation is known and smoothed over more steps."""
 _BATCH = 8
 """Decode steps with the same number of rows that correct the coefficients together."""
 _PEAK_DECAY = 0.98
 _KNOWN_STEPS = 20
-"""Steps of a kind to measure before the longest time of a step is derived from them."""
+"""Number of steps of a kind to measure before a step's maximum time is derived from them."""
 _KNOWN = 0.5
-"""Largest uncertainty with which the longest time of a step is derived from its expected time."""
+"""Maximum uncertainty at which a step's maximum time is derived from its expected time."""
 _MAX_FACTOR = 8.0
-"""A step counts as hung when it takes so many times the longest time of such steps."""
+"""A step counts as hung after this many times the maximum time of such steps."""
 MIN_DEADLINE_S = 1.0
 
 
@@ -67,14 +67,14 @@ NO_STEP = StepShape()
 
 
 class _Kind:
-    """Steps of one kind: those that only decode, those with chunks, and those with drafts."""
+    """Steps of one kind: decode only, with chunks, or with drafts."""
 
     def __init__(self) -> None:
         self.count = 0
         self.deviation = 0.25
-        """Mean distance between the time of a step and its expected time, relative to the expected time."""
+        """Mean relative distance between actual and expected step time."""
         self.surprises = 0
-        """Consecutive surprising steps; negative: they were faster than expected."""
+        """Consecutive surprising steps; negative if they were faster than expected."""
         self.peak = 1.0
         """Largest recent ratio of a step's time to its expected time, with decay."""
 
@@ -82,7 +82,7 @@ class _Kind:
         """Record the ratio of a step's time to its expected time."""
         distance = ratio - 1.0 if ratio > 1.0 else 1.0 - ratio
         gain = 0.25 if self.count < _EARLY_STEPS else 0.125
-        # A disturbed step counts as little more than the others, as long as there are few.
+        # A disturbed step counts little more than the others while there are few.
         self.deviation += gain * (min(distance, 2.0 * self.deviation + 0.05, 1.0) - self.deviation)
         peak = self.peak * _PEAK_DECAY
         self.peak = ratio if ratio > peak else max(peak, 1.0)
@@ -104,24 +104,26 @@ class CostModel:
         self._line = StepLine()
         self._copies = CopyCost()
         self.steps_with_drafts: dict[int, DraftCost] = {}
-        """Cost of drafts by the bit length of the number of rows: few rows wait for weights, and drafts are cheap."""
+        """Cost of drafts by bit length of the number of rows. With few rows, a step waits for weights and drafts are
+        cheap.
+        """
         self.plain_age = 0
-        """Steps with drafts since the last step without any."""
+        """Number of steps with drafts since the last step without any."""
         self._decodes, self._chunks, self._drafting = _Kind(), _Kind(), _Kind()
         self._batch_rows = self._batch_steps = self._batch_context = 0
         self._batch_s = self._batch_distance = 0.0
-        """Rows, number, sums of contexts, times and errors of the last decode steps, which have changed nothing yet."""
+        """Rows, number, sums of contexts, times and errors of the last decode steps, which are not yet applied."""
         self._batch_expected = self._batch_usual = 0.0
         """Expected time of these steps, and the largest error of a usual one."""
         self._bounds = (0.0, 0.0, 0.0)
         self._bounds_rows = self._bounds_left = 0
-        """Decode steps with these rows for which the last bounds are used again."""
+        """Decode steps with these rows for which the last bounds are reused."""
 
     # ---------------------------------------------------------------- questions
 
     @property
     def fixed_s(self) -> float:
-        """Time of a step that does not depend on what it computes."""
+        """Time of a step that does not depend on its contents."""
         return self._line.fixed_s
 
     @property
@@ -145,7 +147,7 @@ class CostModel:
         return self._copies.block_s
 
     def parts(self) -> dict[str, float]:
-        """Return the learned times by what they belong to, for operators."""
+        """Return the learned times by part, for operators."""
         return {
             "fixed": self.fixed_s,
             "row": self.row_s,
@@ -156,7 +158,7 @@ class CostModel:
 
     @property
     def cautious_prompt_token_s(self) -> float:
-        """Time per budget token of a chunk, and its standard deviation: little is known from short prompts."""
+        """Time per budget token of a chunk, plus its standard deviation, because short prompts reveal little."""
         return self._line.prompt_token_s + sqrt(self._line.prompt_token_variance)
 
     @property
@@ -187,11 +189,11 @@ class CostModel:
         return sqrt(self._line.variance(column)) / expected if expected > 0 else 1.0
 
     def noise(self, shape: StepShape) -> float:
-        """Return the mean distance between the times of such steps and the expected time, relative to it."""
+        """Return the mean relative distance between the times of such steps and the expected time."""
         return self._kind(shape).deviation
 
     def bounds(self, shape: StepShape, ceiling: float) -> tuple[float, float, float]:
-        """Return times of a step: one that nearly all such steps exceed, the expected one, and one when it has hung.
+        """Return a step's lower bound that nearly all such steps exceed, its expected time, and its hang timeout.
 
         Args:
             shape: the step.
@@ -226,7 +228,7 @@ class CostModel:
         return num_steps * self.expected_s(StepShape(num_running, 0, context)) + num_tokens * self.prompt_token_s
 
     def recompute_steps(self, num_tokens: int, num_running: int) -> float:
-        """Return the cost of computing tokens again, in steps of one row.
+        """Return the cost of recomputing tokens, in steps of one row.
 
         Only the part of a step's time that does not depend on the number of rows is lost when a row stays empty for a
         step, so it is the unit of the cost. Before the first measurement, a preemption costs one step.
@@ -241,7 +243,7 @@ class CostModel:
         return num_tokens * self.prompt_token_s / max(self.fixed_s, 0.1 * step)
 
     def swaps(self, num_blocks: int, num_tokens: int) -> bool:
-        """Return whether to copy a preempted request's blocks out and in, instead of computing its tokens again.
+        """Return whether to swap a preempted request's blocks instead of recomputing its tokens.
 
         Both times are measured. Without a measurement, blocks are copied, so that there is one.
         """
@@ -258,12 +260,12 @@ class CostModel:
     # ---------------------------------------------------------------- measurements
 
     def measured(self, shape: StepShape, duration: float, *, drafts_allowed: bool = False) -> None:
-        """Record an answered step.
+        """Record a step result.
 
         Args:
             shape: the step, with the drafts that it has verified.
-            duration: from its start to its answer, without block copies.
-            drafts_allowed: whether a row was allowed drafts; searching for them takes time even if there were none.
+            duration: from its start to its result, without block copies.
+            drafts_allowed: whether a row was allowed drafts. Searching for drafts takes time even if there are none.
         """
         rows, prompt_tokens, context, drafts = shape
         if self._batch_steps and rows == self._batch_rows and not prompt_tokens and not drafts_allowed:
@@ -340,7 +342,7 @@ class CostModel:
         self._line.correct(column, seconds / number - expected, noise / sqrt(number), number)
 
     def _update(self, kind: _Kind, column: Column, expected: float, duration: float) -> None:
-        """Correct the coefficients by the error of one step, which counts less if it is a surprise."""
+        """Correct the coefficients by the error of one step. A surprise counts less."""
         self._bounds_left = 0
         line, noise, error = self._line, _noise(kind) * expected, duration - expected
         kind.measured(duration / expected if expected > 0 else 1.0)

@@ -1,6 +1,6 @@
-"""Draft cost: the time that draft tokens add to a decode step of about so many rows.
+"""Draft cost: the time that draft tokens add to a decode step, by approximate number of rows.
 
-The first draft of a step adds more than the others: proposing, building and verifying it takes work on the host. So a
+The first draft of a step adds more than the others, because proposing, building and verifying it takes host work. So a
 line is fitted to the time by which steps with drafts exceed the expected time without them.
 """
 
@@ -12,15 +12,15 @@ import numpy.typing as npt
 _FloatArray = npt.NDArray[np.float64]
 
 _RECENT = 9
-"""Number of the last steps with drafts that are remembered."""
+"""Number of recent steps with drafts that are stored."""
 _SAMPLES = 4
-"""Steps with drafts to measure before their time counts as known; the first one warms up, and is not used."""
+"""Steps with drafts to measure before their time is known. The first one warms up and is not used."""
 _MOST_OF_EXPECTED = 2.0
-"""A step counts as at most so many times as long as expected: a longer one was disturbed."""
+"""Cap on a step's time as a multiple of the expected time. A longer step was disturbed."""
 _MOST_UNKNOWN = 3.0
-"""The same for a step with drafts whose time is not known, relative to a step without drafts."""
+"""The same cap for a step with drafts whose time is unknown, relative to a step without drafts."""
 FIRST_PAUSE, LONGEST_PAUSE = 16, 512
-"""Steps without drafts after which the time of drafts is measured again; each pause is twice the one before."""
+"""Steps without drafts before the time of drafts is measured again. Each pause is twice as long as the previous one."""
 
 
 class DraftCost:
@@ -29,7 +29,7 @@ class DraftCost:
     def __init__(self) -> None:
         """Start without measurements."""
         self.fixed_s = 0.0
-        """Time that the first draft adds, beyond that of each draft."""
+        """Time that the first draft adds in addition to the time per draft."""
         self.draft_s = 0.0
         """Time that each draft adds."""
         self.num_steps = 0
@@ -51,7 +51,7 @@ class DraftCost:
         return self.fixed_s + self.draft_s * num_drafts if num_drafts else 0.0
 
     def counted_s(self, plain_s: float, num_drafts: int, duration: float) -> float:
-        """Return the time as which a step counts: a much longer one than expected was disturbed.
+        """Return the step's time, capped because a step that is much longer than expected was disturbed.
 
         Args:
             plain_s: expected time of the step without drafts.
@@ -62,7 +62,7 @@ class DraftCost:
         return min(duration, most)
 
     def measured(self, plain_s: float, num_drafts: int, duration: float) -> None:
-        """Record a decode step in which drafts were allowed; the arguments are those of `counted_s`."""
+        """Record a decode step in which drafts were allowed. The arguments are as in `counted_s`."""
         if not num_drafts:
             return
         added = max(0.0, self.counted_s(plain_s, num_drafts, duration) - plain_s)
@@ -72,7 +72,7 @@ class DraftCost:
             self._fit(num_drafts, added)
 
     def _fit(self, num_drafts: int, added: float) -> None:
-        """Fit a line to the added times by the number of drafts; the step that is furthest above it is left out.
+        """Fit a line to the added times by the number of drafts, without the step that is furthest above it.
 
         As long as all steps verified about the same number of drafts, the first draft has half of the added time.
         """

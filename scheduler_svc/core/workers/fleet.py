@@ -1,4 +1,4 @@
-"""Fleet: which workers may join, the epoch of each worker, and when to give a worker up.
+"""Fleet: which workers may join, the epoch of each worker, and when to declare a worker lost.
 
 One model is served at a time, so every worker must have the same model fingerprint as the workers that are present.
 Without a worker, live requests decide: a worker must have the model of one of them. After `worker_wait_s` without a
@@ -34,7 +34,7 @@ from scheduler_svc.core.workers.worker import Worker
 from shared.frames import MAX_SERVED_SEQUENCE
 
 OWN_STALL_S = 0.5
-"""Jump of time between two events, s, from which on the scheduler itself counts as stalled."""
+"""Jump of time between two events, in seconds, above which the scheduler itself counts as stalled."""
 
 
 _MAX_DRAINED = 1024
@@ -43,7 +43,7 @@ _MAX_DRAINED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """State of the service that front ends must know."""
+    """Service state that front ends must know."""
 
     ready: bool
     model: ev.ModelFacts | None
@@ -61,14 +61,14 @@ class Fleet:
         self._next_epoch = incarnation
         self._workers: dict[ev.Peer, Worker] = {}
         self._drained: dict[str, None] = {}
-        """Names of lost workers that were drained: a process that reconnects is still drained."""
+        """Names of lost workers that were drained. A process that reconnects is still drained."""
         self.directory = PrefixDirectory()
         self._model: ev.ModelFacts | None = None
         self._max_model_len = 0
         self._block_size = 0
         self._last_time: float | None = None
         self.empty_since: float | None = None
-        """Time since which no worker takes requests; None while one does, or before the first event."""
+        """Time since which no worker accepts requests; None while one does, or before the first event."""
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -102,7 +102,7 @@ class Fleet:
 
         Args:
             hello: the description of the worker.
-            models_in_use: fingerprints of the models of live requests; "" stands for the model served last.
+            models_in_use: fingerprints of the models of live requests; "" stands for the most recent model.
             now: the time, s.
         """
         if min(hello.num_blocks, hello.block_size, hello.max_rows) < 1:
@@ -187,7 +187,7 @@ class Fleet:
     def grammar_failure(self, key: bytes, serves: Callable[[Worker], bool]) -> GrammarFailure | None:
         """Return the reason why no worker that takes requests can use a grammar, or None while one may.
 
-        If one worker reports that the grammar itself is at fault, it fails on all workers that have not compiled it.
+        If one worker reports that the grammar itself is invalid, it fails on all workers that have not compiled it.
 
         Args:
             key: key of the grammar.
@@ -250,10 +250,10 @@ class Fleet:
 
 
 def _contradiction(served: ev.ModelFacts, found: ev.ModelFacts) -> str | None:
-    """Return where a worker's description of the model contradicts the served one, or None.
+    """Return where a worker's model description contradicts the served one, or None.
 
-    The fingerprint determines the compared fields. The name is the operator's choice, and the longest sequence depends
-    on the worker's memory.
+    The fingerprint determines the compared fields. The operator chooses the name, and the longest sequence depends on
+    the worker's memory.
     """
     for what in ("architecture", "dtype", "vocab_size", "eos_token_ids"):
         if getattr(served, what) != getattr(found, what):

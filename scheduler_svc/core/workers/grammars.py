@@ -33,7 +33,7 @@ class Grammars:
     _unused: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Other ready grammars, least recently used first; with `_asked` at most MAX_GRAMMARS after `make_room`."""
     _asked: set[bytes] = field(default_factory=set)
-    """Grammars being compiled, neither ready nor failed; at most MAX_ASKED."""
+    """Grammars being compiled, at most MAX_ASKED."""
     _failed: OrderedDict[bytes, GrammarFailure] = field(default_factory=OrderedDict)
     """Failed grammars, oldest first; at most MAX_FAILED."""
 
@@ -63,7 +63,7 @@ class Grammars:
         return key in self._asked or key in self._failed or key in self._users or key in self._unused
 
     def ask(self, key: bytes) -> bool:
-        """Record that the grammar is wanted; return whether to send it to the worker.
+        """Record that the grammar is needed; return whether to send it to the worker.
 
         False means that the worker is already compiling it, cannot compile it, or has MAX_ASKED others to compile. In
         the last case the caller asks again after one of them was reported.
@@ -74,12 +74,12 @@ class Grammars:
         return True
 
     def make_room(self) -> tuple[bytes, ...]:
-        """Forget the least recently used grammars beyond MAX_GRAMMARS and return their keys, for the worker to drop."""
+        """Drop the least recently used grammars beyond MAX_GRAMMARS; return their keys for the worker to drop."""
         num_excess = len(self._unused) + len(self._asked) - MAX_GRAMMARS
         return tuple(self._unused.popitem(last=False)[0] for _ in range(min(num_excess, len(self._unused))))
 
     def reported(self, key: bytes, failure: GrammarFailure | None = None) -> bool:
-        """Record the worker's answer; return False, and ignore it, if the worker was not asked."""
+        """Record the worker's report; return False, and ignore it, if the worker was not asked."""
         if key not in self._asked:
             return False
         self._asked.remove(key)

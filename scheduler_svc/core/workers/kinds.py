@@ -2,7 +2,7 @@
 
 A request goes to a worker that can carry its whole length, while one exists. Without such a worker, it goes to the
 workers with the longest context, if they can carry at least one more token. It then leaves the worker when it has
-filled the context, and continues on a longer worker as soon as there is one. So no answer is cut short because its
+filled the context, and continues on a longer worker as soon as there is one. So no response is truncated because its
 worker was smaller than another one.
 """
 
@@ -13,15 +13,15 @@ from typing import NamedTuple
 from scheduler_svc.core.requests.request import Request
 
 LONGEST = 0
-"""Stands for the longest context there is, in the scope of requests that no worker can carry whole."""
+"""Stands for the longest available context, in the scope of requests that no worker can carry completely."""
 
 
 class Demand(NamedTuple):
-    """The requirements of a request, apart from its length."""
+    """Requirements of a request other than its length."""
 
     embeds: bool
     model: str
-    """Fingerprint of the model; "": any."""
+    """Model fingerprint; "" for any."""
 
 
 class Kind(NamedTuple):
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """The workers that serve a request, where some workers do not: those that meet the demand, with this context."""
+    """The workers that serve a request, if not all do: those that meet the demand with this context length."""
 
     demand: Demand
     min_model_len: int
@@ -53,7 +53,7 @@ class Kinds:
     def __init__(self, kinds: Iterable[Kind] = ()) -> None:
         self.all = set(kinds)
         self._lengths: dict[Demand, list[int]] = {}
-        """By demand that a kind meets: the context lengths of the kinds that meet it, ascending."""
+        """By demand, the context lengths of the kinds that meet it, ascending."""
         self._shortest = min((kind.max_model_len for kind in self.all), default=0)
         for model in {"", *(kind.model for kind in self.all)}:
             for embeds in (False, True):
@@ -74,7 +74,7 @@ class Kinds:
         return length is not None and self.contains(Scope(demand, length), kind)
 
     def scope(self, request: Request) -> Scope | None:
-        """Return the workers that serve the request; None if all of them do, or none."""
+        """Return the scope of the request; None if all workers serve it, or none."""
         demand = _demand(request)
         if request.limit <= self._shortest and demand in self._met_by_all:
             return None

@@ -1,7 +1,7 @@
 """Plan schedule: when each worker's next plan is due.
 
-A worker with work is due at once, or just before its present step ends (see `plan_timing`). Finding the due workers
-takes time in proportion to their number only, however many workers there are.
+A worker with work is due immediately, or just before its current step ends (see `plan_timing`). Finding the due workers
+takes time in proportion to their number, not to the size of the fleet.
 """
 
 import heapq

@@ -1,20 +1,20 @@
-"""Plan timing: how long after the start of a step to send the plan of the next one.
+"""Plan timing: how long after the start of a step to send the next plan.
 
 A plan goes out *just in time*: late enough that arrivals and cancels catch the next step, early enough that the worker
-never waits. `cost_model` says how long the step takes at least.
+never waits. `cost_model` gives a lower bound on the step's time.
 
-The right margin depends on the load of scheduler, link and machine, which cannot be predicted. So it is learned from
+The right margin depends on the unpredictable load of scheduler, link and machine. So the margin is learned from
 failures. It grows by the time that the worker had to wait, and shrinks slowly otherwise.
 """
 
 LEAD_S = 0.002
 """Minimum margin, s: time for planning, encoding and the link."""
 TOLERATED_IDLE = 0.02
-"""Share of a step's time for which a device may idle before the step: that happens even if a plan is waiting."""
+"""Idle time before a step that is tolerated, as a share of the step's time. It occurs even if a plan is waiting."""
 _MARGIN_DECAY = 0.01
-"""Share of the learned part of the margin that every step removes."""
+"""Share of the learned margin that each step removes."""
 EARLY_S = 0.001
-"""Time by which a plan may go out early, s: so plans of many workers share one turn of the loop."""
+"""Time by which a plan may be sent early, in seconds, so that plans for many workers share one turn of the loop."""
 
 
 class PlanTiming:
@@ -33,9 +33,10 @@ class PlanTiming:
         """
         self._margin += _MARGIN_DECAY * (LEAD_S - self._margin)
         if expected_s > 0 and idle > TOLERATED_IDLE * expected_s:
-            # A margin as long as the step sends the next plan at once; a longer one would only take longer to shrink.
+            # A margin equal to the step's time sends the next plan immediately. A longer one would only take longer to
+            # shrink.
             self._margin = max(LEAD_S, min(self._margin + idle, expected_s))
 
     def lead(self, least_s: float) -> float:
-        """Return how long after the start of a step to send the next plan; the step takes at least `least_s`."""
+        """Return how long after the start of a step to send the next plan, if the step takes at least `least_s`."""
         return max(0.0, least_s - self._margin)

@@ -1,4 +1,4 @@
-"""Quarantine: finds the request that kills workers by running suspects alone, and ends only that one, with POISON.
+"""Quarantine: finds a request that kills workers by running suspects alone, and ends only that request, with POISON.
 
 A request that crashes a kernel would take down one worker after the other, because the requests of a lost worker
 continue elsewhere. A step during which a worker dies is *fatal* for every request in it. A request in two fatal steps
@@ -21,11 +21,11 @@ from scheduler_svc.core.requests.request import Request, RequestState
 FATAL_STEPS = 2
 """Number of fatal steps that make a suspect."""
 FATAL_ALONE = 2
-"""Number of deaths with the request alone, one after the other, after which it is rejected."""
+"""Number of consecutive deaths with the request alone, after which it is rejected."""
 PROVEN_BY = 4
 """Tokens after a fatal step which show that this request did not cause it."""
 PROBATION = 2
-"""Tokens to generate alone: the first is sampled from the prompt, the second by a decode."""
+"""Tokens to generate alone. The first is sampled after prefill, the second by a decode."""
 WITHDRAWABLE_S = 60.0
 """Seconds after the loss of a worker during which its fatal step can be withdrawn."""
 REJECTED = (
@@ -70,7 +70,9 @@ class Quarantine:
     def __init__(self) -> None:
         """Start without lost workers."""
         self._lost: dict[str, tuple[float, bool, list[Request]]] = {}
-        """By worker id, oldest first: time of the loss, whether the step held one suspect alone, and its requests."""
+        """By worker id, oldest first: time of the loss, whether the step contained one suspect alone, and its
+        requests.
+        """
 
     def worker_lost(self, worker_id: str, requests: list[Request], *, alone: bool, now: float) -> list[Request]:
         """Record a fatal step of the requests that were in flight; return those to reject."""
@@ -80,11 +82,11 @@ class Quarantine:
         return [request for request in requests if record_fatal_step(request, alone=alone)]
 
     def worker_died(self, worker_id: str) -> None:
-        """Keep the last fatal step of a worker for good: a new process has replaced it."""
+        """Make a worker's last fatal step permanent, because a new process has replaced it."""
         self._lost.pop(worker_id, None)
 
     def worker_survived(self, worker_id: str) -> list[Request]:
-        """Withdraw the last fatal step of a worker that is back; return its live requests."""
+        """Withdraw the last fatal step of a worker that reconnected; return its live requests."""
         _, alone, requests = self._lost.pop(worker_id, (0.0, False, []))
         live = [request for request in requests if request.state is not RequestState.FINISHED]
         for request in live:
@@ -92,6 +94,6 @@ class Quarantine:
         return live
 
     def time_passed(self, now: float) -> None:
-        """Keep fatal steps for good that are too old to be withdrawn."""
+        """Make fatal steps permanent that are too old to be withdrawn."""
         while self._lost and now - next(iter(self._lost.values()))[0] > WITHDRAWABLE_S:
             del self._lost[next(iter(self._lost))]

@@ -1,7 +1,7 @@
 """The running requests of one worker as a struct of arrays.
 
-The cost of a steady decode step must depend on what changes, not on the number of rows. So all data that every step
-reads are numpy arrays indexed by row. Python objects are touched only for rows that arrive, leave or need a new block.
+The cost of a steady decode step must depend on what changes, not on the number of rows. So all data read in every step
+is in numpy arrays indexed by row. Python objects are used only for rows that arrive, leave or need a new block.
 
 The central array is `length`: the number of tokens that a row has at least *as planned*, that is, when all steps in
 flight have been answered. A decode step of a row writes the KV of its token `length - 1` and adds one token.
@@ -38,17 +38,17 @@ FREE, PREFILL, DECODE = 0, 1, 2
 _LINE = 64
 """Size of a hardware cache line, bytes.
 
-Addresses a power of two apart compete for the same few cache lines, so each row of a table is one line longer.
+Addresses a power of two apart map to the same few cache lines, so each table row is one line longer.
 """
 _RECENT = 1024 + _LINE // 4
 """Places per row for tokens that are not yet in the request's own log."""
 _FLUSH_EVERY = _RECENT // 2
-"""Steps in which the tokens of every row are moved to its log; spread over the steps, so no step moves all."""
+"""Steps over which every row's tokens are moved to its log. No single step moves all of them."""
 _ONE_BLOCK = np.array(1, np.intp)
 _ACCEPTANCE_DECAY = np.float32(0.9)
-"""Weight of the earlier steps of a row in its measured acceptance, per step with drafts."""
+"""Weight of earlier steps in a row's measured acceptance, per step with drafts."""
 _STOPS = 4
-"""Stop tokens per row that are compared as arrays; requests with more are compared one by one."""
+"""Stop tokens per row that are compared as arrays. Requests with more are compared one by one."""
 _NO_TOKEN = -1
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -66,9 +66,9 @@ class RowTable:
         self._tables = np.zeros((max_rows, max_blocks + _LINE // 8), np.intp)
         self._num_blocks = np.zeros(max_rows, np.intp)
         self.shared = np.zeros(max_rows, np.int32)
-        """Number of leading blocks that other requests have written; this row's request writes the others."""
+        """Number of leading blocks written by other requests. This row's request writes the others."""
         self.published = np.zeros(max_rows, np.int32)
-        """Number of leading blocks that others may share."""
+        """Number of leading blocks that other requests may share."""
         self.state = np.zeros(max_rows, np.int8)
         self.generation = np.zeros(max_rows, np.int32)
         self.length = np.zeros(max_rows, np.int32)
@@ -79,29 +79,29 @@ class RowTable:
         self.capacity = np.zeros(max_rows, np.int32)
         self.held = np.zeros(max_rows, np.bool_)
         self.hold_noted = np.zeros(max_rows, np.bool_)
-        """Rows whose request has a note that it is held out, and has got neither credit nor a block since."""
+        """Rows whose request was noted as paused and has received neither credit nor a block since."""
         self.draft_limit = np.zeros(max_rows, np.int32)
-        """Most draft tokens that the worker verifies for the row in a step; change it with `set_draft_limits`."""
+        """Maximum draft tokens per step for the row; change it with `set_draft_limits`."""
         self.drafts_allowed = False
         """Whether a row may have a draft limit above 0."""
         self.drafts = np.zeros(max_rows, np.int32)
-        """Most tokens that drafts of steps in flight may add to `length`."""
+        """Maximum number of tokens that drafts in flight may add to `length`."""
         self.hits = np.zeros(max_rows, np.float32)
         """Accepted drafts of recent steps, with decay."""
         self.tries = np.zeros(max_rows, np.float32)
-        """Drafts of recent steps up to the first rejected one of each step, with decay."""
+        """Drafts in recent steps up to and including the first rejected one in each step, with decay."""
         self.drafted = np.zeros(max_rows, np.int32)
         """Drafts verified since the request was admitted."""
         self.accepted = np.zeros(max_rows, np.int32)
-        """Those of `drafted` that were accepted."""
+        """Number of `drafted` that were accepted."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.stream = np.zeros(max_rows, np.int32)
         self.frontend = np.zeros(max_rows, np.int32)
         self.rank = np.zeros(max_rows, np.float64)
-        """Urgency, smaller is more urgent; ties go by `sequence`."""
+        """Urgency; smaller is more urgent. Ties are broken by `sequence`."""
         self.sequence = np.zeros(max_rows, np.int64)
         self.preempted_at = np.zeros(max_rows, np.int32)
-        """Number of generated tokens when the request was last preempted; -1: never."""
+        """Number of generated tokens at the last preemption; -1 if never preempted."""
         self.traced: set[int] = set()
         self._accounts = AccountNumbers()
         self._account = np.zeros(max_rows, np.intp)
@@ -121,9 +121,9 @@ class RowTable:
         self.num_running = 0
         """Number of occupied rows."""
         self.worst_blocks = 0
-        """Blocks of the longest possible sequences of all running requests; a shared block counts once per request."""
+        """Blocks in the longest possible sequences of all running requests. A shared block counts once per request."""
         self.num_table_blocks = 0
-        """Blocks in all block tables; a shared block counts once per table."""
+        """Blocks in all block tables. A shared block counts once per table."""
         self._decoding: IndexArray | None = None
 
     @property
@@ -133,7 +133,7 @@ class RowTable:
 
     @property
     def decoding(self) -> IndexArray:
-        """The rows in DECODE, ascending; do not write to it."""
+        """The rows in DECODE, ascending; read-only."""
         if self._decoding is None:
             self._decoding = where(self.state == DECODE)
         return self._decoding
@@ -236,7 +236,7 @@ class RowTable:
         self.drafts_allowed = bool(self.draft_limit.any())
 
     def blocks(self, row: int) -> IndexArray:
-        """Return the row's block table as a view; do not write to it."""
+        """Return the row's block table as a read-only view."""
         return self._tables[row, : self._num_blocks[row]]
 
     def grow(self, rows: IndexArray, blocks: IndexArray) -> None:
@@ -249,7 +249,7 @@ class RowTable:
         self.hold_noted[rows] = False
 
     def reach(self, rows: IndexArray) -> Int32Array:
-        """Return the most tokens that each row has when all steps in flight are answered."""
+        """Return the maximum number of tokens in each row when all steps in flight have results."""
         reach: Int32Array = np.minimum(self.length[rows] + self.drafts[rows], self.capacity[rows] + ONE)
         return reach
 
@@ -289,7 +289,7 @@ class RowTable:
         tried = where(drafted > 0)
         if len(tried):
             rows, drafted, accepted = rows[tried], drafted[tried], accepted[tried]
-            # Drafts behind the first rejected one say nothing.
+            # Drafts after the first rejected one carry no information.
             self.tries[rows] = _ACCEPTANCE_DECAY * self.tries[rows] + np.minimum(accepted + ONE, drafted)
             self.hits[rows] = _ACCEPTANCE_DECAY * self.hits[rows] + accepted
 
@@ -313,16 +313,16 @@ class RowTable:
         return positions
 
     def charge(self, rows: IndexArray, counts: Int32Array | None) -> list[tuple[Account, int]]:
-        """Return the tokens per account of rows that have got so many tokens each; None: one each."""
+        """Return the tokens per account for rows that received this many tokens each; None for one each."""
         owed = np.bincount(self._account[rows], weights=counts)
         return [(self._accounts[number], int(owed[number])) for number in np.flatnonzero(owed).tolist()]
 
     def num_computed(self, row: int) -> int:
-        """Return the tokens of the row whose KV is written once the steps sent are done."""
+        """Return the number of tokens in the row whose KV is written once the sent steps are done."""
         return self.computed.item(row) if self.state.item(row) == PREFILL else self.length.item(row) - 1
 
     def is_settled(self, row: int) -> bool:
-        """Return whether the row is in DECODE, and all tokens that it samples in steps sent have arrived."""
+        """Return whether the row is in DECODE and all tokens sampled in sent steps have arrived."""
         return bool(self.state[row] == DECODE and self.length[row] == self.committed[row])
 
     def num_generated(self, row: int) -> int:
@@ -336,7 +336,7 @@ class RowTable:
         return float(num_generated.mean()) if len(num_generated) else 0.0
 
     def validate(self) -> None:
-        """Check the invariants of the module's docstring."""
+        """Check the invariants in the module's docstring."""
         for row in range(self.max_rows):
             request = self.requests[row]
             assert (self.state[row] == FREE) == (request is None)
@@ -364,7 +364,7 @@ class RowTable:
         assert self.worst_blocks == sum(self._worst_blocks(int(self.limit[row])) for row in self.occupied())
 
     def _worst_blocks(self, limit: int) -> int:
-        """Return the blocks of a sequence of `limit` tokens; the last token is never computed and needs no slot."""
+        """Return the blocks for a sequence of `limit` tokens. The last token is never computed and needs no slot."""
         return -(-(limit - 1) // self.block_size)
 
     def _flush(self, row: int, request: Request) -> None:

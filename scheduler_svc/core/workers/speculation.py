@@ -1,9 +1,9 @@
 """Speculation: how many draft tokens each decode row of a worker verifies per step.
 
 The worker proposes draft tokens and verifies them in the step that it computes anyway (speculative decoding, Leviathan
-et al., ICML 2023). A row advances by the accepted drafts and one token more. Each draft makes the step longer, so it
-pays only if it is likely enough to be accepted. The acceptance of each row is learned from answered steps: the
-probability that a draft is accepted if those before it were.
+et al., ICML 2023). A row advances by the accepted drafts plus one token. Each draft makes the step longer, so it pays
+only if it is likely enough to be accepted. The acceptance of each row is learned from answered steps: the probability
+that a draft is accepted if those before it were.
 
 The worker's cost model knows the time of a step without drafts, the time that the first draft of a step adds, and the
 time that each draft adds, by the number of rows. On few rows, a step waits for weights from memory and drafts are
@@ -11,17 +11,17 @@ nearly free. On many rows, a draft costs about as much as any other token. Steps
 again when their time has become uncertain, because rows have come or gone or the last such step is long ago.
 
 `choose_limits` finds the limits that give the most tokens per second. Limits have few distinct values and change every
-few steps, so that plans stay differences. Old measurements are dropped, so a row whose drafts were rejected gets
-drafts again later.
+few steps, so that plans remain small differences. Old measurements are dropped, so a row whose drafts were rejected
+gets drafts again later.
 
-What is learned may be wrong. So the *balance* compares each answered step with the time that its tokens would have
-taken without drafts, in steps. Every step adds `TOLERATED_LOSS`, and at most `_MOST_SAVED` is kept. While the balance
-is negative, all limits are 0. So, over any n decode steps, drafts lose at most `TOLERATED_LOSS` * n + `_MOST_SAVED`
-steps, and the loss of the steps in flight when the balance became negative. The bound is as exact as the expected time
-of a step without drafts. Not counted are steps with chunks of prompts, and the first steps with drafts of each number
-of rows, which measure their time.
+The learned values may be wrong. So the *balance* compares each step with the time that its tokens would have taken
+without drafts, in steps. Every step adds `TOLERATED_LOSS`, and at most `_MOST_SAVED` is kept. While the balance is
+negative, all limits are 0. So, over any n decode steps, drafts lose at most `TOLERATED_LOSS` * n + `_MOST_SAVED` steps,
+and the loss of the steps in flight when the balance became negative. The bound is as accurate as the expected time of a
+step without drafts. It excludes steps with prompt chunks and the first steps with drafts for each number of rows, which
+measure their time.
 
-While all limits are 0, a plan takes no array operation more than for a worker that does not speculate.
+While all limits are 0, a plan needs no more array operations than without speculation.
 
 The limits depend only on the times and values of the core's events, so the same events give the same plans.
 """
@@ -37,31 +37,31 @@ from scheduler_svc.core.workers.rows import RowTable
 FloatArray = npt.NDArray[np.float64]
 
 PERIOD = 4
-"""Steps between two choices of limits while a limit is above 0, and at least between any two."""
+"""Steps between two choices of limits while a limit is above 0, and minimum between any two choices."""
 IDLE_PERIOD = 32
 """Steps between two choices while all limits are 0 and the decode rows are the same."""
 TOLERATED_LOSS = 0.01
-"""Part of the time of decode steps that drafts may lose."""
+"""Share of decode step time that drafts may lose."""
 _MOST_SAVED = 4.0
-"""Highest balance, in steps without drafts: what drafts that begin to be rejected may lose of what others gained."""
+"""Maximum balance, in steps without drafts: how much drafts that begin to be rejected may lose of earlier gains."""
 _HALF_LIFE = 90.0
 """Steps after which half of the measured acceptance of a row without drafts is dropped."""
 _PRIOR_HITS, _PRIOR_TRIES = 0.7, 1.0
-"""Acceptance of a row before its first draft, as so many accepted drafts of so many."""
+"""Initial acceptance of a row, as this many accepted drafts out of this many."""
 _LEAST_GAIN = 1.03
-"""Least factor on tokens per second that drafts must promise."""
+"""Minimum factor on tokens per second that drafts must promise."""
 _LEAST_ACCEPTANCE = 0.1
-"""Least probability of being accepted that a draft must have, however little time it takes."""
+"""Minimum acceptance probability for a draft, however little time it takes."""
 _PLAIN_SAMPLES = 9
-"""Steps without drafts to measure first."""
+"""Number of steps without drafts to measure first."""
 _MEASURED_PART = 0.5
-"""Time that the drafts of a measurement are expected to add, as a part of the step's time without drafts."""
+"""Expected time added by the drafts of a measurement, as a share of the step's time without drafts."""
 _PLAIN_STALE = 64
 """Steps after which the time of a step without drafts is measured again."""
 _DOUBT = 0.25
-"""The balance takes a step without drafts to be shorter than expected by this part of its uncertainty."""
+"""Share of the uncertainty by which the balance assumes a step without drafts to be shorter than expected."""
 _MOST_UNCERTAIN = 0.05
-"""Uncertainty of the time of a step without drafts from which on it is measured again."""
+"""Uncertainty of a draftless step's time above which it is measured again."""
 _ITERATIONS = 4
 
 
@@ -69,7 +69,7 @@ class Speculation:
     """Draft limits of one worker."""
 
     def __init__(self, max_drafts: int, costs: CostModel) -> None:
-        """Start without measurements; the worker verifies at most `max_drafts` per row and step, 0: none."""
+        """Start without measurements. The worker verifies at most `max_drafts` per row and step; 0 for none."""
         self.max_drafts = max_drafts
         self._costs = costs
         self._balance = _MOST_SAVED
@@ -83,10 +83,10 @@ class Speculation:
         self._due = 0
         """`_step` of the next choice, if the decode rows are the same."""
         self._turn = 0
-        """The row, counted among the decode rows, with which the next measurement of the time of drafts begins."""
+        """Index among the decode rows at which the next measurement of draft times begins."""
 
     def limits(self, rows: RowTable, decoding: IndexArray) -> Int32Array | None:
-        """Return the draft limit of each decode row for the next step; None: all are 0, as they were.
+        """Return the draft limit of each decode row for the next step; None if all are and were 0.
 
         Args:
             rows: rows of the worker.
@@ -108,7 +108,7 @@ class Speculation:
 
         Args:
             shape: the step, with the drafts that it has verified.
-            num_tokens: tokens of its answer.
+            num_tokens: tokens in its result.
             duration: seconds.
             allowed: whether a row was allowed drafts.
         """
@@ -147,7 +147,7 @@ class Speculation:
         return limits
 
     def _measure(self, num_rows: int, cost: DraftCost, plain_s: float) -> Int32Array:
-        """Return limits that measure the time of drafts: one draft, and in other steps more, while they take little."""
+        """Return limits that measure the time of drafts: one draft, and in other steps more, while they are cheap."""
         num_drafts = 1 + num_rows // 4
         if cost.draft_s:
             affordable = _MEASURED_PART * plain_s / cost.draft_s
@@ -164,7 +164,7 @@ class Speculation:
 
 
 def fitting(limits: Int32Array, spare: int) -> Int32Array:
-    """Return the limits, or smaller ones, so that all rows together have at most `spare` drafts."""
+    """Return the limits, reduced if necessary so that all rows together have at most `spare` drafts."""
     most = int(limits.max(initial=0))
     while int(limits.sum()) > spare:
         most //= 2

@@ -1,24 +1,24 @@
-"""Step line: the time of a step as a line in what it computes, fitted as steps are measured.
+"""Step line: a step's time as a linear function of its work, fitted as steps are measured.
 
 A Kalman filter, which is recursive least squares in which every coefficient may drift by `_DRIFT` per step. A
-coefficient whose column does not vary keeps its value. No coefficient is negative. The covariance tells how well the
-time of a step is known that was never measured.
+coefficient whose column does not vary keeps its value. No coefficient is negative. The covariance gives the uncertainty
+for steps that were never measured.
 """
 
 from math import sqrt
 
 _TOKEN_SHARE = 0.01
-"""Time of a decode row or a prompt token, as a part of the fixed time, before it is measured."""
+"""Initial time per decode row or prompt token, relative to the fixed time."""
 _TOKEN_DEVIATION = 0.04
-"""Standard deviation of this part."""
+"""Standard deviation of this ratio."""
 _CONTEXT_PER_TOKEN = 1 / 600
-"""Time of a token of context, as a part of the time of a prompt token, before it is measured."""
+"""Initial time per context token, relative to the time per prompt token."""
 _TOKEN_CORRELATION = 0.5
-"""Correlation of the times of a row and a prompt token before both are measured: both pass the same weights."""
+"""Initial correlation between the times per row and per prompt token, because both read the same weights."""
 _DRIFT = 0.004
 """Standard deviation of the change of a coefficient per step, relative to its value."""
 _LEAST_DRIFTING = 0.1
-"""The drift of a coefficient is at least that of this part of its typical value, so that none stays at 0."""
+"""Lower bound of a coefficient's drift, relative to its typical value, so that no coefficient stays at 0."""
 
 Column = tuple[float, float, float]
 """Rows, prompt tokens and context of a step."""
@@ -36,12 +36,12 @@ class StepLine:
         self._covariance = [0.0] * 10
         """Upper triangle, in the order of the coefficients above."""
         self._limits = [0.0] * 4
-        """Variances up to which drift raises those of the coefficients."""
+        """Variances up to which drift raises the coefficients' variances."""
         self._floors = [0.0] * 4
-        """Least values by which the drift of the coefficients is determined."""
+        """Minimum values for determining the coefficients' drift."""
 
     def begin(self, column: Column, seconds: float) -> None:
-        """Take the coefficients of a typical device on which such a step takes this long."""
+        """Start with the coefficients of a typical device on which such a step takes this long."""
         scale = _scale(column, seconds)
         self.fixed_s = scale
         self.row_s = self.prompt_token_s = scale * _TOKEN_SHARE
@@ -49,9 +49,10 @@ class StepLine:
         self._doubt(scale, _TOKEN_CORRELATION)
 
     def changed(self, column: Column, seconds: float) -> None:
-        """Take the speed of such steps to have changed to this one, and become as uncertain as before the first step.
+        """Adopt a new speed for such steps, with the same uncertainty as before the first step.
 
-        With prompt tokens, only the time of these changes; otherwise all other times do, by the same factor.
+        For steps with prompt tokens, only the time per prompt token changes. Otherwise all other times change by the
+        same factor.
         """
         known, expected = self._covariance, self.expected_s(column)
         self._doubt(_scale(column, max(seconds, expected)), 0.0)
@@ -97,7 +98,7 @@ class StepLine:
 
         Args:
             column: the step.
-            error: by which it took longer than expected, s.
+            error: actual minus expected time, s.
             noise: standard deviation of its error if all coefficients are right, s.
             num_steps: number of steps.
         """
@@ -123,7 +124,7 @@ class StepLine:
         pp -= p_g * p_x
         cc -= c_x * c_x * inverse
         limits, floors, drift = self._limits, self._floors, _DRIFT * _DRIFT * num_steps
-        # Only coefficients on which this step depends may have drifted, as far as it shows.
+        # Only the coefficients that affect this step may have drifted, as far as it shows.
         if ff < limits[0]:
             ff += drift * max(fixed_s, floors[0]) ** 2
         if r and rr < limits[1]:
@@ -150,7 +151,7 @@ class StepLine:
 
 
 def _scale(column: Column, duration: float) -> float:
-    """Return the fixed time of the typical device on which a step takes this long."""
+    """Return the fixed time for a typical device on which a step takes this long."""
     rows, prompt_tokens, context = column
     tokens = rows + prompt_tokens + context * _CONTEXT_PER_TOKEN
     return duration / (1.0 + _TOKEN_SHARE * tokens)
@@ -161,7 +162,7 @@ _AT = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))
 
 
 def _non_negative(values: list[float], covariance: list[float]) -> list[float]:
-    """Return the most likely coefficients given that those below 0 are 0."""
+    """Return the most likely coefficients under the constraint that negative ones become 0."""
     for _ in range(len(values)):
         lowest = min(range(len(values)), key=lambda at: values[at] / sqrt(max(covariance[_AT[at][at]], 1e-300)))
         if values[lowest] >= 0:

@@ -1,8 +1,8 @@
 """The scheduler's view of one worker in one epoch: block pool, rows, steps in flight, timing.
 
-A row that a request leaves can be used again at once, because a plan's leaves come before its admissions. But steps in
-flight may still sample that row. The row's generation identifies the request of such an answer. `departed` keeps these
-requests until the last of these steps is answered.
+A vacated row can be reused immediately, because a plan's leaves come before its admissions. But steps in flight may
+still sample the row. The row's generation identifies the request for such a token. `departed` retains these requests
+until the last such result arrives.
 """
 
 from collections import Counter, deque
@@ -34,7 +34,7 @@ from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A plan that was sent and not answered."""
+    """A plan that was sent and has no result yet."""
 
     step: int
     rows: IndexArray
@@ -42,23 +42,23 @@ class StepInFlight:
     generations: Int32Array
     """Generations of the rows when the step was planned."""
     draft_limits: Int32Array | None
-    """Most drafts that each of `rows` verifies; None: no row verifies any."""
+    """Maximum drafts that each of `rows` verifies; None if no row verifies any."""
     prefilled: list[int]
     """Those of `rows` that sample the first token of this attempt."""
     pooled: list[tuple[int, int]]
-    """(row, generation) of embeddings that this step completes; their requests have left the rows."""
+    """(row, generation) of embeddings that this step completes. Their requests have left the rows."""
     shape: StepShape
-    """Work of the step, with the most drafts that it may verify."""
+    """Work of the step, with the maximum number of drafts."""
     expected_s: float
     """Expected time, s."""
     least_s: float
-    """Time that it takes nearly always, s."""
+    """Lower bound on its time, s. Nearly all such steps take longer."""
     started: float
-    """Start on the worker as far as known, s: when the plan was sent or its predecessor was answered."""
+    """Known start on the worker, s: when the plan was sent or the predecessor's result arrived."""
     successor_due: float
     """Time at which to send the next plan, s."""
     goes_on: bool
-    """Whether there was enough work to plan the step before its predecessor was answered."""
+    """Whether there was enough work to plan the step before its predecessor's result arrived."""
     chunk_rows: list[int]
     """Rows with a chunk of their prompt in the step."""
     chunk_generations: Int32Array
@@ -66,9 +66,9 @@ class StepInFlight:
     solo: Request | None
     """The suspect, if the step holds no other request."""
     copy_ids: list[int]
-    """Block copies of the step; all are done when it is answered."""
+    """Block copies in the step. All are done when its result arrives."""
     allowance: float
-    """Maximum time from the start of the step to its answer, s."""
+    """Maximum time from the start of the step to its result, s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +91,22 @@ class Departure:
     num_shared: int
     """Number of leading blocks that other requests have written."""
     num_tokens: int
-    """Leading tokens whose KV is in the blocks; a token that is sampled later proves this KV."""
+    """Leading tokens whose KV is in the blocks. A token sampled later proves this KV."""
     failure_handled: bool = False
-    """Whether the row has already failed or lost shared blocks; later failures then add nothing."""
+    """Whether the row has already failed or lost shared blocks. Later failures then have no effect."""
 
 
 class Match(NamedTuple):
-    """The parts of a request's KV that a worker already has."""
+    """The parts of a request's KV that a worker has."""
 
     blocks: IndexArray
     """Cached blocks that the request can share."""
     partial: PartialMatch | None = None
-    """A block from which the request can copy the beginning of its next block."""
+    """A block whose beginning the request can copy to its next block."""
     swapped: SwappedKV | None = None
-    """The whole KV, in the worker's host memory; the other fields then do not count."""
+    """The whole KV, in the worker's host memory. The other fields then do not count."""
     next_key: BlockKey = b""
-    """Key of the first full block that is missing; empty: no further block can be cached."""
+    """Key of the first missing full block; empty if no further block can be cached."""
 
 
 @dataclass(slots=True)
@@ -122,9 +122,9 @@ class WorkerCounters:
     prompt_tokens: int = 0
     """Tokens of admitted sequences, including tokens generated before."""
     cached_tokens: int = 0
-    """Those of `prompt_tokens` whose KV was in the prefix cache."""
+    """Number of `prompt_tokens` whose KV was in the prefix cache."""
     restored_tokens: int = 0
-    """Those of `prompt_tokens` whose KV was copied back from the host."""
+    """Number of `prompt_tokens` whose KV was copied back from the host."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
     drafting_rows: int = 0
@@ -132,10 +132,10 @@ class WorkerCounters:
     draft_tokens: int = 0
     """Draft tokens that rows verified."""
     accepted_draft_tokens: int = 0
-    """Those of `draft_tokens` that were accepted."""
+    """Number of `draft_tokens` that were accepted."""
     preemptions: int = 0
     swapped: int = 0
-    """Those of `preemptions` whose KV was copied to the host."""
+    """Number of `preemptions` whose KV was copied to the host."""
 
 
 @dataclass(slots=True, eq=False)
@@ -159,10 +159,10 @@ class Worker:
     shares_prefixes: bool
     swap: SwapSpace
     protocol_version: int
-    """Protocol version of this worker; plans contain no feature of a newer version."""
+    """Protocol version of this worker. Plans use no newer feature."""
     device: str
     pid: int
-    """Device and process id as the worker reported them; for operators only."""
+    """Process ID as reported by the worker; for operators only."""
     facts: TokenFacts
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
@@ -178,21 +178,21 @@ class Worker:
     suspended_trials: list[Trial] = field(default_factory=list)
     """Trials of suspects in rows here whose readers have no credit."""
     trial_due: bool = False
-    """A waiting suspect would fit: the next plan holds it alone, once nothing is in flight."""
+    """Whether a waiting suspect would fit. The next plan then contains it alone, once nothing is in flight."""
     starves: bool = False
-    """Whether a plan has seen a row without credit since the last check by `Timeouts`."""
+    """Whether a plan has found a row without credit since the last check by `Timeouts`."""
     decoded_rows: IndexArray = field(default_factory=lambda: NO_INDICES)
     """The decode rows of the last plan."""
     decoded_context: int = 0
-    """Sum of their lengths."""
+    """Total length of `decoded_rows`."""
     mean_chunks: float = 0.0
     """Smoothed budget tokens of the chunks of a step."""
     prefill: StepShape = NO_STEP
-    """The newest answered step with prompt tokens."""
+    """The newest completed step with prompt tokens."""
     obstacle: WaitReason | None = None
-    """The reason why the last plan admitted none of the requests that still compete for the worker."""
+    """Why the last plan admitted none of the requests that still compete for the worker."""
     draining: bool = False
-    """Whether the worker is draining: it takes no new requests."""
+    """Whether the worker is draining and takes no new requests."""
     grammars: Grammars = field(default_factory=Grammars)
     counters: WorkerCounters = field(default_factory=WorkerCounters)
     kind: Kind = field(init=False)
@@ -202,31 +202,31 @@ class Worker:
 
     @property
     def decode_step_s(self) -> float:
-        """Expected time of a step of the present rows without chunks, s; 0 before the first measurement."""
+        """Expected time of a step with the current rows and without chunks, s; 0 before the first measurement."""
         rows = self.rows
         if not rows.num_running:
             return self.costs.expected_s(StepShape(1))
         return self.costs.expected_s(StepShape(rows.num_running, 0, rows.num_table_blocks * rows.block_size))
 
     def limit_of(self, request: Request) -> int:
-        """Return the most tokens that the request can have here, prompt included."""
+        """Return the maximum number of tokens that the request can have here, including the prompt."""
         return min(request.limit, self.max_model_len)
 
     def vacate(self, row: int) -> Request:
-        """Take a request out of its row and return it; account for its blocks and for answers in flight."""
+        """Take a request out of its row and return it; account for its blocks and for results in flight."""
         self.capacity.released()
         return self._vacate(row, self.last_step)
 
     def preempt(self, row: int) -> Request:
-        """Take a request out of its row as `vacate` does, but do not count its blocks as released for good."""
+        """Like `vacate`, but do not count the blocks as permanently released."""
         return self._vacate(row, self.last_step)
 
     def swap_out(self, row: int) -> tuple[Request, BlockCopy]:
-        """Preempt the request of a row; the plan being made first copies its KV to the host."""
+        """Preempt a row's request; the current plan first copies its KV to the host."""
         num_computed = self.rows.num_computed(row)
         num_blocks = -(-num_computed // self.rows.block_size)
         copy = self.swap.out(self.rows.blocks(row)[:num_blocks])
-        # The plan being made still reads these blocks.
+        # The current plan still reads these blocks.
         request = self._vacate(row, self.last_step + 1)
         request.swapped = SwappedKV(epoch=self.epoch, host_blocks=copy.targets, num_tokens=num_computed)
         return request, copy
@@ -236,7 +236,7 @@ class Worker:
         return request.swapped if request.swapped is not None and request.swapped.epoch == self.epoch else None
 
     def release_swapped(self, request: Request, *, last_step: int) -> None:
-        """Release the request's host blocks once `last_step` is answered."""
+        """Release the request's host blocks once the result of `last_step` arrives."""
         swapped = self.swapped_here(request)
         if swapped is not None:
             self.swap.pool.release(swapped.host_blocks, last_step=last_step, answered_step=self.answered_step)
@@ -254,7 +254,7 @@ class Worker:
         self.grammars.vacated(request.grammar_key)
         num_tokens = min(num_computed, len(request.tokens))
         if self.shares_prefixes:
-            # Keep everything that was computed in the cache, including generated tokens.
+            # Keep all computed blocks in the cache, including generated tokens.
             self._publish(row, request, blocks, num_tokens)
             if is_proven:
                 self._prove(request, blocks, num_tokens)
@@ -276,11 +276,11 @@ class Worker:
         return self._keys(request)[: KEY_BYTES * ((len(request.tokens) - 1) // self.rows.block_size)]
 
     def cached_tokens(self, request: Request) -> int:
-        """Return how many of the request's tokens need no computation here."""
+        """Return how many of the request's tokens need no computation on this worker."""
         return self.num_cached(self.match(request))
 
     def num_cached(self, match: Match) -> int:
-        """Return how many tokens a match saves from being computed."""
+        """Return how many tokens a match saves from computation."""
         if match.swapped is not None:
             return match.swapped.num_tokens
         num_partial = match.partial.num_tokens if match.partial is not None else 0
@@ -303,7 +303,7 @@ class Worker:
         return Match(blocks, partial, next_key=next_key)
 
     def prefill_backlog(self) -> int:
-        """Return the number of prompt tokens in its rows that no plan holds yet."""
+        """Return the number of prompt tokens in its rows that are not planned yet."""
         rows = self.prefilling
         return int((self.rows.length[rows] - self.rows.computed[rows]).sum()) if rows else 0
 
@@ -364,7 +364,7 @@ class Worker:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request runs here, or the worker has yet to learn of rows that have ended."""
+        """Whether a request runs here, or the worker must still be notified of ended rows."""
         return bool(self.rows.num_running or self.pending_leaves)
 
     def requests_in_flight(self) -> list[Request]:
@@ -386,7 +386,7 @@ class Worker:
         return self.rows.requests[row] if self.rows.generation.item(row) == generation else None
 
     def lone_suspect(self) -> Request | None:
-        """Return the suspect if the only step in flight holds it alone: it is to blame if the worker dies now."""
+        """Return the suspect if the only step in flight contains it alone. It is then to blame if the worker dies."""
         return self.in_flight[0].solo if len(self.in_flight) == 1 else None
 
     def judge(self) -> None:
@@ -410,7 +410,7 @@ class Worker:
             self.end_trial()
 
     def suspend_trial(self) -> None:
-        """Suspend the trial until the suspect's reader has credit again: without it, the trial shows nothing."""
+        """Suspend the trial until the suspect's reader has credit again, because it shows nothing without credit."""
         assert self.trial is not None
         self.suspended_trials.append(self.trial)
         self.trial = None
@@ -421,7 +421,7 @@ class Worker:
         return rows.requests[row] is trial.request and bool(rows.generation[row] == trial.generation)
 
     def end_trial(self) -> None:
-        """Clear the suspect: it has passed its trial, as far as it can be tried, and runs with the others again."""
+        """Clear the suspect, which has passed its trial as far as possible, so that it runs with others again."""
         assert self.trial is not None
         clear_suspect(self.trial.request)
         self.trial = None
@@ -435,13 +435,13 @@ class Worker:
         )
 
     def plan_due(self, max_in_flight: int) -> float | None:
-        """Return when to send the next plan: 0 for at once, None for not before an answer."""
+        """Return when to send the next plan: 0 for immediately, None for not before a result."""
         if len(self.in_flight) >= max_in_flight:
             return None
         return self.in_flight[-1].successor_due if self.in_flight else 0.0
 
     def validate(self) -> None:
-        """Check rows and pool, and that they agree."""
+        """Check rows and pool, and their consistency."""
         self.rows.validate()
         self.pool.validate(self.rows.blocks(row) for row in range(self.rows.max_rows))
         requests = (self.rows.requests[row] for row in self.rows.occupied())
