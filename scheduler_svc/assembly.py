@@ -95,7 +95,6 @@ def open_journal(config: SchedulerConfig) -> Journal | None:
             max_bytes=config.journal_bytes,
             keep_s=config.resume_keep_s,
             fsync=config.journal_fsync,
-            fsync_interval_s=config.journal_fsync_interval_s,
         )
     except OSError as error:
         raise ConfigError(f"journal (--journal): {error}; use a folder that only this scheduler writes to") from None

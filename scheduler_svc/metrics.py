@@ -48,7 +48,6 @@ class SchedulerMetrics:
 
     def __init__(self, spans_dropped: Callable[[], int] = lambda: 0) -> None:
         self.malformed_frames = 0
-        self.workers_joined = 0
         self.workers_lost = 0
         """Workers lost without a goodbye."""
         self.model = ""
@@ -114,7 +113,6 @@ class SchedulerMetrics:
             make_family(names.QUEUE, [((reason,), count) for reason, count in stats.waiting_by_reason.items()]),
             make_family(names.FRONTENDS, [((), stats.frontends)]),
             make_family(names.WORKERS, [((), len(stats.workers))]),
-            make_family(names.WORKERS_JOINED, [((), self.workers_joined)]),
             make_family(names.WORKERS_LOST, [((), self.workers_lost)]),
             make_family(names.REQUESTS_ENDED, ended),
             make_family(names.FORECASTS, [((each.of,), each.count) for each in stats.forecasts]),
@@ -158,14 +156,10 @@ class SchedulerMetrics:
 
 
 def _journal_families(journal: Journal) -> list[link_pb2.MetricFamily]:
-    stats = journal.stats
     figures = (
-        (names.JOURNAL_SIZE, journal.num_bytes),
-        (names.JOURNAL_REQUESTS, len(journal)),
         (names.JOURNAL_WRITES, journal.covers),
-        (names.JOURNAL_COMMITS, stats.commits),
-        (names.JOURNAL_FAILURES, stats.failures),
-        (names.JOURNAL_FORGOTTEN, stats.forgotten),
+        (names.JOURNAL_FAILURES, journal.stats.failures),
+        (names.JOURNAL_FORGOTTEN, journal.stats.forgotten),
     )
     return [make_family(metric, [((), value)]) for metric, value in figures]
 

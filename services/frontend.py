@@ -80,9 +80,7 @@ class Frontend:
         self._telemetry = telemetry
         self._tokenizer = tokenizer
         self._health = HealthServicer()
-        self._metrics = FrontendMetrics(
-            config.frontend_id, lambda: self.link.malformed_messages, lambda: telemetry.spans_dropped
-        )
+        self._metrics = FrontendMetrics(config.frontend_id, lambda: telemetry.spans_dropped)
         keys = load_keys(config.keys, FRONTEND)
         self.link = CoreLink(
             config.frontend_address,
@@ -93,8 +91,6 @@ class Frontend:
         )
         self._metrics.watch_scheduler(
             connected=lambda: self.link.connected,
-            ready=lambda: self.link.ready,
-            silence_s=lambda: self.link.silence_s,
             restarts=lambda: self.link.num_restarts,
         )
         folder = resolve_model(config.model, weights=False)

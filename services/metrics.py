@@ -82,9 +82,7 @@ class ModelLatencies:
 class FrontendMetrics:
     """Metrics registry of one front-end process."""
 
-    def __init__(
-        self, frontend_id: str, malformed_messages: Callable[[], int], spans_dropped: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, frontend_id: str, spans_dropped: Callable[[], int] = lambda: 0) -> None:
         self._frontend_id = frontend_id
         registry = self._registry = Registry()
         self._histograms: dict[str, Histogram] = {}
@@ -103,7 +101,6 @@ class FrontendMetrics:
         self._tenant_requests = registry.values(names.TENANT_REQUESTS)
         self._tenant_tokens = registry.values(names.TENANT_TOKENS)
         self._tenant_queue = registry.values(names.TENANT_QUEUE)
-        registry.computed(names.MALFORMED_LINK_MESSAGES, malformed_messages)
         registry.computed(names.SPANS_DROPPED, spans_dropped, "frontend")
 
     def watch_share(self, name: str, limit: int, held: Callable[[], int], refusals: Callable[[], int]) -> None:
@@ -116,14 +113,10 @@ class FrontendMetrics:
         self,
         *,
         connected: Callable[[], bool],
-        ready: Callable[[], bool],
-        silence_s: Callable[[], float],
         restarts: Callable[[], int],
     ) -> None:
         """Report what this front end knows of the scheduler, so that a scheduler that reports nothing has metrics."""
         self._registry.computed(names.SCHEDULER_CONNECTED, connected)
-        self._registry.computed(names.SCHEDULER_READY, ready)
-        self._registry.computed(names.SCHEDULER_SILENCE, silence_s)
         self._registry.computed(names.SCHEDULER_RESTARTS, restarts)
 
     def of(self, metric: names.Metric) -> Histogram:

@@ -168,11 +168,8 @@ class SchedulerConfig(_Checked):
     journal_fsync: str = _option(
         "none",
         "when the journal is synced to disk before tokens are sent: 'none' (survives the death of any process), "
-        "'interval' (survives a crash of the machine except for the last interval), 'step' (survives it fully)",
+        "'interval' (survives a crash of the machine except for the last 0.1 s), 'step' (survives it fully)",
         choices=("none", "interval", "step"),
-    )
-    journal_fsync_interval_s: float = _option(
-        0.1, "time between two syncs with journal_fsync = interval", unit="s", least=0.001, most=60
     )
     record_dir: str = _option(
         "auto",

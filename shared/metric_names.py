@@ -271,9 +271,6 @@ SHARE_REFUSALS = Metric(
     "{request}",
     source=_FRONTEND,
 )
-MALFORMED_LINK_MESSAGES = Metric(
-    "quire.malformed_link_messages", _G, "Malformed messages of the scheduler that were dropped", source=_FRONTEND
-)
 REQUEST_TARGETS = Metric(
     "quire.request_targets",
     _C,
@@ -292,19 +289,6 @@ TENANT_QUEUE = Metric(
 )
 SCHEDULER_CONNECTED = Metric(
     "quire.scheduler.connected", _G, "1 while the front end hears from the scheduler, else 0", source=_FRONTEND
-)
-SCHEDULER_READY = Metric(
-    "quire.scheduler.ready",
-    _G,
-    "1 while the front end hears from the scheduler and a worker is usable, else 0",
-    source=_FRONTEND,
-)
-SCHEDULER_SILENCE = Metric(
-    "quire.scheduler.silence",
-    _G,
-    "Time since the scheduler's newest message to the front end",
-    unit="s",
-    source=_FRONTEND,
 )
 SCHEDULER_RESTARTS = Metric(
     "quire.scheduler.restarts", _C, "Schedulers that the front end has met after its first one", source=_FRONTEND
@@ -333,7 +317,6 @@ QUEUE = Metric(
 )
 FRONTENDS = Metric("quire.frontends", _G, "Connected front ends")
 WORKERS = Metric("quire.workers", _G, "Usable workers")
-WORKERS_JOINED = Metric("quire.workers_joined", _C, "Connections of workers, those of restarted ones included")
 WORKERS_LOST = Metric("quire.workers_lost", _C, "Workers that were lost without a goodbye")
 REQUESTS_ENDED = Metric("quire.requests_ended", _C, "Requests to the scheduler that ended, by reason", ("reason",))
 FORECASTS = Metric(
@@ -406,10 +389,7 @@ HOST_BLOCKS = Metric("quire.host_blocks", _G, "Host KV blocks for swapping", _WO
 HOST_BLOCKS_HELD = Metric("quire.host_blocks_held", _G, "Host KV blocks in use", _WORKER)
 SWAPPED_OUT = Metric("quire.swapped_out_blocks", _C, "Blocks copied to the host", _WORKER)
 SWAPPED_IN = Metric("quire.swapped_in_blocks", _C, "Blocks copied back", _WORKER)
-JOURNAL_SIZE = Metric("quire.journal_bytes", _G, "Bytes of the journal's segments on disk", unit="By")
-JOURNAL_REQUESTS = Metric("quire.journal_requests", _G, "Requests in the journal")
 JOURNAL_WRITES = Metric("quire.journal_writes", _G, "1 while the journal can be written, else 0")
-JOURNAL_COMMITS = Metric("quire.journal_commits", _C, "Turns of the scheduler's loop that the journal recorded")
 JOURNAL_FAILURES = Metric("quire.journal_failures", _C, "Writes to the journal that failed")
 JOURNAL_FORGOTTEN = Metric("quire.journal_forgotten", _C, "Requests dropped from the journal because it is full")
 RECORD_SIZE = Metric("quire.record_bytes", _G, "Bytes of the flight record on disk", unit="By")

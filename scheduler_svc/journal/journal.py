@@ -39,6 +39,8 @@ _SEGMENTS = 8
 _AGAIN_BYTES = 256 << 10
 """Maximum number of bytes that one commit rewrites."""
 _RETRY_S = 5.0
+_SYNC_EVERY_S = 0.1
+"""Interval of syncs in mode "interval"."""
 _MAX_NUMBER = 0x7FFFFFFF
 
 log = get_logger()
@@ -48,7 +50,6 @@ log = get_logger()
 class JournalStats:
     """Counters for metrics."""
 
-    commits: int = 0
     failures: int = 0
     """Failed writes and syncs."""
     forgotten: int = 0
@@ -69,7 +70,6 @@ class Journal:
         max_bytes: approximate limit of the size on disk, in bytes.
         keep_s: time for which the core keeps an ended request for its client, in seconds.
         fsync: one of FSYNC_MODES.
-        fsync_interval_s: interval of syncs in mode "interval", in seconds.
         clock_ms: returns the time in ms since 1970.
         reports: whether to log what the folder holds.
 
@@ -84,7 +84,6 @@ class Journal:
         max_bytes: int,
         keep_s: float,
         fsync: str = "none",
-        fsync_interval_s: float = 0.1,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         reports: bool = True,
     ) -> None:
@@ -118,7 +117,7 @@ class Journal:
             """The newest segment; None after a failed write."""
             self._syncer: Syncer | None = None
             if fsync != "none":
-                self._syncer = Syncer(self._folder.sync, interval_s=fsync_interval_s if fsync == "interval" else 0.0)
+                self._syncer = Syncer(self._folder.sync, interval_s=_SYNC_EVERY_S if fsync == "interval" else 0.0)
             self._begin(fresh=True)
         except BaseException:
             self._folder.close()
@@ -237,7 +236,6 @@ class Journal:
         batch = self._take(now_ms)
         if batch is not None:
             self._book.apply(batch, self._newest)
-            self.stats.commits += 1
             self._write(frame(batch.SerializeToString()))
         if self._file is None:
             self._try_again()
