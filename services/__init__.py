@@ -2,12 +2,12 @@
 
 Read the packages in this order; each imports only those before it:
 
-* `errors` – from an error to the status that a client sees; `metrics` – what the process counts.
-* `tail` – which calls are traced although they were not sampled.
-* `access` – who calls, and how many calls at a time: principals, TLS, the limit of concurrent calls.
+* `errors` – maps errors to the status that a client sees; `metrics` – the process's metrics.
+* `tail` – selects unsampled calls to trace anyway.
+* `access` – authentication and limits: principals, TLS, the limit on concurrent calls.
 * `text` – text and conversations to token ids, and token ids to text.
-* `parsers` – a model's output to reasoning, content and tool calls, one incremental parser per family of models.
-* `grammars` – compiles new grammars on trial, in a process that may die.
+* `parsers` – split a model's output into reasoning, content and tool calls; one incremental parser per model family.
+* `grammars` – compile new grammars on trial, in a separate process.
 * `requests` – one request: checked fields, scheduling options, prompts as token ids.
 * `streams` – one stream between the core and its reader, without I/O.
 * `link` – the socket to the core and its protocol.
@@ -20,5 +20,5 @@ One request passes them as follows: `grpc.boundary` (bytes to message) → `grpc
 `requests.validation` → `requests.prompts` → `streams.stream` → `link.core_link` → the core. Its tokens come back
 through `link.core_link` → `streams.stream` → `calls.delivery` → `grpc.generation` → the client.
 
-Nothing here imports torch or transformers.
+The front end imports neither torch nor transformers.
 """

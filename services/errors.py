@@ -110,7 +110,7 @@ def error_of(end: link_pb2.StreamEnd) -> QuireError:
 
 
 def operator_error(error: link_pb2.OperatorError) -> QuireError:
-    """Return the error that the core reported instead of an answer to an operator."""
+    """Return the error that the core sent to an operator in place of a result."""
     if error.field:
         return InvalidRequestError(FieldViolation(error.field, error.message))
     return _OPERATOR_ERRORS.get(error.reason, QuireError)(error.message)

@@ -185,7 +185,7 @@ class Frontend:
         return grpc_port, http_port
 
     async def stop(self) -> None:
-        """Shut down in order; return when every part has ended."""
+        """Shut down in order; return when every part has stopped."""
         self._health.stop()
         self.link.end_views("watch: this front end is shutting down; watch through another one")
         grace_s = self._config.grace_period_s
@@ -225,11 +225,12 @@ class Frontend:
             interceptors=[Boundary(self._metrics.rpc_ended, shares, principals, self._reports)],
             options=[
                 ("grpc.so_reuseport", 1),
-                # Detects a client whose machine has died before its reader counts as stalled.
+                # Detects a client whose machine has died before the core considers its reader stalled.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.ping_timeout_ms", 10_000),
-                # Clients do the same with a server while a stream is quiet; gRPC's default is a ping in five minutes.
+                # Clients ping the server in the same way while a stream is quiet. gRPC's default is one ping in five
+                # minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
                 ("grpc.max_allowed_incoming_connections", max(_max_connections() // 2, 1)),
@@ -255,18 +256,18 @@ class Frontend:
 
 
 def _max_connections() -> int:
-    """Return the limit of HTTP connections: half of the file descriptors. gRPC has half as many, links the others."""
+    """Return the limit on HTTP connections: half of the file descriptors. gRPC gets half of the rest."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(soft // 2, 1)
 
 
 def run(config: FrontendConfig) -> int:
-    """Run a front-end process until a signal ends it; return its exit status."""
+    """Run a front-end process until a signal stops it; return its exit status."""
     configure_logging("quire-frontend")
     return_large_blocks()
     try:
         tokenizer = load_tokenizer(resolve_model(config.model, weights=False), max_bytes=config.max_tokenizing_bytes)
-        # Exclude long-lived objects from garbage collection, and collect rarely: tens of thousands of short-lived
+        # Exclude long-lived objects from garbage collection, and collect rarely. The tens of thousands of short-lived
         # messages per second form no cycles.
         gc.collect()
         gc.freeze()

@@ -29,13 +29,13 @@ class Output:
     elapsed: float
     """Time from arrival to the end."""
     first: float | None
-    """Time from arrival until the first token was written to the client; None: there was none."""
+    """Time from arrival until the first token was written to the client; None if there was none."""
     last: float | None
     """Time from arrival until the last token was written."""
     queued: float
     """Time in the queue."""
     first_target: float | None = None
-    """Target for the first token, counted from arrival; None: the request has none."""
+    """Target for the first token, counted from arrival; None without a target."""
     total_target: float | None = None
     """Target for the last token."""
     span: SpanRef | None = None
@@ -48,7 +48,7 @@ class Output:
         return (self.last - self.first) / (self.output_tokens - 1)
 
     def targets(self) -> Iterator[tuple[str, bool]]:
-        """Yield each target and whether it was met, except those of a client that left before their time."""
+        """Yield each target and whether it was met, without those of a client that left before them."""
         ended = self.reason in ("stop", "length")
         for name, target, reached in (
             ("first_token", self.first_target, self.first),
@@ -63,7 +63,7 @@ class Output:
 
 
 class ModelLatencies:
-    """The latencies of one model and operation that every message or request observes, with their labels resolved."""
+    """Latency histograms for one model and operation, with their labels resolved."""
 
     def __init__(self, metrics: "FrontendMetrics", operation: str, model: str) -> None:
         gen_ai = (operation, PROVIDER, model)
@@ -104,7 +104,7 @@ class FrontendMetrics:
         registry.computed(names.SPANS_DROPPED, spans_dropped, "frontend")
 
     def watch_share(self, name: str, limit: int, held: Callable[[], int], refusals: Callable[[], int]) -> None:
-        """Report how much of a shared resource is held, its limit, and how often a principal was refused."""
+        """Report the used amount of a shared resource, its limit, and the number of refusals."""
         self._registry.computed(names.SHARE_HELD, held, name)
         self._registry.computed(names.SHARE_LIMIT, lambda: limit, name)
         self._registry.computed(names.SHARE_REFUSALS, refusals, name)
@@ -115,7 +115,7 @@ class FrontendMetrics:
         connected: Callable[[], bool],
         restarts: Callable[[], int],
     ) -> None:
-        """Report what this front end knows of the scheduler, so that a scheduler that reports nothing has metrics."""
+        """Report what this front end knows about the scheduler, so that a silent scheduler also has metrics."""
         self._registry.computed(names.SCHEDULER_CONNECTED, connected)
         self._registry.computed(names.SCHEDULER_RESTARTS, restarts)
 

@@ -1,10 +1,10 @@
 """Tail rule: traces of slow and failed calls that head sampling did not choose.
 
-A `TailSpan` stands for the span of such a call. It only keeps values. At the end of the call, `TailRule` decides; if it
-takes the call, the spans are made as of their times. The scheduler is asked to do the same for the call's streams, from
-the histories that it keeps of ended requests. A fast call costs a few small objects.
+A `TailSpan` stands for the span of such a call and only stores values. At the end of the call, `TailRule` decides. If
+it selects the call, the spans are created with their recorded times. The scheduler does the same for the call's
+streams, from its histories of ended requests. A fast call costs a few small objects.
 
-The rule takes a call if
+The rule selects a call if
 
 * it failed by a fault of the server;
 * it missed a target of its own;
@@ -26,11 +26,11 @@ from services.metrics import Output
 from shared.telemetry import ReusableIds, from_traceparent, to_traceparent
 
 WINDOW = 1000
-"""Number of recent values from which a percentile is taken."""
+"""Number of recent values for a percentile."""
 MIN_VALUES = 100
-"""Number of values from which on there is a percentile."""
+"""Minimum number of values for a percentile."""
 RENEW_EVERY = 50
-"""Number of values after which the percentile is computed again."""
+"""Number of values after which the percentile is recomputed."""
 PER_S = 5.0
 """Calls taken per second in the long run, for each front end."""
 BURST = 10
@@ -42,7 +42,7 @@ MAX_PARTS = 32
 
 
 class Recent:
-    """Percentile 99 of recent values, renewed now and then."""
+    """99th percentile of recent values, recomputed from time to time."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=WINDOW)
@@ -61,7 +61,7 @@ class Recent:
 
 
 class TailRule:
-    """Decides which calls are taken; without I/O and clocks."""
+    """Decides which calls to export; without I/O and clocks."""
 
     def __init__(self) -> None:
         self._first, self._further = Recent(), Recent()
@@ -167,7 +167,7 @@ class TailTracing:
     def ended(self, call: TailSpan, ended_ns: int) -> None:
         """Export a call that has ended, if the rule takes it."""
         status = call.status
-        # A client that has left is no fault of the server.
+        # A disconnected client is not a server error.
         is_failed = (
             status is not None
             and status.status_code is StatusCode.ERROR
@@ -209,7 +209,7 @@ def part_span(tracer: Tracer, name: str) -> Iterator[Span]:
 
 
 def note_stream(span: Span, number: int, output: Output | None = None) -> None:
-    """Keep a stream of a call, whose number is 0 if it was not submitted, and what became of it; for the tail rule."""
+    """Record a call's stream, whose number is 0 if it was not submitted, and its outcome, for the tail rule."""
     if isinstance(span, TailSpan):
         if number:
             span.streams.append(number)

@@ -17,8 +17,8 @@ The file is read again when it changes; if that fails, the previous principals s
 is `anonymous`: it may act for every tenant, and it is an operator if only this machine can connect. With a file, other
 callers are refused, or served with the permissions in the table `[anonymous]`, but never as operators.
 
-API keys are the short form: who sends one as bearer token has the permissions of `anonymous`, and no other caller is
-served. File and keys may be used together.
+API keys are a simpler alternative: a caller that sends one as bearer token has the permissions of `anonymous`, and
+other callers are refused. File and keys may be used together.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class Principal:
     is_admin: bool = False
 
     def tenant(self, asked: str) -> str:
-        """Return the tenant that a request is accounted to.
+        """Return the tenant that the request is charged to.
 
         Raises:
             PermissionDeniedError: the principal may not act for the requested tenant.
@@ -75,7 +75,7 @@ class Principal:
         """Check that the principal may share cached prefixes under this name.
 
         Raises:
-            PermissionDeniedError: it may not.
+            PermissionDeniedError: the principal may not use the name.
         """
         if asked and ANY not in self.cache_scopes and asked not in self.cache_scopes:
             raise FieldDeniedError(
@@ -86,7 +86,7 @@ class Principal:
         """Check that the principal is an operator.
 
         Raises:
-            PermissionDeniedError: it is not.
+            PermissionDeniedError: the principal is not an operator.
         """
         if not self.is_admin:
             raise PermissionDeniedError(
@@ -96,7 +96,7 @@ class Principal:
 
 _ANONYMOUS = Principal(ANONYMOUS_NAME)
 CURRENT: ContextVar[Principal] = ContextVar("principal", default=_ANONYMOUS)
-"""Principal of the call that the current task serves; set by the boundary before any other work."""
+"""Principal of the call that the current task serves. The boundary sets it before any other work."""
 
 
 def read_api_keys(variable: str, path: str) -> list[str]:
@@ -205,7 +205,7 @@ class Principals:
         for known, principal in self._known.by_digest:
             if hmac.compare_digest(known, digest):
                 found = principal
-        # Clients of OpenAI's API send a placeholder as key if the service asks for none.
+        # Clients of OpenAI's API send a placeholder key if the service requires none.
         found = found or self._known.anonymous
         if found is None:
             raise UnauthenticatedError("authorization: unknown token")

@@ -1,12 +1,12 @@
-"""Shares of the limited resources of a front end: what one principal may hold while others need some, too.
+"""Shares of a front end's limited resources: how much one principal may hold.
 
-`Share` is the only owner of such a limit. A principal may hold at most `weight` times as much as is free ("dynamic
-thresholds", Choudhury and Hahne, 1998). So one principal may hold most of an idle resource, several greedy ones hold
-equal parts of it, and some always stays free for principals that hold nothing. Nothing is configured or reserved. A
-resource with at most `weight` units is too small to divide: one principal may hold all of it.
+`Share` is the only owner of such a limit. A principal may hold at most `weight` times the free amount ("dynamic
+thresholds", Choudhury and Hahne, 1998). So one principal may hold most of an idle resource, and several greedy ones
+hold equal parts. Some is always free for principals that hold nothing. No reservations or settings are needed. A
+resource with at most `weight` units is too small to divide, so one principal may hold all of it.
 
-`Turns` are places for which principals wait in turn: one principal with many waiting tasks delays another principal by
-one task at most.
+`Turns` gives out places to principals in turn. A principal with many waiting tasks delays another principal by at most
+one task.
 
 Connections are counted, and heads are parsed, before their principals are known. Their shares belong to the clients'
 addresses.
@@ -25,7 +25,7 @@ from shared.errors import OverloadedError
 from shared.logging import get_logger
 
 SMALL_REQUEST_BYTES = 64 << 10
-"""Maximum size of a request that is parsed and checked at once, bytes; larger ones may take a tenth of a second."""
+"""Maximum size of a request that is parsed and checked at once, in bytes. Larger ones may take a tenth of a second."""
 _PAUSE = 8.0
 """Pause after work that blocks the event loop, in units of its time."""
 
@@ -36,7 +36,7 @@ _LOG_EVERY_S = 60.0
 
 
 class Share:
-    """A resource of this process with a limit and a part for each principal; used from the event loop only."""
+    """A resource of this process with a total limit and a limit per principal. Used from the event loop only."""
 
     def __init__(self, name: str, limit: int, *, weight: int) -> None:
         """Create the resource; nothing is held.
@@ -44,7 +44,7 @@ class Share:
         Args:
             name: for errors, logs and metrics.
             limit: the total, in units of the resource.
-            weight: a principal may hold this many times what is free.
+            weight: a principal may hold this many times the free amount.
         """
         self.name = name
         self.limit = limit
@@ -56,7 +56,7 @@ class Share:
         self._logged = -_LOG_EVERY_S
 
     def take(self, principal: str, amount: int = 1) -> bool:
-        """Take a part for a principal; return whether it may have it."""
+        """Take an amount for a principal; return whether the principal may have it."""
         mine, free = self._of.get(principal, 0) + amount, self.limit - self._held - amount
         if free < 0 or mine > self._weight * (free + 1):
             self._refusals += 1
@@ -67,7 +67,7 @@ class Share:
         return True
 
     def give_back(self, principal: str, amount: int = 1) -> None:
-        """Give back what `take` took."""
+        """Return an amount that `take` took."""
         self._held -= amount
         left = self._of[principal] - amount
         if left:
@@ -77,7 +77,7 @@ class Share:
 
     @contextlib.contextmanager
     def holding(self, principal: str, amount: int = 1) -> Iterator[None]:
-        """Hold a part for the duration of the `with` block.
+        """Hold an amount for the duration of the `with` block.
 
         Raises:
             OverloadedError: the principal holds its share.
@@ -91,11 +91,11 @@ class Share:
 
     @property
     def largest_part(self) -> int:
-        """The most that a single principal may hold."""
+        """The maximum amount that a single principal may hold."""
         return min(self.limit, self._weight * (self.limit + 1) // (self._weight + 1))
 
     def num_held(self) -> int:
-        """Return what all principals together hold."""
+        """Return the amount that all principals together hold."""
         return self._held
 
     def num_refusals(self) -> int:
@@ -119,7 +119,7 @@ class Share:
 
 
 class Turns:
-    """Places that waiting tasks get in turn by principal, and in order within a principal."""
+    """Places for waiting tasks, given to principals in turn and in order within a principal."""
 
     def __init__(self, places: int = 1) -> None:
         self._free = places
@@ -139,20 +139,20 @@ class Turns:
             if turn.cancelled():
                 self._leave(principal, turn)
             else:
-                self.release()  # it got the place and was cancelled before it ran
+                self.release()  # The task got the place and was cancelled before it ran.
             raise
 
     async def begin_work(self, principal: str) -> None:
         """Wait for a place to block the event loop.
 
-        The place is held until the calling task next waits, and then eight times as long as it has worked, for all
-        other work.
+        The place is held until the calling task next waits, and then eight times as long as the task has worked. Other
+        work runs in that pause.
         """
         await self.acquire(principal)
         self.release_after_work()
 
     def release_after_work(self) -> None:
-        """Release a place when the calling task has waited next, and then a pause has passed; see `begin_work`."""
+        """Release a place a pause after the calling task has next waited; see `begin_work`."""
         loop, began = asyncio.get_running_loop(), time.monotonic()
         loop.call_soon(lambda: loop.call_later(_PAUSE * (time.monotonic() - began), self.release))
 
@@ -163,7 +163,7 @@ class Turns:
             while queue:
                 turn, _ = queue.popitem(last=False)
                 if turn.cancelled():
-                    continue  # its task has not run since
+                    continue  # The task has not run since.
                 turn.set_result(None)
                 if queue:
                     self._waiting[principal] = queue
@@ -189,7 +189,7 @@ class Slices:
         self._turns = Turns()
 
     async def run(self, principal: str, steps: Iterator[Result]) -> list[Result]:
-        """Return what all steps yield. Each step is short. The first slice runs at once."""
+        """Return the results of all steps. Each step is short. The first slice runs immediately."""
         results: list[Result] = []
         is_done = self._run(steps, results)
         while not is_done:
@@ -211,7 +211,7 @@ class Slices:
 
 
 class Pace:
-    """Time of the event loop that each address may take: a quarter of it, and a burst."""
+    """Event loop time that each address may use: a quarter of the time, and a burst."""
 
     _PART = 0.25
     _BURST_S = 0.05
@@ -219,14 +219,14 @@ class Pace:
 
     def __init__(self) -> None:
         self.num_unparsed = 0
-        """Bytes that wait until their address may take more time."""
+        """Bytes that wait until their address may use more time."""
         self._paid: dict[str, float] = {}
-        """When the time that an address has taken will be paid off."""
+        """By address, when the time that it used will be paid off."""
         self._many = self._FEW
-        """Number of addresses at which those without debt are dropped."""
+        """Number of addresses above which those without debt are dropped."""
 
     def charge(self, address: str, seconds: float) -> None:
-        """Record that an address took time."""
+        """Record that an address used time."""
         now = time.monotonic()
         self._paid[address] = max(self._paid.get(address, 0.0), now) + seconds / self._PART
         if len(self._paid) > self._many:
@@ -234,7 +234,7 @@ class Pace:
             self._many = max(self._FEW, 2 * len(self._paid))
 
     def wait_s(self, address: str) -> float:
-        """Return the seconds until the address may take more time; at most 0: now."""
+        """Return the seconds until the address may use more time; 0 or less for now."""
         return self._paid.get(address, 0.0) - time.monotonic() - self._BURST_S / self._PART
 
 
@@ -245,7 +245,7 @@ class Shares:
     calls: Share
     """Calls whose request is complete, over all protocols."""
     body_bytes: Share
-    """Bytes of HTTP bodies that are being received, or wait to be parsed."""
+    """Bytes of HTTP bodies that are being received or wait to be parsed."""
     large_bodies: Turns
     """The event loop, for parsing a large body."""
     slices: Slices
@@ -253,7 +253,7 @@ class Shares:
     connections: Share
     """HTTP connections, by address."""
     parsing: Pace
-    """The event loop, for parsing what HTTP connections receive, by address."""
+    """The event loop, for parsing data from HTTP connections, by address."""
     trials: Share
     """Grammars on trial or waiting for a trial."""
     costly_trials: Share
@@ -267,9 +267,9 @@ _MAX_BODY_BYTES = 512 << 20
 _MAX_TRIALS = 64
 _MAX_COSTLY_TRIALS = 16
 MOST = 8
-"""Weight of a resource of which a single principal may hold eight ninths."""
+"""Weight with which a single principal may hold eight ninths of a resource."""
 _HALF = 1
-"""Weight of a resource of which a single principal may hold half."""
+"""Weight with which a single principal may hold half of a resource."""
 
 
 def make_shares(max_calls: int, max_connections: int) -> Shares:

@@ -1,6 +1,6 @@
 """TLS of both listeners: certificates that are reloaded when they change on disk, and names of client certificates.
 
-Something else renews the certificates (ACME, cert-manager, an operator). A handshake checks, at most once a second,
+The certificates are renewed externally (ACME, cert-manager, an operator). A handshake checks, at most once a second,
 whether the files have changed. If so, new connections use the new certificates; open connections keep theirs. If the
 files do not match each other, for example in the middle of a renewal, the previous certificates stay in use. A log line
 reports the failure, and a later handshake checks again.
@@ -29,7 +29,7 @@ class TlsFiles:
     """Certificate chain of the server."""
     key: str
     client_ca: str
-    """CA of client certificates, which are then required; empty: no client certificates."""
+    """CA for client certificates, which are then required; empty for no client certificates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def server_tls(config: FrontendConfig) -> ServerTls | None:
 
 
 def grpc_names(auth_context: Mapping[str, Any]) -> list[str]:
-    """Return the names in the client certificate that gRPC has verified; empty without one."""
+    """Return the names in the client certificate that gRPC has verified; empty without a certificate."""
     found = [*auth_context.get("x509_common_name", ()), *auth_context.get("x509_subject_alternative_name", ())]
     return [name.decode(errors="replace") for name in found]
 

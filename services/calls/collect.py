@@ -1,11 +1,11 @@
-"""Collects the streamed messages of one answer into a single response."""
+"""Collects the streamed messages for one request into a single response."""
 
 from quire.v1 import generation_pb2 as v1
 from services.calls.parts import joined
 
 
 class Collector:
-    """Collector of the messages of `Generate`; `response` is available after `Finished` has arrived."""
+    """Collects messages from `Generate`. `response` is available after `Finished` has arrived."""
 
     def __init__(self) -> None:
         self._response = v1.GenerateOnceResponse()
@@ -37,7 +37,7 @@ class Collector:
         response, finished = self._response, self._finished
         assert finished is not None, "an answer ends with `finished`"
         first = self._choice(0)
-        if not first.HasField("finished"):  # a single choice, whose end `Finished` tells
+        if not first.HasField("finished"):  # a single choice, whose end is reported by `Finished`
             first.finished.reason = finished.reason
             first.finished.completion_tokens = finished.usage.completion_tokens
             match finished.WhichOneof("stop"):

@@ -27,7 +27,7 @@ from shared.logging import get_logger
 from shared.metrics import span_ref
 
 _MARKER_TOKENS = 12
-"""Tokens at the end of a prompt that are searched for the marker of reasoning, which is one token or a few."""
+"""Number of tokens at the end of a prompt that are searched for the reasoning marker, which is one token or a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Services:
     model_format: ModelFormat
     """How the served model writes reasoning and tool calls."""
     defaults: SamplingDefaults
-    """Sampling options of requests that do not give them."""
+    """Sampling options for requests that do not set them."""
     grammars: GrammarChecker
     metrics: FrontendMetrics
     slices: Slices
     """Runs long work on the event loop."""
     tracer: Tracer
     tail: TailTracing | None
-    """The tail rule; None: calls that are not sampled make no spans."""
+    """The tail rule; None if unsampled calls make no spans."""
 
     def served_model(self) -> link_pb2.ServedModel:
         """Return the served model.
@@ -88,7 +88,7 @@ class Caller:
     arrival: float = field(default_factory=time.monotonic)
     """Monotonic time, seconds."""
     deadline: float | None = None
-    """Monotonic time, seconds; None: no deadline."""
+    """Monotonic time in seconds; None for no deadline."""
 
     def cancel_code(self) -> str:
         """Return the status code of a cancelled request: the deadline passed, or the client disconnected."""

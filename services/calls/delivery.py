@@ -29,13 +29,13 @@ from shared.errors import QuireError, StalledReaderError
 from shared.metrics import SpanRef, span_ref
 
 FINAL_WRITE_TIMEOUT_S = 1.0
-"""Time that a reader gets for the messages before an error, seconds."""
+"""Time limit for a reader to take the messages before an error, in seconds."""
 Send = Callable[[v1.GenerateResponse], Awaitable[object]]
 """Writes a message; returns when the message has left, so that the writer waits for a slow reader."""
 
 
 def without_output(send: Send) -> Send:
-    """Return a `Send` that leaves out what was generated: the end of the prompt is the end of the answer."""
+    """Return a `Send` that omits generated output, so that the response ends with the prompt."""
 
     async def send_rest(message: v1.GenerateResponse) -> None:
         match message.WhichOneof("event"):
@@ -79,8 +79,8 @@ class Delivery:
         is_gone, is_complete, is_error = True, False, False
         reference = span_ref(span)
         try:
-            # gRPC waits for ever for a client that does not read. While a stream is live, the core handles that: it
-            # notices that no credit returns. Output that is left at the end has limited time.
+            # gRPC waits forever for a client that does not read. While a stream is live, the core handles that, because
+            # no credit returns. After the end, the remaining output has a time limit.
             async with asyncio.timeout(None) as patience:
                 for stream in streams:
                     stream.on_end = partial(self._limit, patience, streams)
@@ -127,7 +127,7 @@ class Delivery:
     async def _pass_on(
         self, choices: "Choices", wakeup: Wakeup, patience: asyncio.Timeout, send: Send, span: SpanRef | None
     ) -> None:
-        """Write the output of the streams until all have ended, one message at a time.
+        """Write the streams' output until all have ended, one message at a time.
 
         Raises:
             QuireError: a stream ended with an error.
@@ -162,7 +162,7 @@ class Delivery:
                     latencies.first_token(now - stream.request.arrival, span)
                 watch.last = now
                 if len(batch.token_ids) > 1:
-                    # The reader gets the tokens of one message at the same time.
+                    # The reader gets all tokens in a message at the same time.
                     gaps.observe(0.0, len(batch.token_ids) - 1)
             if not idle:
                 continue
@@ -200,20 +200,20 @@ class Delivery:
 
 @dataclass(slots=True)
 class Watch:
-    """When output left, and the time that it spent at the front end, s; see `quire.link.v1.RequestReport`."""
+    """Times at which output was sent, and time spent in the front end, s; see `quire.link.v1.RequestReport`."""
 
     detokenise_s: float = 0.0
     client_s: float = 0.0
     client_before_s: float = 0.0
     first: float = 0.0
-    """When the first token was written, monotonic time; 0: none was."""
+    """Monotonic time when the first token was written; 0 if none was."""
     last: float = 0.0
     """When the last token was written."""
 
     def sent(self, began: float, written: float, sent: float, ended_at: float) -> None:
-        """Count a message: taking and encoding it began, it was written, and it has left.
+        """Count a message by the times when taking it began, when it was written, and when it was sent.
 
-        `ended_at` is when the core's end of the stream arrived, 0 if it has not. The message may have waited then.
+        `ended_at` is when the end of the stream arrived from the core; 0 if it has not.
         """
         if not ended_at:
             self.client_before_s += sent - written
@@ -223,7 +223,7 @@ class Watch:
         self.client_before_s += max(0.0, min(sent, ended_at) - written)
 
     def report(self, stream: Stream, now: float, stalled_s: float) -> link_pb2.RequestReport:
-        """Return the report of a stream whose call ends now; this process has stalled for `stalled_s` meanwhile."""
+        """Return the report for a stream whose call ends now; this process stalled for `stalled_s` during the call."""
         request, submitted = stream.request, stream.submitted_at or now
         return link_pb2.RequestReport(
             stream=stream.number,
@@ -264,7 +264,7 @@ class Choices:
         return _reason_name(self.choice_finished(stream).reason)
 
     def output(self, stream: Stream, reason: str, span: SpanRef | None) -> Output:
-        """Return the numbers of an ended stream."""
+        """Return the metrics of an ended stream."""
         request, watch = stream.request, self.watches[stream.request.choice]
         arrival, due = request.arrival, request.due
         return Output(

@@ -143,7 +143,7 @@ class Embedder:
     def _requests(
         self, request: v1.EmbedRequest, spec: RequestSpec, prompts: Sequence[Sequence[int]], caller: Caller
     ) -> Iterator[StreamRequest]:
-        """Yield the request to the core for each prompt, lazily; `spec` is for no prompt yet."""
+        """Yield the request for each prompt lazily; `spec` contains everything except the prompt."""
         model = self._services.served_model()
         due = due_times(request.scheduling, arrival=caller.arrival, deadline=caller.deadline)
         for prompt in prompts:
@@ -159,7 +159,7 @@ class Embedder:
             )
 
     async def _compute(self, requests: Iterator[StreamRequest], span: Span) -> list[link_pb2.StreamEnd]:
-        """Run the requests; return how each ended, with its vector.
+        """Run the requests; return the end of each, with its vector.
 
         Raises:
             QuireError: a request failed.
@@ -188,7 +188,7 @@ class Embedder:
 
 
 def _spec(request: v1.EmbedRequest, request_id: str, model: link_pb2.ServedModel, parent: str) -> RequestSpec:
-    """Return what the prompts of a call have in common.
+    """Return the parts of the specification that all prompts in a call share.
 
     Raises:
         PermissionDeniedError: the caller may not use the tenant or the cache scope.

@@ -2,8 +2,8 @@
 
 The protocol provides a `Caller` and `send`, which writes the messages (`services.calls.delivery`).
 
-A request with n > 1 becomes n requests to the core with the same prompt. They share its blocks in the prefix cache, and
-each draws its own random noise.
+A request with n > 1 becomes n requests to the core with the same prompt. The requests share the prompt's blocks in the
+prefix cache, and each uses its own random noise.
 """
 
 import time
@@ -58,7 +58,7 @@ class _Accepted:
     caller: Caller
     span: Span
     shorten: bool
-    """Whether `max_tokens` is reduced to the room in the context."""
+    """Whether `max_tokens` is reduced to what fits into the context."""
 
     @property
     def form(self) -> str:
@@ -93,7 +93,7 @@ class Generator:
             send: writes a message.
             begun: called with the request's id before the first message.
             prompt_encoded: called once with the prompt's token ids, before the first message.
-            shorten: reduce `max_tokens` to the room that the prompt leaves in the context, instead of an error.
+            shorten: reduce `max_tokens` to what fits into the context after the prompt, instead of raising an error.
 
         Raises:
             QuireError: the request is invalid or failed; messages sent before remain valid.
@@ -229,7 +229,7 @@ class Generator:
         """Resume a request after its client lost the connection; otherwise like `run`.
 
         Raises:
-            QuireError: the request is not kept, or it failed.
+            QuireError: the core has no log of the request, or the request failed.
         """
         services = self._services
         if not request.request_id:
@@ -279,11 +279,11 @@ class Generator:
                 await self._delivery.serve(choices, wakeup, span, send, begin, keep=True)
 
     async def cancel(self, request_id: str, principal: str) -> None:
-        """Cancel a resumable request and drop what is kept of it.
+        """Cancel a resumable request and drop its log.
 
         Raises:
             RequestNotFoundError: no request has this id.
-            NotReadyError: the core did not answer in time.
+            NotReadyError: the core did not respond in time.
         """
         if not request_id:
             raise InvalidRequestError(FieldViolation("request_id", "missing; give the id of the request"))
@@ -326,7 +326,7 @@ def _for_choice(first: StreamRequest, choice: int, valid: ValidRequest, caller: 
 def _of_choice(sampling: plan_pb2.SamplingParams, choice: int) -> bytes:
     """Return the sampling parameters of a further choice, without prompt log-probabilities.
 
-    The index of the choice gives it random noise of its own.
+    The choice index selects its own random noise.
     """
     own = plan_pb2.SamplingParams()
     own.CopyFrom(sampling)

@@ -28,7 +28,7 @@ _WIRE_64_BIT, _WIRE_BYTES = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Load of the service at one moment."""
+    """Load of the service at one time."""
 
     running: float
     waiting: float
@@ -41,7 +41,7 @@ class LoadReport:
         return self.kv_usage if not self.waiting else 1 + self.waiting / max(self.running, 1)
 
     def named_metrics(self) -> dict[str, float]:
-        """Return the numbers by the names that vLLM's reports have."""
+        """Return the metrics under vLLM's names."""
         return {
             "kv_cache_usage_perc": self.kv_usage,
             "num_requests_running": self.running,
@@ -83,7 +83,7 @@ def to_report(families: Iterable[link_pb2.MetricFamily]) -> LoadReport:
 
 
 class LoadReports:
-    """The newest report of a front end; none until the scheduler has answered, or if reports are off."""
+    """The front end's newest report; none until the scheduler has responded, or if reports are off."""
 
     def __init__(self) -> None:
         """Start without a report."""

@@ -1,8 +1,9 @@
-"""Resuming requests whose client lost its connection, on any front end, from any token on.
+"""Resumes requests whose client lost its connection, on any front end and from any token on.
 
 The core keeps a log of each resumable request: tokens, log-probabilities, finish reason. A front end that resumes a
-request restores its streams from the log, skips what the client already has, and submits unfinished streams again. The
-random noise of a token depends only on seed, choice and position, so the output equals that of an uninterrupted run.
+request restores its streams from the log, skips the output that the client already has, and resubmits unfinished
+streams. The random noise of a token depends only on seed, choice and position, so the output equals that of an
+uninterrupted run.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from shared.request_spec import read_spec
 
 _TIMEOUT_S = 5.0
 _PROMPT_END_BYTES = 64
-"""Bytes at the end of the column of a prompt's tokens in which its last marker is."""
+"""Number of bytes at the end of the prompt's token column that contain the last marker."""
 
 
 def request_identity(principal: str, request_id: str, choice: int) -> bytes:
@@ -35,7 +36,7 @@ def request_identity(principal: str, request_id: str, choice: int) -> bytes:
 
 
 def resume_info(request: v1.GenerateRequest) -> bytes:
-    """Return what another front end needs in addition to the core's log: how tokens become messages."""
+    """Return the data that another front end needs in addition to the core's log: how tokens become messages."""
     info = v1.GenerateRequest(stop=request.stop, output=request.output)
     info.sampling.n = request.sampling.n if request.sampling.HasField("n") else 1
     info.stop.ClearField("stop_token_ids")
@@ -44,16 +45,16 @@ def resume_info(request: v1.GenerateRequest) -> bytes:
         info.chat.tools_json = request.chat.tools_json
         info.chat.tool_choice.CopyFrom(request.chat.tool_choice)
     if request.output.parse and request.HasField("grammar"):
-        info.grammar.json_object = True  # which grammar it was does not matter any more
+        info.grammar.json_object = True  # The grammar itself no longer matters.
     return info.SerializeToString()
 
 
 async def fetch_resume_replies(link: CoreLink, principal: str, request_id: str) -> list[link_pb2.ResumeReply]:
-    """Fetch what the core keeps of each choice of a request, and take it over from the previous client.
+    """Fetch the core's log for each choice of a request, and take the request over from the previous client.
 
     Raises:
-        RequestNotFoundError: the core does not keep all choices.
-        NotReadyError: the core did not answer in time.
+        RequestNotFoundError: the core lacks the log of a choice.
+        NotReadyError: the core did not respond in time.
     """
     replies: list[link_pb2.ResumeReply] = []
     count = 1
@@ -119,14 +120,14 @@ def restore_stream(
 
 
 def skip_known(stream: Stream, tokenizer: TextTokenizer, tokens: int, text: int | None, parts: int | None) -> None:
-    """Skip what the client already has.
+    """Skip the output that the client already has.
 
     Args:
         stream: a restored stream.
         tokenizer: detokenises the skipped tokens.
         tokens: number of tokens to skip.
-        text: number of bytes of text to skip; None: the text of these tokens.
-        parts: size of the parts to skip; None: the parts of this text.
+        text: number of bytes of text to skip; None for the text of these tokens.
+        parts: size of the parts to skip; None for the parts of this text.
 
     Raises:
         InvalidRequestError: the stream has fewer tokens.

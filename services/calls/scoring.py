@@ -1,8 +1,8 @@
 """Relevance of documents for queries, by one of two methods; the setting `score_method` selects it.
 
 * embedding: the cosine of the embeddings of query and document.
-* yes-no: the model is asked whether the document meets the query. The score is the probability of "yes", compared with
-  that of "no", as the first token of the answer. Qwen3-Reranker is trained for this question.
+* yes-no: the model is asked whether the document matches the query. The score is the probability of "yes" relative to
+  "no" as the first output token. Qwen3-Reranker is trained for this question.
 
 Every text of the first method and every pair of the second is a request to the core. They end together: when one fails
 or the caller disconnects, all end.
@@ -42,13 +42,13 @@ class ScoreRequest:
     documents: tuple[str, ...]
     scheduling: v1.SchedulingOptions
     instruction: str = ""
-    """Criterion of a relevant document, for the model of yes-no; empty: that it answers a web search."""
+    """Criterion for a relevant document, for the yes-no model; empty for web search."""
     pooling: "v1.Pooling.ValueType" = v1.POOLING_UNSPECIFIED
     """Pooling of embeddings."""
     truncate_prompt_tokens: int | None = None
-    """Number of tokens at the end of each text that are embedded; None: all of them."""
+    """Number of tokens at the end of each text that are embedded; None for all."""
     max_tokens_per_doc: int | None = None
-    """Number of tokens at the beginning of each document that are compared; None: all of them."""
+    """Number of tokens at the beginning of each document that are compared; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class Scorer:
             return scores, response.usage
 
         scores, usage = await answer("", judge.yes, judge.no)
-        # The log-probability of the likelier answer is certain to be there; that of the other may not be among the top.
+        # The log-probability of the likelier answer is always present. The other may not be among the top ones.
         for token in {judge.yes, judge.no} - scores.keys():
             scores |= (await answer("-other", token))[0]
         difference = scores[judge.no] - scores[judge.yes]

@@ -36,7 +36,7 @@ OPT_INS = frozenset(each.strip() for each in os.environ.get("OTEL_SEMCONV_STABIL
 
 _GRPC_CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 _SERVER_FAULTS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
-"""gRPC status codes with which a server span is an error; the others are caused by the client."""
+"""gRPC status codes that make a server span an error. The others are caused by the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,15 @@ class Operation:
     """Name of the span."""
     attributes: Mapping[str, str]
     status_key: str
-    """Attribute of the outcome; empty: none."""
+    """Attribute for the outcome; empty for none."""
     status_of: Callable[[QuireError], str | int]
     """Returns the attribute's value for an error."""
     internal: str | int
     """Value for an unexpected error."""
     success: str | int | None = None
-    """Value for a success; None: the attribute is left out."""
+    """Value for a success; None to omit the attribute."""
     kind: SpanKind = SpanKind.SERVER
-    """Kind of the span. INTERNAL: a part of a call, a child of the current span."""
+    """Kind of the span. INTERNAL marks a part of a call, a child of the current span."""
 
 
 def rpc(method: str, service: str = "quire.v1.GenerationService") -> Operation:
@@ -85,7 +85,7 @@ def request_span(
         tracer: the tracer.
         traceparent: the client's W3C traceparent; may be empty.
         operation: name and attributes of the span.
-        tail: the tail rule for a request that is not sampled; None: there is none.
+        tail: the tail rule for an unsampled request; None without a rule.
     """
     span = tracer.start_span(
         operation.name,
@@ -152,7 +152,7 @@ def describe_request(span: Span, request: ValidRequest, *, operation: str, promp
 def describe_answer(
     span: Span, answer: v1.Finished, finish_reasons: Sequence[str], ends: Sequence[link_pb2.StreamEnd]
 ) -> None:
-    """Record the attributes of an answer; `ends` are those of its choices."""
+    """Record the response attributes; `ends` are those of its choices."""
     if not span.is_recording():
         return
     usage, timings = answer.usage, answer.timings

@@ -6,7 +6,7 @@ import asyncio
 class Wakeup:
     """Signal from producers to one reader. The reader checks for data first and waits only if there is none.
 
-    Between that check and awaiting `rung` the reader must not await anything else; then no signal is lost.
+    To lose no signal, the reader must not await anything else between that check and awaiting `rung`.
     """
 
     __slots__ = ("_loop", "_waiting")
@@ -25,6 +25,6 @@ class Wakeup:
                 waiting.set_result(None)
 
     def rung(self) -> "asyncio.Future[None]":
-        """Done at the next ring."""
+        """Future that completes at the next ring."""
         waiting = self._waiting = self._loop.create_future()
         return waiting

@@ -1,8 +1,8 @@
 """Grammar checks: compiles each new grammar on trial before its request is queued.
 
 Compilation runs in a separate process that can be killed (`trial_compiler`): first with a small CPU time limit, then
-once more with five times as much. The result is cached, good or bad, so that a schema sent with every request of a
-client is compiled once.
+again with a five times larger one. The result is cached, including rejections, so that a schema sent with every request
+is compiled once.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from shared.grammars import MAX_GRAMMAR, MAX_STRINGS
 from shared.logging import get_logger
 
 TIMEOUT_S = 10.0
-"""Maximum time that a grammar waits for the end of its trial, seconds."""
+"""Timeout for a grammar's trial, in seconds."""
 QUICK_CPU_S = 0.05
-"""CPU time limit of the first trial, seconds; a schema of 20 kB takes 0.015 s."""
+"""CPU time limit for the first trial, in seconds. A schema of 20 kB takes 0.015 s."""
 LONG_CPU_S = 0.25
-"""CPU time limit of the second trial, seconds: the maximum cost of a grammar at a worker."""
+"""CPU time limit for the second trial, in seconds. It is the maximum cost of a grammar on a worker."""
 
 _MAX_KNOWN_BYTES = 16 << 20
 """Maximum size of the cache, bytes."""
@@ -43,7 +43,7 @@ class _Check:
 
     task: "asyncio.Task[bytes | str]"
     principal: str
-    """Principal whose share the trial belongs to."""
+    """Principal whose share includes the trial."""
     num_requests: int = 0
     """Number of requests that wait for it."""
 
@@ -76,7 +76,7 @@ class GrammarChecker:
         Args:
             grammar: the grammar.
             model: the served model.
-            field: the field that errors name; empty: that of the grammar.
+            field: the field that errors name; empty for the grammar's field.
 
         Raises:
             InvalidRequestError: the grammar is not usable.

@@ -22,7 +22,7 @@ START_TIMEOUT_S = 60.0
 
 
 class TrialUnavailableError(Exception):
-    """The process cannot be started, or has ended; a new process may run the next trial."""
+    """The process cannot be started, or has exited. A new process may run the next trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Trial:
 
     verdict: Verdict
     said: bytes
-    """The grammar in the workers' form if it is usable, or the reason for its rejection; empty otherwise."""
+    """The grammar in the workers' form if it is usable, or the reason for its rejection; otherwise empty."""
 
 
 class Lane:
@@ -45,7 +45,7 @@ class Lane:
     async def run(self, grammar: bytes, cpu_s: float, principal: str) -> Trial:
         """Compile a serialized quire.v1.Grammar within `cpu_s` seconds of CPU time.
 
-        A caller that is cancelled while it waits costs nothing.
+        A caller that is cancelled while waiting causes no work.
 
         Raises:
             TrialUnavailableError: see the class.
@@ -53,7 +53,7 @@ class Lane:
         await self._turns.acquire(principal)
         work = asyncio.ensure_future(self._exchange(grammar, cpu_s))
         work.add_done_callback(self._ended)
-        return await asyncio.shield(work)  # a cancelled caller must not leave this answer to the next one
+        return await asyncio.shield(work)  # A cancelled caller must not leave this result to the next one.
 
     async def _exchange(self, grammar: bytes, cpu_s: float) -> Trial:
         try:
@@ -90,7 +90,7 @@ class TrialCompiler:
         return self.process.poll() is None
 
     async def close(self) -> None:
-        """Stop the process; its children stop when their lanes are closed."""
+        """Stop the process. Its children stop when their lanes are closed."""
         self.quick.close()
         self.long.close()
         self.process.terminate()

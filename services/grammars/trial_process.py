@@ -45,7 +45,7 @@ READY = b"\n"
 _NICENESS = 5
 """Niceness of the process, below the front end's priority."""
 _STACK_BYTES = 4 << 20
-"""Stack limit: half of that of a worker's threads."""
+"""Stack limit: half of a worker thread's limit."""
 _MEMORY_BYTES = 1 << 30
 """Memory that a child may allocate beyond its initial size."""
 _NUM_WALKS, _WALK_TOKENS = 2, 12
@@ -63,7 +63,6 @@ class Verdict(enum.IntEnum):
 
 
 def main() -> None:
-    """Run trials until the front end closes the lanes."""
     path, vocab_size, eos_token_ids, *descriptors = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICENESS)

@@ -1,8 +1,8 @@
 """Batches: many generation requests on one bidirectional call, with interleaved responses.
 
-The client gives each request a key, and each response carries that key. Each request runs as `Generate` would run it. A
-client that reads slowly slows down its own call only. At most `MAX_IN_PROGRESS` requests run at a time; further ones
-wait in gRPC's buffer.
+The client gives each request a key, and each response carries that key. Each request runs as under `Generate`. A slow
+reader slows down only its own call. At most `MAX_IN_PROGRESS` requests run at a time; further ones wait in gRPC's
+buffer.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class Batch:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            # Let the current write finish before the status is sent, unless the client does not read.
+            # Let the current write finish before sending the status, unless the client does not read.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FINAL_WRITE_TIMEOUT_S), self._writing:
                     pass
@@ -80,7 +80,7 @@ class Batch:
         key = request.key
         match request.WhichOneof("action"):
             case "cancel":
-                await asyncio.sleep(0)  # let a new task start first: a task cancelled before its start sends no end
+                await asyncio.sleep(0)  # Let a new task start first. A task cancelled before its start sends no end.
                 task = self._running.get(key)
                 if task is not None:
                     task.cancel()

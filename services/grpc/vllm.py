@@ -73,7 +73,7 @@ class VllmEngine:
         except asyncio.CancelledError:
             current = asyncio.current_task()
             assert current is not None
-            if current.cancelling() or not task.cancelled():  # the caller has disconnected, or the front end shuts down
+            if current.cancelling() or not task.cancelled():  # The caller disconnected, or the front end shuts down.
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise

@@ -17,7 +17,7 @@ from services.http.logprobs import Logprobs, TextOffsets, joined_steps, prompt_l
 from services.http.schema import StreamOptions
 
 SYSTEM_FINGERPRINT = f"quire-{__version__}"
-"""Tells clients that results may differ after an upgrade, also with the same seed."""
+"""Shows clients that results may differ after an upgrade, even with the same seed."""
 
 Json = dict[str, Any]
 """An object of the answer, as `openapi` describes it."""
@@ -64,7 +64,7 @@ class ChoiceState:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """The answer to one HTTP request.
+    """Builds the response to one HTTP request.
 
     Args:
         chat: chat messages instead of texts.
@@ -72,7 +72,7 @@ class Answer:
         model: name of the model.
         n: choices per prompt.
         prompts: number of prompts.
-        logprobs: form of log-probabilities; None: none.
+        logprobs: form of log-probabilities; None for none.
         prompt_logprobs: whether log-probabilities of the prompt are requested separately.
         echo: the prompt is part of the text.
         return_token_ids: return token ids in addition to texts.

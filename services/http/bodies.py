@@ -16,9 +16,9 @@ from shared.errors import FieldViolation, InvalidRequestError
 MAX_VIOLATIONS = 8
 """Maximum number of violations in one answer."""
 _MAX_ERRORS = 64
-"""Maximum number of errors that are described. Lists and objects of the schema stop at their first errors, too."""
+"""Maximum number of errors that are described. Schema lists and objects also stop at their first errors."""
 _MAX_VALUES = MAX_TOKEN_IDS + (1 << 18)
-"""Maximum number of values in a body: a prompt of the longest context, and what else a request has."""
+"""Maximum number of values in a body: the longest possible prompt and the other fields."""
 _MAX_QUOTES = 1 << 18
 """Maximum number of quotes around the strings of a body. Each string has two."""
 
@@ -94,7 +94,7 @@ def checked(kind: type[BodyT], document: object, *, many_values: bool = False) -
 
 
 def _document(raw: bytes) -> object:
-    """Return the JSON value of a body. Refuse repeated keys, of which pydantic keeps the last one.
+    """Return the JSON value of a body. Repeated keys are refused, because pydantic would silently use the last one.
 
     Commas and quotes are counted first, because small values take far longer to parse than a text of the same size.
     """
@@ -116,8 +116,8 @@ def _violations(kind: type[Body], document: object, errors: Sequence[ErrorDetail
     found: dict[str, list[ErrorDetails]] = {}
     for each in errors:
         found.setdefault(_path(each, document), []).append(each)
-    # A field with several alternatives has the errors of all of them. The alternative with the deepest errors is the
-    # intended one. An alternative with the right type and the wrong size takes precedence.
+    # For a field with several alternatives, pydantic reports the errors of all of them. The alternative with the
+    # deepest errors is the intended one. An alternative with the right type and the wrong size takes precedence.
     sized = tuple(f"{path}[" for path, each in found.items() if any(error["type"] in _SIZES for error in each))
     found = {path: each for path, each in found.items() if not path.startswith(sized)}
     vague = {path for path in found for other in found if other.startswith((f"{path}[", f"{path}."))}
@@ -180,7 +180,7 @@ def _description(kind: type[Body], error: ErrorDetails) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a value as JSON has it: 0 rather than 0.0, and false rather than False."""
+    """Return a value in JSON notation: 0 rather than 0.0, and false rather than False."""
     if isinstance(value, str):
         return _JSON_WORDS.get(value, value)
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -42,8 +42,8 @@ class CrossOriginPolicy:
     """Allowed hosts and origins.
 
     Args:
-        hosts: names of the service in lower case, `*.NAME` for all names below NAME; None: every name.
-        origins: origins of pages that may call, as browsers write them; `*`: every origin.
+        hosts: names of the service in lower case, `*.NAME` for all names below NAME; None for every name.
+        origins: origins of pages that may call, as browsers write them; `*` for every origin.
     """
 
     hosts: tuple[str, ...] | None

@@ -1,7 +1,7 @@
 """One HTTP exchange from its body to its end.
 
-`Endpoints` is the counterpart of the gRPC boundary: only here do errors become answers, are unexpected errors logged,
-and are calls counted. A client that disconnects cancels its request at any stage. A deadline in the header
+`Endpoints` is the counterpart of the gRPC boundary. Only here are errors converted to responses, unexpected errors
+logged, and calls counted. A client that disconnects cancels its request at any stage. A deadline in the header
 `X-Request-Timeout` (seconds) cancels it with 504. The size of a body and the time to receive it are limited.
 """
 
@@ -103,7 +103,7 @@ class Exchange:
         self._streaming = False
         self._num_events = 0
         self._ended = False
-        """Whether the answer is complete: nothing can be added to it."""
+        """Whether the response is complete, so that nothing can be added."""
         self.deadline: float | None = None
         """Monotonic time, seconds; None: no deadline."""
 
@@ -150,7 +150,7 @@ class Exchange:
     def admit_when_complete(self, shares: Shares, principal: str, held: contextlib.ExitStack) -> None:
         """Count the call of a principal as soon as its body is complete, and the bytes of the body until then.
 
-        A client that sends slowly holds a connection and the bytes that it has sent, but no call.
+        A slow sender holds a connection and the bytes that it has sent, but no call.
 
         Raises:
             OverloadedError: there is no body, and the principal has its share of calls already.
@@ -206,7 +206,7 @@ class Exchange:
                 self._shares.body_bytes.give_back(self._principal, len(received))
 
     async def _receive_body(self, received: bytearray) -> None:
-        """Receive the body, and hold the share of its bytes."""
+        """Receive the body, whose bytes count against the principal's share."""
         share = self._shares.body_bytes
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -315,7 +315,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self, *last: Any, timeout_s: float = 0.0) -> None:
-        """Send the last events and end the stream; 0 s: wait for the reader without limit.
+        """Send the last events and end the stream; 0 s waits for the reader without limit.
 
         While a stream is live, the generator detects a stalled reader. Afterwards this timeout does.
 
@@ -337,9 +337,9 @@ class Exchange:
         self._ended = True
 
     async def fail(self, error: QuireError) -> None:
-        """Report an error to the client in the form that the state of the answer still permits."""
+        """Report an error to the client in a form that is still possible after what was sent."""
         if self._ended:
-            return  # for example the deadline passed while the handler cleaned up
+            return  # For example, the deadline passed while the handler cleaned up.
         self.request_id = self.request_id or draw_request_id()
         try:
             async with asyncio.timeout(FINAL_WRITE_TIMEOUT_S):
@@ -412,7 +412,7 @@ class Endpoints:
         await asyncio.gather(*live, return_exceptions=True)
 
     async def serve(self, name: str, handler: Handler, exchange: Exchange) -> None:
-        """Run a handler and answer with its errors."""
+        """Run a handler, and send its errors as responses."""
         task = asyncio.current_task()
         assert task is not None
         self._live.add(task)

@@ -16,7 +16,9 @@ from services.http.whole_answer import WholeAnswer
 from shared.errors import FieldViolation, InvalidRequestError
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of completions that do not set it, as in OpenAI's API and vLLM: a bare prompt may have no end."""
+"""`max_tokens` of completions that do not set it, as in OpenAI's API and vLLM. A bare prompt may have no natural
+end.
+"""
 
 MAX_REPEATED_LOGPROBS = 1024
 """Maximum number of log-probabilities for each prompt token, over all prompts and choices of a request."""

@@ -14,8 +14,8 @@ _MIN_LOGPROB = -9999.0
 class TextOffsets:
     """Start of each token in the text, in characters.
 
-    A token starts after all characters that earlier tokens have completed, whichever message contains their text. A
-    token that continues a character starts where the character does. A token without text takes no characters.
+    A token starts after all characters that earlier tokens have completed, regardless of message boundaries. A token
+    that continues a character starts where the character does. A token without text takes no characters.
     """
 
     def __init__(self, detokenizer: Detokenizer, start: int) -> None:

@@ -27,7 +27,7 @@ class Prepared:
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
-    # A list that was parsed has items of one type. It may have a million.
+    # The items of a parsed list have the same type, and there may be a million of them. So only the first is checked.
     return cast(list[Prompt], [prompt] if isinstance(prompt[0], int) else prompt)
 
 
@@ -99,7 +99,7 @@ def prepare_chat(body: ChatBody, request_id: str, *, strict_order: bool) -> Prep
             raise InvalidRequestError(
                 FieldViolation("tool_choice", f"cannot be combined with {constraint}; remove one of them")
             )
-        # As in OpenAI's API, the form is that of a text, which an answer with forced calls has not.
+        # As in OpenAI's API, the format is for a text, which a response with forced calls does not have.
         request.ClearField("grammar")
     request.output.parse = True
     names = field_names(

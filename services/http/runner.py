@@ -33,10 +33,10 @@ class ConvertedChat:
     body: Json
     """Fields of a `ChatBody`."""
     names: Mapping[str, str]
-    """The client's names of fields, by their paths in the body, for errors."""
+    """The client's field names by their paths in the body, for errors."""
 
     def name_of(self, path: str) -> str:
-        """Return the client's name of a field. Parts of a field that the client did not write have no names."""
+        """Return the client's name for a field. Parts that the client did not write have no names."""
         for end in [len(path), *(at for at in range(len(path) - 1, 0, -1) if path[at] in ".[")]:
             name = self.names.get(path[:end])
             if name is not None:
@@ -45,7 +45,7 @@ class ConvertedChat:
 
 
 def options_of(body: Body, group: type[Body]) -> Json:
-    """Return a body's fields of a group that has the same names in several APIs, such as `ScheduledBody`."""
+    """Return the fields in a body that belong to a group shared by several APIs, such as `ScheduledBody`."""
     return {name: getattr(body, name) for name in group.model_fields}
 
 

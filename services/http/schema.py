@@ -49,9 +49,9 @@ MAX_JSON_VALUES = 1 << 16
 
 
 def _few_values(value: object, info: ValidationInfo) -> object:
-    """Refuse a value with too many parts before any of them is examined, if the body is large enough to have them.
+    """Refuse a value with too many parts before examining any of them, if the body is large enough to have that many.
 
-    All fields of a body together may have twice as many as one of them.
+    All fields of a body together may have twice as many parts as one field.
     """
     budget: list[int] | None = info.context[JSON_BUDGET] if info.context else None
     if budget is None:

@@ -21,26 +21,25 @@ from services.access.tls import ServerTls, http_names
 KEEP_ALIVE_S = 75
 """Maximum idle time of a connection, seconds, also before its first request.
 
-Clients keep pooled connections for some seconds up to a minute. A close while a request is on its way costs the client
-an error, so the server must not be the first to close.
+Clients keep pooled connections for some seconds up to a minute. Closing while a request is being sent causes an error
+in the client. So the server must not be the first to close.
 """
 HEAD_TIMEOUT_S = 60.0
 """Maximum time to receive the head of a request (request line and headers), seconds."""
 LINGER_S = 5.0
 """Maximum time to receive the rest of a body after its request was answered, seconds.
 
-A connection that is closed at once resets, so that the client may not see the answer.
+Closing the connection immediately would reset it, and the client might not see the response.
 """
 MAX_HEAD_BYTES = 64 << 10
 """Approximate maximum size of a request head, bytes; the parser itself has no limit.
 
-What a body has beyond its content (sizes of chunks, their extensions, trailers) may have as much, plus the size of the
-content.
+The overhead of a body (chunk sizes, extensions, trailers) has the same limit, plus the size of the content.
 """
 _MAX_HEADERS = 1024
 """Maximum number of headers and trailers of a request; each takes about a microsecond."""
 _MAX_PIECES = 1 << 14
-"""Maximum number of chunks in one read, which is of at most 256 KiB; each takes about a fifth of a microsecond."""
+"""Maximum number of chunks per read of at most 256 KiB. Each takes about a fifth of a microsecond."""
 _MAX_PIPELINED = 16
 """Maximum number of requests that wait for the answer to an earlier one on their connection."""
 _MAX_UNPARSED_BYTES = 64 << 20
@@ -91,15 +90,15 @@ class HttpServer(uvicorn.Server):
 
 
 class _StopParsingError(Exception):
-    """The connection is refused; what is left of the received data is not parsed."""
+    """The connection is refused. The rest of the received data is not parsed."""
 
 
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits for heads, framing and pipelines, abort and certificate names.
 
-    An application needs abort because closing a connection waits for the reader, possibly for ever. Connections beyond
-    the share of their address are closed at once. An address that has used its share of the event loop waits before
-    more of its data is parsed: small requests, chunks and headers take far longer to parse than to send.
+    Applications need abort because closing a connection may wait for the reader forever. Connections beyond the share
+    of their address are closed at once. An address that has used its share of the event loop waits before more of its
+    data is parsed: small requests, chunks and headers take far longer to parse than to send.
     """
 
     def __init__(self, *args: Any, shares: Shares | None = None, **options: Any) -> None:
@@ -176,7 +175,7 @@ class _Protocol(HttpToolsProtocol):
 
     def _parse_now(self) -> None:
         if not self._unparsed or self._shares is None:
-            return  # the connection has ended
+            return  # The connection has ended.
         parsing = self._shares.parsing
         if (wait_s := parsing.wait_s(self._address)) > 0:
             self.loop.call_later(wait_s, self._parse_now)
@@ -193,7 +192,7 @@ class _Protocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # the request is answered as any other
+            pass  # The request is handled like any other.
         except httptools.HttpParserError:
             if not self._refused:
                 self._refuse(400, "request: not valid HTTP/1.1; check the method, the headers and the chunks")

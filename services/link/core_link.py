@@ -2,14 +2,14 @@
 
 Handshake: the front end sends hello at the start and whenever the core reports that it does not know this front end.
 Until the core's state arrives in answer, it sends nothing else. Then it submits every live stream with the tokens
-received so far. This one rule covers a core that starts late, restarts, or has dropped this front end. A stream that
-was submitted before is marked as accepted, so that the next core does not reject it. Tokens that the new core repeats
-are recognised by their index. After a gap, the stream is submitted under a new number, so that late answers to the old
-number are ignored.
+received so far. So a core that starts late, restarts, or has dropped this front end needs no special handling. A stream
+that was submitted before is marked as accepted, so that the next core does not reject it. Tokens that the new core
+repeats are recognised by their index. After a gap, the stream is submitted under a new number, so that late answers to
+the old number are ignored.
 
-A lost connection is replaced at once, under a new incarnation. The core answers every report, about once a second.
-After `SILENCE_TIMEOUT_S` of silence the service is not ready, and the link reconnects under a new incarnation. Clients
-keep their streams; after `GIVE_UP_S` these end with an error.
+A lost connection is replaced immediately, under a new incarnation. The core responds to every report, about once per
+second. After `SILENCE_TIMEOUT_S` of silence the service is not ready, and the link reconnects under a new incarnation.
+Clients keep their streams; after `GIVE_UP_S` these end with an error.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ SILENCE_TIMEOUT_S = 3.0
 RECONNECT_EVERY_S = 0.5
 """Minimum time between two connection attempts, seconds."""
 STALL_S = 1.0
-"""Delay of a tick from which on this process has stalled, seconds."""
+"""Delay of a tick above which this process counts as stalled, in seconds."""
 GIVE_UP_S = 60.0
 """Time without a core after which streams end with an error, seconds."""
 OPERATOR_TIMEOUT_S = 5.0
@@ -100,13 +100,13 @@ class CoreLink:
         self._core = 0
         """Incarnation of the core that has accepted this front end."""
         self._in_handshake = False
-        """Whether the handshake is in progress; nothing but hello is sent meanwhile."""
+        """Whether the handshake is in progress. Only hello is sent until it ends."""
         self._hello_core = 0
-        """Incarnation of the core whose `unknown` message the current hello answers."""
+        """Incarnation of the core to whose `unknown` message the current hello responds."""
         self._last_heard = float("-inf")
         self._away_since = self._ticked_at = time.monotonic()
         self._stalls: deque[tuple[float, float]] = deque(maxlen=16)
-        """(begin, end) of the newest times in which this process did nothing."""
+        """(begin, end) of the most recent stalls of this process."""
         self._state = link_pb2.ServiceState()
         self._model: link_pb2.ServedModel | None = None
         self._ticking: asyncio.Task[None] | None = None
@@ -120,7 +120,7 @@ class CoreLink:
 
     @property
     def connected(self) -> bool:
-        """Whether a message of the core arrived within `SILENCE_TIMEOUT_S`.
+        """Whether a message from the core arrived within `SILENCE_TIMEOUT_S`.
 
         Streams submitted during a handshake are sent after it.
         """
@@ -135,7 +135,7 @@ class CoreLink:
     def model(self) -> link_pb2.ServedModel | None:
         """The last known served model; None until a first worker has joined.
 
-        A restarted core has no model until workers reconnect. Requests for the previous model are still accepted: the
+        A restarted core has no model until workers reconnect. Requests for the previous model are still accepted. The
         core decides how long they wait for a worker.
         """
         return self._model
@@ -168,7 +168,7 @@ class CoreLink:
 
         Args:
             stream: a stream whose client has left or is done.
-            keep: detach instead of cancel, because the client may resume.
+            keep: detach instead of cancelling, because the client may resume.
         """
         if self._streams.pop(stream.number, None) is not None and stream.end is None and not self._in_handshake:
             if keep:
@@ -178,7 +178,7 @@ class CoreLink:
             self._socket.flush_soon()
 
     def give_credit(self, stream: Stream) -> None:
-        """Send back the credit for what the reader has read."""
+        """Return the credit for output that the reader has read."""
         due = stream.credit_due()
         if due and not self._in_handshake:
             self._outgoing.credit(stream.number, due)
@@ -191,7 +191,7 @@ class CoreLink:
             self._socket.flush_delayed()
 
     def stalled_s(self, since: float, now: float) -> float:
-        """Return for how long this process has done nothing since a time."""
+        """Return how long this process has stalled since a given time."""
         stalls = [*self._stalls, *self._stall_until(now)]
         return sum(max(0.0, end - max(begin, since)) for begin, end in stalls)
 
@@ -220,8 +220,8 @@ class CoreLink:
         """Send an operator request and return the reply.
 
         Raises:
-            NotReadyError: the core did not answer in time.
-            QuireError: the error that the core reports instead of an answer.
+            NotReadyError: the core did not respond in time.
+            QuireError: the core reported an error.
         """
         reply = None
         if not self._in_handshake:
@@ -231,7 +231,7 @@ class CoreLink:
                 reply = await self._answer(self._replies, request.number, timeout_s)
             finally:
                 if reply is None:
-                    self._end_order(request.number)  # the caller has left; the core may end the work for it
+                    self._end_order(request.number)  # The caller has left, so the core may stop the work.
         if reply is None:
             raise NotReadyError("scheduler did not answer in time; try again in a moment", retry_ms=RETRY_MS)
         if reply.HasField("error"):
@@ -243,8 +243,8 @@ class CoreLink:
         """Begin a live view with an operator request; the view ends with the block.
 
         Raises:
-            NotReadyError: the core did not answer in time.
-            QuireError: the error that the core reports instead of an answer.
+            NotReadyError: the core did not respond in time.
+            QuireError: the core reported an error.
         """
         number = request.number = next(self._question_numbers)
         view = self._views[number] = LiveView()
@@ -267,7 +267,7 @@ class CoreLink:
             view.fail(NotReadyError(reason, retry_ms=RETRY_MS))
 
     async def ask_resume(self, identity: bytes, timeout_s: float) -> link_pb2.ResumeReply | None:
-        """Return what the core keeps of a request, or None on timeout."""
+        """Return the core's log of a request, or None on timeout."""
         if self._in_handshake:
             return None
         number = next(self._question_numbers)
@@ -277,7 +277,7 @@ class CoreLink:
     async def _answer(
         self, questions: dict[int, "asyncio.Future[AnswerT]"], number: int, timeout_s: float
     ) -> AnswerT | None:
-        """Send pending messages and wait for the answer to question `number`; return None on timeout."""
+        """Send pending messages and wait for the reply to question `number`; return None on timeout."""
         answer = questions[number] = self._loop.create_future()
         self._socket.flush_soon()
         try:
@@ -292,7 +292,7 @@ class CoreLink:
     def _send_hello(self, core: int) -> None:
         self._in_handshake, self._hello_core = True, core
         self.end_views("watch: the connection to the scheduler was lost; watch again")
-        # Messages for the previous incarnation are dropped; live streams are submitted again.
+        # Messages for the previous incarnation are dropped. Live streams are resubmitted.
         self._socket.forget_unsent()
         for submission in self._outgoing.submissions:
             stream = self._streams.get(submission.stream)
@@ -341,7 +341,7 @@ class CoreLink:
         if message.HasField("state"):
             self._take_state(message, now)
         elif message.incarnation != self._core:
-            return  # from an old core, or from one that has not answered the current hello yet
+            return  # from an old core, or from one that has not responded to the current hello yet
         self._take_scores(message)
         self._take_tokens(message)
         for end in message.ends:
@@ -370,7 +370,7 @@ class CoreLink:
                 if received is not Received.TAKEN:
                     self._react(stream, received)
                 elif stream.request.output.stop_strings:
-                    self.give_credit(stream)  # tokens held back for a stop string may never reach the reader
+                    self.give_credit(stream)  # Tokens held back for a stop string may never reach the reader.
             except Exception as error:
                 self._fail(stream, error)
 
@@ -393,7 +393,7 @@ class CoreLink:
         if model.max_model_len > MAX_SEQUENCE or model.vocab_size > MAX_VOCABULARY:
             raise MalformedFrameError("state.model: max_model_len or vocab_size exceeds the limits")
         self._state = message.state
-        self._refused = ""  # a core states its state only to front ends that it accepts
+        self._refused = ""  # A core reports its state only to front ends that it accepts.
         if message.state.log_level in LEVELS:
             set_level(message.state.log_level)
         if message.state.HasField("model"):
@@ -470,7 +470,7 @@ class CoreLink:
         stalls = self._stall_until(now)
         self._stalls += stalls
         self._ticked_at = now
-        # After a stall of this process, messages of the core may be waiting that were not read.
+        # After a stall of this process, unprocessed messages from the core may be waiting.
         if not stalls and now - max(self._last_heard, self._socket.connected_at) > SILENCE_TIMEOUT_S:
             self._start_over(self._socket.incarnation)
         elif self._in_handshake:

@@ -1,9 +1,9 @@
 """Socket to the scheduler core: one DEALER on the event loop, with a new incarnation for every connection.
 
-grpc.aio handles one completion per turn of the loop, be it a written message or a new call. gRPC cancels calls that
-were not accepted for 30 s. Therefore turns must be short: reading is limited in time. Each message written to a client
-returns credit to the scheduler; these returns are collected for a moment. All other data is sent in one message at the
-end of the turn.
+grpc.aio handles one completion per turn of the loop, for example a written message or a new call. gRPC cancels calls
+that are not accepted within 30 s. Therefore turns must be short, and reading is limited in time. Each message written
+to a client returns credit to the scheduler; these returns are collected for a moment. All other data is sent in one
+message at the end of the turn.
 
 A monitor socket reports a lost connection, so that the death of a scheduler is noticed at once.
 
@@ -62,7 +62,7 @@ class CoreSocket:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._unsent: list[bytes] = []
-        """Messages that the socket did not accept, oldest first; no new ones are requested meanwhile."""
+        """Messages that the socket did not accept, oldest first. No new ones are requested until they are sent."""
         self._flush_scheduled = False
         self._delayed_flush_scheduled = False
         """Whether a flush is scheduled after `_BATCH_DELAY_S`."""
@@ -95,7 +95,7 @@ class CoreSocket:
         self.start()
 
     def forget_unsent(self) -> None:
-        """Discard messages that the socket did not accept; they were meant for the previous incarnation."""
+        """Discard messages that the socket did not accept, because they were for the previous incarnation."""
         self._unsent.clear()
 
     def flush_soon(self) -> None:
@@ -161,7 +161,7 @@ class CoreSocket:
                 self._socket.send(self._unsent[0], flags=zmq.DONTWAIT)
                 del self._unsent[0]
         except zmq.Again:
-            pass  # `_read_now` retries when the socket is writable again, otherwise the link's tick does
+            pass  # `_read_now` retries when the socket is writable again. Otherwise the link's tick does.
         self._read_if_due()
 
     def _read_if_due(self, delay: float = 0.0) -> None:

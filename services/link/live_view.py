@@ -1,4 +1,4 @@
-"""Live view of one caller: the parts that the core has sent and the caller has not read yet, within a bound."""
+"""One caller's live view: a bounded buffer of parts that the core has sent and the caller has not read yet."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""From a model's output to typed events: reasoning, content, tool calls.
+"""Parsers that turn a model's output into typed events: reasoning, content, tool calls.
 
 Each family of models has one incremental parser (`families`). `choose_family` finds the family from the chat template.
 An `OutputParser` reads one output. It takes text in pieces of any size. It returns events as soon as

@@ -1,8 +1,8 @@
 """How each family writes tool calls, as grammars; `families` reads them back.
 
 A form returns an expression for the output behind its reasoning. Families that write arguments between tags or in
-Python's notation do so one property at a time. A function whose schema says more than its properties is called with a
-JSON object there, which the readers of these families accept as well.
+Python's notation do so one property at a time. A function whose schema contains more than properties is called with a
+JSON object, which these families' readers also accept.
 """
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)

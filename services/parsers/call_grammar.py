@@ -21,7 +21,7 @@ def grammar_of_calls(
     Args:
         model_format: the format of the served model.
         functions: the functions.
-        required: whether the output must be calls; otherwise it is text that may have calls, which needs a family
+        required: whether the output must be calls. Otherwise it is text that may contain calls, which requires a family
             whose calls begin with a marker.
         single: whether there is at most one call.
         reasons: whether the output begins within reasoning.

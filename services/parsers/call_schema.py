@@ -3,7 +3,7 @@
 A model may add a property to any object that does not forbid it. Many clients leave `additionalProperties` out, and a
 weak model then invents arguments. So an object that lists its properties has no others here, unless the schema says so.
 
-Annotations are left out: they mean nothing to a grammar, and descriptions can be long.
+Annotations are omitted, because a grammar ignores them and descriptions can be long.
 """
 
 import json
@@ -87,7 +87,7 @@ def _closed_if_object(schema: object, *, is_part: bool = False) -> object:
 
 
 def without_text(schema: Mapping[str, Any], text: str) -> JsonObject:
-    """Return the schema of those values in whose strings a text does not occur.
+    """Return a schema for those values whose strings do not contain a text.
 
     Args:
         schema: the schema; its references are kept.
@@ -125,7 +125,7 @@ def _object(schema: object) -> JsonObject:
 
 
 def _pattern_without(text: str) -> str:
-    """Return a regular expression for strings in which a text does not occur.
+    """Return a regular expression for strings that do not contain a text.
 
     After the first character, a string continues with a part of the text, and then with another character than the
     text does: the first one again, or one after which the search starts anew.

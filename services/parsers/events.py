@@ -47,7 +47,7 @@ Emit = Callable[[Event], None]
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """Return the events with neighbouring pieces of the same text joined. How the output was cut shows no more."""
+    """Return the events with neighbouring pieces of the same text joined, so that the piece sizes are not visible."""
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None

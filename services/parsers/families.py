@@ -183,7 +183,7 @@ def _whole_objects(reader: Reader, output: Output, shown: str, *ends: str) -> St
         yield from reader.until(output.content)
         return
     while True:
-        # An answer in JSON may have a "name" as well.
+        # A JSON response may also have a "name".
         rejected = yield from read_object(reader, output.calls, output.schemas)
         if rejected:
             output.content(shown + space + rejected)
@@ -265,7 +265,7 @@ def _parse_python(call: str) -> tuple[str, str] | None:
     name, opening, rest = call.partition("(")
     if not opening or not re.fullmatch(r"[\w.-]+", name):
         return None
-    # JSON may escape a slash; Python warns of that.
+    # JSON may escape a slash. Python warns about that.
     source = "f(" + re.sub(r"\\([\\/])", lambda found: found[0] if found[1] == "\\" else "/", rest)
     try:
         node = ast.parse(source, mode="eval").body

@@ -30,7 +30,7 @@ class Family:
     calls_tools: bool = True
     """Whether the family has a form of tool calls."""
     marks_calls: bool = True
-    """Whether calls begin with a marker, so that a grammar can tell them from other text."""
+    """Whether calls begin with a marker that a grammar can distinguish from text."""
 
     @property
     def end_think(self) -> str:

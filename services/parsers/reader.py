@@ -1,4 +1,4 @@
-"""Reader: text that arrives in pieces, for parsers that are written as if all of it were there.
+"""Reader: text that arrives in pieces, for parsers that are written as if it were complete.
 
 A parser is a generator. Its operations on the reader are generators too: they yield when they need more text, and
 continue when it has arrived. Every decision depends on the characters alone, never on where a piece ends. Text that may

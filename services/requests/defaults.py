@@ -54,7 +54,7 @@ class SamplingDefaults:
             given = request.sampling
             filled = v1.SamplingOptions()
             filled.CopyFrom(self.sampling)
-            filled.MergeFrom(given)  # optional fields that are set replace those of the defaults
+            filled.MergeFrom(given)  # Optional fields that are set replace the defaults.
             given.CopyFrom(filled)
         limit = self.max_new_tokens
         if not limit:

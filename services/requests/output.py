@@ -16,7 +16,7 @@ class OutputRules:
     """Stop strings are ignored within this number of tokens."""
     skip_special_tokens: bool = True
     shown_tokens: tuple[str, ...] = ()
-    """Special tokens that are in the text all the same, because a parser reads them."""
+    """Special tokens that are shown in the text because a parser reads them."""
     parse: bool = False
     """Whether to send the output as parts, too."""
     logprobs: bool = False

@@ -19,7 +19,7 @@ from shared.prefix_keys import following_keys, root_key
 from shared.request_spec import RequestSpec
 
 MAX_PRIORITY = 100
-"""Priorities lie in [-MAX_PRIORITY, MAX_PRIORITY]."""
+"""Maximum absolute value of a priority."""
 MAX_NAME = 128
 """Maximum length of a tenant, cache scope or request class, bytes."""
 MAX_EXPECTED_TOKENS = 1 << 24
@@ -35,7 +35,7 @@ class DueTimes:
     """Times by which a request wants its tokens, seconds of the monotonic clock; None: no such time."""
 
     deadline: float | None = None
-    """The client's deadline: a request that misses it ends."""
+    """The client's deadline. A request that misses it ends."""
     first_token: float | None = None
     """Target for the first token."""
     last_token: float | None = None
@@ -49,7 +49,7 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
         value = getattr(options, name)
         if len(value.encode()) > MAX_NAME:
             yield FieldViolation(f"scheduling.{name}", f"must have at most {MAX_NAME} bytes")
-        elif not value.isprintable():  # operators see these names in terminals, logs and metrics
+        elif not value.isprintable():  # Operators see these names in terminals, logs and metrics.
             yield FieldViolation(f"scheduling.{name}", "has characters that are not printable; remove them")
     if options.HasField("expected_output_tokens") and not 0 < options.expected_output_tokens <= MAX_EXPECTED_TOKENS:
         yield FieldViolation("scheduling.expected_output_tokens", f"must lie in [1, {MAX_EXPECTED_TOKENS}]")
@@ -102,7 +102,7 @@ def block_keys(model: link_pb2.ServedModel, cache_scope: bytes, prompt: bytes) -
 
 
 def left_ns(point: float | None, now: float) -> int:
-    """Return the nanoseconds left until a point in time: 0 for None, otherwise in [1, MAX_TIME_S]."""
+    """Return the nanoseconds until a time: 0 for None, otherwise in [1, MAX_TIME_S]."""
     # A target that has passed must stay a target; 0 would mean none.
     return 0 if point is None else int(min(max(point - now, 1e-9), MAX_TIME_S) * 1e9)
 

@@ -83,7 +83,7 @@ def _check_choice(request: v1.GenerateRequest, functions: list[Function | None])
 
 
 def _check_grammar(request: v1.GenerateRequest, functions: list[Function | None]) -> Iterator[FieldViolation]:
-    """Yield what is wrong with a request whose calls a grammar makes."""
+    """Yield the errors in a request whose calls a grammar generates."""
     if request.HasField("grammar"):
         yield FieldViolation("chat.tool_choice", "cannot be combined with structured output; remove one of them")
     if request.stop.min_tokens:
@@ -125,7 +125,7 @@ def shown_tokens(request: v1.GenerateRequest, tools: Tools, model_format: ModelF
 def _read_of(request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat) -> Read | None:
     """Return how the output of a request is read; None: all of it is content."""
     if not request.output.parse or request.HasField("grammar"):
-        return None  # a grammar of the client leaves no room for markers
+        return None  # A grammar from the client has no room for markers.
     if tools.required:
         return model_format.calling_family.read
     family = model_format.family
@@ -134,7 +134,7 @@ def _read_of(request: v1.GenerateRequest, tools: Tools, model_format: ModelForma
 
 
 def make_grammar(tools: Tools, model_format: ModelFormat, *, reasons: bool) -> v1.Grammar | None:
-    """Return the grammar that makes the calls of a request; None: the model writes them freely.
+    """Return the grammar that generates a request's calls; None if the model writes them freely.
 
     Args:
         tools: the tools of the request.

@@ -42,7 +42,7 @@ MAX_STOP_TOKEN_IDS = 64
 """Maximum number of stop tokens."""
 MAX_TEMPERATURE = 100.0
 MIN_TEMPERATURE = 1e-6
-"""Temperatures below this are greedy: noise cannot change the order of two different float32 logits, and the division
+"""Temperatures below this are greedy. Noise cannot change the order of two different float32 logits, and the division
 would overflow.
 """
 MAX_CHOICES = 128

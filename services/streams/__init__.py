@@ -2,6 +2,6 @@
 
 * `logprobs` – log-probabilities, from the worker's columns to the public message.
 * `parts` – sizes of what a parser has found, for clients that resume.
-* `outbox` – what was released and not yet read.
+* `outbox` – output that was released and not yet read.
 * `stream` – the state of the stream: tokens in, text out, its end.
 """

@@ -14,7 +14,7 @@ from services.parsers import Event
 
 
 class Batch(NamedTuple):
-    """Tokens and text of one message. A tuple, because one is created for every message."""
+    """Tokens and text for one message. A tuple, because one is created per message."""
 
     first_index: int
     token_ids: list[int]

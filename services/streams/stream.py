@@ -104,9 +104,9 @@ class Stream:
         self.submitted = False
         """Whether it was submitted and not refused, so that a core may have accepted it."""
         self.submitted_at = 0.0
-        """Time of the last submission, monotonic seconds; 0: none."""
+        """Time of the last submission, monotonic seconds; 0 if none."""
         self.ended_at = 0.0
-        """Time at which the end that the core sent arrived, monotonic seconds; 0: it has not."""
+        """Time at which the core's end of the stream arrived, monotonic seconds; 0 if it has not."""
         self.end: link_pb2.StreamEnd | None = None
         """The end that the core sent, or None."""
         self.error: QuireError | None = None
@@ -170,8 +170,8 @@ class Stream:
     def submission(self, now: float) -> link_pb2.Submission:
         """Return the submission with all tokens so far, for a core that does not know the stream. Reset the credit.
 
-        From the second time on it is marked as accepted by a core. Whether the lost core had accepted it is unknown. A
-        few requests too many in the queue of the next core are better than a lost request.
+        From the second time on, the submission is marked as accepted by a core. Whether the lost core had accepted it
+        is unknown. But a few excess requests in the next core's queue are better than a lost request.
         """
         request = self.request
         outbox = self._outbox
@@ -254,7 +254,7 @@ class Stream:
         return self._outbox.tokens[:count].tolist()
 
     def skip(self, tokens: int, text: int, parts: int | None = None) -> None:
-        """Skip what the reader already has.
+        """Skip the output that the reader already has.
 
         Args:
             tokens: number of tokens.
@@ -274,7 +274,7 @@ class Stream:
         return Batch(batch.first_index + known, batch.token_ids[known:], rest, batch.events)
 
     def _parsed(self, batch: Batch | None, parser: OutputParser) -> Batch | None:
-        """Return a batch with what the parser finds in its text, and, at the end, what the parser held back."""
+        """Return a batch with the parser's results for its text, including held-back results at the end."""
         text = batch.text if batch is not None else ""
         events: list[Event] = []
         if self._skip_parts is None:
@@ -296,11 +296,11 @@ class Stream:
         return Batch(self._outbox.taken, [], "", events) if events else None
 
     def taken(self) -> None:
-        """Confirm that the last batch has left to the reader."""
+        """Confirm that the last batch was sent to the reader."""
         self._writing = 0
 
     def credit_due(self) -> int:
-        """Return the bytes of credit to return now; 0 while they are not worth a message."""
+        """Return the bytes of credit to return now; 0 while they are too few for a message."""
         outbox = self._outbox
         consumed = len(outbox.tokens) - outbox.released + outbox.taken - self._writing
         due = consumed - self._credit_returned

@@ -97,7 +97,7 @@ def _json_texts(chat: v1.ChatInput) -> Iterator[str]:
 
 
 def _num_values(text: str) -> int:
-    """Return a number that is at least that of the values in JSON text, and of those in JSON inside its strings."""
+    """Return an upper bound on the number of values in JSON text, including JSON inside its strings."""
     return text.count(",") + text.count("[") + text.count("{")
 
 
@@ -169,7 +169,7 @@ def _arguments_too_deep(calls: object) -> bool:
             if arguments is not None and _is_too_deep(json.loads(arguments)):
                 return True
         except ValueError:
-            continue  # text that is not JSON has no depth
+            continue  # Text that is not JSON has no depth.
         except RecursionError:
             return True
     return False

@@ -77,7 +77,7 @@ class ChatTemplate:
             )
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from None
-        except Exception as error:  # a template may do anything Python's operators do: None + str, 1 / 0, …
+        except Exception as error:  # A template may run any Python operator: None + str, 1 / 0, …
             raise ChatTemplateError(f"chat template failed with {type(error).__name__}") from None
         return _cut_after_last_message(text, conversation) if conversation.continue_final_message else text
 

@@ -1,4 +1,4 @@
-"""Incremental detokenising: token ids to text, never half a character, equal in sum to a full decode.
+"""Incremental detokenising: token ids to text, in whole characters, with the same result as a full decode.
 
 Two implementations. In a byte-level vocabulary every token maps to bytes of its own. A table and an incremental UTF-8
 decoder are then exact and cost about a microsecond per batch of tokens. In other vocabularies (sentencepiece, byte

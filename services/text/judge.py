@@ -1,4 +1,4 @@
-"""The question whether a document meets a query, in the form for which rerankers such as Qwen3-Reranker are trained."""
+"""The question whether a document matches a query, in the form that rerankers such as Qwen3-Reranker expect."""
 
 from dataclasses import dataclass
 

@@ -2,7 +2,7 @@
 
 An Aho-Corasick automaton over all stop strings reads each character once, however the text is divided. The depth of its
 state is the length of the longest suffix that may still become a stop string; that suffix is held back. The match that
-ends first wins; of several that end together, the longest. The result does not depend on how the text was divided.
+ends first wins. If several end together, the longest wins. The result does not depend on how the text was divided.
 """
 
 from collections import deque
@@ -72,7 +72,7 @@ class StopFinder:
     __slots__ = ("_automaton", "_held", "_keep", "_length", "_state", "match")
 
     def __init__(self, stop_strings: Sequence[str], *, keep: bool = False) -> None:
-        """Create the finder; `keep`: the matched stop string stays in the text."""
+        """Create the finder; `keep` retains the matched stop string in the text."""
         self._keep = keep
         self._automaton = StopAutomaton(stop_strings)
         self._state = 0

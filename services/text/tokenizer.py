@@ -102,7 +102,7 @@ class TextTokenizer:
         """Return the token ids of a conversation; the template adds special tokens.
 
         Args:
-            conversation: returns the template's input; this may take long for a large conversation.
+            conversation: returns the template's input, which may take long for a large conversation.
             size: the approximate number of characters.
 
         Raises:
@@ -149,7 +149,7 @@ class TextTokenizer:
 
     async def _in_thread(self, size: int, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         principal, share = CURRENT.get().name, self.text_bytes
-        # A text that is larger than any share is accepted when no other waits.
+        # A text larger than any share is accepted if no other text waits.
         size = min(size, share.largest_part)
         if not share.take(principal, size):
             raise share.exhausted()
@@ -182,7 +182,7 @@ def load_tokenizer(folder: Path, *, max_bytes: int = MAX_BYTES) -> TextTokenizer
         raise ConfigError(f"model: {folder} contains no tokenizer.json; convert the tokenizer to a fast one")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises plain Exception
+    except Exception as error:  # The Rust side raises plain Exception.
         raise ConfigError(f"model: {path} cannot be read: {error}") from None
     config = _read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(config | _read_json(folder / "special_tokens_map.json"))

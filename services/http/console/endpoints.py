@@ -1,7 +1,7 @@
 """Endpoints of the console's page: the live view, drain and resume of workers, explanations, and comparisons.
 
-All of it needs the rights of an operator, as the operator API over gRPC does. Every path takes POST with a JSON body
-only, which a page of another origin cannot send without a preflight.
+All endpoints require operator permissions, like the operator API over gRPC. Every path accepts only POST with a JSON
+body, which a page from another origin cannot send without a preflight.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from shared.errors import FieldViolation, InvalidRequestError, StalledReaderErro
 _READING_TIMEOUT_S = 60.0
 """Time to wait for answers from the scheduler's record, s."""
 _STALLED_S = 30.0
-"""Time without room for one event after which a viewer is dropped; the stream has an event at least every second."""
+"""Time without room for an event after which a viewer is dropped. The stream has an event at least every second."""
 MAX_PREDICTED_WORKERS = 64
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -53,7 +53,7 @@ class ConsoleEndpoints:
         ]
 
     async def watch(self, exchange: Exchange) -> None:
-        """Stream the live view. A reader that is too slow misses steps, and gets their number."""
+        """Stream the live view. A slow reader misses steps and gets the number of missed steps."""
         asked = await _question(exchange)
         request = admin.WatchStepsRequest(tables=bool(asked.get("tables")))
         await exchange.run_until_disconnect(self._watch(exchange, request))
@@ -81,7 +81,7 @@ class ConsoleEndpoints:
         )
 
     async def drain(self, exchange: Exchange) -> None:
-        """Drain a worker; the last one only if the caller says so.
+        """Drain a worker. Draining the last one needs confirmation.
 
         Raises:
             InvalidRequestError: it is the last worker that takes requests.
@@ -194,7 +194,7 @@ def _number(asked: dict[str, Any], name: str, most: int) -> int:
 
 
 async def _send(exchange: Exchange, content: dict[str, Any]) -> None:
-    """Send an event; drop a reader that takes nothing."""
+    """Send an event; drop a viewer that does not read."""
     try:
         async with asyncio.timeout(_STALLED_S):
             await exchange.event(content)

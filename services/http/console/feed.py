@@ -1,7 +1,7 @@
 """Parts of a live view as compact JSON for the console.
 
-A step says which rows have changed since its worker's step before. Rows decode for hundreds of steps, and a complete
-step of a thousand rows would take ten kilobytes and milliseconds of the front end.
+A step lists the rows that have changed since the worker's previous step. Rows decode for hundreds of steps, and a
+complete step of a thousand rows would take ten kilobytes and milliseconds of the front end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from quire.admin.v1 import admin_pb2 as admin
 
 _Rows = dict[int, int]
-"""By row: the number of its request."""
+"""By row, the number of its request."""
 _FORGET_S = 60.0
 """Time without a worker in the load after which its rows are dropped, s."""
 _KINDS = {number: name.removeprefix("KIND_").lower() for name, number in admin.Incident.Kind.items()}
@@ -23,11 +23,11 @@ class Feed:
 
     def __init__(self) -> None:
         self._decode: dict[str, _Rows] = {}
-        """By worker: the decode rows of its newest step."""
+        """By worker, the decode rows of its newest step."""
         self._waiting: dict[str, _Rows] = {}
-        """The same for rows that take no part."""
+        """The same for paused rows."""
         self._absent: dict[str, float | None] = {}
-        """By worker that has had steps: time of the first load without it, s; None: it is there."""
+        """By worker with steps, the time of the first load without it, s; None if the load contains it."""
 
     def message(self, part: admin.WatchStepsResponse) -> dict[str, Any]:
         """Return a part as the values of a JSON object; absent entries are empty."""
@@ -61,7 +61,7 @@ class Feed:
         return found
 
     def _forget(self, load: admin.SchedulerLoad) -> list[str]:
-        """Forget workers that left a while ago; return their names, so that the page drops them as well."""
+        """Drop workers that left a while ago; return their names, so that the page drops them as well."""
         now, present = _seconds(load.time), {each.worker_id for each in load.workers}
         for name, since in self._absent.items():
             self._absent[name] = None if name in present else now if since is None else since
@@ -94,7 +94,7 @@ class Feed:
 def _change(
     known: dict[str, _Rows], worker_id: str, rows: Iterable[int], requests: Iterable[int]
 ) -> list[list[int]] | None:
-    """Return rows that have left, rows that have joined, and the requests of these; None if there are none."""
+    """Return the rows that left, the rows that joined, and their requests; None without a change."""
     before, now = known.get(worker_id, {}), dict(zip(rows, requests, strict=True))
     if now == before:
         return None

@@ -129,7 +129,7 @@ def _messages(turn: Turn, field: str) -> Iterator[tuple[Json, str]]:
                 name = f"{field}.content[{number}]"
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}, name
             case "thinking" | "redacted_thinking":
-                pass  # models do not read their reasoning of earlier turns
+                pass  # Models do not read their reasoning from earlier turns.
             case _:
                 raise _unsupported(block, f"{field}.content[{number}]")
     if calls:

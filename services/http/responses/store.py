@@ -34,18 +34,20 @@ class _Held:
 class ResponseStore:
     """The last responses, up to a number of bytes.
 
-    The principal that holds most loses its oldest response first. So no principal can evict the responses of others
-    that hold less.
+    The oldest response of the principal with the most bytes is evicted first. So no principal can evict responses of
+    principals that hold less.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """Create a store; 0 bytes: nothing is stored."""
+        """Create a store; 0 bytes disables it."""
         self._max_bytes = max_bytes
         self._bytes = 0
         self._of: dict[str, _Held] = {}
         """By principal; those that hold nothing have no entry."""
         self._by_size: list[tuple[int, str]] = []
-        """A heap of (negative bytes, principal). A principal has at least one entry with its bytes or more."""
+        """A heap of (negative bytes, principal). Each principal has at least one entry with at least its current
+        bytes.
+        """
 
     @property
     def is_off(self) -> bool:
@@ -102,7 +104,7 @@ class ResponseStore:
         return True
 
     def _largest_holder(self) -> str:
-        """Return the principal that holds most."""
+        """Return the principal that holds the most bytes."""
         while True:
             listed, principal = self._by_size[0]
             held = self._of.get(principal)

@@ -1,4 +1,4 @@
-"""A stored response as a client reads it again: its events, and the items of its input."""
+"""A stored response in the form in which a client reads it again: its events, and its input items."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

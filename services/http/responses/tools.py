@@ -26,7 +26,7 @@ class CallableTool:
 
     name: str
     namespace: str
-    """Empty: none."""
+    """Namespace of the tool; empty for none."""
     description: str
     parameters: Json | None
     strict: bool | None
@@ -94,7 +94,7 @@ def custom_arguments(text: str) -> str:
 def custom_input(arguments: str) -> str:
     """Return the text in the arguments of a custom tool's function, which may be cut off.
 
-    Arguments of another form are the text themselves.
+    Arguments of any other form are returned unchanged as the text.
     """
     try:
         parsed = from_json(arguments or "{}", allow_partial="trailing-strings")
