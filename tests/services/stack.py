@@ -57,7 +57,9 @@ class TestCore(EchoCore):
         self.limit = limit
         self.messages: list[link_pb2.FrontendMessage] = []
         self.end_at_once: link_pb2.StreamEnd | None = None
-        """Every submission is answered with this end."""
+        """Every submission is answered with this end, except those of messages that were recorded before it was set."""
+        self._present_end: link_pb2.StreamEnd | None = None
+        """The end for the submissions of the present message."""
         self.operator_error: link_pb2.OperatorError | None = None
         """Every operator call is answered with this error."""
         self.answers_operators = True
@@ -77,15 +79,16 @@ class TestCore(EchoCore):
         if self.forget_frontends.is_set():
             self.forget_frontends.clear()
             self._frontends.clear()
+        self._present_end = self.end_at_once
         # Recorded before the answer, so that a test that sees the answer also sees the message.
         self._loop.call_soon_threadsafe(self._keep, message)
         super().handle(peer, message)
 
     def submit(self, frontend: EchoFrontend, submission: link_pb2.Submission, answer: link_pb2.CoreMessage) -> None:
         """Takes, refuses or garbles a request."""
-        if self.end_at_once is not None:
+        if self._present_end is not None:
             end = answer.ends.add()
-            end.CopyFrom(self.end_at_once)
+            end.CopyFrom(self._present_end)
             end.stream = submission.stream
             return
         super().submit(frontend, submission, answer)

@@ -127,9 +127,17 @@ def test_empty_lines_keep_no_connection_open(tmp_path: Path, monkeypatch: pytest
 def test_an_address_with_many_requests_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next request waits until its time is paid off. One of another address, sent later, is answered before."""
     monkeypatch.setattr(server, "_REQUEST_S", 0.5)
+    parse_later = server._Protocol._parse_later
 
     async def main() -> list[str]:
         order: list[str] = []
+        has_arrived = asyncio.Event()
+
+        def arrives(protocol: server._Protocol, data: bytes) -> None:
+            parse_later(protocol, data)
+            has_arrived.set()
+
+        monkeypatch.setattr(server._Protocol, "_parse_later", arrives)
         async with (
             running_stack(tmp_path) as stack,
             connected(stack, "127.0.0.2") as (busy, to_busy),
@@ -142,7 +150,8 @@ def test_an_address_with_many_requests_delays_no_other(tmp_path: Path, monkeypat
 
             to_busy.write(GET)
             waits = group.create_task(answered("busy", busy))
-            await asyncio.sleep(0.1)  # the server has it
+            async with asyncio.timeout(PATIENCE_S):
+                await has_arrived.wait()
             monkeypatch.setattr(server, "_REQUEST_S", 0.0)
             async with connected(stack, "127.0.0.3") as (reader, writer):
                 writer.write(GET)

@@ -8,19 +8,27 @@ from services.access.shares import SMALL_REQUEST_BYTES, Shares, make_shares
 from services.http import bodies
 from services.http.endpoint import ClientGoneError, Exchange
 from services.http.schema import CompletionBody
+from tests.services.stack import PATIENCE_S
 
 SMALL = b'{"prompt": "small"}'
 LARGE = b'{"prompt": [%s]}' % b",".join([b"1"] * SMALL_REQUEST_BYTES)
 
 
-async def received(shares: Shares, principal: str, body: bytes, leaves: asyncio.Event | None = None) -> CompletionBody:
-    """Read and parse a body that has arrived; its client may leave."""
-    leaves = leaves or asyncio.Event()
+async def received(
+    shares: Shares,
+    principal: str,
+    body: bytes,
+    leaves: asyncio.Event | None = None,
+    waits: asyncio.Event | None = None,
+) -> CompletionBody:
+    """Read and parse a body that has arrived; `waits` is set when it waits for its turn. Its client may leave."""
+    leaves, waits = leaves or asyncio.Event(), waits or asyncio.Event()
 
     messages: list[dict[str, object]] = [{"type": "http.request", "body": body}]
 
     async def receive() -> dict[str, object]:
         if not messages:
+            waits.set()
             await leaves.wait()
             return {"type": "http.disconnect"}
         return messages.pop()
@@ -81,10 +89,12 @@ def test_the_body_of_a_client_that_left_is_dropped() -> None:
 
     async def main() -> list[object]:
         shares, leaves = make_shares(100, 100), asyncio.Event()
+        wait = [asyncio.Event(), asyncio.Event()]
         await shares.large_bodies.acquire("other")
-        leaving = asyncio.create_task(received(shares, "leaving", LARGE, leaves))
-        staying = asyncio.create_task(received(shares, "staying", LARGE))
-        await asyncio.sleep(0.01)
+        leaving = asyncio.create_task(received(shares, "leaving", LARGE, leaves, wait[0]))
+        staying = asyncio.create_task(received(shares, "staying", LARGE, waits=wait[1]))
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*(each.wait() for each in wait))
         assert shares.body_bytes.num_held() == 2 * len(LARGE)
         leaves.set()
         (outcome,) = await asyncio.gather(leaving, return_exceptions=True)
