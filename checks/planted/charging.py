@@ -19,6 +19,7 @@ from scheduler_svc.core.workers.rows import RowTable
 _RATES = adaptation("token rates")
 _ONE_EACH = adaptation("tenants that run one request")
 _QUEUES = adaptation("tenants that queue two requests")
+_SHORT_QUEUE = with_limits(max_queued_requests=20, tenant_limits={})
 
 
 @bug("work.waiting", "finish", aim=_RATES)
@@ -160,6 +161,23 @@ def tokens_queue_without_limit(patch: pytest.MonkeyPatch) -> None:
         return num_waiting >= self._config.max_queued_requests
 
     wrap(patch, AdmissionControl, "_queue_is_full", by_number)
+
+
+@bug("limit.queue", aim=_SHORT_QUEUE)
+def one_tenant_fills_the_queue(patch: pytest.MonkeyPatch) -> None:
+    """A tenant has no share of the queue: its requests may take all of it."""
+    patch.setattr(AdmissionControl, "_exceeds_its_share", lambda *_: False)
+
+
+@bug("limit.queue", "stream.reason", "core", aim=_SHORT_QUEUE)
+def share_of_what_waited_once(patch: pytest.MonkeyPatch) -> None:
+    """Requests that have started still count against their tenant's share of the queue."""
+
+    def kept(started: Any, self: Tenants, request: Request, *how: Any) -> None:
+        started(self, request, *how)
+        self._tenants[request.spec.tenant].queued += 1
+
+    wrap(patch, Tenants, "started", kept)
 
 
 @bug("core", "stream.reason", aim=with_limits(max_queued_tokens=100))

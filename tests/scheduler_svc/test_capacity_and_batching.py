@@ -1,6 +1,10 @@
 """What capacity modes, batching modes and tenant limits promise."""
 
+from collections import Counter
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from records.rules.model_worker import ModelWorker
 from records.rules.oracle import expected_output
@@ -302,11 +306,11 @@ def test_the_queue_takes_tokens_up_to_its_bound() -> None:
     cluster = Cluster(max_queued_tokens=50, max_num_seqs=1, max_num_batched_tokens=64)
     cluster.join(ModelWorker(b"w/1", 50, 4, 16))
     assert cluster.submit(0, [1] * 30, 2).end is None
-    assert cluster.submit(1, [1] * 20, 2).end is None
-    assert cluster.submit(2, [1], 2).end is not None
+    assert cluster.submit(1, [1] * 20, 2, tenant="other").end is None
+    assert cluster.submit(2, [1], 2, tenant="third").end is not None
     cluster.plan()
     assert cluster.submit(3, [1] * 30, 2).end is None
-    assert cluster.submit(4, [1], 2).end is not None
+    assert cluster.submit(4, [1], 2, tenant="third").end is not None
     cluster.run()
     assert cluster.submit(5, [1] * 50, 2).end is None
 
@@ -317,3 +321,52 @@ def test_the_queue_takes_requests_up_to_its_bound() -> None:
     assert cluster.submit(0, [1], 2).end is None
     assert cluster.submit(1, [1], 2, credit=0).end is None
     assert cluster.submit(2, [1], 2).end is not None
+
+
+@pytest.mark.parametrize("limit", ["max_queued_requests", "max_queued_tokens"])
+@given(size=st.integers(9, 30), leaving=st.lists(st.integers(0, 40), max_size=20))
+def test_a_tenant_with_any_number_of_requests_leaves_room_in_the_queue(
+    limit: str, size: int, leaving: list[int]
+) -> None:
+    """A greedy tenant gets 8/9 of the queue at most, whichever of its requests leave. Another one still gets in."""
+    cluster = Cluster(**{limit: size if limit == "max_queued_requests" else 10 * size})
+    greedy = [cluster.submit(stream, [1] * 10, 2, tenant="greedy") for stream in range(size + 5)]
+    for stream in leaving:
+        cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=stream))
+        greedy.append(cluster.submit(len(greedy), [1] * 10, 2, tenant="greedy"))
+    refused = greedy[size + 4].end
+    assert refused is not None
+    assert refused.reason is ef.EndReason.QUEUE_FULL
+    assert refused.message.startswith("tenant 'greedy' has its share of the waiting queue: ")
+    assert 8 * size // 9 <= cluster.core.stats().waiting <= 8 * (size + 1) // 9
+    assert cluster.submit(1000, [1] * 10, 2, tenant="other").end is None
+
+
+def test_greedy_tenants_come_to_hold_equal_parts_of_the_queue() -> None:
+    """Each refills what it lost, and the oldest leave. At the end the parts differ by eight requests at most."""
+    size = 200
+    cluster = Cluster(max_queued_requests=size)
+    waiting: list[tuple[int, str]] = []
+
+    def refill(*tenants: str) -> None:
+        for tenant in tenants:
+            while cluster.submit(stream := len(cluster.readers), [1], 2, tenant=tenant).end is None:
+                waiting.append((stream, tenant))
+
+    refill("first")
+    for _ in range(2 * size):
+        refill("second", "third", "first")
+        stream, _ = waiting.pop(0)
+        cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=stream))
+
+    parts = Counter(tenant for _, tenant in waiting)
+    assert max(parts.values()) - min(parts[tenant] for tenant in ("first", "second", "third")) <= 8
+    assert sum(parts.values()) <= size
+
+
+def test_the_share_of_a_tenant_does_not_count_accepted_requests_as_new() -> None:
+    """A new core takes all requests that an earlier one accepted, however many one tenant has."""
+    cluster = Cluster(max_queued_requests=20)
+    again = [cluster.submit(stream, [1], 2, again=True, accepted=True, tenant="t") for stream in range(30)]
+    assert all(reader.end is None for reader in again)
+    assert cluster.submit(30, [1], 2, tenant="t").end is not None

@@ -162,6 +162,7 @@ def test_too_little_credit_leaves_a_request_starved(seen: Seen) -> None:
 def test_a_stranded_request_may_be_starved_when_a_worker_serves_it(seen: Seen) -> None:
     """A late token has used up its credit meanwhile."""
     states, request = _states(), make_request(7)
+    states._tenants.arrived(request, 1.0)
     states.wait(request, Wait(1.0))
     states._backlog.discard(request)  # as planning does when it takes the request from the queue
     states.strand(request, 2.0)
@@ -179,6 +180,7 @@ def test_a_lost_last_step_may_leave_a_request_without_credit(seen: Seen) -> None
     states = _states()
     request = make_request(7, prompt=10, generated=2, allowed=12, state=RequestState.ENDING, traceparent="t")
     states._tenants.arrived(request, 1.0)
+    states._tenants.started(request, 5.0, 1.0)
     states.wait(request, Wait(2.0), "worker lost")
 
     assert request.state is RequestState.STARVED

@@ -1,5 +1,7 @@
 """The number of requests that may wait."""
 
+from collections.abc import Callable
+
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.promises.quotas import limits_of
@@ -9,12 +11,17 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import EndReason
 
+_SHARE = 8
+"""A tenant may have this many times as much in the queue as is free."""
+
 
 class QueueLimits(Promise):
-    """A new request is refused if and only if the queue, or its tenant's part of it, is full.
+    """A new request is refused if and only if the queue, its tenant's limit or its tenant's share of the queue is full.
 
     The queue is full with `max_queued_requests` requests, or when the tokens of a further one would exceed
-    `max_queued_tokens`. A single request may always wait. What an earlier core has accepted is never refused.
+    `max_queued_tokens`. A single request may always wait. A tenant of which other requests wait may have, with this
+    one, at most eight times as many requests, and tokens, as the queue has free. What an earlier core has accepted is
+    never refused.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -36,15 +43,20 @@ class QueueLimits(Promise):
         self._new = stream
         # A call that takes over a request first ends the other stream, which makes room.
         beside = [each for each in self.book.waiting if not (event.again and each.identity == event.spec.identity)]
-        fewest = sum(map(self.book.waiting.__getitem__, beside)) + stream.num_known
-        most = sum(each.num_known for each in beside) + stream.num_known
-        tenant = stream.demand.tenant
-        limits = limits_of(self.config, tenant)
-        queued = sum(each.demand.tenant == tenant for each in beside)
-        self._of_tenant = 0 < limits.max_queued <= queued
-        full = len(beside) >= self.config.max_queued_requests
-        self._must = self._of_tenant or full or (bool(beside) and fewest > self.config.max_queued_tokens)
-        self._may = full or (bool(beside) and most > self.config.max_queued_tokens)
+        own = [each for each in beside if each.demand.tenant == stream.demand.tenant]
+        self._of_tenant = 0 < limits_of(self.config, stream.demand.tenant).max_queued <= len(own)
+        room = self.config.max_queued_requests - len(beside)
+        full = room <= 0 or (bool(own) and len(own) + 1 > _SHARE * room)
+        self._must = self._of_tenant or full or self._lacks_tokens(stream, beside, own, self.book.waiting.__getitem__)
+        self._may = full or self._lacks_tokens(stream, beside, own, lambda each: each.num_known)
+
+    def _lacks_tokens(
+        self, new: Stream, beside: list[Stream], own: list[Stream], count: Callable[[Stream], int]
+    ) -> bool:
+        """Return whether too many tokens would wait, by the tokens that `count` returns for a waiting stream."""
+        free = self.config.max_queued_tokens - sum(map(count, beside)) - new.num_known
+        over_share = bool(own) and sum(map(count, own)) + new.num_known > _SHARE * (free + 1)
+        return bool(beside) and (free < 0 or over_share)
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
         if reason not in (EndReason.QUEUE_FULL, EndReason.TENANT_LIMIT):

@@ -3,8 +3,15 @@
 A request is refused if one of these conditions holds:
 
 * It has no prompt.
-* The queue is full, or its tenant's share of it.
+* As many requests of its tenant wait as the admission file allows.
+* The queue is full.
+* Requests of its tenant wait, and with this one they would exceed the tenant's *share* of the queue.
 * By forecast, it would miss its deadline with a probability of 95 percent.
+
+A tenant may hold at most eight times as many requests, and tokens of requests, as the queue still has room for. So one
+tenant may hold 8/9 of the queue, and the rest is left to others. While several tenants send more than is served, they
+come to hold equal parts. The front end divides its resources by the same rule (`services/access/shares.py`). A queue
+of up to eight requests is too small to divide.
 
 The retry time is the forecast wait. Requests that are held for their tenant's quota do not count, so the backlog of a
 tenant at its limit changes nothing for other tenants.
@@ -22,6 +29,8 @@ from scheduler_svc.core.requests.request import Request
 
 _SHORTEST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 30.0
+_SHARE = 8
+"""A tenant may hold this many times as much of the queue as is free."""
 
 
 class TurnedAway(NamedTuple):
@@ -62,6 +71,14 @@ class AdmissionControl:
                 f"the waiting queue is full: {num_waiting} requests with {num_tokens} tokens wait; try again later"
             )
             return TurnedAway(EndReason.QUEUE_FULL, message, _retry_ms(request))
+        if self._exceeds_its_share(request, num_waiting, num_tokens):
+            queued, tokens = self._tenants.num_queued(request.spec.tenant)
+            message = (
+                f"tenant {request.spec.tenant!r} has its share of the waiting queue: {queued} requests with {tokens} "
+                f"tokens wait; of {self._config.max_queued_requests} requests and {self._config.max_queued_tokens} "
+                "tokens, the rest is for other tenants; try again later"
+            )
+            return TurnedAway(EndReason.QUEUE_FULL, message, _retry_ms(request))
         if self._misses_its_deadline(request, num_competing, now):
             message = f"the deadline cannot be met: {num_competing} requests wait; allow more time or try again later"
             return TurnedAway(EndReason.DEADLINE, message, _retry_ms(request))
@@ -72,6 +89,15 @@ class AdmissionControl:
         return num_waiting >= config.max_queued_requests or (
             num_waiting > 0 and num_tokens + len(request.tokens) > config.max_queued_tokens
         )
+
+    def _exceeds_its_share(self, request: Request, num_waiting: int, num_tokens: int) -> bool:
+        """Return whether waiting requests of the tenant, with this one, would exceed the tenant's share."""
+        num_queued, queued_tokens = self._tenants.num_queued(request.spec.tenant)
+        if not num_queued:
+            return False
+        more, config = len(request.tokens), self._config
+        room, tokens_left = config.max_queued_requests - num_waiting, config.max_queued_tokens - num_tokens - more
+        return num_queued + 1 > _SHARE * room or queued_tokens + more > _SHARE * (tokens_left + 1)
 
     def _misses_its_deadline(self, request: Request, num_competing: int, now: float) -> bool:
         """Return whether a new request would not be complete in time, with a probability of 95 percent.

@@ -113,7 +113,7 @@ class RequestStates:
         if had_worker:
             request.preemptions += 1
             self._tenants.paused(request, now)
-        self.queued_tokens += wait.tokens - request.wait.tokens
+        self._count_tokens(request, wait.tokens - request.wait.tokens)
         request.wait = wait
         if has_credit:
             self._backlog.push(request, now)
@@ -133,7 +133,7 @@ class RequestStates:
         """Record that a plan has given the request a row. `Tenants` has counted the request as running already."""
         self._apply(request, RequestEvent.ADMIT)
         self._running[request.key] = (worker, admission.row)
-        self.queued_tokens -= request.wait.tokens
+        self._count_tokens(request, -request.wait.tokens)
         request.wait.tokens = 0
         if request.first_planned is None:
             request.first_planned = now
@@ -151,9 +151,13 @@ class RequestStates:
         """End a request in any state; `event` is REFUSE or END."""
         had_worker = request.state is RequestState.RUNNING or request.state is RequestState.ENDING
         self._apply(request, event, outcome)
-        self.queued_tokens -= request.wait.tokens
+        self._count_tokens(request, -request.wait.tokens)
         self._tenants.ended(request, now, was_running=had_worker)
         self._backlog.tenant_changed(request.spec.tenant, now)
+
+    def _count_tokens(self, request: Request, change: int) -> None:
+        self.queued_tokens += change
+        self._tenants.queue_tokens(request.spec.tenant, change)
 
     def _apply(self, request: Request, event: RequestEvent, outcome: str = "") -> None:
         """Write a request's new state, and remove it from its old place. The backlog drops requests that have ended."""
@@ -245,4 +249,6 @@ class RequestStates:
         assert states.isdisjoint((RequestState.ARRIVED, RequestState.FINISHED)), "a live request has no place"
         for (worker, row), key in zip(self._running.values(), self._running, strict=True):
             assert worker.rows.requests[row] is live[key]
-        assert self.queued_tokens == sum(r.wait.tokens for r in live.values() if r.state in WAITING)
+        waiting = [request for request in live.values() if request.state in WAITING]
+        assert self.queued_tokens == sum(request.wait.tokens for request in waiting)
+        self._tenants.validate(waiting)

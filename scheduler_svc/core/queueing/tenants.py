@@ -1,5 +1,8 @@
 """Limits per tenant: how many requests may wait and run at once, and how many tokens per second they may take.
 
+Waiting requests and their tokens are counted for every tenant, because the waiting queue has a share for each (see
+`AdmissionControl`). All other limits are those of the admission file.
+
 The rate is a token bucket that holds ten seconds' worth. A request's prompt is deducted once, when it starts, and each
 generated token when it is delivered. From its start on, it also *reserves* the output that it will probably generate,
 as learned from finished requests, or its `max_tokens` before the first of them. A request starts only while the bucket
@@ -10,6 +13,7 @@ A started request is never held for the rate, even after an interruption.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler_svc.core.interface.config import TenantLimits
@@ -28,6 +32,8 @@ _FEW = 64
 @dataclass(slots=True)
 class _Tenant:
     queued: int = 0
+    queued_tokens: int = 0
+    """Tokens of the queued requests."""
     running: int = 0
     competing: int = 0
     """Those of the queued requests that compete for admission."""
@@ -67,6 +73,11 @@ class Tenants:
         limits = self._limits_of(request.spec.tenant)
         tenant = self._tenants.get(request.spec.tenant)
         return not limits.max_queued or tenant is None or tenant.queued < limits.max_queued
+
+    def num_queued(self, name: str) -> tuple[int, int]:
+        """Return the number of a tenant's waiting requests, and the number of their tokens."""
+        tenant = self._tenants.get(name)
+        return (0, 0) if tenant is None else (tenant.queued, tenant.queued_tokens)
 
     def may_run(self, request: Request, now: float) -> bool:
         """Return whether the request may start."""
@@ -108,16 +119,19 @@ class Tenants:
 
     def arrived(self, request: Request, now: float) -> None:
         """Record that the request waits."""
-        if self._limits:
-            self._of(request.spec.tenant, now).queued += 1
+        self._of(request.spec.tenant, now).queued += 1
+
+    def queue_tokens(self, name: str, change: int) -> None:
+        """Add `change` to the tokens of a tenant's waiting requests."""
+        self._tenants[name].queued_tokens += change
 
     def started(self, request: Request, output_tokens: float, now: float) -> None:
         """Record that the request runs and will probably generate this many tokens in total."""
-        if not self._limits:
-            return
         tenant = self._of(request.spec.tenant, now)
         tenant.queued -= 1
         tenant.running += 1
+        if not self._limits:
+            return
         if not request.prompt_charged:
             tenant.tokens -= request.spec.num_prompt_tokens
             request.prompt_charged = True
@@ -134,15 +148,12 @@ class Tenants:
 
     def paused(self, request: Request, now: float) -> None:
         """Record that the request was preempted and waits again."""
-        if self._limits:
-            tenant = self._of(request.spec.tenant, now)
-            tenant.running -= 1
-            tenant.queued += 1
+        tenant = self._of(request.spec.tenant, now)
+        tenant.running -= 1
+        tenant.queued += 1
 
     def ended(self, request: Request, now: float, *, was_running: bool) -> None:
         """Record that the request has ended."""
-        if not self._limits:
-            return
         tenant = self._of(request.spec.tenant, now)
         if request.reserved_output is not None:
             tenant.reserved -= request.reserved_output - request.num_generated
@@ -150,6 +161,15 @@ class Tenants:
             tenant.running -= 1
         else:
             tenant.queued -= 1
+
+    def validate(self, waiting: Iterable[Request]) -> None:
+        """Check that the counts of each tenant are those of its waiting requests."""
+        queued: dict[str, tuple[int, int]] = {}
+        for request in waiting:
+            number, tokens = queued.get(request.spec.tenant, (0, 0))
+            queued[request.spec.tenant] = number + 1, tokens + request.wait.tokens
+        for name in self._tenants.keys() | queued.keys():
+            assert self.num_queued(name) == queued.get(name, (0, 0)), f"tenant {name!r}: waiting requests miscounted"
 
     def _of(self, name: str, now: float) -> _Tenant:
         tenant = self._tenants.get(name)
