@@ -14,11 +14,6 @@ class Scrape:
 
     values: Mapping[tuple[str, Labels], float] = field(default_factory=dict)
 
-    @property
-    def is_quire(self) -> bool:
-        """Whether the metrics are those of a Quire service."""
-        return any(name.startswith("quire_") for name, _ in self.values)
-
     def sum(self, name: str, **labels: str) -> float:
         """Return the sum over all samples of this name that carry these labels."""
         return sum(

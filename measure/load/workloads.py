@@ -9,7 +9,7 @@ New parts of prompts are units in [0, UNITS). `prompts` converts a unit into one
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -206,21 +206,6 @@ class TraitMix:
             _weighted(self.priorities, priority_at, 0),
             cancel_at if cancelled < self.cancel_ratio else None,
         )
-
-
-def ideal_hit_share(prompts: Iterable[Sequence[int]], block_tokens: int = 16) -> float:
-    """Return the share of prompt tokens that an unlimited prefix cache would find, in whole blocks."""
-    known: set[int] = set()
-    total = found = 0
-    for prompt in prompts:
-        total += len(prompt)
-        key = 0
-        for end in range(block_tokens, len(prompt) + 1, block_tokens):
-            key = hash((key, *prompt[end - block_tokens : end]))
-            if key in known:
-                found += block_tokens
-            known.add(key)
-    return found / total if total else 0.0
 
 
 def read_prompts(path: Path, default_output_tokens: int) -> Listed:

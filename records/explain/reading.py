@@ -144,11 +144,6 @@ def study(
     return _Pass(wanted, wanted_step).run((segment.opening, segment) for segment in segments)
 
 
-def study_entries(parts: Iterable[tuple[Opening, Iterable[Entry]]], wanted: Wanted) -> Findings:
-    """Do as `study` does, for parts of a record that are in memory."""
-    return _Pass(wanted, None).run(parts)
-
-
 class _Pass:
     """One pass over a record."""
 

@@ -53,11 +53,6 @@ class Suspects(Promise):
     def may_try_alone(self) -> bool:
         return any(record.fatal >= FATAL_STEPS for record in self._records.values())
 
-    def may_be(self, stream: Stream) -> bool:
-        """Return whether the core may treat a request as a suspect."""
-        record = self._records.get(stream)
-        return record is not None and record.fatal >= FATAL_STEPS
-
     # ---------------------------------------------------------------- deaths
 
     def before(self, event: ev.Event) -> None:

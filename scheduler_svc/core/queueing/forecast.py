@@ -63,18 +63,6 @@ class Forecast:
         """Return the expected total output tokens from finished requests, without the client's hint."""
         return self._mean_tokens(request, 0)
 
-    def remaining_tokens(self, request: Request, num_generated: int, share: float) -> float:
-        """Return a quantile of the number of tokens that a request still generates.
-
-        Args:
-            request: the request.
-            num_generated: tokens that it has generated.
-            share: share of requests like it, with as many tokens, that generate no more than that.
-        """
-        most = max(0, request.limit - request.spec.num_prompt_tokens - num_generated)
-        like = self.lengths.like(request, num_generated)
-        return min(most, quantile(like, share) - num_generated) if like else most
-
     def _mean_tokens(self, request: Request, hint: int) -> float:
         if request.spec.pooling:
             return 0.0
