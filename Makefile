@@ -56,7 +56,7 @@ $(VENV)/.installed: pyproject.toml setup.py $(DEV_LOCK) $(wildcard kernels/nativ
 setup: $(VENV)/.installed ## create .venv with everything that run and test need
 
 # On a terminal the service gets a process group of its own, so that Ctrl-C ends it and not make, and the exit is clean.
-run: setup ## serve the embedded model, show one streamed answer, keep serving until Ctrl-C
+run: setup ## serve the bundled model, show one streamed answer, keep serving until Ctrl-C
 	@if [ -t 0 ]; then set -m; $(BIN)/quire serve --model $(MODEL) --show-sample & fg > /dev/null; \
 	 else exec $(BIN)/quire serve --model $(MODEL) --show-sample; fi
 
@@ -273,7 +273,7 @@ protos-breaking: setup ## fail when protos/ break what main promises
 	git archive $$base protos | tar -x -C build/breaking && cp buf.yaml build/breaking && \
 	"$(BIN)/buf" breaking --against build/breaking && echo "buf breaking: nothing broken since $${base:0:12}"
 
-model: setup ## train the embedded model again (up to 3 hours on 2 cores, resumable)
+model: setup ## train the bundled model again (up to 3 hours on 2 cores, resumable)
 	$(BIN)/python -m tools.demo_model.train
 
 clean: ## remove what can be made again

@@ -54,7 +54,7 @@ def check_timeout(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise invalid("timeout", f"{timeout!r} is not a positive number of seconds; give one, or None for no timeout")
+        raise invalid("timeout", f"{timeout!r} is not a positive number of seconds; use one, or None for no timeout")
     return timeout
 
 
@@ -204,7 +204,7 @@ def build_embed(
         InvalidRequestError: the pooling is unknown, or a field cannot hold its value.
     """
     if pooling not in _POOLING:
-        raise invalid("pooling", f"unknown value {pooling!r}; give one of {', '.join(map(repr, _POOLING))}")
+        raise invalid("pooling", f"unknown value {pooling!r}; use one of {', '.join(map(repr, _POOLING))}")
     if isinstance(inputs, str) or not isinstance(inputs, Sequence):
         raise invalid("inputs", f"must be a list, not {type(inputs).__name__}; put a single text into a list as well")
     request = pb.EmbedRequest(pooling=_POOLING[pooling], omit_normalization=not normalize)
@@ -227,7 +227,7 @@ def _exactly_one(**inputs: object) -> None:
     given = [name for name, value in inputs.items() if value is not None]
     if len(given) != 1:
         what = f"{' and '.join(given)} are given" if given else "none of them is given"
-        raise invalid("input", f"{what}; give exactly one of {', '.join(inputs)}")
+        raise invalid("input", f"{what}; use exactly one of {', '.join(inputs)}")
 
 
 def _set(message: Any, field: str, value: object, parent: str = "") -> None:
@@ -276,7 +276,7 @@ def _set_biases(sampling: pb.SamplingOptions, biases: Mapping[int, float] | None
 def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -> None:
     if not isinstance(options, SchedulingOptions):
         what = f"must be a SchedulingOptions, not {type(options).__name__}"
-        raise invalid("scheduling", f"{what}; give quire.SchedulingOptions(priority=1), for example")
+        raise invalid("scheduling", f"{what}; use quire.SchedulingOptions(priority=1), for example")
     plain = {
         "priority": options.priority or None,
         "tenant": options.tenant,
@@ -308,7 +308,7 @@ def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
             raise invalid(f"chat.messages[{index}]", f"must be a dict, not {type(message).__name__}")
         unknown = set(message) - {"role", "content", "name", "tool_calls", "tool_call_id"}
         if unknown or "role" not in message or not ("content" in message or "tool_calls" in message):
-            what = "invalid keys; give 'role' and 'content' and, optionally, 'name', 'tool_calls' and 'tool_call_id'"
+            what = "invalid keys; use 'role' and 'content' and, optionally, 'name', 'tool_calls' and 'tool_call_id'"
             raise invalid(f"chat.messages[{index}]", what)
         turn = chat.messages.add()
         for field in ("role", "content", "name", "tool_call_id"):
@@ -320,7 +320,7 @@ def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:
 def _set_tool_choice(chat: pb.ChatInput, choice: str | None, parallel: bool) -> None:
     if choice is not None and not isinstance(choice, str):
         what = f"must be a string, not {type(choice).__name__}"
-        raise invalid("tool_choice", f"{what}; give 'auto', 'none', 'required' or the name of a function")
+        raise invalid("tool_choice", f"{what}; use 'auto', 'none', 'required' or the name of a function")
     if choice in _TOOL_MODES:
         chat.tool_choice.mode = _TOOL_MODES[choice]
     elif choice is not None:
@@ -341,7 +341,7 @@ def _set_grammar(
     given = {"json_schema": json_schema, "regex": regex, "ebnf": ebnf, "choice": choice}
     names = [name for name, value in given.items() if value is not None and value is not False]
     if len(names) > 1:
-        raise invalid("grammar", f"several constraints are given; give at most one of {', '.join(given)}")
+        raise invalid("grammar", f"several constraints are given; use at most one of {', '.join(given)}")
     if json_schema is True:
         request.grammar.json_object = True
     elif json_schema:

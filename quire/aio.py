@@ -297,7 +297,7 @@ class AsyncClient:
 
         Args:
             inputs: texts or lists of token ids, at most 2,048.
-            model: name of the model; empty: the served model.
+            model: name of the model; empty for the served model.
             pooling: "last" uses the hidden state of the last token, "mean" the mean over all tokens.
             normalize: scale vectors to length 1.
             truncate_prompt_tokens: keep only this many last tokens of each prompt.

@@ -80,7 +80,7 @@ class UnsupportedFieldError(QuireError):
 
 
 class UnauthenticatedError(QuireError):
-    """The credentials are missing or unknown; give a token or a certificate."""
+    """The credentials are missing or unknown; use a token or a certificate."""
 
     reasons = frozenset({"UNAUTHENTICATED"})
     codes = frozenset({"UNAUTHENTICATED"})

@@ -124,7 +124,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
             if isinstance(text.get(each), int):
                 return int(text[each])
         if default is None:
-            raise ConfigError(f"model: config.json has no {name}; give the sizes with --params")
+            raise ConfigError(f"model: config.json has no {name}; pass the sizes with --params")
         return default
 
     heads, hidden = size("num_attention_heads"), size("hidden_size")
@@ -220,7 +220,7 @@ def sizes_from_params(text: str) -> ModelSizes:
         except (ValueError, OverflowError):
             raise ConfigError(f"--params: {name}: {value!r} is not a number; write {name}=NUMBER") from None
         if values[_PARAMS[name]] < 1:
-            raise ConfigError(f"--params: {name}: {value} is too small; give at least 1")
+            raise ConfigError(f"--params: {name}: {value} is too small; use at least 1")
     heads, hidden = values.get("num_heads", 0), values.get("hidden_size", 0)
     if heads and hidden:
         values.setdefault("head_dim", hidden // heads)
@@ -382,7 +382,7 @@ def concurrency(
     if longest and context > longest:
         raise ConfigError(f"--context: {context} exceeds the model's {longest} positions; lower it")
     if context < 1:
-        raise ConfigError(f"--context: {context} is too small; give at least 1")
+        raise ConfigError(f"--context: {context} is too small; use at least 1")
     if not 0 <= output <= context:
         raise ConfigError(f"--output: {output} is not between 0 and the context of {context} tokens; change it")
     if not 0 <= shared_prefix <= context - output:

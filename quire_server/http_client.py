@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_GIVE_ADDRESS = "give the service's HTTP address with --target"
+_PASS_ADDRESS = "pass the service's HTTP address with --target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +40,22 @@ class Server:
         """Explain an exception of a connection to this server."""
         match error:
             case ConnectionRefusedError():
-                remedy = f"start a server with quire serve, or {_GIVE_ADDRESS}"
+                remedy = f"start a server with quire serve, or {_PASS_ADDRESS}"
                 return Failure(f"nothing listens there; {remedy}", permanent=False)
             # A restarting server, or one of another protocol, closes the connection.
             case ConnectionError() | ssl.SSLEOFError() if self.tls is not None:
-                return Failure(f"closed the connection; {_GIVE_ADDRESS}, not the gRPC one", permanent=False)
+                return Failure(f"closed the connection; {_PASS_ADDRESS}, not the gRPC one", permanent=False)
             case ConnectionError():
                 return Failure("closed the connection; if it speaks TLS, give --tls-ca", permanent=False)
             case http.client.BadStatusLine() | http.client.UnknownProtocol() | http.client.LineTooLong():
-                return Failure(f"does not speak HTTP/1.1; {_GIVE_ADDRESS}, not the gRPC one", permanent=True)
+                return Failure(f"does not speak HTTP/1.1; {_PASS_ADDRESS}, not the gRPC one", permanent=True)
             case ssl.SSLCertVerificationError():
                 reason = error.verify_message
-                return Failure(f"certificate not accepted ({reason}); give its CA with --tls-ca", permanent=True)
+                return Failure(f"certificate not accepted ({reason}); pass its CA with --tls-ca", permanent=True)
             case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
                 return Failure("does not speak TLS; remove --tls-ca", permanent=True)
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return Failure(f"no answer ({reason}); {_GIVE_ADDRESS}", permanent=False)
+        return Failure(f"no answer ({reason}); {_PASS_ADDRESS}", permanent=False)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -77,4 +77,4 @@ def problem_of(status: int, answer: Mapping[str, Any]) -> str:
     error = answer.get("error")
     if isinstance(error, dict) and error.get("message"):
         return f"answers {status}: {error['message']}"
-    return f"answers {status}, which is not an answer of Quire; {_GIVE_ADDRESS}"
+    return f"answers {status}, which is not an answer of Quire; {_PASS_ADDRESS}"

@@ -108,7 +108,7 @@ class _WorkerState:
 
 
 class Decoder:
-    """Decoder of one segment; give it the batches in order."""
+    """Decoder of one segment; pass it the batches in order."""
 
     def __init__(self) -> None:
         self._peers: list[Peer] = []

@@ -178,9 +178,7 @@ def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
             run = None
     reader.close()
     if not outcome.entries:
-        raise ReplayError(
-            "record: no segment has the beginning of a core or a complete snapshot; give earlier ones too"
-        )
+        raise ReplayError("record: no segment has the beginning of a core or a complete snapshot; add earlier ones")
     return outcome
 
 

@@ -82,7 +82,7 @@ class LiveViews:
             if self._recorder is None:
                 raise UnsupportedMethodError("watch: the scheduler keeps no record; start it with --record-dir")
             if self._recorder.tape.is_off:
-                raise UnsupportedMethodError("watch: the scheduler records no more; see its log, and restart it")
+                raise UnsupportedMethodError("watch: the scheduler has stopped recording; see its log, and restart it")
             if len(self._views) >= MAX_VIEWS:
                 raise OverloadedError(f"watch: {MAX_VIEWS} others watch already; end another live view first")
         except DecodeError:

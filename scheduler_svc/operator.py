@@ -105,7 +105,7 @@ class Operator:
                 return self._state()
             case admin.SetLogLevelRequest():
                 return self._change_log_level(request.level)
-        raise UnsupportedMethodError("operator call: not known to this version of the scheduler; upgrade the scheduler")
+        raise UnsupportedMethodError("operator call: unknown to this version of the scheduler; upgrade the scheduler")
 
     def _order(self, event: ev.Event, now: float) -> None:
         log.info("operator", order=str(event))
@@ -147,7 +147,7 @@ class Operator:
         name = _LEVELS.get(level)
         if name is None:
             raise InvalidRequestError(
-                FieldViolation("level", "unknown level; give one of LOG_LEVEL_DEBUG, _INFO, _WARNING, _ERROR")
+                FieldViolation("level", "unknown level; use one of LOG_LEVEL_DEBUG, _INFO, _WARNING, _ERROR")
             )
         before = self._set_log_level(name)
         return admin.SetLogLevelResponse(previous=next(each for each in _LEVELS if _LEVELS[each] == before))

@@ -441,7 +441,7 @@ def parse_bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         size = -1
     if size < 0:
-        raise ConfigError(f"{text!r} is not a size in bytes; give for example 512MiB or 2GiB")
+        raise ConfigError(f"{text!r} is not a size in bytes; use for example 512MiB or 2GiB")
     return size
 
 
@@ -449,12 +449,12 @@ def _check(option: "dataclasses.Field[Any]", value: Any) -> None:
     least, most, choices = (option.metadata[key] for key in ("least", "most", "choices"))
     name = f"{option.name} (--{option.name.replace('_', '-')})"
     if choices and value not in choices:
-        raise ConfigError(f"{name}: unknown value {value!r}; give one of {', '.join(choices)}")
+        raise ConfigError(f"{name}: unknown value {value!r}; use one of {', '.join(choices)}")
     # Written such that NaN is outside every range.
     if least is not None and not least <= value:
-        raise ConfigError(f"{name}: {value} is too small; give at least {least}")
+        raise ConfigError(f"{name}: {value} is too small; use at least {least}")
     if most is not None and not value <= most:
-        raise ConfigError(f"{name}: {value} is too large; give at most {most}")
+        raise ConfigError(f"{name}: {value} is too large; use at most {most}")
     if option.metadata["is_size"]:
         try:
             parse_bytes(value)

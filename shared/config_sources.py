@@ -162,7 +162,7 @@ def _typed(value: Any, option: Field, path: str) -> Any:
 def _parse(variable: str, text: str, option: Field) -> Any:
     choices = option.metadata["choices"]
     if choices and text not in choices:
-        raise ConfigError(f"{variable}: unknown value {text!r}; give one of {', '.join(choices)}")
+        raise ConfigError(f"{variable}: unknown value {text!r}; use one of {', '.join(choices)}")
     try:
         if isinstance(option.default, bool):
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]

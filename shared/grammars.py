@@ -122,7 +122,7 @@ def check_text(text: str) -> None:
         GrammarError: the text is too long or nested too deeply.
     """
     if len(text.encode()) > MAX_GRAMMAR:
-        raise GrammarError(f"too long; give at most {MAX_GRAMMAR} bytes")
+        raise GrammarError(f"too long; use at most {MAX_GRAMMAR} bytes")
     depth = 0
     for found in _BRACKET.finditer(text):
         depth = depth + 1 if found[0] in "([{" else max(depth - 1, 0)
@@ -218,7 +218,7 @@ def _source(kind: str, text: str) -> str:
             _check_repetitions(text)
             parts = [{"lark_grammar": text + _OPTIONS}]
         case _:
-            raise GrammarError("missing; give one form of grammar")
+            raise GrammarError("missing; add one form of grammar")
     return json.dumps({"grammars": parts})
 
 
@@ -228,7 +228,7 @@ def _parsed_schema(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise GrammarError(describe_json_error(error)) from None
     if not isinstance(schema, dict):
-        raise GrammarError("must be a JSON object; give a schema as an object")
+        raise GrammarError("must be a JSON object; use a schema as an object")
     return schema
 
 
@@ -238,10 +238,10 @@ def _checked_schema(text: str) -> dict[str, Any]:
         for key in _MINIMA:
             minimum = part.get(key)
             if isinstance(minimum, int) and minimum > MAX_REPEATS:
-                raise GrammarError(f"{key} is too large ({minimum}); give at most {MAX_REPEATS}")
+                raise GrammarError(f"{key} is too large ({minimum}); use at most {MAX_REPEATS}")
         values = part.get("enum")
         if isinstance(values, list) and len(values) > MAX_STRINGS:
-            raise GrammarError(f"an enum has too many values ({len(values)}); give at most {MAX_STRINGS}")
+            raise GrammarError(f"an enum has too many values ({len(values)}); use at most {MAX_STRINGS}")
         properties = part.get("patternProperties")
         for pattern in (part.get("pattern"), *(properties if isinstance(properties, dict) else ())):
             if isinstance(pattern, str):

@@ -73,7 +73,7 @@ def set_level(level: str) -> str:
     """Set the log level, one of `LEVELS`; return the previous one."""
     global _lowest
     if level not in LEVELS:
-        raise ValueError(f"level: unknown value {level!r}; give one of {', '.join(LEVELS)}")
+        raise ValueError(f"level: unknown value {level!r}; use one of {', '.join(LEVELS)}")
     before, _lowest = _lowest, level
     return before
 

@@ -27,10 +27,10 @@ def resolve_model(model: str, *, weights: bool) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"model: {path} contains no config.json; give the folder of a Hugging Face checkpoint")
+            raise ConfigError(f"model: {path} contains no config.json; use the folder of a Hugging Face checkpoint")
         return path
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
-        raise ConfigError(f"model: folder {model} does not exist; give 'demo', a checkpoint folder or a hub id")
+        raise ConfigError(f"model: folder {model} does not exist; use 'demo', a checkpoint folder or a hub id")
     return _from_hub(model, weights=weights)
 
 
@@ -52,10 +52,10 @@ def download(model: str, revision: str, folder: Path) -> None:
         OSError: the folder cannot be written.
     """
     if model.count("/") != 1 or model.startswith(("/", ".")):
-        raise ConfigError(f"model: {model!r} is not a hub id; give ORG/NAME")
+        raise ConfigError(f"model: {model!r} is not a hub id; use ORG/NAME")
     _from_hub(model, weights=True, revision=revision, folder=folder)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model: {model} has no config.json; give a checkpoint in the format of transformers")
+        raise ConfigError(f"model: {model} has no config.json; use a checkpoint in the format of transformers")
 
 
 def _from_hub(model: str, *, weights: bool, revision: str | None = None, folder: Path | None = None) -> Path:

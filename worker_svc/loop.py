@@ -161,7 +161,7 @@ class WorkerLoop:
         return None
 
     def _reconnect(self, lost: Lost) -> None:
-        get_logger().warning("session lost; connecting again", reason=lost.reason)
+        get_logger().warning("session lost; reconnecting", reason=lost.reason)
         unbind_contextvars("epoch", "step")
         self._waiting.clear()
         self._engine.reset()

@@ -9,7 +9,7 @@ from typing import Any
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser for `python -m MODULE`. Every command accepts `--json`."""
     made = argparse.ArgumentParser(f"python -m {module}", description=description)
-    made.add_argument("--json", type=Path, default=None, help="where to write the figures as well")
+    made.add_argument("--json", type=Path, default=None, help="also write the results to this file")
     return made
 
 

@@ -171,7 +171,7 @@ async def _until_all_get_on(load: Load, moment: float) -> None:
     end = time.monotonic() + PATIENCE_S
     while not all(streamed.times and streamed.times[-1] > moment for streamed in load.live.values()):
         if time.monotonic() > end:
-            raise AssertionError("streams do not get on")
+            raise AssertionError("streams make no progress")
         await asyncio.sleep(0.05)
 
 

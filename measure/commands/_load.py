@@ -112,7 +112,7 @@ def add_generator_flags(parser: OneLineParser) -> None:
     add("--slo", action="append", default=[], metavar="NAME=MS", help="limit of good requests: ttft_ms, itl_ms"
         " (for 99 %% of a request's gaps), tpot_ms or e2e_ms; may be repeated")  # fmt: skip
     add("--processes", type=number_of, default=1, metavar="N", help="processes that generate the load (default: 1)")
-    add("--max-in-flight", type=number_of, default=1024, metavar="N", help="most sessions at once (default: 1024)")
+    add("--max-in-flight", type=number_of, default=1024, metavar="N", help="maximum of open sessions (default: 1024)")
     add("--connections", type=number_of, default=1, metavar="N", help="gRPC connections per process (default: 1)")
     add("--drain", type=non_negative, default=60.0, metavar="S", help="time for requests after the last arrival"
         " (default: 60); then they fail as `unfinished`")  # fmt: skip
@@ -348,14 +348,14 @@ def _url(text: str) -> str:
     try:
         Url.parse(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a URL; give http://HOST:PORT") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL; use http://HOST:PORT") from None
     return text.rstrip("/").removesuffix("/v1")
 
 
 def _folder(text: str) -> Path:
     folder = Path(text).expanduser()
     if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder; give the --record-dir of the server's scheduler")
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder; use the --record-dir of the server's scheduler")
     return folder
 
 
@@ -365,7 +365,7 @@ def _lengths(text: str) -> Any:
     try:
         return Lengths.parse(text)
     except ValueError:
-        message = f"{text!r} is not a length; give N, LOW-HIGH or lognormal:MEAN:CV"
+        message = f"{text!r} is not a length; use N, LOW-HIGH or lognormal:MEAN:CV"
         raise argparse.ArgumentTypeError(message) from None
 
 
@@ -403,7 +403,7 @@ def share(text: str) -> float:
     """Parse a number from 0 to 1."""
     value = non_negative(text)
     if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share; give a number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; use a number from 0 to 1")
     return value
 
 

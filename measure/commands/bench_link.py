@@ -60,7 +60,7 @@ def run(options: Namespace) -> int:
     for name in ("rounds", "seconds", "rows", "workers", "burst", "step_ms"):
         value = getattr(options, name)
         if value is not None and value <= 0:
-            raise CommandError(f"--{name.replace('_', '-')}: {value} is too small; give a larger number")
+            raise CommandError(f"--{name.replace('_', '-')}: {value} is too small; use a larger number")
 
     from measure.scheduler.link import LinkBenchError, as_json, cases_for, run_rounds
     from quire_server.serve.layout import child_environment
@@ -85,9 +85,9 @@ def run(options: Namespace) -> int:
 
 
 def _print_table(results: "list[LinkResult]") -> None:
-    print("wait: share of time that workers wait for a plan; worst: that of the worker with the longest wait;")
-    print("late: delay from the end of a step to its answer; CPU: of the scheduler process;")
-    print("turn: longest turn of its loop\n")
+    print("wait: share of time that all workers wait for a plan; worst: the same for the worker that waits longest;")
+    print("late: delay from the end of a step to its result; CPU: CPU time of the scheduler process;")
+    print("turn: longest turn of the scheduler's loop\n")
     print(_HEADER)
     for each in results:
         spread = f"{each.worker_wait_share_min:.2%} .. {each.worker_wait_share_max:.2%}"

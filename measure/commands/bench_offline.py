@@ -53,7 +53,7 @@ def run(options: Namespace) -> int:
     from quire_server.serve.service import fetch_model
 
     if options.max_concurrency < 1:
-        raise CommandError(f"--max-concurrency: {options.max_concurrency} is too small; give at least 1")
+        raise CommandError(f"--max-concurrency: {options.max_concurrency} is too small; use at least 1")
     requests = read_requests(options.requests)
     configure_logging("quire-bench", level="warning")
     config = serve_config(options)

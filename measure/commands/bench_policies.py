@@ -88,7 +88,7 @@ def _campaign(options: Namespace) -> "Campaign":
     for name in ("seconds", "sessions", "workers", "seeds", "kv_tokens"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise CommandError(f"--{name.replace('_', '-')}: {value} is too small; give a number above 0")
+            raise CommandError(f"--{name.replace('_', '-')}: {value} is too small; use a number above 0")
     if options.in_flight not in (1, 2):
         raise CommandError(f"--in-flight: {options.in_flight} is not supported; use 1 or 2")
     costs = read_costs(options.costs)

@@ -52,7 +52,7 @@ def configure(parser: OneLineParser) -> None:
     add = parser.add_argument
     add("--rate", type=positive, metavar="R", help="open loop: sessions that begin per second")
     add("--burstiness", type=positive, default=1.0, metavar="B", help="shape of the gamma distribution of gaps:"
-        " 1 (default) is a Poisson process, smaller is burstier; the CV of the gaps is 1/√B")  # fmt: skip
+        " 1 (default) gives Poisson arrivals, smaller is burstier; the CV of the gaps is 1/√B")  # fmt: skip
     add("--constant", action="store_true", help="open loop: equal gaps")
     add("--ramp-to", type=positive, metavar="R", help="open loop: the rate changes from --rate to this one")
     add("--trace", type=Path, metavar="FILE", help="open loop: times and lengths of a trace of Azure or Mooncake")
@@ -96,7 +96,7 @@ def _check_loop(options: Namespace) -> None:
     given = [name for name in ("rate", "trace", "concurrency") if getattr(options, name) is not None]
     if len(given) != 1:
         said = " and ".join(f"--{name}" for name in given) or "no load"
-        raise CommandError(f"{said} given; give one of --rate (open loop), --trace or --concurrency (closed loop)")
+        raise CommandError(f"{said} given; use one of --rate (open loop), --trace or --concurrency (closed loop)")
     if options.trace is not None and (options.workload or options.dataset):
         raise CommandError("--trace has lengths of its own; remove --workload or --dataset")
 
@@ -129,7 +129,7 @@ def _load(options: Namespace, seed: int, duration_s: float | None) -> "tuple[Ope
         return Users(options.concurrency, options.think), workload
     if options.ramp_to is not None:
         if duration_s is None:
-            raise CommandError("--ramp-to: needs the time of the change; give --duration")
+            raise CommandError("--ramp-to: needs the time of the change; add --duration")
         return Ramp(options.rate, options.ramp_to, options.warmup + duration_s), workload
     if options.constant:
         return Constant(options.rate), workload

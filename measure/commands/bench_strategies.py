@@ -47,7 +47,7 @@ def run(options: Namespace) -> int:
     from measure.strategies import other_work, report
 
     if options.repeats < 1:
-        raise CommandError(f"--repeats: {options.repeats} is too small; give at least 1")
+        raise CommandError(f"--repeats: {options.repeats} is too small; use at least 1")
     if options.source is not None:
         document = json.loads(options.source.read_text("utf-8"))
     else:

@@ -53,14 +53,14 @@ def configure(parser: OneLineParser) -> None:
     )
     add("--think", type=non_negative, default=0.0, metavar="S", help="closed loop: pause of a user, seconds")
     add("--burstiness", type=positive, default=1.0, metavar="B", help="open loop: shape of the gaps' distribution;"
-        " 1 (default) is a Poisson process, smaller is burstier")  # fmt: skip
+        " 1 (default) gives Poisson arrivals, smaller is burstier")  # fmt: skip
     add("--loads", type=_loads, metavar="L,L,…", help="measure these loads only, without a search")
     add("--from", type=positive, default=1.0, dest="first", metavar="L", help="first load of the search (default: 1)")
     add("--to", type=positive, default=256.0, dest="last", metavar="L", help="highest load (default: 256)")
     add("--tolerance", type=positive, default=0.1, metavar="P", help="relative error of the result (default: 0.1)")
-    add("--share", type=share, default=0.95, metavar="P", help="share of requests that must keep the limits"
+    add("--share", type=share, default=0.95, metavar="P", help="share of requests that must be within the limits"
         " (default: 0.95)")  # fmt: skip
-    add("--max-repeats", type=number_of, default=3, metavar="N", help="runs of a load whose result is not sure"
+    add("--max-repeats", type=number_of, default=3, metavar="N", help="runs of a load whose result is uncertain"
         " (default: 3)")  # fmt: skip
     add("--duration", type=positive, default=20.0, metavar="S", help="duration of a run (default: 20)")
     add("--warmup", type=non_negative, default=2.0, metavar="S", help="do not count its first S seconds (default: 2)")
@@ -116,11 +116,11 @@ def _loads_of(options: Namespace) -> "Search | Sequence[float]":
     from measure.load.search import Search
 
     if options.users and any(load != round(load) for load in [*(options.loads or ()), options.first, options.last]):
-        raise CommandError("--users: a number of users is not whole; give whole numbers with --loads, --from and --to")
+        raise CommandError("--users: a number of users is not whole; pass whole numbers with --loads, --from and --to")
     if options.loads:
         return sorted(options.loads)
     if options.first > options.last:
-        raise CommandError(f"--from: {options.first:g} is above --to; give --from below --to")
+        raise CommandError(f"--from: {options.first:g} is above --to; use --from below --to")
     return Search(options.first, options.last, options.tolerance, is_whole=options.users)
 
 

@@ -45,12 +45,12 @@ def configure(parser: OneLineParser) -> None:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="simulate with N workers, at most 1000")
     parser.add_argument("--seed", type=int, default=0, help="seed of the scatter of step times (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print the simulation's figures as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the simulation's results as one JSON object")
     parser.add_argument(
         "--learn-step-times",
         type=Path,
         metavar="FILE",
-        help="write settings, workers and step times of the record into FILE, and end",
+        help="write settings, workers and step times of the record to FILE and exit",
     )
     parser.add_argument(
         "--step-times", type=Path, metavar="FILE", help="simulate with the step times in FILE; required for a trace"
@@ -131,7 +131,7 @@ def _replay(options: Namespace) -> int:
     except SnapshotError as error:
         if code == code_hash():
             raise CommandError(str(error)) from None
-        print(f"note: recorded by other code ({code}) than this ({code_hash()}), whose snapshots do not fit")
+        print(f"note: recorded by other code ({code}) than this ({code_hash()}), whose snapshots are incompatible")
         return _promises(options)
     except (UnreadableRecordError, ReplayError, FileNotFoundError) as error:
         raise CommandError(str(error)) from None

@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
     0: complete; 1: something failed; 3: items remain, run it again; 4: an item terminated the process, and the next
     process continues without it.
     """
-    parser = argparse.ArgumentParser(prog="python -m measure.gpu", description="Measure what only a GPU can tell.")
+    parser = argparse.ArgumentParser(prog="python -m measure.gpu", description="Run the measurements that need a GPU.")
     parser.add_argument("part", choices=("kernels", "steps", "decode", "workloads", "peers"))
     parser.add_argument("--rehearse", action="store_true", help="with a tiny model, on a CPU if there is no GPU")
     parser.add_argument(
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         PARTS[options.part](Context(device, scale, results))
     except DeviceLostError as error:
-        print(f"the device is lost to this process after: {error}", flush=True)
+        print(f"the device stopped responding after: {error}", flush=True)
         return ENDED
     for item in results.skipped:
         print(f"  {item}: no time left")
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if results.failed:
         return 1
     if results.skipped:
-        print("run the same command again to go on")
+        print("run the same command again to continue")
         return 3
     return 0
 

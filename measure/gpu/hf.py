@@ -46,7 +46,7 @@ def generate(model: Any, requests: Sequence[OfflineRequest], device: torch.devic
                 pad_token_id=2,
             )
             if found.shape[1] != prompts.shape[1] + count:
-                raise ValueError("generate did not give the tokens that it was asked for")
+                raise ValueError("generate did not return the requested tokens")
             if attempt:
                 times.append(time.perf_counter() - began)
     seconds = times[1] - times[0]
@@ -74,7 +74,7 @@ def continuous_batching(model: Any, requests: Sequence[OfflineRequest], rows: in
                 out += _tokens_of_next(manager)
             seconds = time.perf_counter() - began
             if out != sum(request.max_tokens for request in part):
-                raise ValueError(f"{out} tokens came where {sum(r.max_tokens for r in part)} were asked for")
+                raise ValueError(f"{out} tokens were generated, but {sum(r.max_tokens for r in part)} were requested")
     finally:
         manager.stop(block=True)
     prompts = sum(len(request.prompt) for request in requests)

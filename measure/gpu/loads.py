@@ -70,7 +70,7 @@ def throughput_figures(requests: Sequence[OfflineRequest], traces: Sequence[Trac
     out = sum(len(trace.times_s) for trace in traces)
     asked = sum(request.max_tokens for request in requests)
     if out != asked:
-        raise ValueError(f"{out} tokens came where {asked} were asked for")
+        raise ValueError(f"{out} tokens were generated, but {asked} were requested")
     return {
         "out_tok_per_s": out / wall_s,
         "total_tok_per_s": (out + sum(len(request.prompt) for request in requests)) / wall_s,

@@ -114,7 +114,7 @@ class Results:
         if name not in self._broken:
             return False
         self.failed.append(name)
-        print(f"  {name}: not begun again, it ended a process before: {self._broken[name]}", flush=True)
+        print(f"  {name}: not run again, because it terminated a process: {self._broken[name]}", flush=True)
         return True
 
     @contextmanager

@@ -99,7 +99,7 @@ def relative(times: list[float], base: list[float]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     """Tune the missing entries; return 1 if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m measure.kernels.tune", description="Tune the attention kernels.")
-    parser.add_argument("--again", action="store_true", help="tune entries again that the table already has")
+    parser.add_argument("--again", action="store_true", help="tune existing entries again")
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="start no new entry after this many seconds"
     )

@@ -102,7 +102,7 @@ def _policy(best: Measured, slo: Slo, has_tenants: bool, has_priorities: bool) -
     if has_tenants:
         return Suggestion("--policy", "fair", "the requests have tenants; fair divides the service between them")
     if server is None or server.waiting is None:
-        reason = "it is not known whether requests wait; give the server's --metrics"
+        reason = "it is not known whether requests wait; use the server's --metrics"
         return Suggestion("--policy", "balanced", reason)
     if server.waiting < 0.5:
         return Suggestion(

@@ -48,7 +48,7 @@ class Slo:
             except ValueError:
                 limit = math.nan
             if not 0 < limit < math.inf:
-                raise ValueError(f"{text!r}: not a limit; give a number of milliseconds, such as {name}=500")
+                raise ValueError(f"{text!r}: not a limit; use a number of milliseconds, such as {name}=500")
             limits[name.removesuffix("_ms") + "_s"] = limit / 1000
         return cls(**limits)
 

@@ -143,7 +143,7 @@ class HttpTarget:
         try:
             return str(body["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise RequestFailedError("/v1/models lists no model; give its name with --model") from None
+            raise RequestFailedError("/v1/models lists no model; pass its name with --model") from None
 
     async def count_tokens(self, prompt: Prompt, *, ignore_eos: bool) -> int:
         """Return how many tokens the server counts for a prompt; 0 if it does not report them. Sends a request.

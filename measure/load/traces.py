@@ -107,9 +107,9 @@ def read_trace(path: Path, seed: int = 0) -> Trace:
             file.seek(0)
             found = list(_mooncake(file, path) if first.lstrip().startswith("{") else _azure(file, path))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a trace of Azure or Mooncake") from None
+        raise ConfigError(f"{path}: cannot be read ({error}); use a trace of Azure or Mooncake") from None
     if not found:
-        raise ConfigError(f"{path}: contains no request; give a trace of Azure or Mooncake")
+        raise ConfigError(f"{path}: contains no request; use a trace of Azure or Mooncake")
     return Trace(tuple(sorted(found, key=lambda each: each.time_s)), seed)
 
 

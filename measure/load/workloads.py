@@ -231,7 +231,7 @@ def read_json_lines(path: Path, name: str = "") -> list[tuple[str, Any]]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{name}{path}: cannot be read ({reason}); give a file of JSON lines in UTF-8") from None
+        raise ConfigError(f"{name}{path}: cannot be read ({reason}); use a file of JSON lines in UTF-8") from None
     found = []
     for number, line in enumerate(lines, 1):
         where = f"{name}{path}, line {number}"

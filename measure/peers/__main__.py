@@ -128,13 +128,13 @@ def _options() -> argparse.Namespace:
         prog="python -m measure.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", default="", help=f"which ones, with commas: {', '.join(p.name for p in PEERS)}")
-    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="what everybody's weights are in")
+    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="weight format of all servers")
     parser.add_argument("--workloads", default="W1,W2,W3,W3w,W4", help="which ones, with commas (all)")
     parser.add_argument("--rounds", type=int, default=3, help="how often everybody runs (3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that compute (all cores)")
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="where all of it lies (build/peers)")
     parser.add_argument("--model", type=Path, help="another checkpoint than the made-up one")
-    parser.add_argument("--json", type=Path, help="write everything that was measured there, or add to it")
+    parser.add_argument("--json", type=Path, help="file for the results; new results are added to it")
     options = parser.parse_args()
     known = {
         "peers": [peer.name for peer in PEERS if peer.weights == options.weights],

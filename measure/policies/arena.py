@@ -158,7 +158,7 @@ class _Arena:
             if not end.refusal and not end.num_outputs == len(served.tokens) == job.num_outputs:
                 raise ArenaError(
                     f"{self._engine.version}: job {end.number} generated {end.num_outputs} tokens, of which"
-                    f" {len(served.tokens)} arrived; {job.num_outputs} were asked for"
+                    f" {len(served.tokens)} arrived; {job.num_outputs} were requested"
                 )
             self._num_live -= 1
             self._prefixes.add((*job.prompt, job.outputs))

@@ -119,9 +119,9 @@ def read_costs(name: str) -> Costs:
     try:
         found = json.loads(Path(name).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--costs: {name}: cannot be read ({error}); give a JSON file or one of {known}") from None
+        raise ConfigError(f"--costs: {name}: cannot be read ({error}); use a JSON file or one of {known}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"--costs: {name}: not a JSON object; give the fields of a device, see docs/arena.md")
+        raise ConfigError(f"--costs: {name}: not a JSON object; use the fields of a device, see docs/arena.md")
     if "step_times" in found:
         try:
             return _of_service(Path(name).stem, from_json(json.dumps(found)))
@@ -134,9 +134,9 @@ def read_costs(name: str) -> Costs:
             raise ConfigError(f"--costs: {name}: unknown field {key!r}; use {', '.join(types)}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
         if key != "name" and not is_number:
-            raise ConfigError(f"--costs: {name}: {key} is {value!r}; give a number of at least 0")
+            raise ConfigError(f"--costs: {name}: {key} is {value!r}; use a number of at least 0")
         if types[key] is int and value < 1:
-            raise ConfigError(f"--costs: {name}: {key} is {value!r}; give a whole number of at least 1")
+            raise ConfigError(f"--costs: {name}: {key} is {value!r}; use a whole number of at least 1")
     missing = [each.name for each in dataclasses.fields(Costs) if each.default is dataclasses.MISSING]
     if absent := [key for key in missing if key not in fields]:
         raise ConfigError(f"--costs: {name}: lacks {', '.join(absent)}; add it")

@@ -127,7 +127,7 @@ def quire_config(specification: Specification, setup: Setup) -> CoreConfig:
         try:
             values[key] = read(text)
         except ValueError:
-            raise ConfigError(f"--schedulers: {name}: {key}={text} is not valid; give a number") from None
+            raise ConfigError(f"--schedulers: {name}: {key}={text} is not valid; use a number") from None
     try:
         config = dataclasses.replace(SchedulerConfig(), **values)  # type: ignore[arg-type]
         return to_core_config(config, AdmissionSettings())

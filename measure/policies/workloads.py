@@ -282,7 +282,7 @@ def trace_of(name: str, path: Path | None, seconds: float) -> list[Recorded]:
         ConfigError: the trace is missing, invalid, or belongs to another workload.
     """
     if path is None:
-        raise ConfigError(f"--trace: the workload {name} needs a trace; give its file, see docs/arena.md")
+        raise ConfigError(f"--trace: the workload {name} needs a trace; pass its file, see docs/arena.md")
     recorded = read(path, seconds)
     has_blocks = any(each.blocks for each in recorded)
     if has_blocks != (name == "mooncake"):

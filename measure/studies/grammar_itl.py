@@ -79,7 +79,7 @@ def main() -> None:
     """Measure the service that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", help="HOST:PORT of the service's gRPC")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     found = asyncio.run(measure(options.target))
     if options.json is not None:

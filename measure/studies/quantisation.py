@@ -2,7 +2,7 @@
 
     python -m measure.studies.quantisation --json measure/results/quantisation.json --docs docs/quantisation.md
 
-Quality: the embedded model reads held-out stories (perplexity) and answers held-out items, as in
+Quality: the bundled model reads held-out stories (perplexity) and answers held-out items, as in
 `tools.demo_model.evaluate`, in bfloat16 and with each kind of weights or KV. Logit error: tiny random models of each
 family, relative to float32. Speed: decode steps of a random model of 0.2 B weights, in turn with those in bfloat16. The
 table in the docs stands between two comments.
@@ -277,7 +277,7 @@ def _speed(ratios: list[float]) -> Speed:
 def table(result: dict[str, Any]) -> str:
     """Return the tables of the docs."""
     lines = [
-        "| embedded model, bfloat16 | perplexity of stories | arithmetic | recall | same choice |",
+        "| bundled model, bfloat16 | perplexity of stories | arithmetic | recall | same choice |",
         "|---|--:|--:|--:|--:|",
     ]
     for kind, row in result["quality"].items():

@@ -87,7 +87,7 @@ def _job(line: bytes, number: int, where: str) -> Job:
         if not isinstance(request.get("custom_id"), str) or not isinstance(body, dict):
             raise BatchError(f"{where}: requires a string custom_id and an object body")
         if url not in URLS:
-            raise BatchError(f"{where}: url: unknown value {url!r}; give one of {', '.join(URLS)}")
+            raise BatchError(f"{where}: url: unknown value {url!r}; use one of {', '.join(URLS)}")
         return Job(request["custom_id"], url, _without_streaming(body), simple=False)
     job_id = str(request.pop("id", number))
     if ("prompt" in request) == ("messages" in request):

@@ -5,18 +5,18 @@ from quire_server.serve.supervisor import ServeError
 from shared.config import ConfigError
 
 _START_SERVER = "start a server with quire serve, or give its gRPC address with --target"
-_NOT_GRPC = "does not speak gRPC; give the service's gRPC address with --target, not the HTTP one"
+_NOT_GRPC = "does not speak gRPC; pass the service's gRPC address with --target, not the HTTP one"
 _INSTALL_WORKER = 'pip install "$(ls dist/quire_server-*.whl)[worker]"'
 """Installs what workers need with the wheel of `make dist`. Distributions of ours are on no package index."""
 _GRPC_FAILURES = (
     ("Failed parsing HTTP/2", _NOT_GRPC),
     ("missing selected ALPN", _NOT_GRPC),
     ("WRONG_VERSION_NUMBER", "does not speak TLS; remove --tls-ca"),
-    ("CERTIFICATE_VERIFY_FAILED", "certificate not accepted; give its CA with --tls-ca"),
-    ("not in peer certificate", "certificate issued for another name; give the name in the certificate with --target"),
+    ("CERTIFICATE_VERIFY_FAILED", "certificate not accepted; pass its CA with --tls-ca"),
+    ("not in peer certificate", "certificate issued for another name; pass the name in the certificate with --target"),
     ("Socket closed", "closed the connection; if it speaks TLS, give --tls-ca"),
     ("Connection refused", f"nothing listens there; {_START_SERVER}"),
-    ("errors resolving", "host name not found; give HOST:PORT with --target"),
+    ("errors resolving", "host name not found; pass HOST:PORT with --target"),
 )
 """Parts of gRPC's messages about failed connections, and their meaning. gRPC has no codes for these."""
 

@@ -46,7 +46,7 @@ _VLLM = {
     "--reasoning-parser": "use --parser; by default the chat template decides",
     "--speculative-config": "use --speculation, --speculative-tokens and --draft-model",
     "--num-speculative-tokens": "use --speculative-tokens",
-    "--seed": "give the seed in the request",
+    "--seed": "pass the seed in the request",
     "-q": "use --quantization",
     "--use-v2-block-manager": _PAGED,
     "--num-lookahead-slots": "use --speculative-tokens",
@@ -125,7 +125,7 @@ _SGLANG = {
     "--speculative-algorithm": "use --speculation",
     "--speculative-draft-model-path": "use --speculation draft with --draft-model",
     "--speculative-num-draft-tokens": "use --speculative-tokens",
-    "--random-seed": "give the seed in the request",
+    "--random-seed": "pass the seed in the request",
 }
 _TRITON_AND_TORCHSERVE = {
     "--model-repository": "use --model with the folder of one checkpoint",

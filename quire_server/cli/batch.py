@@ -63,7 +63,7 @@ def run(options: Namespace) -> int:
     from quire_server.batch.runner import Progress, Runner
 
     if options.concurrency < 1:
-        raise CommandError(f"--concurrency: {options.concurrency} is too small; give at least 1")
+        raise CommandError(f"--concurrency: {options.concurrency} is too small; use at least 1")
     if options.requests.resolve() == options.answers.resolve():
         raise CommandError("answers: the same file as the requests; name another file")
     try:

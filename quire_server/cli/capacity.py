@@ -41,7 +41,13 @@ def configure(parser: OneLineParser) -> None:
     add("--kv-cache-memory", metavar="SIZE", help="memory for KV alone, as on a CPU, in place of --gpu-memory")
     add("--context", metavar="N,…", help="tokens of a request, prompt and output (default: 2048,4096,32768)")
     add("--output", type=int, default=256, metavar="N", help="tokens of a request that are generated (default: 256)")
-    add("--shared-prefix", type=int, default=0, metavar="N", help="first tokens that all requests share (default: 0)")
+    add(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that all prompts begin with (default: 0)",
+    )
     add("--dtype", type=lambda word: DTYPE_ALIASES.get(word, word), choices=("auto", "float32", "bfloat16", "float16"),
         default="auto", help="type of weights and KV (default: as in config.json)")  # fmt: skip
     add("--quantization", choices=("none", "int8", "int4"), default="none", help="weights (Quire: on CPUs only)")
@@ -62,10 +68,10 @@ def run(options: Namespace) -> int:
     options.max_num_seqs = options.max_num_seqs or (256 if options.kv_cache_memory is None else 64)
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
         if getattr(options, name) < 1:
-            raise CommandError(f"--{name.replace('_', '-')}: {getattr(options, name)} is too small; give at least 1")
+            raise CommandError(f"--{name.replace('_', '-')}: {getattr(options, name)} is too small; use at least 1")
     if not 0 < options.gpu_memory_utilization <= 1:
         raise CommandError(
-            f"--gpu-memory-utilization: {options.gpu_memory_utilization:g} is not a share; give more than 0, at most 1"
+            f"--gpu-memory-utilization: {options.gpu_memory_utilization:g} is not a share; use more than 0, at most 1"
         )
     sizes = _model(options)
     if options.dtype != "auto":
@@ -95,7 +101,7 @@ def run(options: Namespace) -> int:
         own = weights_bytes(sizes, serving.quantization, longest, serving.tensor_parallel_size)
         memory = fit(usable, sizes, serving, weights=own, step=step)
     else:
-        raise CommandError("--gpu-memory is missing; give for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
+        raise CommandError("--gpu-memory is missing; add for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
         for context in _contexts(options, longest)
@@ -127,9 +133,9 @@ def _model(options: Namespace) -> "ModelSizes":
     try:
         config = json.loads(path.read_text("utf-8"))
     except ValueError:
-        raise CommandError(f"--model: {path} is not JSON; give a config.json") from None
+        raise CommandError(f"--model: {path} is not JSON; use a config.json") from None
     if not isinstance(config, dict):
-        raise CommandError(f"--model: {path} is not a JSON object; give a config.json")
+        raise CommandError(f"--model: {path} is not a JSON object; use a config.json")
     sizes = sizes_from_config(config)
     if counts_weights_of(config):
         return sizes

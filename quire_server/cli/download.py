@@ -30,7 +30,7 @@ def run(options: Namespace) -> int:
     """Download the model, then give the folder its name."""
     folder: Path = options.folder
     if (folder / "config.json").is_file():
-        print(f"{folder}: there already; nothing is downloaded")
+        print(f"{folder}: exists already; nothing to download")
         return 0
     if folder.exists():
         raise ConfigError(f"folder: {folder} exists, but holds no model; choose a folder that does not exist")

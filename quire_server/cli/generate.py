@@ -79,7 +79,7 @@ def run(options: Namespace) -> int:
     """Send the request; raise `quire.errors.QuireError` when it fails."""
     prompt = options.prompt
     if prompt is None and sys.stdin.isatty():
-        raise CommandError("prompt: missing; give the text, or - to read it from stdin")
+        raise CommandError("prompt: missing; add the text, or - to read it from stdin")
     if prompt in (None, "-"):
         prompt = sys.stdin.read()
     given: GenerateOptions = given_options(options, _FORWARDED_OPTIONS)

@@ -65,7 +65,7 @@ def run(options: Namespace) -> int:
         print(add_principal(Path(options.folder), options.name, is_admin=options.admin))
         return 0
     if not options.folder:
-        raise ConfigError("folder: missing; give the folder of the keys")
+        raise ConfigError("folder: missing; add the folder of the keys")
     folder, name = Path(options.folder), options.name
     if options.action == "create":
         if name:
@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
         create(folder)
         return 0
     if not name or Path(name).name != name or name == SCHEDULER:
-        raise ConfigError(f"name: {name!r} is not a valid name of a worker or front end; give a plain file name")
+        raise ConfigError(f"name: {name!r} is not a valid name of a worker or front end; use a plain file name")
     match options.action:
         case "add":
             add(folder, name, options.role)

@@ -17,7 +17,7 @@ from shared.config import ConfigError, FrontendConfig, SchedulerConfig, ServiceC
 from shared.config_sources import API_KEY_VARIABLE, ConfigSources
 
 EXAMPLES = """
-  quire serve                                                  the embedded model
+  quire serve                                                  the bundled model
   quire serve ~/models/my-model --dtype bf16                   a local Hugging Face checkpoint
   quire serve --config quire.toml --max-num-seqs 128           settings from a file, one of them from a flag
   quire serve --workers 2 --frontends 2 --grpc-port 0          two workers, two front ends, any free port
@@ -70,12 +70,12 @@ def run(options: Namespace) -> int:
     """Serve until a signal ends it."""
     if options.served is not None:
         if options.model is not None:
-            raise ConfigError(f"model: given twice, as {options.served!r} and with --model; give one")
+            raise ConfigError(f"model: given twice, as {options.served!r} and with --model; use one")
         options.model = options.served
     if options.port is not None:
         if options.http_port is not None:
             raise ConfigError(
-                f"http_port: given twice, as --port {options.port} and --http-port {options.http_port}; give one"
+                f"http_port: given twice, as --port {options.port} and --http-port {options.http_port}; use one"
                 " (--grpc-port is the other port)"
             )
         options.http_port = options.port

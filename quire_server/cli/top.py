@@ -28,7 +28,7 @@ def configure(parser: OneLineParser) -> None:
     add = parser.add_argument
     add_target(parser)
     add("--every", type=float, default=1.0, metavar="S", help="least seconds between two updates (default: 1)")
-    add("--once", action="store_true", help="print the figures of one second and exit")
+    add("--once", action="store_true", help="print the numbers for one second and exit")
 
 
 def run(options: Namespace) -> int:
@@ -36,7 +36,7 @@ def run(options: Namespace) -> int:
     from quire_server.cli._top_view import Top
 
     if not options.every > 0:
-        raise CommandError(f"--every: {options.every:g} is too small; give a number > 0")
+        raise CommandError(f"--every: {options.every:g} is too small; use a number > 0")
     top = Top(options.target)
     with admin_stub(options) as stub:
         parts = stub.WatchSteps(admin_pb2.WatchStepsRequest(tables=True), metadata=_calls.call_metadata(token()))

@@ -42,14 +42,14 @@ class ServeConfig:
     def __post_init__(self) -> None:
         for name in ("frontends", "workers"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} is too small; give at least 1")
+                raise ConfigError(f"{name}: {getattr(self, name)} is too small; use at least 1")
         if self.frontend.tls_client_ca and self.frontend.health_port <= 0:
             raise ConfigError(
-                "tls_client_ca: requires --health-port, because health probes have no client certificate; give a port"
+                "tls_client_ca: requires --health-port, because health probes have no client certificate; use a port"
             )
         if not (self.watchdog_s == 0 or self.watchdog_s >= 2):
             raise ConfigError(
-                f"watchdog_s: {self.watchdog_s:g} is too small; give at least 2, or 0 to disable the watchdog"
+                f"watchdog_s: {self.watchdog_s:g} is too small; use at least 2, or 0 to disable the watchdog"
             )
 
 

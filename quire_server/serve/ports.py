@@ -36,7 +36,7 @@ def reserve_ports(holder: ExitStack, host: str, *, grpc_port: int, http_port: in
 def _reserve(holder: ExitStack, host: str, wanted: _Wanted) -> int:
     flag = "--" + wanted.setting.replace("_", "-")
     if not 0 <= wanted.port <= 65535:
-        raise ConfigError(f"{wanted.setting}: {wanted.port} is not a port; give 0 to 65535 with {flag}")
+        raise ConfigError(f"{wanted.setting}: {wanted.port} is not a port; use 0 to 65535 with {flag}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

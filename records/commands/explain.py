@@ -30,7 +30,7 @@ def configure(parser: OneLineParser) -> None:
     choice.add_argument("request", nargs="?", metavar="REQUEST", help="id of a request, live or ended")
     choice.add_argument("--slowest", type=int, metavar="N", help="list the N slowest requests and why they were slow")
     choice.add_argument("--step", metavar="WORKER:N", help="show a step of a worker and the requests in it")
-    parser.add_argument("--since", default="10m", metavar="TIME", help="with --slowest: how far back (default: 10m)")
+    parser.add_argument("--since", default="10m", metavar="TIME", help="period for --slowest (default: 10m)")
     parser.add_argument("--record-dir", metavar="DIR", help="read the record in this folder or file, without a service")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_target(parser)
@@ -43,7 +43,7 @@ def run(options: Namespace) -> int:
         question.slowest = max(options.slowest, 0)
         seconds = _seconds(options.since)
         if seconds is None:
-            raise CommandError(f"since: {options.since!r} is not a time; give 90s, 10m or 2h")
+            raise CommandError(f"since: {options.since!r} is not a time; use 90s, 10m or 2h")
         question.since.FromSeconds(seconds)
     elif options.step is not None:
         question.step = options.step

@@ -46,7 +46,7 @@ def check(question: admin.ExplainRequest) -> None:
     """
     if not (question.request_id or question.slowest or question.step):
         raise InvalidRequestError(
-            FieldViolation("request_id", "missing; give the id of a request, a number of slowest requests, or a step")
+            FieldViolation("request_id", "missing; add the id of a request, a number of slowest requests, or a step")
         )
     if question.step:
         _step_named(question.step)
@@ -155,7 +155,7 @@ def _of_step(name: str, segments: list[Segment]) -> Answer:
     worker_id, number = _step_named(name)
     found: Findings = study(segments, wanted_step=(worker_id, number))
     if not found.steps:
-        raise RequestNotFoundError(f"step: the record has no answered step {number} of a worker {worker_id!r}")
+        raise RequestNotFoundError(f"step: the record has no completed step {number} of worker {worker_id!r}")
     text = "\n".join(step_page(step, found.names) for step in found.steps)
     return Answer(text, {"steps": [step_json(step, found.names) for step in found.steps]})
 

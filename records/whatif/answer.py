@@ -103,7 +103,7 @@ def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, 
         SimulationError: the case cannot be served with these settings.
     """
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
-        raise ConfigError(f"workers: {workers} is out of range; give 1 to {MOST_WORKERS}")
+        raise ConfigError(f"workers: {workers} is out of range; use 1 to {MOST_WORKERS}")
     service = case.service
 
     def run(members: Sequence[Member], config: CoreConfig) -> Simulated:

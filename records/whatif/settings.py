@@ -57,7 +57,7 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
         name, separator, text = each.partition("=")
         name = name.strip().replace("-", "_")
         if not separator:
-            raise ConfigError(f"set: {each!r} has no value; give NAME=VALUE, for example max_num_seqs=128")
+            raise ConfigError(f"set: {each!r} has no value; use NAME=VALUE, for example max_num_seqs=128")
         if name in _SPECULATION:
             of_workers["max_draft_tokens"] = _most_drafts(name, text.strip())
             continue
@@ -125,4 +125,4 @@ def _why_not(name: str) -> str:
 
 def _hint(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; give one of {', '.join(sorted(known))}"
+    return f"; did you mean {close[0]}?" if close else f"; use one of {', '.join(sorted(known))}"

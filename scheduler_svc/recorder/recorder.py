@@ -271,7 +271,7 @@ class Recorder:
         if encoder.view_error is not None:
             error, encoder.view_error = encoder.view_error, None
             if not self._view_errors:
-                log.error("live views ended by an error; recording goes on; please report this", exc_info=error)
+                log.error("live views ended by an error; recording continues; please report this", exc_info=error)
             self._view_errors += 1
             self.views_failed = True
         part = None if encoder.view is None else encoder.view.take()
@@ -329,7 +329,7 @@ class Recorder:
         self.stats.failures += 1
         if self.stats.writes:
             self.stats.writes = False
-            log.warning("flight recorder: not recording; the service goes on", reason=reason, then=then)
+            log.warning("flight recorder: not recording; the service continues", reason=reason, then=then)
 
     def _copy_snapshot(self) -> None:
         """Copy the snapshot process's output into the segment."""

@@ -84,7 +84,7 @@ class SegmentReader:
             self.left_out = len(data)
             return
         if data[: len(_HEADER) - 1] != _HEADER[:-1]:
-            raise UnreadableRecordError(f"{self.path}: not a flight record; give a file that ends in {SUFFIX}")
+            raise UnreadableRecordError(f"{self.path}: not a flight record; use a file that ends in {SUFFIX}")
         if data[: len(_HEADER)] != _HEADER:
             raise UnreadableRecordError(f"{self.path}: written by a newer release; use that release to read it")
         stream, position = zlib.decompressobj(), len(_HEADER)

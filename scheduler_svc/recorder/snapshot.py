@@ -78,7 +78,9 @@ def load(data: bytes, facts: TokenFacts) -> Scheduler:
     try:
         core = _Reader(json.loads(zlib.decompressobj().decompress(data, _MAX_STATE)), facts).read()
     except (zlib.error, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError) as error:
-        raise SnapshotError(f"snapshot: it does not fit this release ({error!r}); use the one that wrote it") from None
+        raise SnapshotError(
+            f"snapshot: incompatible with this release ({error!r}); use the one that wrote it"
+        ) from None
     if not isinstance(core, Scheduler):
         raise SnapshotError("snapshot: it is not the state of a scheduler; use another segment")
     return core

@@ -254,7 +254,7 @@ def _read(path: Path) -> _Known:
                 digest = b""
             if len(digest) != hashlib.sha256().digest_size:
                 raise ConfigError(
-                    f"principals: {path}: tokens of {name}: not a SHA-256 digest; give the SHA-256 of the token in hex"
+                    f"principals: {path}: tokens of {name}: not a SHA-256 digest; use the SHA-256 of the token in hex"
                 )
             known.by_digest.append((digest, principal))
         for certificate in _strings(path, name, entry, "certificates"):

@@ -110,7 +110,7 @@ def server_tls(config: FrontendConfig) -> ServerTls | None:
     if not config.tls_cert and not config.tls_key and not config.tls_client_ca:
         return None
     if not config.tls_cert or not config.tls_key:
-        raise ConfigError("tls_cert, tls_key (--tls-cert, --tls-key): TLS needs both; give both or none")
+        raise ConfigError("tls_cert, tls_key (--tls-cert, --tls-key): TLS needs both; use both or none")
     return ServerTls(TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca))
 
 

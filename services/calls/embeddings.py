@@ -210,7 +210,7 @@ def _violations(request: v1.EmbedRequest, model: link_pb2.ServedModel) -> Violat
         yield FieldViolation("inputs", f"must hold 1 to {MAX_INPUTS} inputs, not {len(request.inputs)}")
     num_ids = sum(len(each.token_ids.ids) for each in request.inputs[:MAX_INPUTS])
     if num_ids > MAX_TOKEN_IDS:
-        yield FieldViolation("inputs", f"too many token ids ({num_ids}); give at most {MAX_TOKEN_IDS} in a call")
+        yield FieldViolation("inputs", f"too many token ids ({num_ids}); use at most {MAX_TOKEN_IDS} in a call")
         return
     for index, each in enumerate(request.inputs[:MAX_INPUTS]):
         field = f"inputs[{index}]"
@@ -220,9 +220,9 @@ def _violations(request: v1.EmbedRequest, model: link_pb2.ServedModel) -> Violat
             case "token_ids":
                 yield from check_token_ids(each.token_ids.ids, model.vocab_size, f"{field}.token_ids")
             case _:
-                yield FieldViolation(field, "missing; give one of `text` and `token_ids`")
+                yield FieldViolation(field, "missing; add one of `text` and `token_ids`")
     if request.pooling not in v1.Pooling.values():
-        yield FieldViolation("pooling", f"unknown value {request.pooling}; give POOLING_LAST or POOLING_MEAN")
+        yield FieldViolation("pooling", f"unknown value {request.pooling}; use POOLING_LAST or POOLING_MEAN")
     if request.HasField("truncate_prompt_tokens"):
         yield from check_truncation(request.truncate_prompt_tokens, "truncate_prompt_tokens")
     yield from check_scheduling(request.scheduling)

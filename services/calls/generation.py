@@ -233,7 +233,7 @@ class Generator:
         """
         services = self._services
         if not request.request_id:
-            raise InvalidRequestError(FieldViolation("request_id", "missing; give the id of the request"))
+            raise InvalidRequestError(FieldViolation("request_id", "missing; add the id of the request"))
         with request_span(services.tracer, caller.traceparent, caller.operation, services.tail) as span:
             model = services.served_model()
             wakeup = Wakeup()
@@ -286,7 +286,7 @@ class Generator:
             NotReadyError: the core did not respond in time.
         """
         if not request_id:
-            raise InvalidRequestError(FieldViolation("request_id", "missing; give the id of the request"))
+            raise InvalidRequestError(FieldViolation("request_id", "missing; add the id of the request"))
         identities = [request_identity(principal, request_id, choice) for choice in range(MAX_CHOICES)]
         order = link_pb2.OperatorRequest(cancel_requests=link_pb2.CancelRequests(identities=identities))
         await self._services.link.operate(order)

@@ -99,7 +99,7 @@ class Scorer:
         size = repeats * sum(len(text.encode()) for text in queries) + sum(len(text.encode()) for text in documents)
         if size > MAX_TEXT_BYTES:
             counted = ", in which the query counts once for each document" if repeats > 1 else ""
-            what = f"{size} bytes of text{counted}; give at most {MAX_TEXT_BYTES}, in several requests"
+            what = f"{size} bytes of text{counted}; use at most {MAX_TEXT_BYTES}, in several requests"
             violations.append(FieldViolation("documents", what))
         if self._judge is None:
             if request.instruction:

@@ -30,7 +30,7 @@ class Texts:
             case "chat":
                 violations += check_chat(request.chat, tokenizer.has_chat_template)
             case _:
-                violations.append(FieldViolation("input", "missing; give one of `text` and `chat`"))
+                violations.append(FieldViolation("input", "missing; add one of `text` and `chat`"))
         if violations:
             raise InvalidRequestError(*violations)
         if request.HasField("chat"):

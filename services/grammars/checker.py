@@ -203,7 +203,7 @@ def check_grammar(request: v1.GenerateRequest) -> Iterator[FieldViolation]:
     grammar = request.grammar
     kind = grammar.WhichOneof("kind")
     if kind is None:
-        yield FieldViolation("grammar", "missing; give one of `json_schema`, `regex`, `ebnf`, `choice`, `json_object`")
+        yield FieldViolation("grammar", "missing; add one of `json_schema`, `regex`, `ebnf`, `choice`, `json_object`")
         return
     if grammar.whitespace and kind not in ("json_schema", "json_object"):
         yield FieldViolation("grammar.whitespace", "only JSON has whitespace to allow; leave it unset")
@@ -216,6 +216,6 @@ def check_grammar(request: v1.GenerateRequest) -> Iterator[FieldViolation]:
     elif kind != "json_object" and not getattr(grammar, kind):
         yield FieldViolation(f"grammar.{kind}", "must not be empty")
     if grammar.ByteSize() > MAX_GRAMMAR:
-        yield FieldViolation(f"grammar.{kind}", f"too long; give at most {MAX_GRAMMAR} bytes")
+        yield FieldViolation(f"grammar.{kind}", f"too long; use at most {MAX_GRAMMAR} bytes")
     if request.stop.min_tokens:
         yield FieldViolation("stop.min_tokens", "cannot be combined with `grammar`, which decides when the output ends")

@@ -44,7 +44,7 @@ def _forward(link: CoreLink, response_type: type[Message]) -> Callable[[Message,
         timeout_s = _SLOW.get(type(request).__name__, OPERATOR_TIMEOUT_S)
         reply, response = await link.operate(order, timeout_s), response_type()
         if not reply.response.Unpack(response):
-            raise UnsupportedMethodError("scheduler: does not know this call; upgrade it to the front end's version")
+            raise UnsupportedMethodError("scheduler: does not support this call; upgrade it to the front end's version")
         return response
 
     return handler

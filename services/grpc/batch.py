@@ -94,7 +94,7 @@ class Batch:
                 self._running[key] = task
                 task.add_done_callback(lambda _: self._done(key))
             case _:
-                raise InvalidRequestError(FieldViolation("action", "missing; give one of `request` and `cancel`"))
+                raise InvalidRequestError(FieldViolation("action", "missing; add one of `request` and `cancel`"))
 
     def _done(self, key: int) -> None:
         self._running.pop(key, None)

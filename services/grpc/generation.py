@@ -38,7 +38,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GenerateOnce(self, request: v1.GenerateOnceRequest, context: Context) -> v1.GenerateOnceResponse:
         """Generate from one prompt and return one response."""
         if not request.HasField("request"):
-            raise InvalidRequestError(FieldViolation("request", "missing; give the request to generate from"))
+            raise InvalidRequestError(FieldViolation("request", "missing; add the request to generate from"))
         collector = Collector()
         await self._generator.run(request.request, make_caller(context, rpc("GenerateOnce")), collector.send)
         return collector.response()

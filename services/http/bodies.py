@@ -107,7 +107,7 @@ def _document(raw: bytes) -> object:
         found = _DUPLICATE.search(str(error))
         if found is None:
             raise InvalidRequestError(FieldViolation("body", _json_description(raw, str(error)))) from None
-        what = f"given twice (second at {found[2]}); give it once"
+        what = f"given twice (second at {found[2]}); use it once"
         raise InvalidRequestError(FieldViolation(found[1][:_SHOWN_KEY], what)) from None
     return document
 

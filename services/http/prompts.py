@@ -80,7 +80,7 @@ def prepare_chat(body: ChatBody, request_id: str, *, strict_order: bool) -> Prep
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise InvalidRequestError(
             FieldViolation(
-                "max_tokens", "differs from max_completion_tokens; give one of them (max_tokens is the old name)"
+                "max_tokens", "differs from max_completion_tokens; use one of them (max_tokens is the old name)"
             )
         )
     max_tokens_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -144,7 +144,7 @@ def fill_chat(
         if message.content is None and not message.tool_calls:
             raise InvalidRequestError(
                 FieldViolation(
-                    f"messages[{number}].content", "missing; give a text (only a message with tool_calls needs none)"
+                    f"messages[{number}].content", "missing; add a text (only a message with tool_calls needs none)"
                 )
             )
     for message in in_strict_order(messages) if strict_order else messages:

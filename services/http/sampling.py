@@ -100,7 +100,7 @@ def fill_grammar(request: v1.GenerateRequest, body: SamplingBody) -> str:
     constraints = list(_constraints(body))
     if len(constraints) > 1:
         (first, _), (second, _) = constraints[:2]
-        raise InvalidRequestError(FieldViolation(second, f"cannot be combined with {first}; give one constraint"))
+        raise InvalidRequestError(FieldViolation(second, f"cannot be combined with {first}; use one constraint"))
     for name, grammar in constraints:
         request.grammar.CopyFrom(grammar)
         return name

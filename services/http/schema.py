@@ -228,7 +228,7 @@ class NamedSchema(Body):
     name: str = "schema"
     description: str | None = None
     schema_: JsonObject | bool = Field(default_factory=dict, alias="schema")
-    strict: bool | None = Field(default=None, description="accepted without effect: answers always follow the schema")
+    strict: bool | None = Field(default=None, description="accepted without effect: output always follows the schema")
 
 
 class ResponseFormat(Body):
@@ -279,9 +279,9 @@ class ScheduledBody(Body):
 class QueuedBody(ScheduledBody):
     """Common fields of OpenAI's completions, chat and embeddings."""
 
-    model: str = Field(default="", max_length=256, description="empty: the served model")
+    model: str = Field(default="", max_length=256, description="model name; empty for the served model")
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | Literal[-1] | None = Field(
-        default=None, description="keep the last tokens, at most those that fit into the context; -1: these"
+        default=None, description="keep the last N tokens that fit into the context; -1 keeps all that fit"
     )
 
     @property
@@ -319,7 +319,7 @@ class SamplingOptions(Body):
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=0x7FFFFFFF)] | None = Field(default=None, description="-1 and 0: all tokens")
+    top_k: Annotated[int, Field(ge=-1, le=0x7FFFFFFF)] | None = Field(default=None, description="-1, 0: no limit")
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None

@@ -86,7 +86,7 @@ def read_sampling_defaults(setting: str, folder: Path) -> SamplingDefaults:
         if setting == "auto":
             return SamplingDefaults()
         raise ConfigError(
-            f"generation_config: {path} does not exist; give auto, none, or the path of a {FILE} or of its folder"
+            f"generation_config: {path} does not exist; use auto, none, or the path of a {FILE} or of its folder"
         )
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -86,7 +86,7 @@ class Prompts:
         allowed = set(from_column(valid.sampling.allowed_token_ids).tolist())
         if allowed <= banned if allowed else len(banned) >= model.vocab_size:
             raise InvalidRequestError(
-                FieldViolation("sampling.bad_words", "no token is left to sample; give fewer bad words")
+                FieldViolation("sampling.bad_words", "no token is left to sample; use fewer bad words")
             )
         valid.sampling.banned_token_ids = to_column(sorted(banned))
         valid.sampling.bad_words.extend(to_column(ids) for ids in sorted(longer))

@@ -78,7 +78,7 @@ def _check_choice(request: v1.GenerateRequest, functions: list[Function | None])
     named += [(f"chat.tool_choice.allowed[{index}]", name) for index, name in enumerate(choice.allowed)]
     for field, name in named:
         if name not in known:
-            yield FieldViolation(field, f"no tool is named {name[:64]!r}; give the name of one of tools")
+            yield FieldViolation(field, f"no tool is named {name[:64]!r}; use the name of one of tools")
             return
 
 

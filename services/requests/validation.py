@@ -168,14 +168,14 @@ def resolve_max_tokens(
     """
     room = model.max_model_len - num_prompt_tokens
     if num_prompt_tokens == 0:
-        raise InvalidRequestError(FieldViolation(field, "the prompt is empty; give at least one token"))
+        raise InvalidRequestError(FieldViolation(field, "the prompt is empty; use at least one token"))
     if room < 1:
         raise ContextLengthError(
             FieldViolation(
                 field,
                 # LangChain looks for "prompt is too long", litellm for "this model's maximum context length is".
                 f"the prompt is too long: this model's maximum context length is {model.max_model_len} tokens, and the"
-                f" prompt has {num_prompt_tokens}; give at most {model.max_model_len - 1}",
+                f" prompt has {num_prompt_tokens}; use at most {model.max_model_len - 1}",
             )
         )
     if max_tokens is None:
@@ -185,7 +185,7 @@ def resolve_max_tokens(
             FieldViolation(
                 "stop.max_tokens",
                 f"{max_tokens} is too large: this model's maximum context length is {model.max_model_len} tokens, and"
-                f" the prompt has {num_prompt_tokens}; give at most {room}",
+                f" the prompt has {num_prompt_tokens}; use at most {room}",
             )
         )
     return max_tokens
@@ -232,15 +232,15 @@ def check_model(name: str, model: link_pb2.ServedModel) -> None:
 def check_text(text: str, field: str, *, may_be_empty: bool = False) -> Violations:
     """Check plain text for the tokenizer."""
     if not (text or may_be_empty):
-        yield FieldViolation(field, "the prompt is empty; give at least one token")
+        yield FieldViolation(field, "the prompt is empty; use at least one token")
     elif len(text.encode()) > MAX_TEXT:
-        yield FieldViolation(field, f"too long; give at most {MAX_TEXT} bytes")
+        yield FieldViolation(field, f"too long; use at most {MAX_TEXT} bytes")
 
 
 def check_token_ids(ids: Collection[int], vocab_size: int, field: str, limit: int = MAX_TOKEN_IDS) -> Violations:
     """Check that the ids are in the vocabulary and not too many."""
     if len(ids) > limit:
-        yield FieldViolation(field, f"too many ids ({len(ids)}); give at most {limit}")
+        yield FieldViolation(field, f"too many ids ({len(ids)}); use at most {limit}")
     elif ids and max(ids) >= vocab_size:
         position, wrong = next((i, token_id) for i, token_id in enumerate(ids) if token_id >= vocab_size)
         yield FieldViolation(field, f"id {wrong} at position {position} is outside [0, {vocab_size})")
@@ -249,7 +249,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, field: str, limit: in
 def check_request_id(request_id: str) -> Violations:
     """Check the id that the client has chosen; empty: none."""
     if len(request_id) > MAX_REQUEST_ID:
-        yield FieldViolation("request_id", f"too long; give at most {MAX_REQUEST_ID} bytes")
+        yield FieldViolation("request_id", f"too long; use at most {MAX_REQUEST_ID} bytes")
     elif not (request_id.isascii() and request_id.isprintable()):
         yield FieldViolation("request_id", "must be printable ASCII")
 
@@ -269,10 +269,10 @@ def _check_input(request: v1.GenerateRequest, model: link_pb2.ServedModel, has_c
         case "token_ids":
             ids = request.token_ids.ids
             if not ids:
-                yield FieldViolation("token_ids", "the prompt is empty; give at least one token")
+                yield FieldViolation("token_ids", "the prompt is empty; use at least one token")
             yield from check_token_ids(ids, model.vocab_size, "token_ids")
         case _:
-            yield FieldViolation("input", "missing; give one of `text`, `chat` and `token_ids`")
+            yield FieldViolation("input", "missing; add one of `text`, `chat` and `token_ids`")
 
 
 def check_sampling_ranges(sampling: v1.SamplingOptions) -> Violations:
@@ -308,7 +308,7 @@ def _check_token_sets(sampling: v1.SamplingOptions, model: link_pb2.ServedModel)
     if banned and (set(banned) >= set(allowed) if allowed else len(set(banned)) >= model.vocab_size):
         yield FieldViolation("sampling.banned_token_ids", "no token is left to sample; ban fewer tokens")
     if len(sampling.bad_words) > MAX_BAD_WORDS:
-        yield FieldViolation("sampling.bad_words", f"too many words; give at most {MAX_BAD_WORDS}")
+        yield FieldViolation("sampling.bad_words", f"too many words; use at most {MAX_BAD_WORDS}")
     for index, word in enumerate(sampling.bad_words[:MAX_BAD_WORDS]):
         if not 0 < len(word.encode()) <= MAX_BAD_WORD:
             yield FieldViolation(f"sampling.bad_words[{index}]", f"must have 1 to {MAX_BAD_WORD} bytes")
@@ -328,7 +328,7 @@ def _check_stop(request: v1.GenerateRequest, model: link_pb2.ServedModel) -> Vio
     if stop.min_tokens > (stop.max_tokens if stop.HasField("max_tokens") else model.max_model_len):
         yield FieldViolation("stop.min_tokens", "must be <= max_tokens and <= the model's context length")
     if len(stop.stop_strings) > MAX_STOP_STRINGS:
-        yield FieldViolation("stop.stop_strings", f"too many strings; give at most {MAX_STOP_STRINGS}")
+        yield FieldViolation("stop.stop_strings", f"too many strings; use at most {MAX_STOP_STRINGS}")
     for index, stop_string in enumerate(stop.stop_strings[:MAX_STOP_STRINGS]):
         if not 0 < len(stop_string.encode()) <= MAX_STOP_STRING:
             yield FieldViolation(f"stop.stop_strings[{index}]", f"must have 1 to {MAX_STOP_STRING} bytes")

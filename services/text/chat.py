@@ -70,9 +70,9 @@ def check_chat(chat: v1.ChatInput, has_chat_template: bool) -> Iterator[FieldVio
     if not has_chat_template:
         yield FieldViolation("chat", "the served model has no chat template; send `text` or `token_ids`")
     if not chat.messages:
-        yield FieldViolation("chat.messages", "must not be empty; give at least one message")
+        yield FieldViolation("chat.messages", "must not be empty; use at least one message")
     elif len(chat.messages) > MAX_MESSAGES:
-        yield FieldViolation("chat.messages", f"too many messages; give at most {MAX_MESSAGES}")
+        yield FieldViolation("chat.messages", f"too many messages; use at most {MAX_MESSAGES}")
     if sum(map(_num_values, _json_texts(chat))) > MAX_JSON_VALUES:
         what = (
             f"has more than {MAX_JSON_VALUES} values in the JSON of tools and tool calls; send fewer or smaller calls"
@@ -105,10 +105,10 @@ def _check_message(message: v1.ChatMessage, field: str) -> Iterator[FieldViolati
     if not 0 < len(message.role.encode()) <= MAX_ROLE:
         yield FieldViolation(f"{field}.role", f"must have 1 to {MAX_ROLE} bytes")
     if len(message.content.encode()) > MAX_CONTENT:
-        yield FieldViolation(f"{field}.content", f"too long; give at most {MAX_CONTENT} bytes")
+        yield FieldViolation(f"{field}.content", f"too long; use at most {MAX_CONTENT} bytes")
     for name in ("name", "tool_call_id"):
         if len(getattr(message, name).encode()) > MAX_NAME:
-            yield FieldViolation(f"{field}.{name}", f"too long; give at most {MAX_NAME} bytes")
+            yield FieldViolation(f"{field}.{name}", f"too long; use at most {MAX_NAME} bytes")
     yield from _check_json(message.tool_calls_json, f"{field}.tool_calls_json", list, MAX_TOOLS, _arguments_too_deep)
 
 
@@ -128,7 +128,7 @@ def _check_json(
         return
     what = "array" if kind is list else "object"
     if len(text.encode()) > limit:
-        yield FieldViolation(field, f"too long; give at most {limit} bytes")
+        yield FieldViolation(field, f"too long; use at most {limit} bytes")
         return
     try:
         value = json.loads(text)

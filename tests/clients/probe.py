@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 DEMO = os.environ.get("CLIENTS_DEMO", "")
-"""URL of the service of the embedded model, without a path."""
+"""URL of the service of the bundled model, without a path."""
 RECITER = os.environ.get("CLIENTS_RECITER", "")
 """URL of the service of the model that reasons, and that never ends if it is asked to go on forever."""
 GRPC = os.environ.get("CLIENTS_GRPC", "")
-"""HOST:PORT of the embedded model's service."""
+"""HOST:PORT of the bundled model's service."""
 KEY = os.environ.get("CLIENTS_KEY", "")
 TOKENIZER = str(Path(__file__).parents[2] / "shared" / "demo_model")
-"""Folder of the embedded model's tokenizer, for clients that count tokens."""
+"""Folder of the bundled model's tokenizer, for clients that count tokens."""
 
 FEATURE_S = 180.0
 """How long one feature may take, on a machine with two busy cores."""
@@ -35,7 +35,7 @@ QUESTION = "What is 3 + 4?"
 FOREVER = "Go on forever."
 WEATHER_ANSWER = "sunny, 21 degrees"
 LONG = "word " * 6000
-"""A prompt that no context of the embedded model holds."""
+"""A prompt that no context of the bundled model holds."""
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string", "enum": ["Rome", "Oslo"]}},

@@ -1,4 +1,4 @@
-"""The embedded model and the corpus it comes from.
+"""The bundled model and the corpus it comes from.
 
 What is promised: nothing held out is ever trained on (read back from the text, not from the generator's own
 books), the same seed gives the same corpus, the tokenizer loses nothing, and the committed checkpoint loads in

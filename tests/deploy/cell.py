@@ -165,7 +165,7 @@ class Cell:
         return _files(self._keys / "scheduler" / "allowed" / domain)
 
     def _download(self) -> None:
-        """Run the Job that downloads the model, from a hub on this machine that has the embedded model by its name."""
+        """Run the Job that downloads the model, from a hub on this machine that has the bundled model by its name."""
         manifests = yaml.safe_load_all(kustomized(KUBERNETES / "model"))
         (template,) = (each["spec"]["template"] for each in manifests if each["kind"] == "Job")
         (container,) = template["spec"]["containers"]

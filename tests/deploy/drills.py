@@ -2,7 +2,7 @@
 
     unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills EXAMPLE [TEST ...]
 
-EXAMPLE is `one-cell-cpu`, or `one-gpu-node` with the embedded model in its claim and one variable changed: on this
+EXAMPLE is `one-cell-cpu`, or `one-gpu-node` with the bundled model in its claim and one variable changed: on this
 machine, QUIRE_DEVICE of its workers is `cpu` instead of `cuda:0`.
 
 Clients generate without a pause while workers are added and removed, each kind of process is upgraded, keys are

@@ -17,7 +17,7 @@ from shared.frames import PLAN_VERSIONS
 from shared.ids import draw_incarnation
 
 VOCAB = 1024
-"""Size of the embedded model's vocabulary, whose tokenizer the front end has."""
+"""Size of the bundled model's vocabulary, whose tokenizer the front end has."""
 
 
 def main(address: str, name: str, step_ms: str, rows: str) -> int:

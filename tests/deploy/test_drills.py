@@ -22,7 +22,7 @@ _END_TO_END = (
     "tests/e2e/test_bench.py::test_cancelled_requests_end_on_the_server",
     "tests/e2e/test_bench.py::test_a_deadline_is_a_failure_with_its_reason",
 )  # fmt: skip
-"""End-to-end tests that need a service with the embedded model, and neither its processes nor an operator's rights."""
+"""End-to-end tests that need a service with the bundled model, and neither its processes nor an operator's rights."""
 _PROGRAMS = ("unshare", "nsenter", "setpriv", "ip")
 
 

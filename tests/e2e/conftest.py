@@ -10,7 +10,7 @@ from measure.testbed.service import SERVICE_VARIABLE, Service, serve
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Service]:
-    """`quire serve` with the embedded model and default settings; or a service with this model that runs already."""
+    """`quire serve` with the bundled model and default settings; or a service with this model that runs already."""
     if given := os.environ.get(SERVICE_VARIABLE):
         yield Service(*given.split(","))
         return

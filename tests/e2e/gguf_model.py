@@ -1,4 +1,4 @@
-"""Writes the embedded model as GGUF, the form that llama.cpp reads: `PYTHON gguf_model.py FOLDER FILE`.
+"""Writes the bundled model as GGUF, the form that llama.cpp reads: `PYTHON gguf_model.py FOLDER FILE`.
 
 It runs in an environment with the package gguf, and needs nothing of Quire.
 """

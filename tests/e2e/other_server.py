@@ -1,4 +1,4 @@
-"""`make other-server`: `quire bench` measures a server that knows nothing of Quire, with the embedded model as GGUF.
+"""`make other-server`: `quire bench` measures a server that knows nothing of Quire, with the bundled model as GGUF.
 
     python -m tests.e2e.other_server llama-cpp-python PYTHON
     python -m tests.e2e.other_server xllamacpp PYTHON

@@ -96,7 +96,7 @@ def test_the_address_comes_from_the_environment(demo: Served, tmp_path: Path) ->
     assert [answer["id"] for answer in read(tmp_path / "out.jsonl")] == ["only"]
     assert wrong.returncode == 1
     assert complaint == (
-        f"quire batch: {demo.grpc}: does not speak HTTP/1.1; give the service's HTTP address with --target, not the"
+        f"quire batch: {demo.grpc}: does not speak HTTP/1.1; pass the service's HTTP address with --target, not the"
         " gRPC one\n"
     )
 

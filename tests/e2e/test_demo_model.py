@@ -1,4 +1,4 @@
-"""The embedded model through all processes: it reaches its published quality."""
+"""The bundled model through all processes: it reaches its published quality."""
 
 import asyncio
 import json

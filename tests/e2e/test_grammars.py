@@ -1,4 +1,4 @@
-"""Structured output of the embedded model through the real processes."""
+"""Structured output of the bundled model through the real processes."""
 
 import asyncio
 import json

@@ -26,6 +26,6 @@ def test_an_idle_worker_stays_in_its_epoch(tmp_path: Path) -> None:
         events = served.log_lines()
 
     assert len([event for event in events if event["event"] == "worker joined"]) == 1
-    assert [event for event in events if event["event"] == "session lost; connecting again"] == []
+    assert [event for event in events if event["event"] == "session lost; reconnecting"] == []
     (welcomed,) = {event["epoch"] for event in events if event["event"] == "welcomed"}
     assert welcomed == next(event["epoch"] for event in events if event["event"] == "worker joined")

@@ -29,7 +29,7 @@ def client(demo: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_conversation_is_answered(client: Any) -> None:
-    """The embedded model answers, and usage, finish reason and ids are where the client looks for them."""
+    """The bundled model answers, and usage, finish reason and ids are where the client looks for them."""
     answer = client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=0)
 
     assert "7" in (answer.choices[0].message.content or "")

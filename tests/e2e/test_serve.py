@@ -141,7 +141,7 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 
     assert failed.returncode == 1
     assert failed.stderr.decode() == (
-        "quire serve: model: folder /nowhere does not exist; give 'demo', a checkpoint folder or a hub id\n"
+        "quire serve: model: folder /nowhere does not exist; use 'demo', a checkpoint folder or a hub id\n"
     )
 
 

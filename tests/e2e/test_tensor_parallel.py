@@ -69,7 +69,7 @@ async def _run_with_a_kill(served: Served, answers: list[Answer], pid: int) -> N
 @pytest.mark.parametrize(
     ("architecture", "size", "reason"),
     [
-        ("LlamaForCausalLM", "3", "tensor_parallel_size: 3 does not divide the model's 4 query heads; give a divisor"),
+        ("LlamaForCausalLM", "3", "tensor_parallel_size: 3 does not divide the model's 4 query heads; use a divisor"),
         ("GPT2LMHeadModel", "2", "tensor_parallel_size: 2 is not supported for GPT2LMHeadModel; use 1"),
     ],
 )

@@ -130,7 +130,7 @@ def _grpc(served: Served, asked: Asked) -> Answer:
 
 @pytest.fixture(params=[_chat, _responses, _messages, _grpc], ids=["chat", "responses", "messages", "grpc"])
 def ask(request: pytest.FixtureRequest, demo: Served) -> Callable[[Asked], Answer]:
-    """Return a function that asks the embedded model through one API."""
+    """Return a function that asks the bundled model through one API."""
     return lambda asked: request.param(demo, asked)
 
 

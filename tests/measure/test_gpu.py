@@ -146,7 +146,7 @@ def test_a_run_that_lost_a_token_has_no_throughput() -> None:
         "total_tok_per_s": 2.5,
         "wall_s": 2.0,
     }
-    with pytest.raises(ValueError, match="1 tokens came where 2"):
+    with pytest.raises(ValueError, match="1 tokens were generated, but 2"):
         loads.throughput_figures(requests, [Trace(0.0, (1,), (1.0,))], 2.0)
 
 

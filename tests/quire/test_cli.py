@@ -52,30 +52,30 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
         (
             ["serve", "demo", "--model", "other"],
             1,
-            "quire serve: model: given twice, as 'demo' and with --model; give one",
+            "quire serve: model: given twice, as 'demo' and with --model; use one",
         ),
         (
             ["serve", "--port", "99999"],
             1,
-            "quire serve: http_port (--http-port): 99999 is too large; give at most 65535",
+            "quire serve: http_port (--http-port): 99999 is too large; use at most 65535",
         ),
         (
             ["serve", "--port", "8000", "--http-port", "8001"],
             1,
-            "quire serve: http_port: given twice, as --port 8000 and --http-port 8001; give one (--grpc-port is the"
+            "quire serve: http_port: given twice, as --port 8000 and --http-port 8001; use one (--grpc-port is the"
             " other port)",
         ),
-        (["serve", "--workers", "0"], 1, "quire serve: workers (--workers): 0 is too small; give at least 1"),
+        (["serve", "--workers", "0"], 1, "quire serve: workers (--workers): 0 is too small; use at least 1"),
         (
             ["serve", "--kv-cache-memory", "5 pounds"],
             1,
-            "quire serve: kv_cache_memory (--kv-cache-memory): '5 pounds' is not a size in bytes; give for example"
+            "quire serve: kv_cache_memory (--kv-cache-memory): '5 pounds' is not a size in bytes; use for example"
             " 512MiB or 2GiB",
         ),
         (
             ["bench", "offline", "--requests", "/nowhere"],
             1,
-            "quire bench offline: --requests: /nowhere: cannot be read (No such file or directory); give a file of"
+            "quire bench offline: --requests: /nowhere: cannot be read (No such file or directory); use a file of"
             " JSON lines in UTF-8",
         ),
         (

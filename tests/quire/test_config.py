@@ -88,7 +88,7 @@ def test_a_file_wins_over_defaults_only(tmp_path: Path) -> None:
         ("colour = 5", "quire config"),
         ('max_num_seqs = "5"', "is not of type int"),
         ("max_num_seqs = -1", "at least 0"),
-        ("policy = 'lifo'", "give one of balanced, fcfs"),
+        ("policy = 'lifo'", "use one of balanced, fcfs"),
         ("[scheduler]", "unknown setting 'scheduler'"),
         ("policy", "not valid TOML"),
     ],

@@ -96,7 +96,7 @@ def test_a_value_out_of_range_is_refused_by_the_client(options: dict[str, object
         ({"prompt": None, "messages": "hi"}, "chat.messages: must be a list of dicts, not str"),
         ({"prompt": None, "messages": ["hi"]}, "chat.messages[0]: must be a dict, not str"),
         ({"scheduling": {"priority": 1}},
-         "scheduling: must be a SchedulingOptions, not dict; give quire.SchedulingOptions(priority=1), for example"),
+         "scheduling: must be a SchedulingOptions, not dict; use quire.SchedulingOptions(priority=1), for example"),
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_named(options: dict[str, object], message: str) -> None:

@@ -25,8 +25,8 @@ from tests.quire.scripted_server import scripted_server
 
 HTTP_COMMANDS = ("batch",)
 GRPC_COMMANDS = ("generate", "chat", "models", "workers", "requests", "drain", "log-level", "top")
-GIVE_HTTP = "give the service's HTTP address with --target"
-GIVE_GRPC = "give the service's gRPC address with --target"
+GIVE_HTTP = "pass the service's HTTP address with --target"
+GIVE_GRPC = "pass the service's gRPC address with --target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def test_tls_with_another_ca_is_refused(command: str, shell: Shell, papers: Pape
         complaint = shell.complaint(command, target, "--tls-ca", str(papers.other_ca))
 
     assert complaint.startswith("certificate not accepted")
-    assert complaint.endswith("; give its CA with --tls-ca")
+    assert complaint.endswith("; pass its CA with --tls-ca")
 
 
 def test_tls_at_the_other_protocols_port(shell: Shell, papers: Papers) -> None:

@@ -126,7 +126,7 @@ def test_schedulers_without_a_port_record_into_folders_of_their_own(
 
     assert main(["record", "ls", str(place)]) == 1
     assert capsys.readouterr().err == (
-        f"quire record: {place}: no record here; give one of {place}/any, {place}/any-2\n"
+        f"quire record: {place}: no record here; use one of {place}/any, {place}/any-2\n"
     )
 
 

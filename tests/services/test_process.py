@@ -154,7 +154,7 @@ def test_a_bad_model_is_one_clear_line(tmp_path: Path) -> None:
 
     assert process.returncode == 1
     assert err.splitlines() == [
-        f"quire frontend: model: {tmp_path}/empty contains no config.json; give the folder of a Hugging Face checkpoint"
+        f"quire frontend: model: {tmp_path}/empty contains no config.json; use the folder of a Hugging Face checkpoint"
     ]
 
 

@@ -12,7 +12,7 @@ SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}},
 
 @pytest.fixture(scope="module")
 def tokenizer() -> GrammarTokenizer:
-    """Return the embedded model's tokenizer."""
+    """Return the bundled model's tokenizer."""
     return GrammarTokenizer(Path("shared/demo_model/tokenizer.json"), 1024, (2,))
 
 

@@ -238,9 +238,7 @@ def test_lines_of_the_log_say_which_epoch_and_step(router: "zmq.Socket[bytes]", 
     scheduler.process.kill()
     _, errors = scheduler.process.communicate()
 
-    (lost,) = (
-        line for line in map(json.loads, errors.splitlines()) if line["event"] == "session lost; connecting again"
-    )
+    (lost,) = (line for line in map(json.loads, errors.splitlines()) if line["event"] == "session lost; reconnecting")
     assert (lost["epoch"], lost["step"]) == (f"{scheduler.epoch:016x}", 2)
     assert "a row is not in use" in lost["reason"]
 

@@ -1,4 +1,4 @@
-"""The embedded model: a corpus generator, a tokenizer, a trainer and an evaluator.
+"""The bundled model: a corpus generator, a tokenizer, a trainer and an evaluator.
 
 A machine without a model hub has no weights to serve, so the project makes its own. The modules form a pipeline. Each
 is a command of its own (`python -m tools.demo_model.<name>`):

@@ -1,4 +1,4 @@
-"""Measure the embedded model: held-out arithmetic, recall by distance, calls of tools, and perplexity of stories.
+"""Measure the bundled model: held-out arithmetic, recall by distance, calls of tools, and perplexity of stories.
 
 Arithmetic and recall are measured through a function `complete(prompt, max_tokens) -> str`, plain or async. Here this
 is `generate` of transformers, in a test the whole server. The problem lists are functions of their arguments and

@@ -1,4 +1,4 @@
-"""The tokenizer of the embedded model: byte-level BPE, every digit a token of its own; and its chat template.
+"""The tokenizer of the bundled model: byte-level BPE, every digit a token of its own; and its chat template.
 
 A number of n digits has n tokens, which makes addition learnable for a small model. The alphabet is bytes, so any text
 can be encoded without an unknown token. The chat template writes one special token before each turn and ends each
@@ -169,7 +169,7 @@ def _plain_text(seed: int, documents: int) -> Iterator[str]:
 
 def main() -> None:
     """Train and save the tokenizer."""
-    parser = argparse.ArgumentParser(description="Train the tokenizer of the embedded model.")
+    parser = argparse.ArgumentParser(description="Train the tokenizer of the bundled model.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

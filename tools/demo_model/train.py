@@ -1,4 +1,4 @@
-"""Training of the embedded model: a small transformer of the Qwen3 architecture, from random weights, on a CPU.
+"""Training of the bundled model: a small transformer of the Qwen3 architecture, from random weights, on a CPU.
 
 The recipe is a list of stages with growing sequence length. The first stages have short pages with many facts and
 questions, on which induction heads form quickly. Then the distances grow until recall works beyond 600 tokens. Muon
@@ -333,8 +333,8 @@ def train(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def main() -> None:
-    """Train the embedded model or its draft model."""
-    parser = argparse.ArgumentParser(description="Train the embedded model, or continue where the last run stopped.")
+    """Train the bundled model or its draft model."""
+    parser = argparse.ArgumentParser(description="Train the bundled model, or continue where the last run stopped.")
     parser.add_argument("--work", type=Path, default=Path("build/demo_model"), help="folder of the run's checkpoints")
     parser.add_argument("--output", type=Path, default=CHECKPOINT, help="folder of the trained model")
     parser.add_argument("--draft", action="store_true", help=f"train its draft model instead, into {DRAFT_CHECKPOINT}")

@@ -176,7 +176,7 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
     if message.num_prompt_tokens > len(tokens):
         raise PlanError("admission: the prompt is longer than the tokens sent")
     if message.num_computed_tokens >= len(tokens):
-        raise PlanError("admission: all tokens are computed already; at least one must be left")
+        raise PlanError("admission: all tokens are computed already; at least one must remain")
     sampling, fault = _sampling(message.sampling, limits)
     return Admission(
         row=row,

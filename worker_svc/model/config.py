@@ -25,7 +25,7 @@ def read_config(folder: Path) -> "PretrainedConfig":
             the worker does not support.
     """
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model: {folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+        raise ConfigError(f"model: {folder} holds no config.json; use the folder of a Hugging Face checkpoint")
     from transformers import AutoConfig
 
     adopt_libraries()
@@ -78,7 +78,7 @@ def position_limit(config: ModelConfig) -> int:
     """
     limit = getattr(text_config(config), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
-        raise ConfigError("model: config.json has no max_position_embeddings; give a decoder-only model")
+        raise ConfigError("model: config.json has no max_position_embeddings; use a decoder-only model")
     return limit
 
 

@@ -60,7 +60,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return (folder / _SINGLE,)
     if (file := gguf.find(folder)) is not None:
         return (file,)
-    raise ConfigError(f"model: {folder} has no {_SINGLE}; give a checkpoint with safetensors weights")
+    raise ConfigError(f"model: {folder} has no {_SINGLE}; use a checkpoint with safetensors weights")
 
 
 def copy_weights(

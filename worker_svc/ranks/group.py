@@ -192,7 +192,7 @@ def _share_sums(group: Group) -> SharedSum | None:
         if group.rank == 0:
             SharedSum.create(file, group.size)
     except OSError as error:
-        get_logger().info("ranks add up through sockets: no shared memory", reason=str(error))
+        get_logger().info("shared memory unavailable; ranks communicate through sockets", reason=str(error))
     group.least((0,))  # the file is there, or it will not be
     with contextlib.suppress(OSError):
         shared_sum = SharedSum(file, group.rank, group.size)

@@ -101,11 +101,11 @@ class Shard:
         for what, count in (("query heads", num_heads), ("inner elements of the MLP", intermediate_size)):
             if count % size:
                 raise ConfigError(
-                    f"tensor_parallel_size: {size} does not divide the model's {count} {what}; give a divisor"
+                    f"tensor_parallel_size: {size} does not divide the model's {count} {what}; use a divisor"
                 )
         if not Shard(size - 1, size).vocabulary(vocab_size).length:
             raise ConfigError(
-                f"tensor_parallel_size: {size} ranks are too many for a vocabulary of {vocab_size}; give fewer"
+                f"tensor_parallel_size: {size} ranks are too many for a vocabulary of {vocab_size}; use fewer"
             )
 
 

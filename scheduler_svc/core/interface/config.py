@@ -93,7 +93,7 @@ class CoreConfig:
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"):
             if getattr(self, name) < 1:
-                raise InvalidLimitsError(f"{name}: {getattr(self, name)} is too small; give at least 1")
+                raise InvalidLimitsError(f"{name}: {getattr(self, name)} is too small; use at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidLimitsError(
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than max_num_seqs"
@@ -107,7 +107,7 @@ class CoreConfig:
         weights |= {f"class {name}": each.weight for name, each in self.classes.items()}
         for name, weight in weights.items():
             if not 0 < weight < math.inf:
-                raise InvalidLimitsError(f"{name}: the weight {weight} is not a finite number above 0; give one")
+                raise InvalidLimitsError(f"{name}: the weight {weight} is not a finite number above 0; use one")
         for name, value, known in (
             ("capacity", self.capacity, CAPACITY_MODES),
             ("batching", self.batching.mode, BATCHING_MODES),

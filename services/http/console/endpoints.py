@@ -150,7 +150,7 @@ class ConsoleEndpoints:
         order.call.Pack(request)
         reply = await self._link.operate(order, timeout_s)
         if not reply.response.Unpack(response):
-            raise UnsupportedMethodError("scheduler: does not know this call; upgrade it to the front end's version")
+            raise UnsupportedMethodError("scheduler: does not support this call; upgrade it to the front end's version")
         return response
 
 
@@ -199,4 +199,4 @@ async def _send(exchange: Exchange, content: dict[str, Any]) -> None:
         async with asyncio.timeout(_STALLED_S):
             await exchange.event(content)
     except TimeoutError:
-        raise StalledReaderError("console: this reader takes no events; open the page again") from None
+        raise StalledReaderError("console: this page does not read its events; reload it") from None

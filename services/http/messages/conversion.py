@@ -103,7 +103,7 @@ def _is_callable(tool: MessagesTool, field: str) -> bool:
     if tool.type.startswith(_SERVER_TOOLS):
         return False
     if tool.input_schema is None and tool.type != "custom":
-        what = f"{tool.type[:64]!r} is not supported, because its schema is not public; give a tool with input_schema"
+        what = f"{tool.type[:64]!r} is not supported, because its schema is not public; use a tool with input_schema"
         raise InvalidRequestError(FieldViolation(f"{field}.type", what))
     if not tool.name:
         raise InvalidRequestError(FieldViolation(f"{field}.name", "missing; it is required"))

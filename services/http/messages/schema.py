@@ -80,7 +80,7 @@ class CountTokensBody(ScheduledBody):
         {
             "container": "remove it; the server runs no code",
             "mcp_servers": "call the servers' tools from the client, and give the tools in tools",
-            "thread": "give the whole conversation in messages",
+            "thread": "pass the whole conversation in messages",
         }
     )
 
@@ -95,8 +95,8 @@ class CountTokensBody(ScheduledBody):
     betas: Ignored = Field(default=None, description=_NO_EFFECT)
     billing_policy: Ignored = Field(default=None, description=_NO_EFFECT)
     cache_control: Ignored = Field(default=None, description="accepted without effect: prefixes are found by content")
-    compaction: Ignored = Field(default=None, description="accepted without effect: nothing is left out")
-    context_management: Ignored = Field(default=None, description="accepted without effect: nothing is left out")
+    compaction: Ignored = Field(default=None, description="accepted without effect: the context is never cut")
+    context_management: Ignored = Field(default=None, description="accepted without effect: the context is never cut")
     diagnostics: Ignored = Field(default=None, description=_NO_EFFECT)
     fallback_credit_token: Ignored = Field(default=None, description=_NO_EFFECT)
     fallbacks: Ignored = Field(default=None, description=_NO_EFFECT)

@@ -140,7 +140,7 @@ def _call(item: InputItem, name: str, arguments: str) -> Json:
 
 def _text(content: str | list[InputPart] | None, field: str) -> str:
     if content is None:
-        raise InvalidRequestError(FieldViolation(field, "missing; give a text"))
+        raise InvalidRequestError(FieldViolation(field, "missing; add a text"))
     if isinstance(content, str):
         return content
     for number, part in enumerate(content):
@@ -156,7 +156,7 @@ def _refuse_own_tools(tools: Iterable[ResponseTool]) -> None:
             raise InvalidRequestError(
                 FieldViolation(
                     f"tools[{number}].type",
-                    f"{tool.type!r} is not supported, because it has no schema; give a function that does the same",
+                    f"{tool.type!r} is not supported, because it has no schema; use a function that does the same",
                 )
             )
 

@@ -98,7 +98,7 @@ class ResponsesEndpoints:
         if after := query.text("after"):
             first = next((number for number, item in enumerate(items, 1) if item["id"] == after), 0)
             if not first:
-                raise InvalidRequestError(FieldViolation("after", "not an item of this input; give the id of one"))
+                raise InvalidRequestError(FieldViolation("after", "not an item of this input; use the id of one"))
         page = items[first : first + limit]
         ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
         has_more = len(items) > first + limit

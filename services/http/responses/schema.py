@@ -102,10 +102,10 @@ class ResponsesBody(ScheduledBody, SamplingOptions):
 
     not_supported: ClassVar = MappingProxyType(
         {
-            "conversation": "give previous_response_id, or the whole conversation as input",
+            "conversation": "use previous_response_id, or pass the whole conversation as input",
             "image": "remove it; only text is generated",
             "moderation": "remove it; the server does not classify content",
-            "prompt": "prompt templates are not stored; give instructions and input",
+            "prompt": "prompt templates are not stored; use instructions and input",
         }
     )
 
@@ -135,7 +135,7 @@ class ResponsesBody(ScheduledBody, SamplingOptions):
     access_programs: Ignored = Field(default=None, description=_NO_EFFECT)
     background_options: Ignored = Field(default=None, description=_NO_EFFECT)
     client_metadata: Ignored = Field(default=None, description=_NO_EFFECT)
-    context_management: Ignored = Field(default=None, description="accepted without effect: nothing is left out")
+    context_management: Ignored = Field(default=None, description="accepted without effect: the context is never cut")
     max_tool_calls: Ignored = Field(default=None, description="accepted without effect: clients run the tools")
     personality: Ignored = Field(default=None, description=_NO_EFFECT)
     prompt_cache_key: Ignored = Field(default=None, description="accepted without effect: prefixes have no names")

@@ -69,13 +69,13 @@ def test_the_drafts_of_workers_can_be_set(setting: str, most: int) -> None:
         ("max_num_seq=5", "did you mean max_num_seqs"),
         ("polici=sjf", "did you mean policy"),
         ("record_dir=/tmp", "does not change what the scheduler decides"),
-        ("policy=best", "unknown value 'best'; give one of balanced, fcfs, priority"),
+        ("policy=best", "unknown value 'best'; use one of balanced, fcfs, priority"),
         ("max_num_seqs=many", "'many' is not of type int"),
         ("max_num_seqs=-1", "too small"),
         ("speculation=draft", "give speculation=off, or speculative_tokens=N"),
         ("speculative_tokens=0", "too small"),
-        ("max_num_seqs", "give NAME=VALUE"),
-        ("max_plans_in_flight=3", "too large; give at most 2"),
+        ("max_num_seqs", "use NAME=VALUE"),
+        ("max_plans_in_flight=3", "too large; use at most 2"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_the_remedy(setting: str, message: str) -> None:

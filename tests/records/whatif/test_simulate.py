@@ -322,7 +322,7 @@ def test_the_page_names_changes_and_caveats(tmp_path: Path) -> None:
     assert "policy=sjf, 3 workers instead of 1" in text
     assert "steps per second of one core" in text
     assert values["workers"] == {"recorded": 1, "changed": 3}
-    with pytest.raises(ConfigError, match="give 1 to 1000"):
+    with pytest.raises(ConfigError, match="use 1 to 1000"):
         compare(from_record(tmp_path), [], workers=1001)
 
 

@@ -243,11 +243,11 @@ def test_only_allowed_tools_may_be_called(mode: str) -> None:
         ({"guided_json": 3}, "guided_json: must be an object or a string"),
         ({"allowed_token_ids": []}, "allowed_token_ids: must not be empty"),
         ({"max_tokens": 3, "max_completion_tokens": 4},
-         "max_tokens: differs from max_completion_tokens; give one of them (max_tokens is the old name)"),
+         "max_tokens: differs from max_completion_tokens; use one of them (max_tokens is the old name)"),
         ({"messages": [{"role": "user"}]},
-         "messages[0].content: missing; give a text (only a message with tool_calls needs none)"),
+         "messages[0].content: missing; add a text (only a message with tool_calls needs none)"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": None, "tool_calls": []}]},
-         "messages[1].content: missing; give a text (only a message with tool_calls needs none)"),
+         "messages[1].content: missing; add a text (only a message with tool_calls needs none)"),
         ({"messages": [{"role": "user", "content": [
             {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}]}]},
          "messages[0].content[1]: parts of type 'image_url' are not supported, because the server reads text only;"
@@ -261,7 +261,7 @@ def test_only_allowed_tools_may_be_called(mode: str) -> None:
          " empty"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
             {"type": "function", "function": {"name": name}} for name in ("weather", "f")]}}},
-         "tool_choice.allowed_tools.tools[1]: no tool is named 'f'; give the name of one of tools"),
+         "tool_choice.allowed_tools.tools[1]: no tool is named 'f'; use the name of one of tools"),
         ({"tool_choice": "any"}, "tool_choice: must be 'none', 'auto' or 'required' or an object"),
         ({"response_format": {"type": "xml"}}, "response_format.type: must be 'text', 'json_object' or 'json_schema'"),
         ({"logit_bias": {"hello": 1}}, "logit_bias.hello: must match ^[0-9]{1,9}$"),
@@ -278,14 +278,14 @@ def test_only_allowed_tools_may_be_called(mode: str) -> None:
         ({"tool_choice": "auto"}, "tool_choice: requires tools; add tools or set tool_choice to 'none'"),
         ({"tools": [WEATHER] * 513}, "tools: must have at most 512 items, not 513"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}},
-         "tool_choice.function.name: no tool is named 'f'; give the name of one of tools"),
+         "tool_choice.function.name: no tool is named 'f'; use the name of one of tools"),
         ({"tools": [WEATHER]},
          "tools: the served model's chat template does not support tools; set tool_choice to 'required' or to a named"
          " function"),
         ({"tools": [WEATHER], "tool_choice": "required", "guided_regex": "a"},
          "tool_choice: cannot be combined with guided_regex; remove one of them"),
         ({"guided_regex": "a", "guided_choice": ["a"]},
-         "guided_choice: cannot be combined with guided_regex; give one constraint"),
+         "guided_choice: cannot be combined with guided_regex; use one constraint"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: missing; it is required"),
     ],
 )  # fmt: skip

@@ -463,7 +463,7 @@ def test_sampling_options_are_those_of_chat() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"conversation": "conv_1"}, "conversation: not supported; give previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation: not supported; use previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt: not supported; prompt templates are not stored"),
         ({"background": True}, "background: must be false"),
         ({"instruction": "x"}, "instruction: unknown field; did you mean 'instructions'?"),
