@@ -106,6 +106,12 @@ class Stream:
         epoch, step = self.unsettled_until
         return not epoch.is_lost and epoch.model.answered_step < step
 
+    @property
+    def returns_home(self) -> bool:
+        """Whether the worker that preempted it is draining and takes it back."""
+        home = self.home
+        return home is not None and not home.is_lost and home.draining and self.num_known < home.context
+
     def first_tokens(self, count: int) -> list[int]:
         """Return the first tokens of its sequence."""
         return [*self.demand.prompt, *self.tokens][:count]

@@ -59,9 +59,8 @@ class EndsAreJustified(Promise):
         patience = self.config.worker_wait_s
         if stream.demand.grammar and self._has_no_grammar(stream):
             return None
-        home = stream.home
-        if home is not None and not home.is_lost and home.draining and stream.num_known < home.context:
-            return f"its draining worker {home.worker_id} is there"
+        if stream.returns_home:
+            return "its draining worker is there"
         if self.world.now - stream.arrival < patience:
             return f"it waits since {stream.arrival:.3f}"
         if self.cluster.longest_since(self.world.now - patience, stream.demand.model) > stream.num_known:

@@ -33,7 +33,7 @@ class WaitsAreBounded(Promise):
         since_all = max(self.cluster.empty_since, self._regular_since)
         for stream in self.book.waiting:
             since = max(since_all, stream.arrival)
-            if not stream.starved and since < earliest:
+            if not stream.starved and not stream.returns_home and since < earliest:
                 raise ViolationError("wait.worker", f"waits for a worker since {since:.3f}", stream.name)
 
     def _check_reader(self, earliest: float) -> None:
