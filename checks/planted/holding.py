@@ -144,7 +144,7 @@ def cut_off_on_a_shorter_worker(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Worker, "limit_of", cut)
 
 
-@bug(unseen="not in its worlds since the short part and the thresholds of preemption are drawn")
+@bug("worker.context", aim=adaptation("losses"))
 def shorter_workers_serve(patch: pytest.MonkeyPatch) -> None:
     """A request goes to any worker with room for its present tokens, though a longer one is there."""
     patch.setattr(Kinds, "serves", lambda self, kind, request: kind.holds(request))

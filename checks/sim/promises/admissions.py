@@ -10,7 +10,10 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 
 
 class AdmissionsAreSound(Promise):
-    """A live request is admitted with all its tokens, on a worker that is open for requests and has its grammar."""
+    """A live request is admitted with all its tokens, on a worker that is open for requests and has its grammar.
+
+    The worker can carry the whole length of the request, or is one of the longest.
+    """
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         row, demand = epoch.model.rows[admission.row], stream.demand
@@ -18,6 +21,7 @@ class AdmissionsAreSound(Promise):
             raise ViolationError("worker.draining", f"an admission to {epoch.worker_id}", stream.name)
         if not stream.may_run_on(epoch.model.fingerprint):
             raise ViolationError("worker.model", f"{epoch.worker_id} serves {epoch.model.fingerprint!r}", stream.name)
+        self._check_length(stream, epoch)
         if demand.grammar and grammar_key(demand.grammar) not in epoch.compiled:
             raise ViolationError("grammar.compiled", f"{epoch.worker_id} has not compiled its grammar", stream.name)
         if admission.spec.grammar != demand.grammar:
@@ -27,6 +31,14 @@ class AdmissionsAreSound(Promise):
             raise ViolationError("plan.admission", f"{len(row.tokens)} tokens, {len(known)} are known", stream.name)
         if stream.num_known + 1 >= epoch.context:
             self.seen(Limit.CONTEXT)
+
+    def _check_length(self, stream: Stream, epoch: Epoch) -> None:
+        whole = len(stream.demand.prompt) + stream.demand.max_tokens
+        able = [each for each in self.cluster.usable if stream.may_run_on(each.model.fingerprint)]
+        longest = max((each.context for each in able), default=0)
+        if not epoch.draining and epoch.context < min(whole, longest):
+            what = f"{epoch.worker_id} holds {epoch.context} of {whole} tokens, another worker {longest}"
+            raise ViolationError("worker.context", what, stream.name)
 
 
 class RowsLeave(Promise):
