@@ -56,7 +56,7 @@ def reserved_at_every_attempt(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Tenants, "started", again)
 
 
-@bug(unseen="not in its worlds since the short part and the thresholds of preemption are drawn")
+@bug("limit.tenant_rate", "work.waiting", "finish", aim=_RATES)
 def late_tokens_are_free(patch: pytest.MonkeyPatch) -> None:
     """Tokens of requests that have left their rows are not charged."""
 
@@ -76,7 +76,7 @@ def late_tokens_charged_twice(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, Scheduler, "_charge", twice)
 
 
-@bug(unseen="not in its worlds since the short part and the thresholds of preemption are drawn")
+@bug("work.waiting", "finish", aim=adaptation("drafts"))
 def accepted_drafts_are_free(patch: pytest.MonkeyPatch) -> None:
     """A row is charged one token per step, however many it gets."""
     wrap(patch, RowTable, "charge", lambda charge, self, rows, counts: charge(self, rows, None))

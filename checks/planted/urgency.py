@@ -18,10 +18,10 @@ from scheduler_svc.core.workers.rows import RowTable
 _URGENT = adaptation("urgent requests")
 
 
-@bug(unseen="not in its worlds since the short part and the thresholds of preemption are drawn")
+@bug("work.waiting", "finish", aim=both(_URGENT, with_limits(policy="fcfs")))
 def headroom_without_bound(patch: pytest.MonkeyPatch) -> None:
     """The headroom may be more than running requests can still take."""
-    patch.setattr(Capacity, "reserve", lambda self, rows: self._num_blocks // 2 if rows.num_running else 0)
+    patch.setattr(Capacity, "reserve", lambda self, rows, growth=0: self._num_blocks // 2 if rows.num_running else 0)
 
 
 @bug("capacity.guaranteed", aim=with_limits(capacity="guaranteed_no_evict", policy_preemption="off"))
