@@ -75,7 +75,7 @@ def victims_without_progress(patch: pytest.MonkeyPatch) -> None:
     wrap(patch, RowTable, "occupy", never)
 
 
-@bug(unseen="a short prompt may overtake an urgent request that has room, and the victim may be one")
+@bug("order.victim", aim=_URGENT)
 def victims_overtake(patch: pytest.MonkeyPatch) -> None:
     """A victim may be admitted before the urgent request for which it was preempted."""
 

@@ -1,12 +1,14 @@
-"""Which running requests are preempted."""
+"""Which running requests are preempted, and when they may run again."""
 
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.promises.drains import is_in_row
+from checks.sim.promises.eligible import Eligibility, Obstacle
 from checks.sim.promises.keys import PolicyKeys
 from checks.sim.sites import Epoch
 from checks.sim.stream import Stream
 from records.rules.violation import StreamName, ViolationError
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind
 
@@ -15,24 +17,41 @@ _MOST_NOTES = 64
 
 
 class VictimsRankLast(Promise):
-    """A request is preempted only for one that ranks before it.
+    """A request is preempted only for one that ranks before it, and does not run again before that one.
 
     * For an urgent request that waits, the victim is of its class and ranks behind it by more than the threshold.
+    * While the urgent request waits for memory, the victim is not admitted again. A victim with fewer tokens than the
+      urgent request may be, in the short part of a plan.
     * The victims of one plan make room for the urgent request, as far as blocks are concerned.
     * When memory runs out, no request that ranks behind the victim keeps its row, unless it has generated no token
       since its own last preemption.
     """
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched)
         self._core = watched.core
+        self._eligibility = eligibility
         self._keys = PolicyKeys(watched)
         self._ranks: dict[Stream, tuple[float, float]] = {}
         """By stream, the smallest and the largest possible key at its last admission."""
         self._urgent: dict[Stream, None] = {}
         """Requests for which the current plan preempts others."""
+        self._behind: dict[Stream, Stream] = {}
+        """By victim that waits: the urgent request for which it was preempted."""
+        self._back: list[tuple[Stream, Stream]] = []
+        """Victims that the current plan admits, each with its urgent request."""
+
+    def before(self, event: ev.Event) -> None:
+        match event:
+            case ev.CreditGranted():
+                stream = self.clients.find(StreamName(event.frontend, event.stream))
+                if stream is not None:
+                    self._behind.pop(stream, None)  # it may have waited for credit; then it is queued anew
+            case ev.WorkerHello() | ev.WorkerLost() | ev.DrainRequested() | ev.ResumeRequested():
+                self._behind.clear()
 
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
+        self._behind.pop(stream, None)
         if outcome != "preempted":
             return
         by = self._cause(stream)
@@ -42,6 +61,7 @@ class VictimsRankLast(Promise):
         self._check_rank(stream, by, is_urgent=is_urgent)
         if is_urgent:
             self._urgent[by] = None
+            self._behind[stream] = by
             self.seen(Limit.URGENT)
         else:
             self._check_last(stream, epoch)
@@ -79,6 +99,9 @@ class VictimsRankLast(Promise):
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         self._ranks[stream] = self._keys.smallest(stream), self._keys.largest(stream)
+        by = self._behind.pop(stream, None)
+        if by is not None and self._keys.largest(by) < self._keys.smallest(stream):
+            self._back.append((stream, by))
 
     @staticmethod
     def _shares(stream: Stream, epoch: Epoch) -> bool:
@@ -88,12 +111,36 @@ class VictimsRankLast(Promise):
 
     def asked(self, epoch: Epoch) -> None:
         self._urgent.clear()
+        self._back.clear()
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         urgent, self._urgent = self._urgent, {}
         for stream in urgent:
             if stream in self.book.waiting:
                 self._check_room(stream, plan, epoch)
+        for victim, by in self._back:
+            if by in self.book.waiting:
+                self._check_order(victim, by, plan, epoch)
+        self._back.clear()
+        if plan.admissions:
+            self._behind = {victim: by for victim, by in self._behind.items() if by in self.book.waiting}
+
+    def _check_order(self, victim: Stream, by: Stream, plan: Plan, epoch: Epoch) -> None:
+        """Check that the urgent request waits for something other than memory, or that the victim may be short."""
+        if len(self.cluster.sites) > 1 or self._eligibility.has_quota(by) or by in self._behind:
+            return
+        if self.config.serves_short_first and victim.num_known <= by.num_known:
+            return
+        # A request whose prefix this plan completes was held before the plan's chunks were chosen.
+        computing = [row for row in map(epoch.model.rows.get, plan.chunk_rows.tolist()) if row is not None]
+        if self._eligibility.shares_prefix_with(by, computing, epoch):
+            return
+        memory = self._eligibility.memory(epoch, without=victim)
+        obstacle = self._eligibility.obstacle(by, epoch, memory, without=victim)
+        if obstacle is None or (
+            obstacle is Obstacle.MEMORY and self._eligibility.held_by(by, epoch, without=victim) is None
+        ):
+            raise ViolationError("order.victim", f"it runs again before {by.name}", victim.name)
 
     def _check_room(self, stream: Stream, plan: Plan, epoch: Epoch) -> None:
         """Check that the victims released enough blocks for a request that shares no block."""
@@ -108,3 +155,4 @@ class VictimsRankLast(Promise):
 
     def ended(self, stream: Stream) -> None:
         self._ranks.pop(stream, None)
+        self._behind.pop(stream, None)

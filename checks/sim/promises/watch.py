@@ -77,7 +77,7 @@ class Promises:
                 ServiceIsShared(watched, eligibility),
                 TargetsGoFirst(watched, eligibility),
                 PassedOverSeldom(watched, eligibility),
-                VictimsRankLast(watched),
+                VictimsRankLast(watched, eligibility),
                 RefusalsAreNeeded(watched, quotas),
                 WorkPerPlan(watched),
             ]
