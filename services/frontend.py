@@ -126,7 +126,7 @@ class Frontend:
         )
         prompts = Prompts(tokenizer, telemetry.tracer)
         self._live = LiveRequests(self._metrics)
-        self._generator = Generator(services, prompts, self._live)
+        self._generator = Generator(services, prompts, self._live, shares.large_bodies)
         self._embedder = Embedder(services, prompts, self._live)
         self._texts = Texts(services, prompts)
         self._reports = LoadReports()

@@ -27,6 +27,9 @@ def _json(**fields: Any) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
+BATCH = _json(prompt="Once upon", max_tokens=32, ignore_eos=True, n=128)
+LONG = _json(prompt="Once upon", max_tokens=1900, ignore_eos=True, logprobs=5, n=16)
+GET = b"GET /v1/models HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\n\r\n"
 STREAMS = _json(prompt="Once upon", max_tokens=1900, ignore_eos=True, stream=True, n=16)
 
 
@@ -129,6 +132,37 @@ class Clients:
             writer.write(self._head("/v1/completions", 0, token="unknown") + b"1\r\n{\r\n")
             return await self._drip(reader, writer, b"1\r\n \r\n", 1.0)
 
+    async def chunked(self) -> int:
+        """Send a valid body of which each byte is a chunk."""
+        body = _json(messages=TURN, max_tokens=1, user="x" * 8000)
+        async with self._connected() as (reader, writer):
+            writer.write(self._head("/v1/chat/completions", 0))
+            writer.writelines(b"1\r\n%c\r\n" % byte for byte in body)
+            writer.write(b"0\r\n\r\n")
+            return int((await reader.readuntil(b"\r\n")).split()[1])
+
+    async def pipeline(self) -> int:
+        """Send requests on one connection as fast as the server takes them, and read nothing."""
+        get = GET % (self._host.encode(), self._token.encode())
+        async with self._connected(receive_buffer=4096) as (_, writer):
+            writer.transport.pause_reading()
+            async with asyncio.timeout(30):
+                while True:
+                    writer.write(get * 100)
+                    await writer.drain()
+
+    async def batch(self) -> int:
+        """Send a call that makes 128 requests."""
+        return await self._exchange("/v1/completions", BATCH)
+
+    async def unread(self) -> int:
+        """Ask for an answer of megabytes, and do not read it."""
+        async with self._connected(receive_buffer=4096) as (_, writer):
+            writer.transport.pause_reading()
+            writer.write(self._head("/v1/completions", len(LONG)) + LONG)
+            await asyncio.sleep(30)
+        return 200
+
     async def idle(self) -> int:
         """Open a connection and send nothing."""
         async with self._connected() as (reader, _):
@@ -177,6 +211,7 @@ class Clients:
         """Yield every kind of client with their number."""
         yield "honest", (26, self.honest)
         yield "reading", (2, self.reading)
+        yield "batch", (2, self.batch)
         yield "invalid", (4, self.invalid)
         yield "large", (4, self.large)
         yield "slow", (400, self.slow)
@@ -185,6 +220,10 @@ class Clients:
         yield "stalled", (2, self.stalled)
         yield "endless", (100, self.endless)
         yield "idle", (100, self.idle)
+        yield "chunked", (4, self.chunked)
+        yield "pipeline", (4, self.pipeline)
+        yield "unread", (2, self.unread)
+        yield "flood", (40, self.batch)
 
 
 async def _main(address: str, token: str, names: list[str], seconds: float) -> None:

@@ -16,6 +16,7 @@ from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
 from services.access.principals import CURRENT
+from services.access.shares import Turns
 from services.calls.context import Caller, LiveRequests, Services, record_outcome
 from services.calls.delivery import Choices, Delivery, Send, failure_of, without_output
 from services.calls.resuming import (
@@ -47,6 +48,9 @@ from shared.logging import get_logger
 from shared.request_spec import RequestSpec
 from shared.telemetry import to_traceparent
 
+MAX_CHOICES_AT_ONCE = 8
+"""Maximum number of choices of a request that is submitted without waiting for a turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
@@ -69,8 +73,10 @@ class _Accepted:
 class Generator:
     """Runs the generation requests of one front-end process."""
 
-    def __init__(self, services: Services, prompts: Prompts, live: LiveRequests) -> None:
+    def __init__(self, services: Services, prompts: Prompts, live: LiveRequests, turns: Turns) -> None:
+        """Create the generator; requests with many choices take `turns`, because they block the event loop."""
         self._services = services
+        self._turns = turns
         self._prompts = prompts
         self._live = live
         self._delivery = Delivery(services)
@@ -140,6 +146,8 @@ class Generator:
         wakeup = Wakeup()
         reasons = services.begins_in_reasoning(prompt)
         first = await self._first_choice(accepted, prompt, tokenise_s, reasons=reasons)
+        if valid.num_choices > MAX_CHOICES_AT_ONCE:
+            await self._turns.begin_work(accepted.caller.principal)
         streams = [
             Stream(
                 first if choice == 0 else _for_choice(first, choice, valid, accepted.caller),

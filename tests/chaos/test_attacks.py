@@ -25,9 +25,12 @@ INTERVAL_S = 0.25
 """Interval between the calls of the principal that works."""
 SLICE_S = 0.01
 """The other process runs for this long, and is stopped for as long: it has at most half a core."""
-HONEST = ["honest", "reading"]
-"""As many ordinary clients as attack with whole requests."""
-ATTACKS = ["invalid", "large", "slow", "store", "grammar", "stalled", "endless", "idle"]
+HONEST = ["honest", "reading", "batch"]
+"""As many ordinary clients as attack with whole requests. All rows are in use under both loads."""
+ATTACKS = [
+    *("invalid", "large", "slow", "store", "grammar", "stalled", "endless", "idle"),
+    *("chunked", "pipeline", "unread", "flood"),
+]
 TURN = [{"role": "user", "content": "What is 3 + 4?"}]
 
 

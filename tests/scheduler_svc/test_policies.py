@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig, RequestClass, TenantLimits
 from scheduler_svc.core.interface.records import NoteKind
 from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKEN
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
+from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.policies import (
     AGEING_S,
     SJF_S_PER_TOKEN,
@@ -29,7 +32,9 @@ from scheduler_svc.core.queueing.policies import (
 from scheduler_svc.core.queueing.service_ledger import ServiceLedger
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.accounts import Account, AccountNumbers
+from scheduler_svc.core.requests.prediction import Prediction
 from scheduler_svc.core.requests.request import Request, RequestState, Wait
+from shared.request_spec import RequestSpec
 from tests.examples import examples
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.operations import count_calls
@@ -612,6 +617,30 @@ def test_pushback_is_what_the_queue_takes() -> None:
         cluster.answer()
 
     assert refused.end.retry_ms / 1000 == pytest.approx(cluster.now - waited, rel=0.5)
+
+
+def test_requests_that_are_refused_together_cost_one_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may have hundreds of choices, and a refusal must be cheaper than a request."""
+    cluster = _busy(max_queued_requests=1)
+    cluster.submit(1, [1, 2, 3], 50)
+    forecasts, predict = [], Forecast.predict
+
+    def count(self: Forecast, *arguments: Any) -> Prediction | None:
+        forecasts.append(arguments)
+        return predict(self, *arguments)
+
+    monkeypatch.setattr(Forecast, "predict", count)
+    spec = RequestSpec(request_id="r", num_prompt_tokens=1, max_tokens=5)
+    ends = []
+    for stream in range(100, 200):
+        event = ev.RequestArrived(
+            frontend=FRONTEND, stream=stream, spec=spec, token_ids=np.array([1], np.int32), credit=100
+        )
+        ends += [each for each in cluster.core.handle(event, cluster.now) if isinstance(each, ef.RequestEnded)]
+
+    assert [each.reason for each in ends] == [ef.EndReason.QUEUE_FULL] * 100
+    assert len({each.retry_ms for each in ends}) == len(forecasts) == 1
+    assert ends[0].retry_ms > 0
 
 
 @pytest.mark.parametrize("policy", ["priority", "sjf"])

@@ -20,6 +20,8 @@ A request that an earlier core accepted is not refused for lack of room or by a 
 limits by the requests that front ends hold. New requests are refused until it is within its limits again.
 """
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from scheduler_svc.core.interface.config import BY_ARRIVAL, CoreConfig
@@ -45,9 +47,14 @@ class TurnedAway(NamedTuple):
 class AdmissionControl:
     """Decides which new requests a core accepts."""
 
-    def __init__(self, config: CoreConfig, tenants: Tenants) -> None:
+    def __init__(self, config: CoreConfig, tenants: Tenants, predict: Callable[[Request, float], None]) -> None:
+        """Create the decision of a core; `predict` forecasts the times of a request that arrives at a time."""
         self._config = config
         self._tenants = tenants
+        self._predict = predict
+        self._retry_at = -math.inf
+        """Arrival time for which `_retry_ms` was forecast."""
+        self._retry_ms = 0
 
     def refusal(
         self, request: Request, *, num_waiting: int, num_competing: int, num_tokens: int, now: float
@@ -55,33 +62,50 @@ class AdmissionControl:
         """Return why a new request cannot wait, or None.
 
         Args:
-            request: the new request with its forecasts, which is not counted anywhere yet.
+            request: the new request, which is not counted anywhere yet. It gets its forecasts unless there is no room.
             num_waiting: number of waiting requests.
             num_competing: number of those that may start as soon as there is room.
             num_tokens: tokens of the waiting requests.
             now: the time, s.
         """
-        if request.accepted:
-            return None
+        full = None if request.accepted else self._lack_of_room(request, num_waiting, num_tokens)
+        if full is not None:
+            return full._replace(retry_ms=self._forecast_retry_ms(request, now))
+        self._predict(request, now)
+        if not request.accepted and self._misses_its_deadline(request, num_competing, now):
+            message = f"the deadline cannot be met: {num_competing} requests wait; allow more time or try again later"
+            return TurnedAway(EndReason.DEADLINE, message, _retry_ms(request))
+        return None
+
+    def _forecast_retry_ms(self, request: Request, now: float) -> int:
+        """Return when to retry a request for which there is no room.
+
+        There is one forecast for all requests that arrive at the same time. A forecast is most of the cost of a
+        refusal, and a front end may submit hundreds of such requests in one message.
+        """
+        if self._retry_at != now:
+            self._predict(request, now)
+            self._retry_at, self._retry_ms = now, _retry_ms(request)
+        return self._retry_ms
+
+    def _lack_of_room(self, request: Request, num_waiting: int, num_tokens: int) -> TurnedAway | None:
+        tenant = request.spec.tenant
         if not self._tenants.may_queue(request):
-            message = f"tenant {request.spec.tenant!r}: as many requests wait as its limit allows; try again later"
-            return TurnedAway(EndReason.TENANT_LIMIT, message, _retry_ms(request))
+            message = f"tenant {tenant!r}: as many requests wait as its limit allows; try again later"
+            return TurnedAway(EndReason.TENANT_LIMIT, message)
         if self._queue_is_full(request, num_waiting, num_tokens):
             message = (
                 f"the waiting queue is full: {num_waiting} requests with {num_tokens} tokens wait; try again later"
             )
-            return TurnedAway(EndReason.QUEUE_FULL, message, _retry_ms(request))
+            return TurnedAway(EndReason.QUEUE_FULL, message)
         if self._exceeds_its_share(request, num_waiting, num_tokens):
-            queued, tokens = self._tenants.num_queued(request.spec.tenant)
+            queued, tokens = self._tenants.num_queued(tenant)
             message = (
-                f"tenant {request.spec.tenant!r} has its share of the waiting queue: {queued} requests with {tokens} "
-                f"tokens wait; of {self._config.max_queued_requests} requests and {self._config.max_queued_tokens} "
-                "tokens, the rest is for other tenants; try again later"
+                f"tenant {tenant!r} has its share of the waiting queue: {queued} requests with {tokens} tokens wait; "
+                f"of {self._config.max_queued_requests} requests and {self._config.max_queued_tokens} tokens, the rest "
+                "is for other tenants; try again later"
             )
-            return TurnedAway(EndReason.QUEUE_FULL, message, _retry_ms(request))
-        if self._misses_its_deadline(request, num_competing, now):
-            message = f"the deadline cannot be met: {num_competing} requests wait; allow more time or try again later"
-            return TurnedAway(EndReason.DEADLINE, message, _retry_ms(request))
+            return TurnedAway(EndReason.QUEUE_FULL, message)
         return None
 
     def _queue_is_full(self, request: Request, num_waiting: int, num_tokens: int) -> bool:

@@ -65,7 +65,7 @@ class RequestRegistry:
         self._doubtful_grammars: dict[bytes, None] = {}
         """Grammars of waiting requests that possibly no worker can compile. `time_passed` checks them."""
         self._sequence = 0
-        self._admission = AdmissionControl(config, self.tenants)
+        self._admission = AdmissionControl(config, self.tenants, self._predict)
         self._timeouts = Timeouts(config, fleet, self._requests)
 
     def __len__(self) -> int:
@@ -158,7 +158,6 @@ class RequestRegistry:
         if request.grammar_key:
             self._by_grammar.setdefault(request.grammar_key, {})[key] = request
         request.note(now, NoteKind.ARRIVED, "arrived")
-        self._predict(request, now)
         turned_away = (
             _DUPLICATE
             if is_duplicate

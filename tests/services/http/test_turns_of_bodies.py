@@ -1,14 +1,15 @@
-"""Large bodies are parsed in turn, because parsing them blocks the event loop."""
+"""Large bodies are parsed in turn, and calls with many choices start in turn: both block the event loop."""
 
 import asyncio
 import contextlib
 from functools import partial
+from pathlib import Path
 
-from services.access.shares import SMALL_REQUEST_BYTES, Shares, make_shares
+from services.access.shares import SMALL_REQUEST_BYTES, Shares, Turns, make_shares
 from services.http import bodies
 from services.http.endpoint import ClientGoneError, Exchange
 from services.http.schema import CompletionBody
-from tests.services.stack import PATIENCE_S
+from tests.services.stack import PATIENCE_S, running_stack
 
 SMALL = b'{"prompt": "small"}'
 LARGE = b'{"prompt": [%s]}' % b",".join([b"1"] * SMALL_REQUEST_BYTES)
@@ -103,3 +104,32 @@ def test_the_body_of_a_client_that_left_is_dropped() -> None:
         return [type(outcome), held, type(await staying)]
 
     assert asyncio.run(main()) == [ClientGoneError, len(LARGE), CompletionBody]
+
+
+def test_calls_with_many_choices_take_turns(tmp_path: Path) -> None:
+    """While another principal has the turn, a call with nine choices waits; calls with up to eight are served."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack, asyncio.TaskGroup() as group, asyncio.timeout(PATIENCE_S):
+            turns = stack.frontend._generator._turns
+            waits = asyncio.Event()
+
+            class Waiting(Turns):
+                async def acquire(self, principal: str) -> None:
+                    waits.set()
+                    await turns.acquire(principal)
+
+                def release(self) -> None:
+                    turns.release()
+
+            stack.frontend._generator._turns = Waiting()
+            await turns.acquire("other")
+            many = group.create_task(stack.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "n": 9}))
+            await waits.wait()
+            few = await stack.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "n": 8})
+            assert len(few.json()["choices"]) == 8
+            assert len(stack.core.submissions) == 8
+            turns.release()
+            assert len((await many).json()["choices"]) == 9
+
+    asyncio.run(main())
