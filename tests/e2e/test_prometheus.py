@@ -108,6 +108,7 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served,
         yield served, prometheus
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("alerts", "fault"),
     [

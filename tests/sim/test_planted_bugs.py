@@ -11,6 +11,7 @@ MOST_SEEDS = 40
 STEPS = 500
 
 
+@pytest.mark.drawn(50)
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if not bug.unseen], ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the core makes one of its own checks fail within 40 short simulations."""
@@ -34,6 +35,7 @@ AIMED = list({bug.aim: bug for bug in BUGS if bug.aim(draw(0)) != draw(0)}.value
 """One bug for each adaptation."""
 
 
+@pytest.mark.drawn(15)
 @pytest.mark.parametrize("bug", AIMED, ids=lambda bug: bug.name)
 def test_without_the_bug_its_worlds_are_sound(bug: PlantedBug) -> None:
     """It is the bug that is found: the same worlds without it show nothing."""

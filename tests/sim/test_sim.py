@@ -22,7 +22,7 @@ from tests.examples import SEED
 
 FIXED_SEEDS = range(20)
 STEPS = 1000
-FRESH_S = 15.0
+FRESH_S = 10.0
 
 
 @pytest.mark.parametrize("seed", FIXED_SEEDS)
