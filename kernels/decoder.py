@@ -128,12 +128,12 @@ class PackedDecoder:
             kernels: the library that runs the decoder.
             shape: the sizes of the decoder.
             layers: the layers, in order.
-            embedding: ``[vocab, hidden]`` in a dtype of `FORMATS`; None: tied to ``head``.
+            embedding: ``[vocab, hidden]`` in a dtype of `FORMATS`; None if tied to ``head``.
             final_norm: ``[hidden]``.
             head: LM head, which maps hidden states to logits.
             cos: ``[positions, rotary_dim / 2]`` float32.
             sin: as ``cos``.
-            part: the part of the decoder that ``shape`` and the weights are; None: all of it.
+            part: the part of the decoder that ``shape`` and the weights are; None for all of it.
         """
         self._kernels = kernels
         self._part = part
@@ -187,7 +187,7 @@ class PackedDecoder:
         token_ids, positions, slot_mapping: ``[T]`` int64, contiguous.
         caches: keys and values per layer, ``[num_blocks, num_kv_heads, block_size, head_dim]``, float32 or bfloat16,
             or an int8 cache of `kernels.kv_quantised`.
-        kept_index: ``[K]`` int64, tokens to return logits or hidden states for; None: every token.
+        kept_index: ``[K]`` int64, tokens to return logits or hidden states for; None for every token.
         num_logits: number of tokens at the front of ``kept_index`` to return logits for.
 
         Raises whatever the sum over the ranks raises.

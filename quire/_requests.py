@@ -248,7 +248,7 @@ def _set_all(message: Any, values: Mapping[str, object], parent: str) -> None:
 
 
 def _extend(message: Any, field: str, values: Any, parent: str = "") -> None:
-    """Append to a list of a message; no values: leave a sub-message absent."""
+    """Append values to a message's list. Without values, an absent sub-message stays absent."""
     if isinstance(values, list | tuple) and not values:
         return
     expected = f"a list of {_TYPES.get(message.DESCRIPTOR.fields_by_name[field].cpp_type, ('', 'integers'))[1]}"

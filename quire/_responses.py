@@ -150,7 +150,7 @@ class Events:
     """Events of a stream so far; shared by both clients."""
 
     def __init__(self, *, parsed: bool | None = None) -> None:
-        """Start without events; `parsed`: parts replace texts; None: as soon as there are parts."""
+        """Start without events; `parsed`: parts replace texts; None uses parts as soon as there are any."""
         self._parsed = parsed
         self.finished: Finished | None = None
         self.prompt: Prompt | None = None

@@ -51,7 +51,7 @@ class Generation(Iterator[Delta]):
     """
 
     def __init__(self, responses: _Responses, *, parsed: bool | None = None) -> None:
-        """Wrap the responses; `parsed`: their parts replace their texts; None: if they have parts."""
+        """Wrap the responses; `parsed`: their parts replace their texts; None if they have parts."""
         self._responses = responses
         self._events = _responses.Events(parsed=parsed)
 
@@ -299,7 +299,7 @@ class Client:
             normalize: scale vectors to length 1.
             truncate_prompt_tokens: keep only this many last tokens of each prompt.
             scheduling: scheduling options of the prompts.
-            request_id: id of the request; empty: chosen by the server.
+            request_id: id of the request; empty to let the server choose.
             timeout: seconds until the server stops.
 
         Raises:

@@ -52,7 +52,7 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     """Sampling temperature; 0 is greedy."""
     top_k: int
-    """Sample from the k most likely tokens; 0: all."""
+    """Sample from the k most likely tokens; 0 for all."""
     top_p: float
     """Sample from the smallest set of tokens whose total probability reaches p."""
     min_p: float
@@ -70,7 +70,7 @@ class GenerateOptions(TypedDict, total=False):
     typical_p: float
     """Typical sampling: keep tokens whose information is closest to the entropy, up to this total probability."""
     repetition_penalty: float
-    """Divides positive logits and multiplies negative ones of tokens in prompt or output; 1: no penalty."""
+    """Divides positive logits and multiplies negative ones of tokens in prompt or output; 1 for no penalty."""
     presence_penalty: float
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float
@@ -353,6 +353,6 @@ class Model:
     has_chat_template: bool
     fingerprint: str
     embedding_size: int = 0
-    """Number of elements of an embedding; 0: the model provides none."""
+    """Number of elements of an embedding; 0 if the model provides none."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Sampling options of requests that do not give them, and the limit `max_new_tokens`, by name."""

@@ -59,7 +59,7 @@ class ModelSizes:
     """Whether the embedding is also the LM head."""
     dtype: str = "bfloat16"
     num_parameters: int = 0
-    """Number of weights, if it is known from elsewhere; 0: from the sizes above."""
+    """Number of weights, if it is known from elsewhere; 0 to compute it from the sizes above."""
     stored: str = "none"
     """Type of the layers' weights in a quantised checkpoint that a CPU holds as stored: int8 or int4; none: no such."""
 
@@ -74,7 +74,7 @@ class Serving:
     """Type of the weights: none, int8 or int4."""
     block_size: int = 16
     max_model_len: int = 0
-    """Longest sequence in tokens; 0: the model's positions."""
+    """Longest sequence in tokens; 0 for the model's positions."""
     max_rows: int = 256
     max_tokens_per_step: int = 8192
     tensor_parallel_size: int = 1
@@ -106,7 +106,7 @@ class Concurrency:
     average: int
     """Requests that fit when each has generated half of its output: the mean under `max_utilization`."""
     reserved: int
-    """Requests that fit if each reserves the longest sequence, without paging; 0: the longest sequence is unknown."""
+    """Requests that fit if each reserves the longest sequence, without paging; 0 if the longest sequence is unknown."""
 
 
 def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:

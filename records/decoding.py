@@ -55,7 +55,7 @@ class RowAtStart:
     frontend: Peer
     stream: int
     prefill_left: int
-    """Tokens of the prompt that no plan holds yet; 0: it decodes."""
+    """Tokens of the prompt that no plan holds yet; 0 if it decodes."""
     held: bool
 
 

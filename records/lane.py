@@ -30,7 +30,7 @@ class Request:
     event: RequestArrived | None = None
     """None: it arrived before the record began, and has ended since."""
     is_running: bool | None = None
-    """Whether it has a worker; None: the core has not accepted it yet."""
+    """Whether it has a worker; None if the core has not accepted it yet."""
     worker_id: str = ""
     """Worker of its last admission."""
 
@@ -85,7 +85,7 @@ class _Row(Row):
     track: int
     about: dict[str, Value]
     phase: str = ""
-    """Name of the slice that is open inside that of the request; empty: none."""
+    """Name of the slice that is open inside that of the request; empty for none."""
 
 
 class Lane:

@@ -61,7 +61,7 @@ class TraceWriter:
 
         Args:
             name: what is shown.
-            parent: number of the track under which it is shown; 0: none.
+            parent: number of the track under which it is shown; 0 for none.
             rank: place among the tracks with the same parent, lowest first.
             counts: whether its events are values of a counter.
         """

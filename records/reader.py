@@ -21,7 +21,7 @@ class Segment:
     path: Path
     opening: Opening
     snapshot: bytes = b""
-    """The core's state at the opening; empty: the core was new, or the snapshot is missing or not complete."""
+    """The core's state at the opening; empty if the core was new, or the snapshot is missing or not complete."""
     may_vanish: bool = False
     """Whether a recorder may delete the file meanwhile; then it has no entries."""
     left_out: int = 0

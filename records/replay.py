@@ -121,7 +121,7 @@ class Missing:
     since_unix_s: float
     """Wall clock of the last entry before it, s."""
     until_unix_s: float | None
-    """Wall clock of the first entry after it; None: nothing follows."""
+    """Wall clock of the first entry after it; None if nothing follows."""
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ class Entry:
     time: float
     """Core time, s."""
     what: What | None
-    """An event or a question for a plan, which a replay repeats; a result or a report; None: only facts."""
+    """An event or a question for a plan, which a replay repeats; a result or a report; None for facts only."""
     facts: Facts | None = None
     timings: Timings | None = None
     """For StepDone: the worker's timings."""

@@ -57,7 +57,7 @@ class LiveViews:
         """Create without views.
 
         Args:
-            recorder: makes the parts; None: there are no views.
+            recorder: makes the parts; None if there are no views.
             frontends: carries the parts.
             core: the core, which is only read here.
             wall_ns: wall clock at time 0 of the core's clock, ns.

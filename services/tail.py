@@ -69,7 +69,7 @@ class TailRule:
         self._refilled_at = 0.0
 
     def reason(self, outputs: Iterable[Output], *, is_failed: bool, now: float) -> str:
-        """Return why a call is taken: "failed", "target" or "slow"; "": it is not.
+        """Return why a call is taken: "failed", "target" or "slow"; "" if it is not.
 
         Args:
             outputs: the outputs of the call.

@@ -36,7 +36,7 @@ class Pulse:
         try:
             self._path.touch()
         except OSError:
-            self._path = None  # the supervisor has ended and removed the folder
+            self._path = None  # The supervisor has exited and removed the folder.
 
     def served(self) -> None:
         """Record that the process has completed some work."""

@@ -1,9 +1,9 @@
 """Request specification: all properties of a request that do not change from validation to its end.
 
 The front end makes the specification (`services.calls.generation` and `embeddings`) when it has validated a request. It
-travels in `quire.link.v1.Submission`. Every later stage carries the same value: the core's `Request`, its kept log, and
-the admission to a row. A stage reads the fields that it needs, and copies none.
-Tokens, credit and deadlines change between submissions, so they are not part of it.
+travels in `quire.link.v1.Submission`. Every later stage holds the same value: the core's `Request`, its retained log,
+and the admission to a row. No stage copies fields. Tokens, credit and deadlines change between submissions, so they are
+not part of it.
 
 The fields have the names of those in `quire.link.v1.Submission`, which documents the wire. `sampling`, `grammar` and
 `resume_info` are opaque to the scheduler: they are encoded once by the front end, and decoded once by their reader.
@@ -42,7 +42,7 @@ class RequestSpec(NamedTuple):
     sampling: bytes = b""
     """Serialized quire.plan.v1.SamplingParams; only the worker reads it."""
     grammar: bytes = b""
-    """Serialized quire.plan.v1.Grammar, which only the worker reads; empty: none."""
+    """Serialized quire.plan.v1.Grammar, which only the worker reads; empty for none."""
     pooling: int = Pooling.NONE
     """A `Pooling`. Unless it is NONE, the request generates nothing and `max_tokens` is 1."""
     computes_whole_prompt: bool = False
@@ -52,17 +52,17 @@ class RequestSpec(NamedTuple):
     priority: int = 0
     """Higher runs first."""
     expected_output_tokens: int = 0
-    """The client's hint; 0: none."""
+    """The client's hint; 0 for none."""
     cache_scope: bytes = b""
     """Requests share cached prefixes only within a scope, so that no user can probe the prompts of another one."""
     model: str = ""
-    """Fingerprint of the model that it was validated for, which alone may compute it; "": not known."""
+    """Fingerprint of the model that it was validated for, the only one that may compute it; "" if unknown."""
     identity: bytes = b""
-    """Identity of the request, the same on every front end; empty: it cannot be resumed."""
+    """Identity of the request, the same on every front end; empty if the request cannot be resumed."""
     resume_info: bytes = b""
     """Serialized GenerateRequest with what another front end needs to resume it; only front ends read it."""
     traceparent: str = ""
-    """W3C traceparent of the call's span; "": not traced."""
+    """W3C traceparent of the call's span; "" if it is not traced."""
 
 
 _SIZED_FIELDS_OF = attrgetter(*[name for name, kind in RequestSpec.__annotations__.items() if kind in (str, bytes)])

@@ -54,7 +54,7 @@ class Telemetry:
     exports = False
     """Whether spans are exported."""
     _pushed_as: Resource | None = None
-    """Resource of the metrics; None: they are not exported."""
+    """Resource of the metrics; None if they are not exported."""
     _push_interval_s = 0.0
     _push: "MetricsPush | None" = None
     _processor: "_CountingProcessor | None" = None

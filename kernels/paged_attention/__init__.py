@@ -67,7 +67,7 @@ def paged_attention(
     token, and the prefill kernel skips them. ``sliding_window`` is the number of visible positions including the
     query's own.
     ``sinks`` is ``[num_heads]`` float32, contiguous: the logit of each head's sink.
-    ``schedule`` is the result of `schedule_decode` for this batch and window; None: it is computed here.
+    ``schedule`` is the result of `schedule_decode` for this batch and window; None if it is computed here.
     """
     if runs_on_triton(query):
         from kernels.paged_attention.launch import paged_attention_triton

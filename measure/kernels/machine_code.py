@@ -34,7 +34,7 @@ def copies_ahead(ttgir: str) -> int | None:
     innermost loop is its largest wait count. The value for a kernel is the smallest over its loops. ``ttgir`` is the
     compiler's text.
     """
-    open_loops: list[list[int] | None] = []  # waits of each open loop; None: there is a loop in it
+    open_loops: list[list[int] | None] = []  # waits of each open loop; None if it contains a loop
     regions: list[bool] = []  # of each open region, whether it is a loop
     found: list[int] = []
     for line in ttgir.splitlines():

@@ -103,7 +103,7 @@ async def run_plan(
         plan: the run.
         slo: limits of good requests.
         token: bearer token.
-        processes: number of generating processes; 1: this one.
+        processes: number of generating processes; 1 for this one.
         metrics: server to scrape `/metrics` from; None omits them.
         record: folder of the server's flight record; None omits its data.
         watch: called with the progress twice per second.

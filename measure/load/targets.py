@@ -22,7 +22,7 @@ class Request:
     priority: int = 0
     """Higher is more urgent."""
     scheduling: SchedulingOptions | None = None
-    """All scheduling options, over gRPC; None: tenant and priority."""
+    """All scheduling options, over gRPC; None for tenant and priority."""
     timeout_s: float | None = None
     cancel_after: int | None = None
     """Cancel the request after this many tokens; None to never cancel."""

@@ -37,7 +37,7 @@ class Job:
     tenant: str = ""
     priority: int = 0
     hint: int = 0
-    """The client's hint about its output; 0: none."""
+    """The client's hint about its output; 0 for none."""
     wanted_s: float | None = None
     """Target for the last token, measured from the arrival."""
     started: float | None = None

@@ -75,7 +75,7 @@ class Service:
         while not _is_empty(metrics := self.metrics(), ended):
             assert time.monotonic() < end, f"not empty, or not {ended} ended, after {PATIENCE_S} s:\n{metrics}"
             time.sleep(0.05)
-        # Of the same moment: a worker may join any time.
+        # Read both at the same time, because a worker may join at any time.
         free, cached, total = (_sum(metrics, "quire_kv_blocks", state=state) for state in ("free", "cached", "total"))
         assert free + cached == total
 
@@ -107,7 +107,7 @@ class Served(Service):
 
     def log_lines(self) -> list[dict[str, Any]]:
         """Return the JSON lines of the log so far."""
-        # The last one may be half written.
+        # The last line may be incomplete.
         whole, _, _ = self.log.read_text().rpartition("\n")
         return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 

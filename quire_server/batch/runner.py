@@ -75,7 +75,7 @@ class Runner:
             progress: updated with every answer.
             concurrency: maximum number of requests in flight.
             patience_s: maximum time without an answered request, seconds.
-            timeout_s: deadline of each request, seconds; None: none.
+            timeout_s: deadline of each request, seconds; None for none.
             on_progress: called after every answer.
             on_problem: called with a description when the server cannot be reached; once until the next answer.
         """

@@ -4,7 +4,7 @@ from quire import errors
 from quire_server.serve.supervisor import ServeError
 from shared.config import ConfigError
 
-_START_SERVER = "start a server with quire serve, or give its gRPC address with --target"
+_START_SERVER = "start a server with quire serve, or pass its gRPC address with --target"
 _NOT_GRPC = "does not speak gRPC; pass the service's gRPC address with --target, not the HTTP one"
 _INSTALL_WORKER = 'pip install "$(ls dist/quire_server-*.whl)[worker]"'
 """Installs what workers need with the wheel of `make dist`. Distributions of ours are on no package index."""

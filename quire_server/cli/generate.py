@@ -48,7 +48,7 @@ def configure(parser: OneLineParser) -> None:
     add("--ignore-eos", action="store_const", const=True, help="continue after the end-of-sequence token")
     add("--request-id", metavar="ID", help="id of the request (default: chosen by the server)")
     add("--priority", type=int, metavar="N", help="priority; higher runs first if the server's policy uses priorities")
-    add("--tenant", metavar="NAME", help="tenant that the request is accounted to")
+    add("--tenant", metavar="NAME", help="tenant that the request is charged to")
     add(
         "--expected-output-tokens",
         type=int,

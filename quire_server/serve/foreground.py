@@ -60,7 +60,7 @@ async def _serve(config: ServeConfig, *, show_sample: bool) -> int:
         await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
         if serving.done():
-            await serving  # raises why it could not start
+            await serving  # raises an error that says why it could not start
         serving.cancel()
     return 130 if signals.killed else 0
 

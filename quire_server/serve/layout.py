@@ -37,7 +37,7 @@ class ServeConfig:
     frontends: int = 1
     workers: int = 1
     watchdog_s: float = 120.0
-    """Time after which a process with a hanging main loop is killed and restarted, seconds; 0: never."""
+    """Time after which a process with a hanging main loop is killed and restarted, seconds; 0 for never."""
 
     def __post_init__(self) -> None:
         for name in ("frontends", "workers"):

@@ -18,7 +18,7 @@ class Watchdog:
 
         Args:
             path: the pulse file, which the child process touches regularly.
-            patience_s: maximum time without a pulse, seconds; 0: no limit.
+            patience_s: maximum time without a pulse, seconds; 0 for no limit.
         """
         self._path = path
         self._patience_s = patience_s

@@ -137,15 +137,15 @@ class Life:
     """All steps of its workers while it was there, in order of their answers, with those that do not hold it."""
     report: Report | None = None
     until: float | None = None
-    """The present, for a live request; None: it has ended."""
+    """The present, for a live request; None if it has ended."""
     met_drain: bool = False
     """Whether it found no worker because all were drained."""
     is_cut: bool = False
     """Whether the record ends, or has a gap, before its end."""
     end: str = ""
-    """The value of its end reason; empty: it is live."""
+    """The value of its end reason; empty if it is live."""
     policy: str = ""
-    """The scheduling policy of its class; empty: not known."""
+    """The scheduling policy of its class; empty if unknown."""
     placements: tuple[tuple[float, str], ...] = ()
     """(time, worker) of its admissions, in order."""
     obstacles: tuple[Obstacle, ...] = ()

@@ -102,12 +102,12 @@ class ModelWorker:
     """The newest step whose answer the scheduler has; set by the code that delivers answers."""
     num_host_blocks: int = 0
     copy_s: float = 0.0
-    """Seconds to copy one block; 0: the worker does not report it."""
+    """Seconds to copy one block; 0 if the worker does not report it."""
     max_draft_tokens: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     """Decides about drafts."""
     num_usable: int = 0
-    """Number of blocks that the scheduler has agreed to use; 0: all."""
+    """Number of blocks that the scheduler has agreed to use; 0 for all."""
     rows: dict[int, Row] = field(default_factory=dict)
     step_rows: list[Row] = field(default_factory=list)
     """The rows for which the newest plan computed something."""

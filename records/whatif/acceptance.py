@@ -79,7 +79,7 @@ class History:
 
 
 def learn(histories: Sequence[History]) -> Acceptance | None:
-    """Return the acceptance in the histories of all requests; None: no draft was allowed in any of them."""
+    """Return the acceptance in the histories of all requests; None if no draft was allowed in any of them."""
     # One of each, so that an outcome that follows no other one in the record has probabilities as well.
     counts = [[1, 1, 1] for _ in Outcome]
     positions = 0

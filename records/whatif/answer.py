@@ -95,7 +95,7 @@ def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, 
     Args:
         case: the requests and the service.
         settings: changes of the form `name=value`.
-        workers: number of workers; None: those of the case, joining and leaving as they did.
+        workers: number of workers; None for those of the case, joining and leaving as they did.
         seed: seed of the scatter of step times.
 
     Raises:

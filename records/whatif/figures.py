@@ -76,7 +76,7 @@ class Timeline:
         self._arrived = np.zeros(64)
         self._first = np.zeros(64)
         self._last = np.zeros(64)
-        """Time of the newest token; 0: there is none."""
+        """Time of the newest token; 0 if there is none."""
         self._num_prompt = np.zeros(64, np.int64)
         self._live = np.zeros(64, np.bool_)
         self._left_out = np.zeros(64, np.bool_)
@@ -108,7 +108,7 @@ class Timeline:
             at: the time, s.
             num_prompt: tokens of the prompt.
             left_out: whether it is in no figure, for example because it had arrived before the record began.
-            first_by: time by which its first token is wanted; None: it has no such target.
+            first_by: time by which its first token is wanted; None if it has no such target.
             last_by: time by which its last token is wanted.
         """
         number = self.num_requests

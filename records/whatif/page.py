@@ -48,7 +48,7 @@ class Comparison:
     """A recorded run, its simulation, and a simulation with changed settings."""
 
     changes: Sequence[str]
-    """Changes, as the user named them; empty: nothing."""
+    """Changes, as the user named them; empty for nothing."""
     workers: tuple[int, int]
     """Number of workers, recorded and changed."""
     recorded: Figures | None

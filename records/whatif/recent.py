@@ -58,7 +58,7 @@ class LimitedScheduler(Scheduler):
 
 
 def seconds_of(since: Duration | None) -> float:
-    """Return for how long before the end of a record a question asks, s; None: it does not say.
+    """Return for how long before the end of a record a question asks, s; None if it does not say.
 
     Raises:
         InvalidRequestError: the time is too short or too long.

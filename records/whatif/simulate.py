@@ -109,9 +109,9 @@ class _State:
 
     arrivals: Sequence[Arrival]
     limits: Numbers = field(init=False)
-    """By request: the sequence length at which it samples its stop token; 0: it never does."""
+    """By request: the sequence length at which it samples its stop token; 0 if it never does."""
     leaves_at: Numbers = field(init=False)
-    """By request: the generated tokens at which its client ends it; 0: it does not."""
+    """By request: the generated tokens at which its client ends it; 0 if it does not."""
 
     def __post_init__(self) -> None:
         number = len(self.arrivals)
@@ -142,7 +142,7 @@ def simulate(
         members: the workers.
         config: the configuration of the core.
         times: the model of step times.
-        acceptance: which drafts are accepted; None: workers verify none.
+        acceptance: which drafts are accepted; None if workers verify none.
         seed: the seed of the scatter of step times.
         make_core: makes a core of a configuration, an incarnation and token facts.
         watch: is called with each plan and its answer, when a worker begins the step.

@@ -194,7 +194,7 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
 
     Args:
         samples: answered steps.
-        begin: core time at the beginning of the load, to learn the pace from then on; None: no pace.
+        begin: core time at the beginning of the load, to learn the pace from then on; None for no pace.
 
     Raises:
         StepTimesError: there are too few steps.

@@ -99,7 +99,7 @@ def run_strategies(
     Args:
         load: requests and workers.
         times: the model of step times.
-        acceptance: which drafts are accepted; None: workers verify none.
+        acceptance: which drafts are accepted; None if workers verify none.
         since_s: how long before the end of the load the first request arrives, s.
         rows: rows of each worker.
         ends_at: time at which the caller gives up, s.
@@ -146,7 +146,7 @@ class _Stay:
     request: int
     begin: float
     decode: float = 0.0
-    """When its last chunk was answered; 0: not yet."""
+    """When its last chunk was answered; 0 if it is not yet."""
     end: float = 0.0
 
 

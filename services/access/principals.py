@@ -104,7 +104,7 @@ def read_api_keys(variable: str, path: str) -> list[str]:
 
     Args:
         variable: keys separated by commas; may be empty.
-        path: file with one key per line; empty: none.
+        path: file with one key per line; empty for none.
 
     Raises:
         ConfigError: the file cannot be read or contains no key, or a key is not a possible bearer token.
@@ -148,7 +148,7 @@ class Principals:
         """Read the file, if there is one.
 
         Args:
-            path: the file; empty: none.
+            path: the file; empty for none.
             api_keys: the API keys that are accepted.
             anonymous_is_admin: whether a caller that the file does not name may use the operator API.
 

@@ -105,7 +105,7 @@ class Exchange:
         self._ended = False
         """Whether the response is complete, so that nothing can be added."""
         self.deadline: float | None = None
-        """Monotonic time, seconds; None: no deadline."""
+        """Monotonic time, seconds; None for no deadline."""
 
     @property
     def query(self) -> Query:

@@ -286,7 +286,7 @@ class QueuedBody(ScheduledBody):
 
     @property
     def kept_prompt_tokens(self) -> int | None:
-        """The number of tokens to keep; None: all of them, or an error if they do not fit."""
+        """The number of tokens to keep; None for all of them, or an error if they do not fit."""
         return MAX_TOKEN_IDS if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     user: Ignored = Field(default=None, description="accepted without effect")

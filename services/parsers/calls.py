@@ -51,7 +51,7 @@ def read_object(reader: Reader, calls: Calls, functions: Container[str] | None =
     Args:
         reader: the output.
         calls: receives the call.
-        functions: names that make the object a call; None: every name does.
+        functions: names that make the object a call; None if every name does.
 
     Returns:
         the text that was read if it is no call, so that the caller can show it; empty after a call.

@@ -87,9 +87,9 @@ class GrammarWriter:
         """Return an expression for an output of calls, or of text with calls.
 
         Args:
-            marker: what each call begins with; empty: the whole output is calls.
+            marker: what each call begins with; empty if the whole output is calls.
             call: an expression for a call behind its marker.
-            separator: what is between two calls; None: there is only one.
+            separator: what is between two calls; None if there is only one.
             others: further markers that begin calls for the reader, so that they must not be in the text.
         """
         several = separator is not None and not self.single

@@ -36,11 +36,11 @@ class SamplingDefaults:
 
     @property
     def max_new_tokens(self) -> int:
-        """Maximum number of generated tokens of a request; 0: only the context limits it."""
+        """Maximum number of generated tokens of a request; 0 if only the context limits it."""
         return int(self.values.get("max_new_tokens", 0))
 
     def default_max_tokens(self, setting: int) -> int:
-        """Return `max_tokens` of requests that set none, given the server's setting; 0: the rest of the context."""
+        """Return `max_tokens` of requests that set none, given the server's setting; 0 for the rest of the context."""
         given = [value for value in (setting, self.max_new_tokens) if value]
         return min(given, default=0)
 

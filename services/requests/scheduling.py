@@ -32,7 +32,7 @@ MAX_TIME_S = 365 * 24 * 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueTimes:
-    """Times by which a request wants its tokens, seconds of the monotonic clock; None: no such time."""
+    """Times by which a request wants its tokens, seconds of the monotonic clock; None for no such time."""
 
     deadline: float | None = None
     """The client's deadline. A request that misses it ends."""

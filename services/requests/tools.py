@@ -101,7 +101,7 @@ def _check_grammar(request: v1.GenerateRequest, functions: list[Function | None]
 def new_parser(
     request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat, *, reasons: bool
 ) -> OutputParser | None:
-    """Return a parser for one choice of a request; None: all output is content.
+    """Return a parser for one choice of a request; None if all output is content.
 
     Args:
         request: the request, or its `resume_info`.
@@ -123,7 +123,7 @@ def shown_tokens(request: v1.GenerateRequest, tools: Tools, model_format: ModelF
 
 
 def _read_of(request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat) -> Read | None:
-    """Return how the output of a request is read; None: all of it is content."""
+    """Return how the output of a request is read; None if all of it is content."""
     if not request.output.parse or request.HasField("grammar"):
         return None  # A grammar from the client has no room for markers.
     if tools.required:

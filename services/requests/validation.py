@@ -158,8 +158,8 @@ def resolve_max_tokens(
 
     Args:
         num_prompt_tokens: length of the prompt.
-        max_tokens: requested maximum; None: not set.
-        default: maximum of requests that set none; 0: the rest of the context.
+        max_tokens: requested maximum; None if not set.
+        default: maximum of requests that set none; 0 for the rest of the context.
         model: the served model.
         field: name of the prompt's field, for errors.
 
@@ -247,7 +247,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, field: str, limit: in
 
 
 def check_request_id(request_id: str) -> Violations:
-    """Check the id that the client has chosen; empty: none."""
+    """Check the id that the client has chosen; empty for none."""
     if len(request_id) > MAX_REQUEST_ID:
         yield FieldViolation("request_id", f"too long; use at most {MAX_REQUEST_ID} bytes")
     elif not (request_id.isascii() and request_id.isprintable()):

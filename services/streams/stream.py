@@ -96,7 +96,7 @@ class Stream:
             request: the request.
             detokenizer: converts its tokens.
             wake: called when there is output to take, and at the end.
-            parser: reads its text; None: the text is not read.
+            parser: reads its text; None if the text is not read.
         """
         self.request = request
         self.number = 0

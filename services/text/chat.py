@@ -118,7 +118,7 @@ def _check_json(
     """Yield the violations of JSON text.
 
     Args:
-        text: the text; empty: not given.
+        text: the text; empty if not given.
         field: its path.
         kind: type of the value.
         limit: maximum length, bytes.

@@ -188,7 +188,7 @@ def test_nothing_listens(command: str, shell: Shell) -> None:
         held.bind(("127.0.0.1", 0))
         complaint = shell.complaint(command, f"127.0.0.1:{held.getsockname()[1]}", *flags)
 
-    assert complaint.startswith("nothing listens there; start a server with quire serve, or give ")
+    assert complaint.startswith("nothing listens there; start a server with quire serve, or pass ")
 
 
 @pytest.mark.parametrize("command", [*HTTP_COMMANDS, "generate", "workers"])

@@ -48,7 +48,7 @@ def build_engine(
         device: the device of `model`.
         tracer: creates the spans of steps and rows.
         accelerator: the result of `make_accelerator` for `device`.
-        group: the ranks that share the model, which all build their engines now; None: this process has all of it.
+        group: the ranks that share the model, which all build their engines now; None if this process has all of it.
 
     Raises:
         ConfigError: a size is invalid, or the memory does not hold a single block.

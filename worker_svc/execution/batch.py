@@ -72,7 +72,7 @@ class StepBatch:
     attention: AttentionInputs
     logits_index: torch.Tensor | None
     """`[S + P] int64`: the last token of each sampling row, rows ascending, then the tokens that predict the tokens of
-    `prompt_parts`; None: logits of all tokens."""
+    `prompt_parts`; None for logits of all tokens."""
     sample_rows: IntArray
     """`[S]`: the row of each sampled token, ascending; a row with drafts occurs several times."""
     sample_rows_on_device: torch.Tensor
@@ -96,7 +96,7 @@ class StepBatch:
     verification: Verification | None = None
     """None: no row has drafts."""
     bucket: int = 0
-    """Bucket of the graph of a decode step, which also computes the tensors above; 0: no decode graph."""
+    """Bucket of the graph of a decode step, which also computes the tensors above; 0 for no decode graph."""
 
 
 class BatchBuilder:

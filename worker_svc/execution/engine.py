@@ -76,7 +76,7 @@ class _Launched:
     prompt_parts: tuple[PromptPart, ...]
     pooled_parts: tuple[pooling.PooledPart, ...]
     taken: Int32Array | None = None
-    """The sampled tokens as `Engine._take_tokens` returned them; None: the row table does not have them."""
+    """The sampled tokens as `Engine._take_tokens` returned them; None if the row table does not have them."""
 
 
 class Engine:
@@ -107,12 +107,12 @@ class Engine:
             device: the device of `model` and `caches`.
             tracer: creates the spans of steps and rows.
             accelerator: the accelerator of `device`; None on a CPU.
-            grammars: the compiled grammars; None: grammars are not supported.
+            grammars: the compiled grammars; None if grammars are not supported.
             decode_sizes: numbers of rows to capture decode steps for, ascending; none without an accelerator.
             mixed_sizes: numbers of tokens to capture steps with chunks for, ascending; none without an accelerator.
             make_proposer: makes the source of drafts from the rows and from the `caches` after those of `model`, whose
-                blocks are copied and swapped as those of `model`; None: the worker does not speculate.
-            group: the ranks that share the model; None: this process has all of it.
+                blocks are copied and swapped as those of `model`; None if the worker does not speculate.
+            group: the ranks that share the model; None if this process has all of it.
             worker_id: name of the worker in spans.
         """
         self._accelerator = accelerator
@@ -128,7 +128,7 @@ class Engine:
         follows = group is not None and group.rank > 0
         self._rows = RowTable(limits, device, state, grammars, follows=follows)
         self.grammars = grammars
-        """The compiled grammars; None: grammars are not supported."""
+        """The compiled grammars; None if grammars are not supported."""
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         lanes = None

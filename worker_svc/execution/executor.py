@@ -24,7 +24,7 @@ class Computed:
     logits: torch.Tensor
     """`[S + P, vocab_size]`."""
     hidden: torch.Tensor | None = None
-    """`[H, hidden_size]`; None: no row pools."""
+    """`[H, hidden_size]`; None if no row pools."""
 
 
 Forward = Callable[[], Computed]
@@ -37,9 +37,9 @@ class Sampled:
     tokens: torch.Tensor
     """`[S] int32`."""
     scores: torch.Tensor | None = None
-    """`[n, m] int32`, see `worker_svc.outputs.scores`; None: no row needs log-probabilities."""
+    """`[n, m] int32`, see `worker_svc.outputs.scores`; None if no row needs log-probabilities."""
     embeddings: torch.Tensor | None = None
-    """`[E, hidden_size] float32`; None: no embedding is complete."""
+    """`[E, hidden_size] float32`; None if no embedding is complete."""
 
 
 Sample = Callable[[Computed], Sampled]
@@ -99,7 +99,7 @@ class Executor(Protocol):
 
 
 def make_executor(accelerator: Accelerator | None) -> Executor:
-    """Return the executor of an accelerator; None: of the CPU."""
+    """Return the executor of an accelerator; None for the CPU."""
     return CpuExecutor() if accelerator is None else AsyncExecutor(accelerator)
 
 

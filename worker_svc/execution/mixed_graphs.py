@@ -118,7 +118,7 @@ class MixedGraphs:
         """Enqueue a step if a graph fits it.
 
         Returns:
-            Logits `[S, vocab_size]` of the sampling rows, valid until the next call; None: no graph fits the step.
+            Logits `[S, vocab_size]` of the sampling rows, valid until the next call; None if no graph fits the step.
         """
         captured = next((each for each in self._graphs if each.shape.num_tokens >= batch.num_tokens), None)
         if captured is None or batch.logits_index is None or batch.prompt_parts or batch.pooled_parts:

@@ -51,11 +51,11 @@ class _Gathered:
     grammar_lines: torch.Tensor
     """`[G] int64`: `grammar_rows` on the device."""
     restricted: torch.Tensor | None
-    """`[R] int64`: the places of rows with rules or a grammar, which may allow no token; None: no such row."""
+    """`[R] int64`: the places of rows with rules or a grammar, which may allow no token; None for no such row."""
     needs_host_tokens: bool
     """Whether a row needs its last token on the host."""
     whole: torch.Tensor | None = None
-    """`[n] int64`: places of the rows that need the logits of the whole vocabulary; None: this process has them."""
+    """`[n] int64`: places of the rows that need the logits of the whole vocabulary; None if this process has them."""
     single: torch.Tensor | None = None
     """`[m] int64`: places of all other rows; None as `whole`."""
 
@@ -76,7 +76,7 @@ class Sampler:
             table: the rows.
             device: the device of the logits.
             accelerator: the accelerator of `device`; None on a CPU.
-            split: the exchange of logits among ranks; None: the logits are those of the whole vocabulary.
+            split: the exchange of logits among ranks; None if the logits are those of the whole vocabulary.
         """
         self._split = split
         self._table = table

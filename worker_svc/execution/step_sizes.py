@@ -65,7 +65,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def default_rows(gpu: Gpu | None) -> int:
-    """Return the default limit of running requests; None: on a CPU."""
+    """Return the default limit of running requests; None on a CPU."""
     if gpu is None:
         return _ROWS["cpu"]
     return min(_ROWS["cuda"], max(_ROWS["cpu"], _power_of_2(gpu.total_memory / _MEMORY_PER_ROW)))
@@ -75,8 +75,8 @@ def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
     """Return the default limit of tokens per step; at least half of it is available to prefill.
 
     Args:
-        gpu: the GPU; None: a CPU.
-        num_weights: weights in the matrix products of a token, without the head; 0: unknown.
+        gpu: the GPU; None for a CPU.
+        num_weights: weights in the matrix products of a token, without the head; 0 for unknown.
         max_rows: the limit of running requests.
     """
     if gpu is None:
@@ -93,7 +93,7 @@ def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int, max_tok
     no time, and the device would also compute padding.
 
     Args:
-        gpu: the GPU; None: a stand-in on a CPU.
+        gpu: the GPU; None for a stand-in on a CPU.
         num_weights: as in `default_tokens`.
         num_layers: number of layers.
         max_tokens: the limit of tokens per step.

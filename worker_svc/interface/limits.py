@@ -16,9 +16,9 @@ class Limits:
     num_host_blocks: int = 0
     num_kv_groups: int = 1
     hidden_size: int = 0
-    """Elements of a token's last hidden state; 0: the model does not return hidden states."""
+    """Elements of a token's last hidden state; 0 if the model does not return hidden states."""
     max_draft_tokens: int = 0
-    """Most draft tokens per row and step; 0: the worker does not speculate."""
+    """Most draft tokens per row and step; 0 if the worker does not speculate."""
 
     @property
     def max_blocks_per_row(self) -> int:

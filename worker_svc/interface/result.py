@@ -29,7 +29,7 @@ class RowFailure:
     reason: str
     """One line for the client, no prompt content."""
     field: str = ""
-    """The field of the request to change, as generation.proto names it; empty: none."""
+    """The field of the request to change, as generation.proto names it; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,9 @@ class StepResult:
     tokens: Int32Array
     """`[sum of counts]`, grouped by row in the order of `rows`."""
     counts: IntArray | None = None
-    """`[R]`: tokens of each row; None: one each."""
+    """`[R]`: tokens of each row; None for one each."""
     draft_counts: IntArray | None = None
-    """`[R]`: draft tokens that each row verified; None: none."""
+    """`[R]`: draft tokens that each row verified; None for none."""
     failures: tuple[RowFailure, ...] = ()
     timings: StepTimings
     completed_copies: Int32Array

@@ -37,7 +37,7 @@ def worker_id(wanted: str, host: str, pid: int) -> str:
     name that is too long is cut, and a hash of the whole name is added.
 
     Args:
-        wanted: the configured name; empty: none.
+        wanted: the configured name; empty for none.
         host: this machine's name.
         pid: this process's id.
 

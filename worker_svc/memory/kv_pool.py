@@ -107,7 +107,7 @@ def cuda_memory_for_kv(
         device: the GPU.
         utilization: see `share_for_kv`.
         largest_step: runs the largest possible step; returns the bytes of KV that it allocated for the run.
-        captured_step: the same for the largest step that is captured as a graph; None: no graphs.
+        captured_step: the same for the largest step that is captured as a graph; None for no graphs.
         num_graphs: number of graphs.
     """
     available, total = _available(device), torch.cuda.mem_get_info(device)[1]

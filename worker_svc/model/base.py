@@ -87,7 +87,7 @@ class Model(Protocol):
             positions: `[T] int64`, absolute position of each token in its row.
             attention: the places of the tokens in the KV cache.
             caches: the keys and values of each layer.
-            logits_index: `[S] int64`, places of the tokens to return logits for, in order; None: all T tokens.
+            logits_index: `[S] int64`, places of the tokens to return logits for, in order; None for all T tokens.
 
         Returns:
             Logits `[S, vocab_size]` in the model's dtype or float32.

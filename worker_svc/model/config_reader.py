@@ -202,7 +202,7 @@ def read_own(folder: Path) -> DecoderConfig | None:
 
 
 def decoder_config_of(raw: Mapping[str, Any]) -> DecoderConfig | None:
-    """Return the meaning of the content of a config.json; None: not certain."""
+    """Return the meaning of the content of a config.json; None if not certain."""
     family = raw.get("model_type")
     if family == "mistral" and "layer_types" in raw:
         family = "ministral"  # as in `transformers`
@@ -233,7 +233,7 @@ def _dtype(fields: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _rope_parameters(fields: Mapping[str, Any]) -> _Json | None:
-    """Return the parameters of positions in the form of `transformers` 5; None: not certain."""
+    """Return the parameters of positions in the form of `transformers` 5; None if not certain."""
     old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
     if old and new:
         return None

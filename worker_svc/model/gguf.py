@@ -39,7 +39,7 @@ _IGNORED = ("rope_freqs.weight",)
 
 
 def find(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder; None: it has none.
+    """Return the GGUF file of a folder; None if it has none.
 
     Raises:
         ConfigError: the folder has several.

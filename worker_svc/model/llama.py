@@ -153,7 +153,7 @@ class LlamaModel:
         caches: Sequence[KVCache],
         index: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the last hidden states, after the final norm, of the tokens in `index`; None: of all tokens."""
+        """Return the last hidden states, after the final norm, of the tokens in `index`; None for all tokens."""
         cos, sin = self._cos[positions], self._sin[positions]
         update = self._embed(input_ids)
         residual: torch.Tensor | None = None

@@ -73,4 +73,4 @@ class Layer:
     mlp_norm: torch.Tensor
     mlp: Mlp | Mixture
     sliding_window: int | None
-    """Number of tokens that the layer attends over; None: all."""
+    """Number of tokens that the layer attends over; None for all."""

@@ -41,7 +41,7 @@ def shape_of(config: DecoderConfig, shard: Shard = WHOLE) -> DecoderShape:
 
 
 def choose_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device, quantization: str) -> Native | None:
-    """Return the native CPU kernels if they support this model; None: torch computes it.
+    """Return the native CPU kernels if they support this model; None if torch computes it.
 
     Raises:
         ConfigError: `quantization` needs these kernels, and they do not support the model.

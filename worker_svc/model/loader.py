@@ -34,9 +34,9 @@ class ModelDescription:
     """Type of the KV cache; uint8 stands for fp8 e4m3, see `kernels.kv_quantised`."""
     eos_token_ids: tuple[int, ...]
     break_even_context: int
-    """Context length in tokens at which a token's attention costs as much as its matrix products; 0: unknown."""
+    """Context length in tokens at which a token's attention costs as much as its matrix products; 0 for unknown."""
     weights_per_layer: int
-    """Weights in one layer's matrix products of a token; 0: unknown."""
+    """Weights in one layer's matrix products of a token; 0 for unknown."""
     folder: Path
     """The checkpoint."""
 

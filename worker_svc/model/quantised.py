@@ -56,7 +56,7 @@ class QuantisedWeight:
     block: tuple[int, int]
     """Outputs and inputs that share a scale."""
     group_of: torch.Tensor | None = None
-    """`[inputs]` int64: group of each input; None: the groups are consecutive."""
+    """`[inputs]` int64: group of each input; None if the groups are consecutive."""
 
     @property
     def shape(self) -> torch.Size:

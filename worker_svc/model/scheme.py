@@ -38,9 +38,9 @@ class Scheme:
     layout: Layout
     bits: int
     group_size: int = 0
-    """Inputs that share a scale; 0: as the shapes of the scales say."""
+    """Inputs that share a scale; 0 if the shapes of the scales determine it."""
     block: tuple[int, int] | None = None
-    """Outputs and inputs of a block that shares a scale; None: no blocks."""
+    """Outputs and inputs of a block that shares a scale; None for no blocks."""
     zeros_stored_less_one: bool = False
     """Whether `qzeros` hold the zero points minus one, as in the first version of GPTQ."""
 
@@ -70,7 +70,7 @@ class Quantisation:
 
 
 def read_quantisation(folder: Path) -> Quantisation | None:
-    """Return how the checkpoint's weights are quantised; None: they are not.
+    """Return how the checkpoint's weights are quantised; None if they are not.
 
     Raises:
         ConfigError: the method, or an option of it, is not supported.

@@ -78,8 +78,8 @@ class Group:
         """Create a group.
 
         Args:
-            shard: the place of this rank; None: it is the only one.
-            processes: the ranks, for torch; None: torch's default group.
+            shard: the place of this rank; None if it is the only one.
+            processes: the ranks, for torch; None for torch's default group.
             shared_sum: adds up float32 tensors on CPUs; None: `processes` does.
         """
         self.shard = shard or Shard()

@@ -64,7 +64,7 @@ class RowTable:
             limits: the worker's limits.
             device: the device of the last tokens and the block tables.
             state: holds the device's copy of the block tables; None on a CPU.
-            grammars: the compiled grammars; None: rows with a grammar can sample no token.
+            grammars: the compiled grammars; None if rows with a grammar can sample no token.
             follows: whether another rank applies the rules and grammars, so that they are not needed here.
         """
         self._follows = follows

@@ -71,7 +71,7 @@ class PrefixCache:
 
         Args:
             num_blocks: blocks of the worker.
-            partial: index of parts of blocks; None: only full blocks are shared.
+            partial: index of parts of blocks; None if only full blocks are shared.
             directory: gets the keys of first blocks, under `epoch`.
             epoch: the worker's epoch.
             facts: gets every partial match.

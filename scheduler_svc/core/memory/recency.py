@@ -30,7 +30,7 @@ class RecencyQueue:
         self._groups: OrderedDict[int, _Group] = OrderedDict()
         """By number, least recently used first; no group is empty."""
         self._group_of = np.zeros(num_blocks, np.int64)
-        """By block: the number of its group; 0: not in the queue."""
+        """By block: the number of its group; 0 if not in the queue."""
         self._last_group = 0
 
     def append(self, chain: IndexArray) -> None:

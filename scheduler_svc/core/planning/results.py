@@ -330,7 +330,7 @@ def _settle_embeddings(worker: Worker, event: StepDone, settled: Settled) -> Non
 
 
 def _find(worker: Worker, scores: RowScores) -> tuple[Request, int] | None:
-    """Return the request of log-probabilities and the number of its generated tokens; None: it has ended."""
+    """Return the request of log-probabilities and the number of its generated tokens; None if it has ended."""
     row = scores.row
     if 0 <= row < worker.rows.max_rows and worker.rows.generation[row] == scores.generation:
         request = worker.rows.requests[row]

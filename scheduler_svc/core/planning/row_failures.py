@@ -78,10 +78,10 @@ class Verdict:
 
 
 def judge(worker: Worker, failed: Sequence[FailedRequest], healthy: IndexArray) -> Verdict:
-    """Return the consequences of the failures in one answer; change nothing.
+    """Return the consequences of the failures in one result without applying them.
 
     Args:
-        worker: the worker that gave the answer.
+        worker: the worker that sent the result.
         failed: the requests whose rows failed in it.
         healthy: the rows that got a token in it.
     """

@@ -39,7 +39,7 @@ def choose_victims(candidates: Candidates, *, need_blocks: int, rule: str, thres
 
     Args:
         candidates: the running requests that may be preempted.
-        need_blocks: number of blocks that must become free; 0: only a row is missing.
+        need_blocks: number of blocks that must become free; 0 if only a row is missing.
         rule: one of `VICTIM_RULES`.
         threshold: distance in rank from which on one request may preempt another.
     """

@@ -143,7 +143,7 @@ class CostModel:
 
     @property
     def block_copy_s(self) -> float:
-        """Time per block that is copied between device and host; 0: not measured."""
+        """Time per block that is copied between device and host; 0 if not measured."""
         return self._copies.block_s
 
     def parts(self) -> dict[str, float]:

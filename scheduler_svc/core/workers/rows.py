@@ -259,7 +259,7 @@ class RowTable:
         Args:
             rows: the rows, `[n]`.
             tokens: tokens, grouped by row in the order of `rows`.
-            counts: number of tokens per row, `[n]`; None: one each.
+            counts: number of tokens per row, `[n]`; None for one each.
 
         Returns:
             the index of each row's first token among the generated tokens of the row, `[n]`.

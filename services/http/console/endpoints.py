@@ -35,7 +35,7 @@ class ConsoleEndpoints:
 
         Args:
             link: the link to the core.
-            trace_url: link to a trace with `{trace_id}` in it; empty: none.
+            trace_url: link to a trace with `{trace_id}` in it; empty for none.
         """
         self._link = link
         self._trace_url = trace_url

@@ -60,7 +60,7 @@ class ResponsesAnswer(ChatAnswer):
             response_id: the id of the response.
             model: name of the model.
             output: takes the generator's messages.
-            logprobs: form of log-probabilities; None: none.
+            logprobs: form of log-probabilities; None for none.
             defaults: sampling defaults of the model.
         """
         super().__init__(output)
