@@ -1,4 +1,4 @@
-"""Blocking gRPC: what `quire.client` uses. `_calls_async` has the same names for `quire.aio`."""
+"""Blocking gRPC calls for `quire.client`. `_calls_async` has the same names for `quire.aio`."""
 
 import threading
 from typing import Any, Generic, TypeVar

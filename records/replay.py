@@ -178,7 +178,7 @@ def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
             run = None
     reader.close()
     if not outcome.entries:
-        raise ReplayError("record: no segment has the beginning of a core or a complete snapshot; add earlier ones")
+        raise ReplayError("record: no segment contains the start of a core or a complete snapshot; add earlier ones")
     return outcome
 
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def native() -> Native | None:
-    """Return the native kernels of this process, chosen at the first call; None: use torch."""
+    """Return the native kernels of this process, chosen at the first call; None to use torch."""
     wanted = os.environ.get(_VARIABLE, "auto")
     if wanted == "off":
         return None

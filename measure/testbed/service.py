@@ -162,7 +162,7 @@ def serve(
             process = subprocess.Popen(
                 arguments,
                 cwd=ROOT,
-                # A killed supervisor leaves its folder of sockets behind; here it goes with ours.
+                # A killed supervisor does not delete its folder of sockets. Deleting our folder deletes it too.
                 env={
                     **os.environ,
                     **DEFAULTS,

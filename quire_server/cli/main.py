@@ -118,7 +118,7 @@ def installed_commands() -> list[Command]:
 def _is_installed(command: Command) -> bool:
     try:
         return importlib.util.find_spec(command.module) is not None
-    except ModuleNotFoundError:  # the package around it is missing
+    except ModuleNotFoundError:  # the package that contains it is not installed
         return False
 
 

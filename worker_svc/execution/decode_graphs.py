@@ -59,7 +59,7 @@ class DecodeLanes:
         self._rows, self._first_row = state.column(most)
         self._computed, self._first_computed = state.column(most)
         self._rows.fill_(-1)
-        self._membership = -1  # of the table when the lanes were last up to date; -1: they are not
+        self._membership = -1  # of the table when the lanes were last up to date; -1 if they are not
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         wide = torch.zeros(4, most, dtype=torch.int64, device=device)
         self.inputs = DecodeInputs(
