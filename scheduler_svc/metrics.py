@@ -48,6 +48,7 @@ class SchedulerMetrics:
 
     def __init__(self, spans_dropped: Callable[[], int] = lambda: 0) -> None:
         self.malformed_frames = 0
+        self.workers_joined = 0
         self.workers_lost = 0
         """Workers lost without a goodbye."""
         self.model = ""
@@ -113,6 +114,7 @@ class SchedulerMetrics:
             make_family(names.QUEUE, [((reason,), count) for reason, count in stats.waiting_by_reason.items()]),
             make_family(names.FRONTENDS, [((), stats.frontends)]),
             make_family(names.WORKERS, [((), len(stats.workers))]),
+            make_family(names.WORKERS_JOINED, [((), self.workers_joined)]),
             make_family(names.WORKERS_LOST, [((), self.workers_lost)]),
             make_family(names.REQUESTS_ENDED, ended),
             make_family(names.FORECASTS, [((each.of,), each.count) for each in stats.forecasts]),

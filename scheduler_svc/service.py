@@ -236,6 +236,7 @@ class SchedulerService:
             case ev.WorkerHello():
                 self._gone.pop(peer, None)
                 self._tracing.worker_lost(peer, now)  # After a new Hello the worker sends no results for earlier plans.
+                self._metrics.workers_joined += 1
                 self._workers.add(peer, event.worker_id, now, process=event.process)
             case ev.WorkerLost():
                 self._forget_worker(peer, event.reason, now, orderly=event.orderly)

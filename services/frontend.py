@@ -91,6 +91,8 @@ class Frontend:
         )
         self._metrics.watch_scheduler(
             connected=lambda: self.link.connected,
+            ready=lambda: self.link.ready,
+            silence_s=lambda: self.link.silence_s,
             restarts=lambda: self.link.num_restarts,
         )
         folder = resolve_model(config.model, weights=False)

@@ -113,10 +113,14 @@ class FrontendMetrics:
         self,
         *,
         connected: Callable[[], bool],
+        ready: Callable[[], bool],
+        silence_s: Callable[[], float],
         restarts: Callable[[], int],
     ) -> None:
         """Report what this front end knows about the scheduler, so that a silent scheduler also has metrics."""
         self._registry.computed(names.SCHEDULER_CONNECTED, connected)
+        self._registry.computed(names.SCHEDULER_READY, ready)
+        self._registry.computed(names.SCHEDULER_SILENCE, silence_s)
         self._registry.computed(names.SCHEDULER_RESTARTS, restarts)
 
     def of(self, metric: names.Metric) -> Histogram:

@@ -290,6 +290,19 @@ TENANT_QUEUE = Metric(
 SCHEDULER_CONNECTED = Metric(
     "quire.scheduler.connected", _G, "1 while the front end hears from the scheduler, else 0", source=_FRONTEND
 )
+SCHEDULER_READY = Metric(
+    "quire.scheduler.ready",
+    _G,
+    "1 while the front end hears from the scheduler and a worker is usable, else 0",
+    source=_FRONTEND,
+)
+SCHEDULER_SILENCE = Metric(
+    "quire.scheduler.silence",
+    _G,
+    "Time since the scheduler's newest message to the front end",
+    unit="s",
+    source=_FRONTEND,
+)
 SCHEDULER_RESTARTS = Metric(
     "quire.scheduler.restarts", _C, "Schedulers that the front end has met after its first one", source=_FRONTEND
 )
@@ -317,6 +330,7 @@ QUEUE = Metric(
 )
 FRONTENDS = Metric("quire.frontends", _G, "Connected front ends")
 WORKERS = Metric("quire.workers", _G, "Usable workers")
+WORKERS_JOINED = Metric("quire.workers_joined", _C, "Connections from workers, those from restarted ones included")
 WORKERS_LOST = Metric("quire.workers_lost", _C, "Workers that were lost without a goodbye")
 REQUESTS_ENDED = Metric("quire.requests_ended", _C, "Requests to the scheduler that ended, by reason", ("reason",))
 FORECASTS = Metric(

@@ -104,7 +104,7 @@ class CoreLink:
         self._hello_core = 0
         """Incarnation of the core to whose `unknown` message the current hello responds."""
         self._last_heard = float("-inf")
-        self._away_since = self._ticked_at = time.monotonic()
+        self._created_at = self._away_since = self._ticked_at = time.monotonic()
         self._stalls: deque[tuple[float, float]] = deque(maxlen=16)
         """(begin, end) of the most recent stalls of this process."""
         self._state = link_pb2.ServiceState()
@@ -125,6 +125,11 @@ class CoreLink:
         Streams submitted during a handshake are sent after it.
         """
         return not self._refused and time.monotonic() - self._last_heard < SILENCE_TIMEOUT_S
+
+    @property
+    def silence_s(self) -> float:
+        """Time since the newest message of the core, or since this link was created if there was none."""
+        return time.monotonic() - max(self._last_heard, self._created_at)
 
     @property
     def ready(self) -> bool:

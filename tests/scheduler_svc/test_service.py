@@ -441,6 +441,7 @@ def test_a_workers_metrics_leave_with_it(stand: Stand) -> None:
     left = frontend.metrics()
     assert not [sample for sample in left if "worker" in sample.labels]
     values = {sample.name: sample.value for sample in left}
+    assert values["quire_workers_joined_total"] == 2
     assert values["quire_workers_lost_total"] == 1, "the first one said no goodbye"
 
 

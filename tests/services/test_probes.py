@@ -358,6 +358,9 @@ def test_metrics_without_a_core_are_the_front_ends_own(tmp_path: Path) -> None:
             lines = response.text.splitlines()
             assert 'quire_live_streams{frontend="frontend-0"} 0.0' in lines
             assert 'quire_scheduler_connected{frontend="frontend-0"} 0.0' in lines
+            assert 'quire_scheduler_ready{frontend="frontend-0"} 0.0' in lines
+            (silence,) = [line for line in lines if line.startswith("quire_scheduler_silence_seconds{")]
+            assert float(silence.split()[-1]) > 0
 
     asyncio.run(main())
 
@@ -376,6 +379,7 @@ def test_a_front_end_counts_the_restarts_of_its_scheduler(tmp_path: Path) -> Non
             lines = (await stack.http.get("/metrics")).text.splitlines()
 
             assert 'quire_scheduler_connected{frontend="frontend-0"} 1.0' in lines
+            assert 'quire_scheduler_ready{frontend="frontend-0"} 1.0' in lines
             assert 'quire_scheduler_restarts_total{frontend="frontend-0"} 2.0' in lines
 
     asyncio.run(main())
