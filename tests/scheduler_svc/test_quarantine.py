@@ -98,6 +98,24 @@ def test_several_poison_requests_are_told_from_the_innocent() -> None:
     assert all(ends[stream] is ef.EndReason.LENGTH for stream in (0, 2, 4))
 
 
+def test_a_waiting_request_that_becomes_a_suspect_is_no_longer_the_shortest() -> None:
+    """A request that becomes a suspect while it waits is no longer found by length, only among the suspects."""
+    cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=16, policy="priority", policy_preemption="off")
+    cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=4, max_rows=1, max_tokens_per_step=16))
+    cluster.submit(1, [1] * 40, 20)
+    cluster.plan()
+    cluster.submit(2, [2], 5)
+    backlog = cluster.core._requests.backlog
+    worker = next(iter(cluster.core._fleet))
+    request = backlog.take_short(worker, None)
+    assert request is not None
+    request.faults.suspect = True
+    backlog.put_back(request)
+
+    assert backlog.take_short(worker, None) is None
+    assert backlog.take_suspect() is request
+
+
 def test_a_suspect_that_survives_alone_is_cleared() -> None:
     """After two fatal steps a request runs alone until it has got tokens, and then with the others again."""
     ward = Ward()

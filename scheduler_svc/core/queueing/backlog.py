@@ -565,7 +565,11 @@ class Backlog:
             queue = self._restricted[place]
         queue.push(request)
         self._competing[request] = queue
-        if self._shortest is not None and queue is not self._suspects:
+        if self._shortest is None:
+            return
+        if queue is self._suspects:
+            self._shortest.discard(request)  # it may have become a suspect while it waited
+        else:
             self._shortest.push(request)
 
     def _takers(self, request: Request) -> Scope | Worker | None:

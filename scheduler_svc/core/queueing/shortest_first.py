@@ -40,6 +40,10 @@ class ShortestFirst:
             heapq.heappush(self._heap, (*place, request.sequence, request))
             self.compact()
 
+    def discard(self, request: Request) -> None:
+        """Remove a request that still competes, but not by length."""
+        self._places.pop(request, None)
+
     def first(self, accepts: Callable[[Request], bool]) -> Request | None:
         """Return the shortest request that `accepts` approves, or None. Only a few are checked."""
         skipped: list[tuple[int, float, int, Request]] = []
