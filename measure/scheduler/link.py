@@ -170,7 +170,7 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         worker_address=f"ipc://{folder}/workers",
         max_num_seqs=case.rows,
         max_num_batched_tokens=case.rows * PROMPT_TOKENS,
-        max_queued_requests=num_rows,
+        max_queued_requests=2 * num_rows,  # One tenant does not get all of the queue.
         max_plans_in_flight=case.in_flight,
     )
     echo_flags = {
