@@ -179,6 +179,42 @@ def test_the_overlay_of_the_page_renders() -> None:
     assert found.count("registry.example.org/quire-scheduler:") == 2
 
 
+def test_the_overlay_of_a_second_cell_renders() -> None:
+    """The cell has its own certificate and metrics label, and leaves the rules for all cells to the first one."""
+    (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "$patch: delete" in block)
+    with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
+        example = "../../deploy/kubernetes/examples/one-gpu-node"
+        text = f"namespace: quire-small\nresources: [{example}]\n{change}"
+        (Path(folder) / "kustomization.yaml").write_text(text)
+        (Path(folder) / "quire.toml").write_text('model = "/models/small"\n')
+        found = list(yaml.safe_load_all(kustomized(Path(folder))))
+    (certificate,) = (each for each in found if each["kind"] == "Certificate")
+    (settings,) = (each for each in found if each["metadata"]["name"].startswith("quire-settings"))
+    (service,) = (each for each in found if each["kind"] == "Service" and each["metadata"]["name"] == "quire-frontend")
+
+    assert "quire-frontend.quire-small.svc" in certificate["spec"]["dnsNames"]
+    assert settings["data"] == {"quire.toml": 'model = "/models/small"\n'}
+    assert service["metadata"]["labels"]["app.kubernetes.io/instance"] == "small"
+    assert {each["metadata"]["namespace"] for each in found} == {"quire-small"}
+    assert not [each for each in found if each["kind"] == "PrometheusRule" or "dashboards" in each["metadata"]["name"]]
+
+
+def test_the_thresholds_on_the_page_render() -> None:
+    """They change the trigger `requests` and the limits of the workers of both cells, and nothing of the front ends."""
+    (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", OPERATIONS, re.DOTALL) if "ScaledObject" in block)
+    with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
+        text = f"resources: [../../deploy/kubernetes/examples/eight-gpus]\n{change}"
+        (Path(folder) / "kustomization.yaml").write_text(text)
+        found = [each for each in yaml.safe_load_all(kustomized(Path(folder))) if each["kind"] == "ScaledObject"]
+    changed = {each["metadata"]["name"]: each["spec"] for each in found if each["spec"]["maxReplicaCount"] == 3}
+
+    assert changed.keys() == {"a-quire-worker", "b-quire-worker"}
+    for spec in changed.values():
+        assert spec["minReplicaCount"] == 2
+        thresholds = {each["name"]: each["metadata"]["threshold"] for each in spec["triggers"]}
+        assert thresholds == {"requests": "0.6", "kv": "0.85", "goodput": "1"}
+
+
 def test_the_change_for_workers_of_four_gpus_renders() -> None:
     """It changes the number of ranks and of GPUs together, and nothing else of the container."""
     (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if 'value: "4"' in block)
