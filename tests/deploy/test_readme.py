@@ -215,6 +215,21 @@ def test_the_thresholds_on_the_page_render() -> None:
         assert thresholds == {"requests": "0.6", "kv": "0.85", "goodput": "1"}
 
 
+@pytest.mark.parametrize(("example", "schedulers"), [("one-gpu-node", 1), ("eight-gpus", 2)])
+def test_the_journal_of_a_rollback_renders(example: str, schedulers: int) -> None:
+    """The overlay gives every scheduler the folder that the command has set, in place of the one before."""
+    (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", OPERATIONS, re.DOTALL) if "QUIRE_JOURNAL" in block)
+    (folder_set,) = re.findall(r"kubectl .* set env .* QUIRE_JOURNAL=(\S+)", OPERATIONS)
+    with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
+        text = f"resources: [../../deploy/kubernetes/examples/{example}]\n{change}"
+        (Path(folder) / "kustomization.yaml").write_text(text)
+        found = [each for each in yaml.safe_load_all(kustomized(Path(folder))) if each["kind"] == "StatefulSet"]
+    containers = [each["spec"]["template"]["spec"]["containers"][0] for each in found]
+    journals = [item["value"] for each in containers for item in each["env"] if item["name"] == "QUIRE_JOURNAL"]
+
+    assert journals == [folder_set] * schedulers
+
+
 def test_the_change_for_workers_of_four_gpus_renders() -> None:
     """It changes the number of ranks and of GPUs together, and nothing else of the container."""
     (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if 'value: "4"' in block)
