@@ -115,7 +115,7 @@ class Operator:
         for worker in self._core.stats().workers:
             if worker.worker_id == worker_id:
                 return to_worker(worker)
-        raise WorkerNotFoundError("worker_id: no usable worker has this name; ListWorkers returns the usable ones")
+        raise WorkerNotFoundError("worker_id: no usable worker has this name; ListWorkers or quire workers lists them")
 
     def _cancel(self, request_id: str, now: float) -> admin.CancelRequestResponse:
         events = self._core.cancelling(request_id)

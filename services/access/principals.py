@@ -230,6 +230,8 @@ class Principals:
 def _mtime(path: Path) -> int:
     try:
         return os.stat(path).st_mtime_ns
+    except FileNotFoundError:
+        raise ConfigError(f"principals: {path} does not exist; create it with quire keys principal") from None
     except OSError as error:
         raise ConfigError(f"principals: {path} cannot be read ({error.strerror})") from None
 

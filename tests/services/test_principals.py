@@ -88,6 +88,12 @@ def test_api_keys_come_from_the_variable_and_the_file(tmp_path: Path) -> None:
         read_api_keys("", str(tmp_path / "none"))
 
 
+def test_a_file_that_does_not_exist_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """The start ends with one line, which names the command that creates the file."""
+    with pytest.raises(ConfigError, match=r"none\.toml does not exist; create it with quire keys principal$"):
+        Principals(str(tmp_path / "none.toml"), anonymous_is_admin=False)
+
+
 def test_a_tenant_of_others_is_named_as_clients_call_it(tmp_path: Path) -> None:
     """Errors of HTTP have the field's HTTP name, in every API."""
     path = tmp_path / "principals.toml"
