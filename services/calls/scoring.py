@@ -136,8 +136,13 @@ class Scorer:
         except InvalidRequestError as error:
             raise _renamed(error, name) from None
         vectors = embedded.vectors.astype(np.float64)
-        cosines = np.sum(vectors[: len(request.queries)] * vectors[len(request.queries) :], axis=1)
-        return Scores(tuple(cosines.tolist()), embedded.prompt_tokens, embedded.cached_prompt_tokens)
+        queries, documents = vectors[: len(request.queries)], vectors[len(request.queries) :]
+        # The vectors have the length 1 in float32 only, so their products may exceed 1.
+        lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)
+        cosines = np.sum(queries * documents, axis=1) / np.maximum(lengths, np.finfo(np.float64).tiny)
+        return Scores(
+            tuple(np.clip(cosines, -1.0, 1.0).tolist()), embedded.prompt_tokens, embedded.cached_prompt_tokens
+        )
 
     async def _by_answers(self, request: ScoreRequest, caller: Caller, judge: Judge) -> Scores:
         repeats = len(request.documents) // len(request.queries)

@@ -159,6 +159,8 @@ def test_scores_have_the_order_of_their_texts(tmp_path: Path) -> None:
                     (index, "score") for index in range(len(expected))
                 ]
                 assert [each["score"] for each in got["data"]] == pytest.approx(expected, abs=1e-6)
+            got = await answered(stack, "/score", {"text_1": DOCUMENTS, "text_2": DOCUMENTS})
+            assert all(1 - 1e-6 <= each["score"] <= 1 for each in got["data"]), "no cosine exceeds 1"
 
     asyncio.run(check())
 
