@@ -169,6 +169,8 @@ def check_matcher(matcher: LLMatcher) -> None:
     """
     if matcher.is_error():
         reason = _one_line(matcher.get_error())
+        if " " not in reason:  # The library names an internal error, for example for a reference to itself.
+            raise GrammarError(f"cannot be compiled ({reason}); check its references and simplify it")
         raise GrammarError(f"too complex: {reason}; simplify it" if _TOO_MUCH.search(reason) else reason)
 
 

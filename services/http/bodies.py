@@ -133,7 +133,8 @@ def _json_description(raw: bytes, error: str) -> str:
     """Describe why a body is not JSON; `error` is the parser's message, which ends with the position."""
     if not raw.strip():
         return "empty; send a JSON object"
-    return f"invalid JSON at {error.rpartition(' at ')[2]}"
+    reason, _, position = error.rpartition(" at ")
+    return f"invalid JSON at {position}: {reason}; send a JSON object in UTF-8"
 
 
 def _best_matches(errors: list[ErrorDetails]) -> list[ErrorDetails]:

@@ -56,7 +56,7 @@ BAD: list[tuple[str, v1.Grammar, str]] = [
     ("grammar.json_schema", schema({"type": "nonsense"}), "nonsense"),
     ("grammar.json_schema", schema({"type": "string", "minLength": 5, "maxLength": 2}), ""),
     ("grammar.json_schema", schema({"$ref": "http://example.com/schema.json"}), ""),
-    ("grammar.json_schema", schema({"$ref": "#"}), ""),
+    ("grammar.json_schema", schema({"$ref": "#"}), "check its references and simplify it"),
     ("grammar.json_schema", schema({"$ref": "#/$defs/missing"}), "missing"),
     ("grammar.json_schema", v1.Grammar(json_schema=nested(3000)), "nest at most"),
     ("grammar.json_schema", schema({"enum": ["x" * 200_000]}), "too long; use at most"),

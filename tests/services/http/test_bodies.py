@@ -320,6 +320,10 @@ TURN = b'[{"role": "user", "content": "a"}]'
         (b"{'a': 1}", "body: invalid JSON at line 1 column 2"),
         (b'{"a": ' + b"[" * 10_000, "body: invalid JSON at line 1 column "),
         (b'{"a": "\xff"}', "body: invalid JSON at line 1 column 8"),
+        (
+            b'{"a": "\\ud800"}',
+            "body: invalid JSON at line 1 column 14: unexpected end of hex escape; send a JSON object in UTF-8",
+        ),
         (b"[1]", "body: must be a JSON object"),
         (b"null", "body: must be a JSON object"),
         (b'{"messages": NaN}', "body: invalid JSON at line 1 column "),
