@@ -8,6 +8,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import EndReason, ServiceChanged, WorkerEmptied, WorkerWelcomed
 from scheduler_svc.core.queueing.backlog import MAX_ASSIGNED_S
+from scheduler_svc.core.queueing.placement import DECODE_COST
 from scheduler_svc.core.scheduler import Scheduler
 from tests.scheduler_svc.cluster import Cluster
 
@@ -25,10 +26,10 @@ def _running(cluster: Cluster) -> dict[str, int]:
     return {worker.worker_id: worker.rows_running for worker in cluster.core.stats().workers}
 
 
-def _serve_at(cluster: Cluster, home: str, other: str) -> None:
-    """Has one of two workers serve `PREFIX`."""
+def _serve_at(cluster: Cluster, home: str, other: str, prefix: list[int] = PREFIX) -> None:
+    """Has one of two workers serve a prompt with this prefix."""
     cluster.handle(ev.DrainRequested(worker_id=other, move=False))
-    cluster.submit(0, [*PREFIX, 1], 2)
+    cluster.submit(0, [*prefix, 1], 2)
     cluster.run()
     cluster.handle(ev.ResumeRequested(worker_id=other))
     (found,) = (worker.worker_id for worker in cluster.core.stats().workers if worker.blocks_cached)
@@ -88,12 +89,15 @@ def test_a_cached_prefix_draws_requests_until_its_worker_is_busy(home: str, othe
 
 def test_idle_workers_are_not_asked_for_a_request_that_waits_for_a_busy_one() -> None:
     """A turn costs nothing for idle workers while the only waiting request is assigned to another worker."""
-    cluster = _cluster()
-    _serve_at(cluster, "w1", "w0")
-    cluster.submit(1, [*PREFIX, 2], 20)
+    prefix = list(range(200, 200 + DECODE_COST + 100))  # It outweighs a running request.
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=1024)
+    for index in range(2):
+        cluster.join(ModelWorker(b"w/%d" % index, 100, 16, 8), f"w{index}")
+    _serve_at(cluster, "w1", "w0", prefix)
+    cluster.submit(1, [*prefix, 2], 20)
     cluster.plan()
     assert _running(cluster) == {"w0": 0, "w1": 1}
-    cluster.submit(2, [*PREFIX, 3], 20)
+    cluster.submit(2, [*prefix, 3], 20)
     assert b"w/0" in cluster.core.due_workers(cluster.now)
     cluster.plan_for(b"w/0")
     assert _running(cluster) == {"w0": 0, "w1": 1}
