@@ -79,7 +79,7 @@ def _no_record(place: Path) -> str:
     from scheduler_svc.recorder.segments import paths
 
     records = sorted(each for each in place.glob("*/") if paths(each))
-    remedy = f"give one of {', '.join(map(str, records))}" if records else "give the scheduler's --record-dir"
+    remedy = f"use one of {', '.join(map(str, records))}" if records else "use the scheduler's --record-dir"
     return f"{place}: no record here; {remedy}"
 
 
