@@ -21,7 +21,7 @@ PAGES = ("README.md", "SECURITY.md", "docs/*.md", "deploy/**/*.md")
 _GENERATED = ("docs/clients.md", "docs/metrics.md", "docs/replay.md", "docs/strategies.md")
 WORDS = {
     r"(?<!-)\bbeside\b(?!:)": "next to, in addition to, concurrently with, or compared with",
-    r"\b(nobody|[Ww]hoever)\b": "the role (client, operator), or the passive",
+    r"\b(nobody|whoever|Whoever)\b": "the role (client, operator), or the passive",
     r"\bunread\b": "opaque, pending, or without decoding",
     r"\bconnects? again\b": "reconnect",
     r"\bPoisson process\b": "Poisson arrivals",
