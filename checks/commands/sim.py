@@ -2,6 +2,8 @@
 
 With --seed, one world is simulated. The seed determines everything in it, so a failure can be replayed. With --minutes,
 worlds are simulated for this time in one process per core, and coverage is counted over all of them.
+
+A step of the core that takes more than ten seconds of CPU time is a failure: the core hangs.
 """
 
 import os

@@ -22,6 +22,7 @@ from checks.sim.returns import Returns
 from checks.sim.scenario import Scenario
 from checks.sim.sites import Epoch, Site
 from checks.sim.stream import Stream
+from checks.sim.watchdog import HangError, Watchdog
 from checks.sim.world import World
 from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
@@ -37,6 +38,8 @@ _MOST_PLANS = 8
 _TURNS_PER_STEP = 5
 """Maximum number of turns per step in the phase with faults, even if the core got fewer events."""
 _LINKS_SHARE = 0.25
+_MOST_TURNS_AT_ONCE = 10_000
+"""Maximum number of turns without progress of the virtual time."""
 _SHORT = 300
 """In runs of at most this many steps, the core's internal invariants are checked after every event."""
 
@@ -102,6 +105,9 @@ class Simulation:
         self._promises = self._watch()
         self._next_tick = self._agenda.now
         self._last_time = self._agenda.now
+        self._watchdog = Watchdog()
+        self._turn_time, self._turns_at_once = self._agenda.now, 0
+        """Time of the last turn, and the number of turns at this time."""
         self._event: ev.Event = ev.TimePassed()
         self._check_every = scenario.check_every
         self._was_fed = False
@@ -135,19 +141,23 @@ class Simulation:
         if steps <= _SHORT:
             self._check_every = 1
         try:
-            self._clients.start()
-            self._cluster.start()
-            self._schedule_disaster()
-            turns = 0
-            while self.num_events < steps and turns < _TURNS_PER_STEP * steps:
-                self._turn()
-                turns += 1
-            self._heal_and_finish()
+            with self._watchdog:
+                self._run_phases(steps)
         except Exception as error:  # Any exception is a finding.
             failure = self._explain(error)
         finally:
             self._returns.close()
         return Result(self._scenario.seed, self.num_events, self.num_plans, failure)
+
+    def _run_phases(self, steps: int) -> None:
+        self._clients.start()
+        self._cluster.start()
+        self._schedule_disaster()
+        turns = 0
+        while self.num_events < steps and turns < _TURNS_PER_STEP * steps:
+            self._turn()
+            turns += 1
+        self._heal_and_finish()
 
     def _watch(self) -> Promises:
         return Promises(self._world, self._cluster, self._clients, self._core)
@@ -155,6 +165,7 @@ class Simulation:
     # ---------------------------------------------------------------- the loop
 
     def _turn(self) -> None:
+        self._watchdog.step_begins()
         agenda, core = self._agenda, self._core
         wake = self._next_tick
         due = core.next_plan_due(agenda.now)
@@ -163,6 +174,10 @@ class Simulation:
                 wake = time
         pause = self._scenario.pace.turn * self._world.rng.random() if self._scenario.pace.turn else 0.0
         agenda.now = max(agenda.now, wake) + pause
+        self._turns_at_once = self._turns_at_once + 1 if agenda.now == self._turn_time else 0
+        self._turn_time = agenda.now
+        if self._turns_at_once > _MOST_TURNS_AT_ONCE:
+            raise ViolationError("hang", f"{self._turns_at_once} turns at {agenda.now:.6f}; the time does not pass")
         agenda.run_due(_MOST_ACTS)
         if agenda.now >= self._next_tick:
             self._next_tick = agenda.now + self._scenario.pace.tick
@@ -341,6 +356,8 @@ class Simulation:
                 raise ViolationError("finish", f"{len(self._clients.live)} requests do not end; one has {state}", name)
         while any(epoch.in_flight for epoch in self._cluster.epochs.values()):
             self._turn()
+            if agenda.now > bound:
+                raise ViolationError("finish", "the answer to a step does not arrive")
         self._check_empty()
 
     def _bound(self) -> float:
@@ -379,8 +396,9 @@ class Simulation:
             stream = self._clients.find(name)
             if stream is not None and stream.end is not None:
                 story.append((stream.last_move, f"last heard of by its client; ended {stream.end.name}"))
+        check = "hang" if isinstance(error, HangError) else "core"
         return Failure(
-            check=error.check if isinstance(error, ViolationError) else "core",
+            check=error.check if isinstance(error, ViolationError) else check,
             detail=error.detail if isinstance(error, ViolationError) else f"{type(error).__name__}: {error}",
             event=repr(self._event)[:1000],
             num_events=self.num_events,

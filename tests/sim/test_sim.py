@@ -9,6 +9,7 @@ import zlib
 
 import pytest
 
+from checks.sim import watchdog
 from checks.sim.aims import AIMS, draw_world
 from checks.sim.campaign import run_campaign, summary
 from checks.sim.coverage import Coverage, expected_kinds
@@ -17,6 +18,7 @@ from checks.sim.gaps import KNOWN
 from checks.sim.report import line, render
 from checks.sim.scenario import Scenario, draw
 from checks.sim.simulation import Simulation
+from quire_server.cli.main import main
 from scheduler_svc.core.interface.config import CoreConfig
 from tests.examples import SEED
 
@@ -141,6 +143,35 @@ def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"replay: quire sim --seed {result.seed} --steps 500" in text
     assert "story of stream" in text
     assert "arrived" in text
+
+
+@pytest.mark.parametrize("extent", [[], ["--minutes", "0.01", "--jobs", "1"]], ids=["one", "campaign"])
+def test_a_core_that_hangs_is_a_failure(
+    extent: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A core that does not return from a plan ends the run with exit status 1; the seed and the stack are printed."""
+    from scheduler_svc.core.scheduler import Scheduler
+
+    def never_returns(self: Scheduler, *how: object) -> None:
+        while True:
+            pass
+
+    monkeypatch.setattr(Scheduler, "plan", never_returns)
+    monkeypatch.setattr(watchdog, "MOST_STEP_S", 0.2)
+    assert main(["sim", "--seed", "5", "--steps", "200", *extent]) == 1
+    printed = capsys.readouterr().out
+    assert "failed seed=5" in printed
+    assert "violated: hang: " in printed
+    assert "in never_returns" in printed
+
+
+def test_a_time_that_does_not_pass_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core whose next plan is always due at once, without any event, ends the simulation."""
+    from scheduler_svc.core.scheduler import Scheduler
+
+    monkeypatch.setattr(Scheduler, "next_plan_due", lambda self, now: now)
+    failure = next(filter(None, (Simulation(draw(seed), Coverage()).run(200).failure for seed in range(20))))
+    assert failure.check == "hang"
 
 
 def test_nothing_is_excused() -> None:
