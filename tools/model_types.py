@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, draw_weights, make_tokenizer
 from shared.config import ConfigError
-from tests.worker_svc.driver import Driver, make_engine
 from worker_svc.model.llama import LlamaModel
 from worker_svc.model.registry import check_supported
 

@@ -36,7 +36,7 @@ print(*sorted(name for name in names - sys.stdlib_module_names if not name.start
 SERVE_DEMO = """
 from worker_svc import main
 from shared.model_path import resolve_model
-from tests.worker_svc.driver import Driver, make_engine
+from checks.driver import Driver, make_engine
 assert len(Driver(make_engine(resolve_model("demo", weights=True))).generate([5, 6, 7], 3)) == 3
 """
 
@@ -61,7 +61,7 @@ def loaded_by(program: str) -> set[str]:
         ("import quire_server.cli.serve, quire_server.serve.foreground", {"quire_server"}, _SUPERVISOR),
         ("import scheduler_svc.main", {"scheduler_svc", "quire"}, _SCHEDULER),
         ("import services.frontend", {"services", "quire"}, _FRONTEND),
-        (SERVE_DEMO, {"worker_svc", "kernels", "tests"}, _WORKER),
+        (SERVE_DEMO, {"worker_svc", "kernels", "checks", "tests"}, _WORKER),
     ],
     ids=["the supervisor before it starts the others", "scheduler", "front end", "worker that serves the demo model"],
 )

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checks.driver import CPU, Driver, collect, launch, make_engine
 from protos.quire.plan.v1 import plan_pb2
-from tests.worker_svc.driver import CPU, Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.follower import follow
 from worker_svc.ranks.commands import Followers

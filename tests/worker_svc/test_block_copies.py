@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from checks.driver import Driver, execute, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from tests.worker_svc.driver import Driver, execute, make_engine
 from worker_svc.execution.engine import Engine
 
 FIRST = [(7 * index + 3) % VOCAB_SIZE for index in range(20)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from checks.driver import CPU, make_engine
 from measure.testbed.checkpoints import make_checkpoint
 from measure.testbed.quantised_checkpoints import make_gguf, make_pair
 from measure.testbed.storages import bytes_of
@@ -15,7 +16,6 @@ from quire_server.cli.main import main
 from shared.config import WorkerConfig
 from shared.model_path import resolve_model
 from tests.cpu_kernels import cpu_kernels
-from tests.worker_svc.driver import CPU, make_engine
 from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.model.loader import load_model
 from worker_svc.ranks.group import Group

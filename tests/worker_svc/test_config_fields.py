@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from transformers.utils import logging as transformers_logging
 
+from checks.driver import CPU
 from shared.config import ConfigError, WorkerConfig
-from tests.worker_svc.driver import CPU
 from tests.worker_svc.test_packed import logits_of
 from worker_svc.model.families import FAMILIES
 from worker_svc.model.loader import load_model

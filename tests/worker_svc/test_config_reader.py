@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from checks.driver import CPU
 from measure.testbed.checkpoints import make_checkpoint
 from shared.config import ConfigError
-from tests.worker_svc.driver import CPU
 from tests.worker_svc.test_config_fields import ABSENT, CHANGES, ROPE, ROPE_VALUES, base_config
 from worker_svc.model.config import read_config
 from worker_svc.model.config_reader import decoder_config_of, read_own

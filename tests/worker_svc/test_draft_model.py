@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from checks.driver import GREEDY, Driver, execute, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.config import ConfigError
-from tests.worker_svc.driver import GREEDY, Driver, execute, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.execution.engine import Engine
 

@@ -11,8 +11,8 @@ from transformers import logging as transformers_logging
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from checks.driver import CPU
 from shared.config import ConfigError, WorkerConfig
-from tests.worker_svc.driver import CPU
 from worker_svc.model.loader import describe_model
 
 _MAPPINGS: list[Any] = [

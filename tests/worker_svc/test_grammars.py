@@ -13,11 +13,11 @@ import torch
 from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer
 
+from checks.driver import Driver, make_engine
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.frames import MAX_GRAMMARS
 from shared.grammars import GrammarTokenizer, compile_grammar
-from tests.worker_svc.driver import Driver, make_engine
 from worker_svc.execution.assembly import make_grammar_store
 from worker_svc.execution.engine import Engine
 from worker_svc.interface.arrays import NO_IDS

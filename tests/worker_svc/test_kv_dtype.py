@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from checks.driver import Driver, execute, make_engine
 from kernels.native.serving import native
 from measure.testbed.checkpoints import make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from tests.worker_svc.driver import Driver, execute, make_engine
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import make_checkpoint
 from measure.testbed.service import QUIRE, ROOT
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import SendOutcome, bind_router, endpoint, receive_from, send_to
-from tests.worker_svc.driver import Driver, make_engine
 from worker_svc.model.config import break_even_context, read_config
 
 START_MS = 60_000

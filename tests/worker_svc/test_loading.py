@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
+from checks.driver import CPU, Driver, make_engine
 from measure.testbed.checkpoints import MAX_POSITIONS, SLIDING_WINDOW, VOCAB_SIZE, edit_config, make_checkpoint
 from shared.config import WorkerConfig
 from shared.kv_sizes import count_blocks
-from tests.worker_svc.driver import CPU, Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.model.base import KVShape

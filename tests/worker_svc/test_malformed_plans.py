@@ -8,11 +8,11 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checks.driver import Driver, execute, make_engine
 from measure.testbed.checkpoints import make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from tests.examples import examples
-from tests.worker_svc.driver import Driver, execute, make_engine
 from worker_svc.execution.engine import Engine
 from worker_svc.interface.errors import PlanError
 

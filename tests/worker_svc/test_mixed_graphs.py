@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checks.driver import GREEDY, Driver, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
-from tests.worker_svc.driver import GREEDY, Driver, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.device.accelerator import Graph
 from worker_svc.execution.mixed_graphs import mixed_sizes

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from checks.driver import Driver, collect, launch, make_engine
 from measure.testbed.checkpoints import ARCHITECTURES, VOCAB_SIZE, make_checkpoint
-from tests.worker_svc.driver import Driver, collect, launch, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 
 PROMPT_LENGTHS = (1, 5, 16, 33, 130, 300)

@@ -8,13 +8,13 @@ import pytest
 import torch
 import transformers
 
+from checks.driver import CPU, Driver, make_engine
 from kernels.linear import PackedLinear, quantise
 from kernels.native.library import Native, native_levels
 from kernels.native.serving import native
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from shared.config import ConfigError, WorkerConfig
 from tests.cpu_kernels import cpu_kernels
-from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.memory.kv_pool import allocate
 from worker_svc.model import hf_packed
 from worker_svc.model.base import AttentionInputs, Model

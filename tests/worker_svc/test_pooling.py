@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from tests.cpu_kernels import cpu_kernels
-from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.interface.errors import PlanError
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from checks.driver import CPU, Driver, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.config import WorkerConfig
-from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.execution.profiling import run_captured_step, run_largest_step
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_pool import block_bytes

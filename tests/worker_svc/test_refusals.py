@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import transformers
 
+from checks.driver import CPU, make_engine
 from measure.testbed.checkpoints import edit_config, make_checkpoint
 from shared.config import ConfigError, WorkerConfig
-from tests.worker_svc.driver import CPU, make_engine
 from worker_svc.device.choice import choose_device
 from worker_svc.model.loader import load_model
 

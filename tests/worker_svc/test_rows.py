@@ -7,10 +7,10 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
+from checks.driver import Driver, collect, execute, launch, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from tests.worker_svc.driver import Driver, collect, execute, launch, make_engine
 
 POISON = 99
 """A token whose embedding is not a number."""

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
 from shared.columns import to_column
-from tests.worker_svc.driver import Driver, make_engine
 
 PROMPT = [5, 9, 17, 3, 3, 8, 21, 4, 60, 2, 11]
 COUNT = 12

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from checks.driver import GREEDY, Driver, collect, launch, make_engine
 from kernels.native.serving import native
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
 from shared.columns import to_column
-from tests.worker_svc.driver import GREEDY, Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.execution.engine import Engine
 from worker_svc.interface.arrays import IntArray

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from checks.driver import Driver, collect, execute, launch, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import from_column, to_column
-from tests.worker_svc.driver import Driver, collect, execute, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 
 

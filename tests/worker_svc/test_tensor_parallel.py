@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from measure.testbed.quantised_checkpoints import make_pair
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
 from shared.columns import to_column
 from tests.interpreted import check_interpreted
-from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.ranks import Ranks, ranks
 from tests.worker_svc.test_oracle import generate_all

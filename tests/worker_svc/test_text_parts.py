@@ -9,9 +9,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
+from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import SLIDING_WINDOW, VOCAB_SIZE, draw_weights
 from shared.config import ConfigError
-from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.oracle import Oracle, Verdict
 
 _TEXT: dict[str, Any] = {

@@ -8,9 +8,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import make_checkpoint
 from shared.telemetry import MAX_LINKS
-from tests.worker_svc.driver import Driver, make_engine
 from worker_svc.speculation.ngram import NgramProposer
 
 ATTEMPT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
+from checks.driver import CPU, Driver, make_engine
 from kernels.paged_attention import paged_attention
 from shared.config import ConfigError
-from tests.worker_svc.driver import CPU, Driver, make_engine
 from worker_svc.model import hf, hf_attention
 
 SIZES: dict[str, Any] = {

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from checks.driver import CPU, Driver, collect, launch, make_engine
 from kernels import _dispatch
 from measure.testbed.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.config import WorkerConfig
-from tests.worker_svc.driver import CPU, Driver, collect, launch, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.test_speculation import guess

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
-from tests.worker_svc.driver import Driver, make_engine
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from tests.worker_svc.ranks import LeadingDriver, ranks
 

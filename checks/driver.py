@@ -1,4 +1,4 @@
-"""A scheduler of a few lines for tests: it drives an engine with hand-made plans and keeps the books of the blocks.
+"""Scheduler of a few lines: it drives an engine with hand-made plans, and keeps the books of the blocks.
 
 Blocks are handed out in random order, so that no row's blocks are neighbours. Whatever a test asks for (chunks, holds,
 leaves) goes into the next plan exactly as asked.
@@ -42,7 +42,7 @@ def make_engine(
     group: Group | None = None,
     **settings: Any,
 ) -> Engine:
-    """An engine on the CPU over a checkpoint; with an accelerator it works as on a GPU."""
+    """Return an engine on the CPU over a checkpoint; with an accelerator it works as on a GPU."""
     config = WorkerConfig(model=str(folder), device="cpu", num_threads=1, **(_SETTINGS | settings))
     model, description = load_model(config, CPU, group)
     return build_engine(config, model, description, CPU, tracer or NoOpTracer(), accelerator, group)
@@ -144,18 +144,18 @@ class Driver:
         return row
 
     def take_block(self) -> int:
-        """Takes a block that no row has."""
+        """Take a block that no row has."""
         return self._free.pop()
 
     def leave(self, row: int) -> list[int]:
-        """Takes a row out and returns its tokens."""
+        """Take a row out and return its tokens."""
         gone = self.rows.pop(row)
         self._free.extend(gone.blocks)
         self.plan.leaves += to_column([row])
         return gone.tokens
 
     def hold(self, row: int) -> None:
-        """Holds a decode row out."""
+        """Hold a decode row out."""
         self.rows[row].held = True
         self.plan.holds += to_column([row])
 
@@ -165,18 +165,18 @@ class Driver:
         self.plan.releases += to_column([row])
 
     def speculate(self, row: int, draft_limit: int) -> None:
-        """Sets the draft limit of a row, from the next plan on."""
+        """Set the draft limit of a row, from the next plan on."""
         self.rows[row].draft_limit = draft_limit
         self.plan.draft_rows += to_column([row])
         self.plan.draft_limits += to_column([draft_limit])
 
     def chunk(self, row: int, length: int) -> None:
-        """Computes the next `length` admitted tokens of a row."""
+        """Compute the next `length` admitted tokens of a row."""
         self.plan.chunk_rows += to_column([row])
         self.plan.chunk_lengths += to_column([length])
 
     def finish_plan(self) -> plan_pb2.Plan:
-        """Appends the blocks that the plan needs, counts its tokens as computed, and begins the next plan."""
+        """Append the blocks that the plan needs, count its tokens as computed, and begin the next plan."""
         plan = self.plan
         chunks = dict(zip(from_column(plan.chunk_rows).tolist(), from_column(plan.chunk_lengths).tolist(), strict=True))
         limits = {}
@@ -220,7 +220,7 @@ class Driver:
         return sampled
 
     def step(self) -> dict[int, int]:
-        """Sends the plan as it is; returns the last token of each row that sampled."""
+        """Send the plan as it is, and return the last token of each row that sampled."""
         return self.take(execute(self.engine, self.finish_plan()))
 
     def generate(self, tokens: list[int], count: int, *, sampling: plan_pb2.SamplingParams = GREEDY) -> list[int]:
