@@ -1,7 +1,9 @@
-"""The tests that `make test` runs: all but those marked `release`, and a draw from those marked `drawn`.
+"""The tests that `make test` runs: all but those marked `release`, and a part of those marked `drawn` or `every`.
 
-`@pytest.mark.drawn(3)` stands on a parametrised test whose cases take long. Three of its cases run each day. The seed
-in `tests/examples.py` determines which. `make test-all` runs every case.
+`@pytest.mark.drawn(3)` stands on a parametrised test whose cases take long. Three of its cases run each day.
+`@pytest.mark.every(3)` stands on a test that takes long and whose code changes seldom. It runs every third day, and
+about as many of these tests run on each day. The seed in `tests/examples.py` determines which cases and tests run.
+`make test-all` runs all of them.
 """
 
 import random
@@ -32,8 +34,22 @@ def daily(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], l
         assert marker is not None
         drawn = random.Random(f"{seed} {function}").sample(of_function, min(marker.args[0], len(of_function)))
         not_drawn.update(set(of_function) - set(drawn))
+    for days, of_period in _periods(candidates).items():
+        for place, (_, of_function) in enumerate(sorted(of_period.items())):
+            if (place + seed) % days:
+                not_drawn.update(of_function)
     chosen = [item for item in candidates if item not in not_drawn]
     return chosen, [item for item in items if item not in set(chosen)]
+
+
+def _periods(items: Iterable[pytest.Item]) -> dict[int, dict[str, list[pytest.Item]]]:
+    """Return the tests marked `every`, by their days and their function."""
+    periods: defaultdict[int, defaultdict[str, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        marker = item.get_closest_marker("every")
+        if marker is not None:
+            periods[marker.args[0]][function_of(item.nodeid)].append(item)
+    return {days: dict(of_period) for days, of_period in periods.items()}
 
 
 def table_of(left_out: Iterable[str]) -> list[str]:

@@ -168,6 +168,26 @@ def test_a_daily_run_draws_cases_and_names_what_it_leaves_out(tmp_path: Path) ->
         assert "    48 x  " in output
 
 
+def test_a_test_of_every_third_day_runs_in_one_of_three_successive_runs(tmp_path: Path) -> None:
+    """On each day as many of these tests run, and in three days each of them runs once."""
+    file = tmp_path / "test_days.py"
+    test = "@pytest.mark.every(3)\ndef test_{}():\n    pass\n"
+    file.write_text("import pytest\n\n" + "\n".join(test.format(name) for name in "abcdef"))
+
+    outputs = [
+        run(
+            "-m", "tests.run", "--daily", "-v", "-p", "tests.conftest", "-p", "no:cacheprovider", str(file),
+            environ={"QUIRE_SEED": str(seed)},
+        ).stdout
+        for seed in (20261129, 20261130, 20261131)
+    ]  # fmt: skip
+
+    days = [{line.split()[0] for line in output.splitlines() if "PASSED" in line} for output in outputs]
+    assert [len(tests) for tests in days] == [2, 2, 2]
+    assert len(set.union(*days)) == 6
+    assert all("left out: 4 tests, which make test-all runs" in output for output in outputs)
+
+
 def test_the_draw_follows_from_the_seed(request: pytest.FixtureRequest) -> None:
     """Both processes of a parallel run draw the same tests."""
     items = request.session.items
