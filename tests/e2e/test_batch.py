@@ -8,6 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from measure.testbed.service import QUIRE, ROOT, Served, free_ports, serve
 
 LINES = 80
@@ -26,6 +28,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.every(3)
 def test_a_killed_batch_goes_on_and_answers_every_line_once(demo: Served, tmp_path: Path) -> None:
     """A batch that is killed twice and started again has exactly one answer for each request.
 
@@ -101,6 +104,7 @@ def test_the_address_comes_from_the_environment(demo: Served, tmp_path: Path) ->
     )
 
 
+@pytest.mark.every(3)
 def test_a_server_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     """Until something listens, the command says once what is missing; then it goes on."""
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -61,6 +61,7 @@ def test_texts_have_about_the_length_asked_for(demo: Served, tmp_path: Path) -> 
     assert report["prompt_tokens"] / report["requests"] == pytest.approx(300, rel=0.1)
 
 
+@pytest.mark.every(3)
 def test_cancelled_requests_end_on_the_server(demo: Served, tmp_path: Path) -> None:
     """As many as the report says, and nothing of them is left.
 
@@ -112,6 +113,7 @@ def test_a_sweep_measures_growing_loads(demo: Served, tmp_path: Path) -> None:
     assert "up to 2 users, at least 95% of the requests keep e2e ≤ 60000 ms" in table
 
 
+@pytest.mark.every(3)
 def test_the_record_gives_the_figures_of_the_run_alone(demo: Served, tmp_path: Path) -> None:
     """Steps, occupancy, prefix hits and idle time of the device; requests before the run do not count."""
     record = demo.log.parent / "quire" / "record" / "any"

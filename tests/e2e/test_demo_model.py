@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from measure.testbed.service import Served
@@ -29,6 +30,7 @@ ITEMS = 120
 CONCURRENCY = 16
 
 
+@pytest.mark.every(3)
 def test_held_out_problems_are_answered_through_the_served_stack(demo: Served) -> None:
     """The server answers at least 95 % of the held-out arithmetic and recall items correctly.
 
@@ -49,6 +51,7 @@ def test_stories_are_as_likely_as_stated() -> None:
     assert abs(measured / stated["story_perplexity"] - 1) <= 0.02
 
 
+@pytest.mark.every(3)
 def test_tools_are_called_through_the_served_stack(demo: Served) -> None:
     """Held-out questions get the right call over HTTP, and its result an answer, as often as stated beside the weights.
 

@@ -74,6 +74,7 @@ def close(got: Any, expected: Vector, *, normalized: bool = True) -> None:
     np.testing.assert_allclose(np.asarray(got, np.float64), expected / scale, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.every(3)
 def test_vectors_are_those_of_transformers_beside_streams(served: Served, oracle: Oracle) -> None:
     """Embeddings equal those of `transformers`, while streams run beside them and lose no token.
 
@@ -174,6 +175,7 @@ def test_an_invalid_request_is_named(served: Served) -> None:
         assert v1.Pooling.values() == [0, 1, 2]
 
 
+@pytest.mark.every(3)
 def test_a_worker_that_dies_costs_embeddings_a_pause(checkpoint: Path, oracle: Oracle) -> None:
     """`kill -9` of the worker in the midst of a large call: every vector comes, once, and is right."""
     prompts = draw_prompts([150] * 24, 256, seed=9)

@@ -5,10 +5,9 @@
 
 import asyncio
 import contextlib
+import io
 import json
-import os
 import random
-import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -17,28 +16,26 @@ from typing import Any
 import pytest
 
 from measure.testbed.checkpoints import make_checkpoint
-from measure.testbed.service import DEFAULTS, QUIRE, ROOT, Served, Service, serve
+from measure.testbed.service import Served, Service, serve
 from quire import AsyncClient, Client
+from quire_server.cli.main import main
 from tests.e2e.planted import ADMISSION, CAUSES, MAX_LENGTH, SERVICES, Planted, Scene
 from tests.examples import SEED
 
 
-def _run_explain(served: Service, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
-    return subprocess.run(
-        [*QUIRE, "explain", *arguments, f"--target={served.grpc}"],
-        cwd=ROOT,
-        env={**os.environ, **DEFAULTS},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+def _quire(*arguments: str) -> tuple[int, str, str]:
+    """Run a command of `quire` in this process; return its exit code and what it prints to stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(arguments)
+    return code, out.getvalue(), err.getvalue()
 
 
 def _explain(served: Service, *arguments: str) -> str:
     """Run `quire explain` against the service; return what it prints."""
-    done = _run_explain(served, *arguments)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode()
+    code, out, err = _quire("explain", *arguments, f"--target={served.grpc}")
+    assert code == 0, err
+    return out
 
 
 def _explained(served: Service, request_id: str, count: int = 1) -> Any:
@@ -48,24 +45,24 @@ def _explained(served: Service, request_id: str, count: int = 1) -> Any:
     """
     end = time.monotonic() + 30
     while True:
-        done = _run_explain(served, request_id, "--json")
-        found = json.loads(done.stdout)["requests"] if not done.returncode else []
+        code, out, err = _quire("explain", request_id, "--json", f"--target={served.grpc}")
+        found = json.loads(out)["requests"] if code == 0 else []
         is_whole = found and all(not each["live"] and each["link_error_s"] is not None for each in found)
         if (is_whole and len(found) == count) or time.monotonic() > end:
-            assert len(found) == count, f"{request_id}: {len(found)} explanations {done.stderr.decode()}"
+            assert len(found) == count, f"{request_id}: {len(found)} explanations {err}"
             return found[0]
 
 
 def _plant(served: Served, name: str, planted: Planted, rng: random.Random) -> tuple[str, str]:
     """Plant a cause; return one line about the outcome, and what is wrong with the explanation, or nothing."""
 
-    async def main() -> Scene:
+    async def plant() -> Scene:
         async with AsyncClient(served.grpc) as client:
             scene = Scene(served, client, rng, f"r{rng.getrandbits(48):012x}")
             await planted.plant(scene)
         return scene
 
-    scene = asyncio.run(main())
+    scene = asyncio.run(plant())
     found = _explained(served, scene.victim)
     causes = {each["cause"]: each["seconds"] for each in found["causes"]}
     drawn = ", ".join(f"{what} {value}" for what, value in scene.drawn.items())
@@ -137,6 +134,7 @@ def _post(served: Service, path: str, body: dict[str, object]) -> tuple[str, str
         return json.loads(response.read())["id"], response.headers["x-request-id"]
 
 
+@pytest.mark.every(3)
 def test_every_id_that_an_api_hands_out_is_explained(demo: Service) -> None:
     """The id in an answer of each API, the header, and the id of each prompt and choice find the request."""
     chat = [{"role": "user", "content": "hello"}]
@@ -156,12 +154,5 @@ def test_every_id_that_an_api_hands_out_is_explained(demo: Service) -> None:
 
     for each in ids:
         _explained(demo, each, numbers.get(each, 1))
-        stories = subprocess.run(
-            [*QUIRE, "requests", "--story", each, f"--target={demo.grpc}"],
-            cwd=ROOT,
-            env={**os.environ, **DEFAULTS},
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-        assert stories.returncode == 0, stories.stderr.decode()
+        code, _, err = _quire("requests", "--story", each, f"--target={demo.grpc}")
+        assert code == 0, err

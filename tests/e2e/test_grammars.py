@@ -69,6 +69,7 @@ def test_every_answer_validates(demo: Served) -> None:
         Draft202012Validator(schema).validate(json.loads(choice.text))
 
 
+@pytest.mark.every(3)
 def test_other_grammars_and_a_worker_that_dies() -> None:
     """Regex, choice, EBNF in two notations and JSON objects constrain the output, also after their worker is killed.
 

@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import pytest
+
 from measure.testbed.checkpoints import make_checkpoint
 from measure.testbed.service import serve
 from quire import Client
@@ -10,6 +12,7 @@ from quire import Client
 SILENCE_S = 1.5
 
 
+@pytest.mark.every(3)
 def test_an_idle_worker_stays_in_its_epoch(tmp_path: Path) -> None:
     """An idle worker stays in its epoch, because the scheduler's pings count as signs of life.
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import grpc
+import pytest
 
 from measure.testbed.service import serve
 from quire import Client
@@ -23,6 +24,7 @@ atexit.register(write_modules)
 """Python runs it at the start of every process; at its exit, a process writes the names of its modules."""
 
 
+@pytest.mark.every(3)
 def test_a_scheduler_that_explained_a_request_has_loaded_no_reader(tmp_path: Path) -> None:
     """A scheduler that records, answers operators and explains loads no module of records, measure or checks."""
     (tmp_path / "sitecustomize.py").write_text(_HOOK)

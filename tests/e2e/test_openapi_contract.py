@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from measure.testbed.service import serve
 from tests.examples import FACTOR
 
@@ -13,6 +15,7 @@ EXAMPLES = 2 * FACTOR
 """Per operation, besides those that every boundary of the description gives."""
 
 
+@pytest.mark.every(3)
 def test_no_request_makes_a_server_error(tmp_path: Path) -> None:
     """No request drawn from the OpenAPI page gets a 5xx, and every answer has a documented status, type and form.
 

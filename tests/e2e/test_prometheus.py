@@ -108,6 +108,7 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served,
         yield served, prometheus
 
 
+@pytest.mark.every(3)
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("alerts", "fault"),
@@ -161,6 +162,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "
         yield served, found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
 def test_every_panel_shows_data(board: Any, loaded: tuple[Served, "Prometheus"]) -> None:
     """Each query of a dashboard returns numbers while the service is under load."""

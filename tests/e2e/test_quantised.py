@@ -64,6 +64,7 @@ def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(tmp_path: Path)
     assert tally.near_ties * 100 < tally.tokens
 
 
+@pytest.mark.every(3)
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("layout", ["awq", "ct-int8-channel", "gptq-int4"])
@@ -77,6 +78,7 @@ def test_weights_as_stored_give_the_tokens_of_the_model_with_rounded_activations
     assert tally.near_ties * 50 < tally.tokens
 
 
+@pytest.mark.every(3)
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("architecture", "kind"),

@@ -15,6 +15,7 @@ from scheduler_svc.core.interface import events as ev
 from tests.records.test_timeline import Timeline
 
 
+@pytest.mark.every(3)
 def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
     """`quire serve` records by default; the record replays, has the workers' timings, and holds no token ids.
 

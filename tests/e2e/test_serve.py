@@ -237,6 +237,7 @@ def test_a_second_ctrl_c_does_not_wait(checkpoint: Path) -> None:
             list(generation)
 
 
+@pytest.mark.every(3)
 def test_several_of_each_work_together_and_die_together(checkpoint: Path) -> None:
     """Two workers and two front ends share one port and have joined when the ready line appears.
 

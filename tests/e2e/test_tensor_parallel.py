@@ -65,6 +65,7 @@ async def _run_with_a_kill(served: Served, answers: list[Answer], pid: int) -> N
         await asyncio.gather(*streams)
 
 
+@pytest.mark.every(3)
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("architecture", "size", "reason"),
@@ -87,6 +88,7 @@ def test_a_model_that_cannot_be_divided_is_refused(architecture: str, size: str,
     assert f"quire worker: {reason}" in done.stderr.splitlines()
 
 
+@pytest.mark.every(3)
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("struck", "exit_code", "line"),
@@ -125,6 +127,7 @@ def test_a_signal_to_one_rank_ends_all_while_they_load(
     assert list(left.glob("quire-ranks-*")) == []
 
 
+@pytest.mark.every(3)
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("rank", "exit_code"), [(0, 0), (1, 143)])
 def test_a_signal_ends_a_rank_that_waits_for_the_others(rank: int, exit_code: int, tmp_path: Path) -> None:

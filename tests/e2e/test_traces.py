@@ -167,6 +167,7 @@ def test_an_exemplar_leads_to_the_step_and_its_neighbours(traced: tuple[Served, 
     assert {int.from_bytes(each, "big") for each in neighbours} == {21, 22}
 
 
+@pytest.mark.every(3)
 def test_a_collector_that_is_down_costs_only_spans(checkpoint: Path) -> None:
     """Requests are served and the service ends in time although no collector listens; the lost spans are counted."""
     with socket.socket() as nobody:
@@ -190,6 +191,7 @@ def test_a_collector_that_is_down_costs_only_spans(checkpoint: Path) -> None:
                 client.generate(PROMPT, max_tokens=4, ignore_eos=True).result()
 
 
+@pytest.mark.every(3)
 def test_a_collector_that_hangs_costs_only_spans(checkpoint: Path) -> None:
     """Requests are served although a collector takes connections and never answers; the lost spans are counted.
 

@@ -6,11 +6,14 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from measure.testbed.checkpoints import make_checkpoint
 from measure.testbed.service import DEFAULTS, QUIRE, ROOT, Served, free_ports, serve
 from quire import Client
 
 
+@pytest.mark.every(3)
 def test_two_services_of_one_user_can_both_be_looked_into(tmp_path: Path) -> None:
     """Each has a folder of its own for its record; commands and console show the service that they are asked about."""
     models = [make_checkpoint("LlamaForCausalLM", tmp_path / name) for name in ("small", "other")]

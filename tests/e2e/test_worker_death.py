@@ -44,6 +44,7 @@ def test_streams_continue_after_kill_9(tmp_path: Path) -> None:
     assert tally.near_ties * 1000 < tally.tokens, tally
 
 
+@pytest.mark.every(3)
 def test_unavailable_comes_only_after_the_configured_wait(tmp_path: Path) -> None:
     """Without a new worker, streams end UNAVAILABLE, but not before `worker_wait_s` has passed.
 

@@ -10,6 +10,7 @@ from measure.frontend.frontend import BenchOptions, run_bench
 from measure.frontend.tracing import run_bench as run_tracing
 
 
+@pytest.mark.every(3)
 def test_the_benchmark_measures_every_scenario(tmp_path: Path) -> None:
     """One short round gives figures for each scenario, the ratios, and samples of the memory."""
     file = tmp_path / "frontend.json"

@@ -16,6 +16,7 @@ from quire_server.serve.layout import child_environment
 from shared.columns import from_column, to_column
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("flags", "in_flight"), [((), [1, 2]), (("--workers=3",), [1, 2])])
 def test_the_benchmark_measures_every_case(tmp_path: Path, flags: tuple[str, ...], in_flight: list[int]) -> None:
     """One short round through the real scheduler gives every case's figures, and leaves no process behind."""

@@ -67,6 +67,7 @@ class _Turning(RecordedScheduler):
         return super().handle(event, now)
 
 
+@pytest.mark.every(3)
 def test_the_ring_is_bounded_and_each_of_its_segments_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of several times the bound keeps the newest part, within the bound, and replays bit for bit."""
     # The process of all tests is large, so its forks are long.

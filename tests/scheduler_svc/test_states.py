@@ -125,6 +125,7 @@ MOST_SIMULATIONS = 60
 """Number of simulations that must make all others; some fifteen usually do."""
 
 
+@pytest.mark.every(3)
 def test_simulations_make_every_transition_that_is_not_rare(seen: Seen) -> None:
     """No transition stands in the table that nothing exercises."""
     for seed in range(MOST_SIMULATIONS):

@@ -128,6 +128,7 @@ async def until_ready(target: str) -> None:
                 return
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("flag", ["grpc-port", "http-port"])
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path, flag: str) -> None:
     """The process exits 1 and names setting and address."""
@@ -146,6 +147,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, flag: str) -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.every(3)
 def test_a_bad_model_is_one_clear_line(tmp_path: Path) -> None:
     """A folder that is no checkpoint ends the process with status 1 and one line."""
     (tmp_path / "empty").mkdir()
@@ -170,6 +172,7 @@ def test_a_setting_that_cannot_work_is_one_clear_line(tmp_path: Path, flag: str)
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.every(3)
 def test_several_processes_share_a_port(tmp_path: Path) -> None:
     """A second front end may listen on the first one's ports."""
     with frontend(tmp_path) as first:

@@ -219,6 +219,7 @@ def test_null_and_minus_one_are_no_limit(tmp_path: Path, text: str, top_k: int |
     assert read_sampling_defaults("auto", tmp_path).values.get("top_k") == top_k
 
 
+@pytest.mark.every(3)
 def test_a_malformed_file_ends_the_process_with_one_line(tmp_path: Path) -> None:
     """A front end does not start with defaults other than those that the operator expects."""
     bad = tmp_path / "bad.json"

@@ -138,6 +138,7 @@ def test_the_client_imports_nothing_else(tmp_path: Path, wheels: tuple[Path, Pat
     assert {"Client", "AsyncClient", "errors"} <= public
 
 
+@pytest.mark.every(3)
 def test_an_installed_client_is_typed(tmp_path: Path, wheels: tuple[Path, Path]) -> None:
     """The client's types are found by mypy without settings."""
     client = Environment(tmp_path / "venv", [str(wheels[0])])

@@ -312,6 +312,7 @@ def _quiet_inference() -> Iterator[None]:
     transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.every(3)
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "model_type",
@@ -338,6 +339,7 @@ def test_a_field_means_what_it_means_to_the_class_of_transformers(model_type: st
     assert not untried, "no value of these fields gave a model; add one to CHANGES"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rope_type", sorted({"default", *ROPE_INIT_FUNCTIONS}))
 def test_a_parameter_of_positions_means_what_it_means_to_the_class(rope_type: str, tmp_path: Path) -> None:
     """The same holds for each parameter of each rope type that `transformers` has."""

@@ -226,6 +226,7 @@ def test_a_bad_plan_brings_a_new_hello(scheduler: Scheduler, bad: plan_pb2.Plan)
     assert from_column(scheduler.result(1).rows).tolist() == [1]
 
 
+@pytest.mark.every(3)
 def test_lines_of_the_log_say_which_epoch_and_step(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
     """What goes wrong in a step is logged with it, so that it can be found from the scheduler's side."""
     scheduler = Scheduler(router, start_worker(router, checkpoint, "--worker-id=logged"))
@@ -284,6 +285,7 @@ def test_a_signal_while_waiting_for_a_scheduler_is_no_failure(checkpoint: Path) 
     assert "Traceback" not in errors
 
 
+@pytest.mark.every(3)
 def test_two_workers_without_a_name_are_two_workers(checkpoint: Path) -> None:
     """Workers without a name use host and process id, so that none takes another's place."""
     with bound_router() as router:
@@ -298,6 +300,7 @@ def test_two_workers_without_a_name_are_two_workers(checkpoint: Path) -> None:
     assert {hello.worker_id for hello in hellos} == {f"{platform.node()}-{process.pid}" for process in processes}
 
 
+@pytest.mark.every(3)
 def test_a_name_that_is_too_long_is_one_line(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
     """The scheduler would drop such a Hello for ever; the worker does not start."""
     process = start_worker(router, checkpoint, "--worker-id=" + "ä" * 33)
@@ -307,6 +310,7 @@ def test_a_name_that_is_too_long_is_one_line(router: "zmq.Socket[bytes]", checkp
     assert errors == "quire worker: worker_id: 66 bytes exceed the limit of 64; use a shorter name\n"
 
 
+@pytest.mark.every(3)
 def test_a_refused_worker_exits_with_the_reason(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
     """One line on stderr says why; the exit code is 1."""
     scheduler = Scheduler(router, start_worker(router, checkpoint, "--worker-id=refused"))
@@ -319,6 +323,7 @@ def test_a_refused_worker_exits_with_the_reason(router: "zmq.Socket[bytes]", che
     assert errors.splitlines()[-1] == "quire worker: refused by the scheduler: another model is served here"
 
 
+@pytest.mark.every(3)
 def test_a_model_that_cannot_be_served_is_one_line(router: "zmq.Socket[bytes]", tmp_path: Path) -> None:
     """The process ends with exit code 1 and nothing on stderr but the reason."""
     (tmp_path / "config.json").write_text('{"model_type": "bloom", "architectures": ["BloomForCausalLM"]}')

@@ -77,6 +77,7 @@ def write(architecture: str, folder: Path, *, tie: bool, seed: int = 0) -> PreTr
     return model
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("architecture", MODELS)
 def test_greedy_tokens_are_those_of_the_whole_class(architecture: str, tmp_path: Path) -> None:
     """Short and long prompts, with tied and untied embeddings, in the layouts of the hub and of `transformers` 5."""

@@ -45,6 +45,7 @@ def load(architecture: str, *, num_layers: int, seed: int) -> None:
     hf.load(architecture, config, Path("none"), seed=seed, dtype=torch.bfloat16, device=CPU, num_positions=1024)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_correct_model_passes_whatever_its_weights_are(architecture: str) -> None:
     """Rounding to bfloat16, which many layers and routers of experts amplify, has none refused."""

@@ -73,6 +73,7 @@ class _CheckedScheduler(Scheduler):
         return super().handle(event, now)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "config",
     [
