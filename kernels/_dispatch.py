@@ -1,12 +1,12 @@
-"""Choice between Triton kernel and CPU path, and recording of launches, without an import of triton.
+"""Choice between the Triton kernel and the CPU path, and recording of kernel launches, without importing triton.
 
 An operation calls `runs_on_triton`. Three kinds of tensors go to the kernel: CUDA tensors; CPU tensors, if
 ``TRITON_INTERPRET=1`` was set before this module was imported (in tests); and meta tensors inside `record_launches`,
-which records launches instead of executing them. `measure.kernels.aot` compiles recorded launches without a GPU. A meta
-tensor has no values, so recording also proves that an operation reads no value back to the host.
+which records launches instead of executing them. `measure.kernels.aot` compiles recorded launches without a GPU. Meta
+tensors have no values, so recording also proves that an operation reads no value back to the host.
 
-The operation then imports its kernels from `kernels.gpu`, and with them triton, which takes 0.2 s and 75 MiB. A process
-without a GPU never imports them.
+Only if a kernel will run does the operation import its kernels from `kernels.gpu`. They import triton, which takes
+0.2 s and 75 MiB. A process without a GPU never imports triton.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """Recorded launches, and the architecture that they are for."""
+    """Recorded launches, and the GPU architecture for which they were recorded."""
 
     launches: list[Launch]
     architecture: int
@@ -60,14 +60,14 @@ _recording: ContextVar[_Recording | None] = ContextVar("kernel_launches", defaul
 
 
 class Kernel:
-    """Entry point of a kernel, compiled for the types of its arguments when first launched."""
+    """A kernel's entry point. The first launch with each combination of argument types compiles it."""
 
     def __init__(self, name: str, function: Any, varying: Sequence[str] = ()) -> None:
         self.name = name
         self.function = function
         """The function with Triton's decorator."""
         self.varying = frozenset(varying)
-        """Arguments whose values do not cause a new compilation."""
+        """Names of the arguments whose values never cause another compilation."""
 
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
@@ -87,7 +87,7 @@ def runs_on_triton(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def record_launches(architecture: int = 90) -> Iterator[list[Launch]]:
-    """Record the launches of this thread in a list instead of executing them, within the context.
+    """Record this thread's launches in a list instead of executing them, while the context is active.
 
     Operations behave as on a GPU of compute capability ``architecture``.
     """
@@ -100,7 +100,7 @@ def record_launches(architecture: int = 90) -> Iterator[list[Launch]]:
 
 
 def architecture(tensor: torch.Tensor) -> int:
-    """Return the compute capability of the GPU of ``tensor``, 90 for sm_90; 0 in the interpreter."""
+    """Return the compute capability of the GPU that holds ``tensor`` (90 for sm_90), or 0 in the interpreter."""
     recording = _recording.get()
     if recording is not None:
         return recording.architecture
@@ -108,13 +108,13 @@ def architecture(tensor: torch.Tensor) -> int:
 
 
 def num_multiprocessors(tensor: torch.Tensor) -> int:
-    """Return the number of multiprocessors of the GPU of ``tensor``; without a GPU, that of an H100."""
+    """Return the number of multiprocessors on the GPU that holds ``tensor``; without a GPU, the number on an H100."""
     if _recording.get() is not None or not tensor.is_cuda:
         return 132
     return _num_multiprocessors(tensor.device)
 
 
-# Both are needed at every launch, and reading device properties takes longer than a launch.
+# Both functions are called at every launch, and reading device properties takes longer than a launch.
 @cache
 def _architecture(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)

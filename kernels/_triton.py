@@ -1,8 +1,8 @@
-"""Decorators of Triton kernels. Only modules with kernels import this one, because it imports triton.
+"""Decorators for Triton kernels. Only modules that define kernels import this module, because it imports triton.
 
 Kernels are defined at the top level of their module. ``@kernel`` makes an entry point that is launched as
-``kernel[grid](*args, **options)``; ``@kernel_with`` makes one with arguments that vary; and ``@jit`` makes a device
-function that kernels call.
+``kernel[grid](*args, **options)``; ``@kernel_with`` makes an entry point some of whose arguments change from step to
+step; and ``@jit`` makes a device function that kernels call.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ __all__ = ["constant", "jit", "kernel", "kernel_with", "tl", "triton"]
 
 
 def kernel(function: Callable[..., None]) -> Kernel:
-    """Make ``function`` an entry point."""
+    """Make ``function`` a kernel that is launched from the host."""
     return kernel_with(varying=())(function)
 
 
 def kernel_with(*, varying: Sequence[str]) -> Callable[[Callable[..., None]], Kernel]:
     """Make a function an entry point that is compiled once for all values of the named arguments.
 
-    By default Triton specialises a kernel for an integer that is 1, one that is divisible by 16, and any other; and for
-    aligned (16 bytes) and unaligned pointers. ``varying`` must list the arguments that
-    change from step to step, such as the number of rows or pointers into a packed upload. Otherwise steps would wait
-    for the compiler.
+    By default Triton compiles separate kernels for an integer argument that is 1, divisible by 16, or neither, and for
+    a pointer that is or is not aligned to 16 bytes. ``varying`` must list the arguments that change from step to step,
+    such as the number of rows or pointers into a packed upload. Otherwise steps would wait for the compiler.
     """
 
     def decorate(function: Callable[..., None]) -> Kernel:

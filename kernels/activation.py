@@ -1,9 +1,10 @@
-"""The gate of a SwiGLU MLP (Shazeer, 2020): ``silu(gate) · up``.
+"""Gated activation of a SwiGLU MLP (Shazeer, 2020): ``silu(gate) · up``.
 
 The gate and up projections are one GEMM with concatenated outputs: ``gate_up`` is ``[num_tokens, 2 * intermediate]``,
 with the gate in the first half. The result is ``[num_tokens, intermediate]``.
 
-Rounding is the same as in `transformers`: silu in float32, rounded to the dtype; then the product, rounded again.
+Rounding is the same as in `transformers`: silu is computed in float32 and rounded to the dtype of ``gate_up``; then the
+product is rounded again.
 """
 
 from __future__ import annotations

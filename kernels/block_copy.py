@@ -1,9 +1,9 @@
-"""Copies of whole KV blocks between tensors of blocks: one launch for all layers and all blocks of a plan.
+"""Copies of whole KV blocks: one launch copies all blocks of a plan in all layers.
 
 A *pool* is a list of tensors ``[num_blocks, …]``, two per layer. Block b of each source tensor is copied to block c of
-the target tensor at the same place in its list. Source and target may be the same pool (copy-on-write), or one may be
-on the GPU and the other in pinned host memory. A GPU accesses pinned memory by its address, so that a swap is one
-kernel instead of one copy per block and layer.
+the target tensor at the same index in its list. Source and target may be the same pool (copy-on-write), or one may be
+on the GPU and the other in pinned host memory. A GPU can address pinned memory, so a swap is one kernel instead of one
+copy per block and layer.
 
 Rules: targets are distinct, and no block of a pool is both source and target in one call.
 """
@@ -17,15 +17,15 @@ import torch
 from kernels._dispatch import INTERPRETED
 
 _TILE = 1024  # words of eight bytes that a program copies at once
-_MOST_PROGRAMS = 8192  # further copies are looped over
-_PROGRAMS_BESIDE = 32  # 256 KiB in flight saturate the bus to the host, and leave most of the GPU to the steps
+_MOST_PROGRAMS = 8192  # with more copies, each program loops over several
+_PROGRAMS_BESIDE = 32  # 256 KiB in flight saturate the bus to the host, and leave most of the GPU to concurrent steps
 
 
 class BlockPool:
-    """Tensors of blocks, with a tensor of their addresses for kernels."""
+    """Block tensors, and one device tensor with their addresses, which kernels read."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Create a pool of contiguous tensors on ``device`` or in pinned host memory; kernels run on ``device``."""
+        """Create a pool from contiguous tensors on ``device`` (where kernels run) or in pinned host memory."""
         self.tensors = list(tensors)
         block_bytes = [tensor.shape[1:].numel() * tensor.itemsize for tensor in self.tensors]
         has_kernels = INTERPRETED or device.type in ("cuda", "meta")
@@ -42,8 +42,8 @@ def copy_blocks(source: BlockPool, target: BlockPool, blocks: torch.Tensor, *, b
     Args:
         source: pool to read.
         target: pool to write.
-        blocks: ``[2, n]`` int64 on the device of the kernels: source and target blocks.
-        beside: use few programs, so that other work runs on the multiprocessors at the same time.
+        blocks: ``[2, n]`` int64 on the device where the kernels run: source and target block numbers.
+        beside: use few programs, so that other kernels can run on the GPU at the same time.
     """
     if not (source.on_triton and target.on_triton):
         copy_blocks_reference(source, target, blocks)

@@ -1,7 +1,7 @@
-"""Callback before a kernel is compiled.
+"""Callback that runs before Triton compiles a kernel.
 
-Triton compiles a kernel at its first launch for the types, sizes and alignments of its arguments. This takes a second
-or more within a step, and only Triton knows which launch it is.
+Triton compiles a kernel when it is first launched with a new combination of argument types, sizes and alignments. The
+compilation delays a step by a second or more, and only Triton knows which launch causes it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from kernels._dispatch import HAVE_TRITON
 
 @contextmanager
 def before_compiling(notify: Callable[[str], None]) -> Iterator[None]:
-    """Call ``notify`` with a kernel's name before it is compiled or read from Triton's disk cache, within the context.
+    """While the context is active, call ``notify`` with a kernel's name before Triton compiles or loads that kernel.
 
-    The thread that launches the kernel makes the call. Without triton, or in its interpreter, nothing is compiled.
+    Loading means reading the compiled kernel from Triton's disk cache. The launching thread makes the call. Without
+    triton, and in Triton's interpreter, nothing is compiled and ``notify`` is not called.
     """
     if not HAVE_TRITON:
         yield

@@ -1,17 +1,18 @@
-"""Inputs of a decode step, computed on the device from the state there.
+"""Inputs of a decode step, computed on the device from the state that the device holds.
 
-In decode every row has one token, the last sampled one. The inputs of a step follow from the decode rows, their numbers
-of tokens, and the block tables. A captured graph starts with this kernel, so that the host sends only changes.
+In decode every row has one input token: the token that was sampled last. The inputs of a step follow from the rows in
+decode, their token counts, and the block tables. A captured graph starts with this kernel, so the host sends only
+changes.
 
 A *lane* is a place in the batch. ``lane_rows`` ``[B]`` int32 is the row of each lane; -1 marks padding, because a batch
 is padded to the size of its graph. ``computed`` ``[B]`` int32 is the number of computed tokens of the lane's row. For a
 lane with row r and n tokens:
 
     input_ids = last_token[r]      positions = n        slot_mapping = the slot of position n, by r's table
-    context_lens = n + 1           rows = r             block_tables = r's table, as far as it is filled
+    context_lens = n + 1           rows = r             block_tables = the filled part of r's table
 
-and ``computed`` becomes n + 1. A lane of padding gets input 0 at position 0, slot -1, context 0 and row ``num_rows``,
-which is the padding element of ``last_token``. Its line of ``block_tables`` is not changed.
+and ``computed`` becomes n + 1. A padding lane gets input token 0 at position 0, slot -1, context 0 and row
+``num_rows``, which is the padding element of ``last_token``. A padding lane's row of ``block_tables`` is not changed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class DecodeInputs:
     block_tables: torch.Tensor  # [B, max_blocks] int32
 
     def lanes(self, count: int) -> DecodeInputs:
-        """Return views of the first ``count`` lanes."""
+        """Return views of the outputs for the first ``count`` lanes."""
         return DecodeInputs(
             self.input_ids[:count],
             self.positions[:count],
@@ -56,7 +57,7 @@ def prepare_decode(
     block_size: int,
     out: DecodeInputs,
 ) -> None:
-    """Write the inputs of the next step into ``out`` and advance ``computed``, as described in the module.
+    """Write the inputs of the next step into ``out`` and advance ``computed`` (rules: see the module).
 
     lane_rows, computed: ``[B]`` int32. last_token: ``[num_rows + 1]`` int64. tables: ``[num_rows, max_blocks]`` int32.
     """

@@ -1,13 +1,14 @@
-"""Decoder of the Llama type on a CPU: all layers in one call.
+"""Llama-type decoder on a CPU: all layers in one call.
 
-It computes the same as `kernels.norm`, `linear`, `rotary`, `kv_cache`, `paged_attention` and `activation` in sequence,
-layer by layer, and then logits or last hidden states. Activations stay in float32 between the operations, so it rounds
-less often than these operations do in bfloat16. There is no return to Python between two layers.
+For each layer, the decoder runs the same operations as `kernels.norm`, `linear`, `rotary`, `kv_cache`,
+`paged_attention` and `activation`; it then returns logits or the last hidden states. Activations stay in float32
+between the operations, so they are rounded less often than by the separate operations in bfloat16. Control does not
+return to Python between two layers.
 
     x = embedding[token]
     per layer:  x += output(attention(rotary(qk_norm(qkv(norm(x))))))
                 x += down(silu(gate) * up),  gate, up = gate_up(norm(x))
-                or, in a mixture of experts (`kernels.experts`), the weighted sum of this of several experts
+                or, in a mixture of experts (`kernels.experts`), the weighted sum of several experts' MLP outputs
     logits = head(norm(x))
 """
 
@@ -26,7 +27,7 @@ from kernels.native.structures import FORMATS, KV_FORMATS, CDecoder, CLayer, CLi
 
 _Reduce = CFUNCTYPE(c_int32, c_void_p, c_int64)
 _MOST_REDUCED = 256
-"""Tensors over the memory that is added up, which are kept for further steps."""
+"""Maximum number of cached tensor views of memory that is summed over the ranks; later steps reuse the views."""
 
 PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "route", "gate_up", "activate", "down", "head")
 """Phases of a step for the time measurement, in the order of `decoder.h`."""
@@ -37,7 +38,7 @@ class MlpWeights:
     """Weights of a gated MLP."""
 
     gate_up: PackedLinear
-    """Rows: gate, then up."""
+    """Output rows: gate, then up."""
     down: PackedLinear
 
 
@@ -49,20 +50,20 @@ class MixtureWeights:
     experts: Sequence[MlpWeights]
     top_k: int
     renormalise: bool
-    """Whether the weights of a token's experts are divided by their sum."""
+    """Whether the routing weights of a token's experts are divided by their sum."""
     shared: MlpWeights | None
-    """Expert of all tokens."""
+    """Shared expert, which computes every token; None if the model has none."""
     shared_gate: PackedLinear | None
-    """Logit of the weight of the shared expert."""
+    """Layer whose one output is the gate logit of the shared expert; None if the shared expert is not gated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of one layer. Norms are vectors of any dtype."""
+    """Weights of one layer. Norm weights are vectors of any dtype."""
 
     input_norm: torch.Tensor
     qkv: PackedLinear
-    """Rows: all query heads, all key heads, all value heads."""
+    """Output rows: all query heads, all key heads, all value heads."""
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     output: PackedLinear
@@ -85,11 +86,11 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderPart:
-    """The part of a decoder that one rank of a group computes: some heads, a part of the MLPs and of the vocabulary."""
+    """One rank's share of a tensor-parallel decoder: some of the heads, part of each MLP and part of the vocabulary."""
 
     rank: int
     all_reduce: Callable[[torch.Tensor], object]
-    """Adds up a float32 vector over all ranks, in place."""
+    """Sums a float32 vector over all ranks, in place."""
     first_token: int
     """Vocabulary index of the first row of the embedding and of the LM head."""
 
@@ -99,7 +100,7 @@ def why_unsupported(shape: DecoderShape, dtype: torch.dtype) -> str | None:
     if dtype not in FORMATS:
         known = ", ".join(_name(each) for each in FORMATS)
         return f"they support weights of type {known}, not {_name(dtype)}"
-    # All vectors have 16 elements.
+    # The kernels process vectors of 16 elements.
     for what, size in (("hidden_size", shape.hidden_size), ("head_dim", shape.head_dim)):
         if size % 16:
             return f"they need {what} to be a multiple of 16, not {size}"
@@ -107,7 +108,7 @@ def why_unsupported(shape: DecoderShape, dtype: torch.dtype) -> str | None:
 
 
 class PackedDecoder:
-    """Decoder with packed weights."""
+    """A decoder whose weights are packed for the native kernels."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class PackedDecoder:
         sin: torch.Tensor,
         part: DecoderPart | None = None,
     ) -> None:
-        """Create a decoder from packed weights, without a copy.
+        """Create a decoder from packed weights, without copying them.
 
         Args:
             kernels: the library that runs the decoder.
@@ -133,13 +134,13 @@ class PackedDecoder:
             head: LM head, which maps hidden states to logits.
             cos: ``[positions, rotary_dim / 2]`` float32.
             sin: as ``cos``.
-            part: the part of the decoder that ``shape`` and the weights are; None for all of it.
+            part: this rank's share, which ``shape`` and the weights describe; None if they are the whole decoder.
         """
         self._kernels = kernels
         self._part = part
         self._reduced: dict[tuple[int, int], torch.Tensor] = {}
         self._failure: BaseException | None = None
-        # Kept here, because the library calls it without a reference.
+        # ctypes does not keep the callback alive, so this object must.
         self._reduce = _Reduce(self._add_up) if part is not None else None
         self._kept: list[object] = [layers, embedding, head]
         self._vocab_size = head.outputs
@@ -182,22 +183,22 @@ class PackedDecoder:
         *,
         num_logits: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step of T tokens of R rows (`kernels.paged_attention` documents the tensors).
+        """Run one step with T tokens in R rows (`kernels.paged_attention` documents the tensors).
 
         token_ids, positions, slot_mapping: ``[T]`` int64, contiguous.
         caches: keys and values per layer, ``[num_blocks, num_kv_heads, block_size, head_dim]``, float32 or bfloat16,
             or an int8 cache of `kernels.kv_quantised`.
-        kept_index: ``[K]`` int64, tokens to return logits or hidden states for; None for every token.
-        num_logits: number of tokens at the front of ``kept_index`` to return logits for.
+        kept_index: ``[K]`` int64, tokens whose logits or hidden states are returned; None for every token.
+        num_logits: return logits for the first ``num_logits`` tokens of ``kept_index``.
 
         Raises whatever the sum over the ranks raises.
 
         Returns:
-            Logits ``[num_logits, vocab]``, and the last hidden states of the other tokens after the final norm,
-            ``[K - num_logits, hidden]``; both float32 for every type of weights.
+            Logits ``[num_logits, vocab]``, and, for the other tokens, the last hidden states after the final norm
+            ``[K - num_logits, hidden]``. Both are float32, whatever the type of the weights.
         """
         keys, values = self._cache_pointers(caches)
-        # `len` of a tensor is slow: a Python function.
+        # `len(tensor)` is slow, because it is implemented in Python.
         num_tokens = token_ids.shape[0]
         num_kept = num_tokens if kept_index is None else kept_index.shape[0]
         logits = torch.empty(num_logits, self._vocab_size)
@@ -228,7 +229,7 @@ class PackedDecoder:
         return logits, hidden
 
     def _add_up(self, address: int, count: int) -> int:
-        """Add up ``count`` float32 numbers over all ranks; return 1 after an exception, which cannot pass through C."""
+        """Sum ``count`` float32 numbers over all ranks; return 1 after an exception, which cannot pass through C."""
         try:
             vector = self._reduced.get((address, count))
             if vector is None:
@@ -244,11 +245,11 @@ class PackedDecoder:
         return 0
 
     def count_time(self) -> None:
-        """Start measuring the time of each phase."""
+        """Start measuring the time spent in each phase."""
         self._nanoseconds = (c_int64 * len(PHASES))()
 
     def counted_ns(self) -> dict[str, int]:
-        """Return the nanoseconds per phase since `count_time`."""
+        """Return the nanoseconds spent in each phase since `count_time`."""
         return dict(zip(PHASES, self._nanoseconds or (), strict=False))
 
     def _cache_pointers(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, int]:
@@ -279,7 +280,7 @@ class PackedDecoder:
         )
 
     def _mixture(self, mixture: MixtureWeights) -> int:
-        """Return the address of a mixture's structure."""
+        """Build the C structure of a mixture, keep it alive, and return its address."""
         experts = len(mixture.experts)
         gate_up = (CLinear * experts)(*(_copy(expert.gate_up) for expert in mixture.experts))
         down = (CLinear * experts)(*(_copy(expert.down) for expert in mixture.experts))

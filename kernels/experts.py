@@ -1,21 +1,21 @@
 """Mixture of experts (Shazeer et al., 2017): each token is computed by the experts that a router chooses.
 
     x           [T, hidden]
-    logits      [T, num_experts], the router's; any dtype
-    gate_up     [num_experts, 2 · intermediate, hidden]: of each expert the gate, then up
+    logits      [T, num_experts], from the router; any dtype
+    gate_up     [num_experts, 2 · intermediate, hidden]: for each expert the gate, then up
     down        [num_experts, hidden, intermediate]
     result      [T, hidden]: the sum over a token's ``top_k`` experts e of  p_e · down_e(silu(gate_e(x)) · up_e(x))
 
-``p`` is the softmax of the logits. The experts with the largest p are chosen. With ``renormalise`` these p are divided
-by their sum.
+``p`` is the softmax of the logits. The experts with the largest p are chosen. With ``renormalise``, the p of the chosen
+experts are divided by their sum.
 
-The T · top_k *pairs* of token and expert are sorted by expert. A product over an expert's rows is then a product of
-adjacent rows, and one kernel computes those of all experts (a *grouped* product): the first reads the rows of the
-tokens, the second writes the rows of the pairs. The number of rows of each expert stays on the device: the grid is
-large enough for every distribution, and programs without rows end at once. So the shapes do not depend on the routing,
+The T · top_k (token, expert) *pairs* are sorted by expert, which makes the rows of each expert adjacent. One kernel
+launch then computes the products of all experts (a *grouped* product). The first grouped product reads one row per
+token; the second writes one row per pair. The number of rows per expert stays on the device: the grid is large enough
+for every distribution, and programs without rows return at once. So the shapes do not depend on the routing,
 and a step can be captured in a CUDA graph. No token is dropped.
 
-A pair's result does not depend on the other rows, and a token's sum is in the order of its experts' p. On a CPU the
+A pair's result does not depend on the other rows. A token's sum adds its experts in the order of their p. On a CPU the
 worker calls `kernels.decoder` instead; this module's CPU path is the reference.
 """
 
@@ -32,10 +32,10 @@ from kernels.activation import silu_mul
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Pairs of token and expert, sorted by expert."""
+    """The (token, expert) pairs, sorted by expert."""
 
     order: torch.Tensor
-    """``[T * top_k] int64``: token · top_k + choice of each pair."""
+    """``[T * top_k] int64``: for each pair, token · top_k + the rank of the expert among the token's choices."""
     starts: torch.Tensor
     """``[num_experts + 1] int64``: the pairs of expert e are ``starts[e] .. starts[e + 1]``."""
     top_k: int
@@ -50,7 +50,7 @@ def mix_experts(
     top_k: int,
     renormalise: bool,
 ) -> torch.Tensor:
-    """Compute the mixture of every token (shapes and rules: see the module)."""
+    """Compute the mixture of experts for every token (shapes and rules: see the module)."""
     if not runs_on_triton(x):
         return mix_experts_reference(x, logits, gate_up, down, top_k=top_k, renormalise=renormalise)
     weights, experts = route(logits, top_k, renormalise)
@@ -81,7 +81,7 @@ def mix_experts_reference(
 
 
 def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights and the numbers of each token's experts, each ``[T, top_k]``, the largest weight first.
+    """Return the weights and the indices of each token's experts, each ``[T, top_k]``, the largest weight first.
 
     The weights are float32, or float64 for float64 logits.
     """
@@ -91,25 +91,25 @@ def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Te
 
 
 def sort_pairs(experts: torch.Tensor, num_experts: int) -> Pairs:
-    """Sort the pairs of the experts ``[T, top_k]`` of tokens by expert, on the device."""
+    """Sort the (token, expert) pairs given by ``experts`` ``[T, top_k]`` by expert, on the device."""
     found, order = experts.flatten().sort(stable=True)
     starts = torch.searchsorted(found, torch.arange(num_experts + 1, device=experts.device))
     return Pairs(order, starts, experts.shape[1])
 
 
 def _grouped_product(x: torch.Tensor, weight: torch.Tensor, pairs: Pairs, factors: torch.Tensor | None) -> torch.Tensor:
-    """Multiply the rows of each expert with its weight ``[num_experts, outputs, inputs]``.
+    """Multiply each expert's rows by the expert's matrix in ``weight`` ``[num_experts, outputs, inputs]``.
 
     Without ``factors``, ``x`` has a row per token, and the result has a row per pair in sorted order. With ``factors``
-    ``[T, top_k]``, ``x`` has a row per pair in sorted order. The result has the rows of token · top_k + choice, times
-    their factors.
+    ``[T, top_k]``, ``x`` has a row per pair in sorted order, and row token · top_k + choice of the result is multiplied
+    by its factor.
     """
     num_experts, outputs, inputs = weight.shape
     num_pairs = pairs.order.shape[0]
     out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
     tall = _tile_rows(num_pairs, num_experts)
     wide, deep = (64, 32) if x.dtype == torch.float32 else (128, 64)
-    # Every expert with rows has at most one tile that is not full.
+    # Each expert that has rows has at most one partial tile.
     num_tiles = num_pairs // tall + min(num_experts, num_pairs)
     from kernels.gpu.experts import grouped_product_kernel
 
@@ -136,8 +136,8 @@ def _grouped_product(x: torch.Tensor, weight: torch.Tensor, pairs: Pairs, factor
 
 
 def _tile_rows(num_pairs: int, num_experts: int) -> int:
-    """Return the rows of a tile: many if experts have many rows when routing is even.
+    """Return the number of rows per tile, which is large if experts have many rows under even routing.
 
-    There are only two sizes, so that the first steps of a worker compile both.
+    There are only two sizes, so that a worker's first steps compile both.
     """
     return 128 if num_pairs > 32 * num_experts else 16

@@ -1,11 +1,10 @@
-"""fp8 of a KV cache: the e4m3 format of OCP (one sign, four exponent, three mantissa bits; largest value 448).
+"""Conversion to and from fp8 e4m3 for a KV cache (OCP format: 1 sign, 4 exponent, 3 mantissa bits; largest value 448).
 
-Tensors of such values are ``uint8`` tensors with the bits, so that block copies need no special case. Values are
-rounded to nearest, ties to even; larger magnitudes saturate at 448; NaN stays NaN. `kernels.kv_quantised` has the
-scales.
+The values are stored as bits in ``uint8`` tensors, so that block copies need no special case. Values are rounded to
+nearest, ties to even; larger magnitudes saturate at 448; NaN stays NaN. `kernels.kv_quantised` adds the scales.
 
-Reading is exact, because float16 can represent all values of the format. GPUs with compute capability 8.9 or higher
-convert in hardware (``NATIVE``). Older GPUs and the interpreter convert with integer operations, with the same result.
+Conversion from e4m3 is exact, because float16 can represent all values of the format. GPUs with compute capability 8.9
+or higher convert in hardware (``NATIVE``). Older GPUs and the interpreter use integer operations, with the same result.
 """
 
 from __future__ import annotations
@@ -28,5 +27,5 @@ def dequantize(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def native_fp8(tensor: torch.Tensor) -> bool:
-    """Return whether the GPU of ``tensor`` converts e4m3 in hardware."""
+    """Return whether the GPU that holds ``tensor`` converts e4m3 in hardware."""
     return architecture(tensor) >= 89

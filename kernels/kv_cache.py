@@ -28,8 +28,8 @@ def write_kv(
     """Write each token's key and value into its slot, in place.
 
     key, value: ``[num_tokens, num_kv_heads, head_dim]``, any strides over tokens and heads.
-    k_cache, v_cache: ``[num_blocks, num_kv_heads, block_size, head_dim]``; quantised: see `kernels.kv_quantised`.
-    slot_mapping: ``[num_tokens]`` int64; negative: do not write.
+    k_cache, v_cache: ``[num_blocks, num_kv_heads, block_size, head_dim]``, or quantised (`kernels.kv_quantised`).
+    slot_mapping: ``[num_tokens]`` int64; a token with a negative slot is not written.
     """
     if not runs_on_triton(key):
         write_kv_reference(key, value, k_cache, v_cache, slot_mapping)

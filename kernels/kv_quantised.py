@@ -1,12 +1,11 @@
-"""KV cache in eight bits: each key and value of a head is bytes times a scale of its own.
+"""KV cache with eight bits per element: each key or value vector of a head is stored as bytes with one scale.
 
-int8: bytes from -127 to 127, scale ``max |x| / 127``. fp8 (a ``uint8`` tensor with the bits of `kernels.fp8`): scale
-``max |x| / 448``, so that any values are within the range of e4m3.
+In int8, bytes range from -127 to 127 and the scale is ``max |x| / 127``. In fp8 (a ``uint8`` tensor with the bits of
+`kernels.fp8`), the scale is ``max |x| / 448``, which brings all elements into the range of e4m3.
 
 The cache of one layer is ``[num_blocks, num_kv_heads, block_size, head_dim + 4]``. One head of one block holds the
-bytes of all its tokens, then their scales in float32. A block is therefore complete in itself, so that copies of blocks
-need nothing else. `kernels.kv_cache`, `kernels.qkv` and `kernels.decoder` write such a cache. head_dim is a multiple of
-four.
+bytes of all its tokens, then their scales in float32. A block is therefore self-contained and can be copied alone.
+`kernels.kv_cache`, `kernels.qkv` and `kernels.decoder` write such a cache. head_dim must be a multiple of four.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from kernels.fp8 import LARGEST, dequantize, quantize
 
 SCALE_BYTES = 4
 QUANTISED = (torch.int8, torch.uint8)
-"""Types of a quantised cache."""
+"""Element types of a quantised cache: int8, and uint8 for fp8."""
 
 
 def cached_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the last dimension of a cache of this dtype."""
+    """Return the size of the last dimension of a cache with this dtype, which includes the scale if it is quantised."""
     return head_dim + SCALE_BYTES if dtype in QUANTISED else head_dim
 
 
 def head_size(cache: torch.Tensor) -> int:
-    """Return the size of a head, which is the last dimension without the bytes of a scale."""
+    """Return head_dim: the size of the last dimension without the bytes of the scale."""
     return cache.shape[-1] - SCALE_BYTES if cache.dtype in QUANTISED else cache.shape[-1]
 
 
@@ -39,21 +38,21 @@ def quantise_heads(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def to_quantised(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert ``[num_blocks, num_kv_heads, block_size, head_dim]`` of any float dtype to a quantised cache."""
+    """Convert a cache ``[num_blocks, num_kv_heads, block_size, head_dim]`` of any float dtype to a quantised cache."""
     codes, scales = quantise_heads(cache, dtype)
     parts = (codes.flatten(2), scales.contiguous().view(dtype))
     return torch.cat(parts, 2).view(*cache.shape[:3], cache.shape[3] + SCALE_BYTES)
 
 
 def from_quantised(cache: torch.Tensor) -> torch.Tensor:
-    """Return the content of a quantised cache, ``[num_blocks, num_kv_heads, block_size, head_dim]`` float32."""
+    """Dequantise a quantised cache to ``[num_blocks, num_kv_heads, block_size, head_dim]`` float32."""
     codes, scales = parts_of(cache)
     values = codes.float() if cache.dtype == torch.int8 else dequantize(codes, torch.float32)
     return values * scales[..., None]
 
 
 def from_cache(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the content of whole blocks of a cache of any dtype, in ``dtype``."""
+    """Convert whole blocks from a cache of any dtype, quantised or not, to ``dtype``."""
     return from_quantised(cache).to(dtype) if cache.dtype in QUANTISED else cache.to(dtype)
 
 

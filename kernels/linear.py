@@ -1,18 +1,18 @@
-"""``y = x Wᵀ + b`` on a CPU over weights packed once: float32, bfloat16, int8 or int4.
+"""``y = x Wᵀ + b`` on a CPU, with weights that are packed once: float32, bfloat16, int8 or int4.
 
 Packed weights consist of blocks of 16 outputs (`kernels/native/src/format.h`). float32 and bfloat16 are packed *in
 place*, so that the model is not in memory twice: `empty_weight` allocates a weight with room for the padding, the
 checkpoint is read into it, and `pack` converts it. `quantise` and `quantise_int4` make a separate copy.
 
-With int8 the weights of an output share a scale, ``max |w| / 127``, and so do the activations of a row, at run time.
-The integer product is exact. `quantised_linear_reference` defines it in plain torch.
+With int8, all weights of one output share a scale, ``max |w| / 127``. The activations of one row share a scale that is
+computed at run time. The integer product is exact. `quantised_linear_reference` defines the result in plain torch.
 
-With int4 the weights of an output share a scale and a zero point in each group of 64 inputs: ``w = (q - zero) * scale``
-with q from 0 to 15, and a scale of 24 bits, which holds every bfloat16 and float16. So a weight takes 4.5 bits. The
-activations are those of int8. The integer product of a group is exact, and `dequantised` returns the weights.
+With int4, each group of 64 inputs of an output has a scale and a zero point: ``w = (q - zero) * scale`` with q from 0
+to 15. The scale has 24 bits, which hold every bfloat16 and float16 value. So a weight takes 4.5 bits. Activations are
+quantised as for int8. The integer product within a group is exact. `dequantised` returns the weights as float32.
 
-The sum over the inputs (or groups) is computed in float32 (int32 for int8), in their order. The result of a row
-therefore does not depend on the other rows of the batch. Results of int4 are equal at every level.
+Sums over the inputs (or groups) are computed in float32 (int32 for int8), in input order. The result of a row therefore
+does not depend on the other rows of the batch. With int4, every instruction-set level gives the same result.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kernels.native.library import Native
 from kernels.native.structures import BFLOAT16, FLOAT32, FORMATS, INT4, INT8, STORE_BFLOAT16, STORE_FLOAT, CLinear
 
 INT4_GROUP = 64
-"""Inputs of a group of int4 weights."""
+"""Number of inputs in a group of int4 weights."""
 _BLOCK = 16
 _GROUP = INT4_GROUP
 _GROUP_BYTES = 9 * 64
-"""Of 16 outputs: one line of scales and zero points, and eight of weights."""
+"""Bytes of one group for 16 outputs: one line with scales and zero points, and eight lines with weights."""
 _MOST_ZERO = 16
-"""Largest zero point of an int4 group: that of GPTQ, which counts from 1."""
+"""Largest zero point of an int4 group: 16, because zero points in GPTQ are offset by 1."""
 _SYMMETRIC = 0
-"""Argument of the library: groups have zero points."""
+"""Value passed to the library for `symmetric`: 0, because groups have zero points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class PackedLinear:
     """Tensors that `structure` points to, kept alive."""
 
     def __call__(self, x: torch.Tensor, kernels: Native) -> torch.Tensor:
-        """Multiply ``x`` ``[rows, inputs]``, float32 or bfloat16; return ``[rows, outputs]`` in its dtype."""
+        """Multiply ``x`` ``[rows, inputs]`` (float32 or bfloat16); return ``[rows, outputs]`` in the dtype of ``x``."""
         wide = x.float().contiguous()
         out = torch.empty(len(x), self.outputs, dtype=x.dtype)
         work = torch.empty(kernels.work_bytes(self.structure.format, len(x), self.inputs), dtype=torch.uint8)
@@ -59,12 +59,12 @@ class PackedLinear:
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Plain torch form of a product over packed weights; float64 is computed in float64."""
+    """Plain torch form of a product with packed float weights; float64 inputs are computed in float64."""
     return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def quantised_linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Plain torch form of a product over int8 weights, with rounded weights and activations and an exact sum."""
+    """Plain torch form of a product with int8 weights: quantises weights and activations, and sums exactly."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.nn.functional.linear(
         _rounded(x.to(wide)), _rounded(weight.to(wide)), None if bias is None else bias.to(wide)
@@ -77,14 +77,14 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def empty_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an uninitialised weight ``[outputs, inputs]`` for `pack`; its padding is zero."""
+    """Allocate an uninitialised weight ``[outputs, inputs]`` for `pack`, followed by padding that is zero."""
     return empty_weights(1, outputs, inputs, dtype)[0]
 
 
 def empty_weights(count: int, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate uninitialised weights ``[count, outputs, inputs]``, each for `pack`; their padding is zero.
+    """Allocate uninitialised weights ``[count, outputs, inputs]`` to be packed one by one; the padding is zero.
 
-    The memory uses huge pages if possible, which saves page walks because weights are streamed once per step.
+    The memory uses huge pages if possible. This saves page walks, because every step streams all weights.
     """
     per_step = 4 // dtype.itemsize
     padded = (count, -(-outputs // _BLOCK) * _BLOCK, -(-inputs // per_step) * per_step)
@@ -97,7 +97,7 @@ def empty_weights(count: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
-    """Pack a weight of `empty_weight` in place; its memory no longer holds a matrix afterwards."""
+    """Pack a weight allocated by `empty_weight` in place; ``weight`` must not be read as a matrix afterwards."""
     outputs, inputs = weight.shape
     kernels.library.quire_pack_in_place(FORMATS[weight.dtype], weight.data_ptr(), outputs, inputs)
     return _packed(FORMATS[weight.dtype], outputs, inputs, weight, bias)
@@ -127,8 +127,8 @@ def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels:
 def quantise_int4(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
     """Return an int4 copy of a weight ``[outputs, inputs]`` (float32 or bfloat16).
 
-    Each group has a zero point, so that its values lie between its smallest and its largest weight (and zero). The
-    library could also fix the zero point at 8 (symmetric), which takes as much memory and is less accurate.
+    Each group has a zero point, so that the 16 values span the range from the group's smallest to its largest weight
+    (and include zero). A fixed zero point of 8 (symmetric) would take as much memory and be less accurate.
     """
     outputs, inputs = weight.shape
     packed = torch.empty(-(-outputs // _BLOCK) * -(-inputs // _GROUP) * _GROUP_BYTES, dtype=torch.uint8)
@@ -140,7 +140,7 @@ def quantise_int4(weight: torch.Tensor, bias: torch.Tensor | None = None, *, ker
 
 
 def pack_int8(codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-    """Return int8 weights with given values.
+    """Pack int8 weights that are already quantised.
 
     Args:
         codes: ``[outputs, inputs]`` int8.
@@ -157,7 +157,7 @@ def pack_int8(codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | No
 
 
 def fits_int4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> bool:
-    """Return whether `pack_int4` keeps these values exactly."""
+    """Return whether `pack_int4` can represent these scales and zero points exactly."""
     within = [bool((x >= 0).all() and (x <= most).all()) for x, most in ((codes, 15), (zeros, _MOST_ZERO))]
     return all(within) and not bool((scales.float().view(torch.int32) & 0xFF).any())
 
@@ -165,7 +165,7 @@ def fits_int4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) ->
 def pack_int4(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bias: torch.Tensor | None = None
 ) -> PackedLinear:
-    """Return int4 weights with given values; `fits_int4` must accept them.
+    """Pack int4 weights that are already quantised; `fits_int4` must be true for them.
 
     Args:
         codes: ``[outputs, inputs]`` uint8, from 0 to 15.
@@ -177,14 +177,14 @@ def pack_int4(
     blocks, groups = -(-outputs // _BLOCK), -(-inputs // _GROUP)
     missing = blocks * _BLOCK - outputs
     padded = torch.nn.functional.pad(codes, (0, groups * _GROUP - inputs, 0, missing))
-    # Of [blocks, 16, groups, 8 lines, 2 halves of a byte, 4]: a line has four inputs of each output, twice.
+    # [blocks, 16, groups, 8 lines, 2 nibbles, 4]: each line has two sets of four inputs for each output.
     halves = padded.view(blocks, _BLOCK, groups, 8, 2, 4)
     lines = (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4).permute(0, 2, 3, 1, 4)
     wide_scales, wide_zeros = (
         torch.nn.functional.pad(x.float(), (0, 0, 0, missing)).view(blocks, _BLOCK, groups).transpose(1, 2).contiguous()
         for x in (scales, zeros)
     )
-    octets = wide_scales.view(torch.uint8).view(blocks, groups, _BLOCK, 4)  # of a float32, the lowest first
+    octets = wide_scales.view(torch.uint8).view(blocks, groups, _BLOCK, 4)  # bytes of a float32, lowest first
     packed = torch.empty(blocks, groups, 9, 64, dtype=torch.uint8)
     packed[:, :, 0, :32] = octets[..., 2:].flatten(2)
     packed[:, :, 0, 32:48] = octets[..., 1]
@@ -194,7 +194,7 @@ def pack_int4(
 
 
 def dequantised(linear: PackedLinear) -> torch.Tensor:
-    """Return the weights ``[outputs, inputs]`` that the result of `quantise_int4` stands for, in float32."""
+    """Return the weights ``[outputs, inputs]`` that packed int4 weights represent, in float32."""
     groups = linear.tensors[0].view(-1, -(-linear.inputs // _GROUP), 9, 64)
     header = groups[:, :, 0]  # [blocks, groups, 64]
     octets = torch.zeros(*header.shape[:2], _BLOCK, 4, dtype=torch.uint8)
@@ -227,7 +227,7 @@ def _packed(
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask the system for huge pages for a large tensor that has not been written to yet."""
+    """Ask the kernel to use huge pages for a large tensor, before the tensor is first written."""
     huge = 2 << 20
     begin = -(-tensor.data_ptr() // huge) * huge
     end = (tensor.data_ptr() + tensor.nbytes) // huge * huge

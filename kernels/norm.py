@@ -10,7 +10,7 @@ of the sum:
 
 * ``weight_offset == 0`` (Llama and its family): normalise in float32, round to ``x.dtype``, then multiply by
   weight.
-* ``weight_offset == 1`` (Gemma stores ``weight - 1``): normalise and multiply in float32, then round once.
+* ``weight_offset == 1`` (Gemma checkpoints store ``weight - 1``): normalise and multiply in float32, then round once.
 
 With ``residual`` the sum ``x + residual`` is rounded to ``x.dtype`` first; then the norm of the rounded sum is
 computed.
@@ -24,7 +24,7 @@ import torch
 
 from kernels._dispatch import next_power_of_2, runs_on_triton
 
-_ELEMENTS = 2048  # per program: short vectors (QK-norm) share one
+_ELEMENTS = 2048  # per program; several short vectors (QK-norm) share a program
 
 
 @overload
@@ -87,8 +87,8 @@ def _rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     dim = x.shape[-1]
-    # Two leading dimensions with separate strides, so that the heads of a packed QKV projection are read in place;
-    # only other layouts are copied.
+    # The kernel accepts two leading dimensions with separate strides, so that the heads of a packed QKV projection are
+    # read in place. Other layouts are copied first.
     if x.dim() not in (2, 3) or x.stride(-1) != 1:
         vectors = x.reshape(-1, 1, dim).contiguous()
     else:

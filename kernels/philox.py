@@ -1,24 +1,25 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers, SC 2011).
 
-A counter-based generator is a function from (key, counter) to random words, without state. A request can therefore
-continue with the same noise on another worker, in another batch, and after any interruption: the noise of a token
-depends only on the request's seed and the position. This module is the specification; all samplers use it.
+A counter-based generator is a stateless function from (key, counter) to random words. The noise for a token depends
+only on the request's seed, the choice, the position and the vocabulary index. A request can therefore continue with the
+same noise on another worker, in another batch, and after any interruption. This module is the specification for all
+samplers.
 
     key      = the request's 64-bit seed: key[0] = low 32 bits, key[1] = high 32 bits
     counter  = (vocab_index // 4, position, choice, 0), four unsigned 32-bit words
                position: absolute position in its sequence of the token being sampled (prompt tokens count)
-               choice:   which of the n choices of the request, from 0
+               choice:   index of the choice among the request's n choices, from 0
     words    = philox4x32(counter, key): ten rounds, the paper's multipliers and Weyl constants (as Random123)
     word     = words[vocab_index % 4]
     u        = min((word + 0.5) · 2⁻³², 1 - 2⁻²⁴)    in float32, each operation rounded to nearest
     gumbel   = the float32 nearest to -ln(-ln(1 - u))
 
-The words are bit-equal in torch and in Triton, and so is ``u``. Small values of ``u`` make large noise, and they are
-the ones that a float32 holds with most digits: all 32 bits of a word below 2²⁴ count, 24 bits of a larger one. Rounding
-would make the largest words 1, whose noise is -inf; hence the minimum. It affects the smallest noise only, of a token
-in 2²⁵. ``u`` has about 8e7 values. For all but 5 of them, logarithms in double precision, with an error of one unit
-in the last place, round to the same float32. The noise is thus the same on every CPU. Triton computes in float32, with
-an error of a few 1e-6.
+The words are bit-equal in torch and in Triton, and so is ``u``. Small values of ``u`` produce large noise, and float32
+represents small values most precisely: it holds all 32 bits of a word below 2²⁴, and 24 bits of a larger word. Without
+the minimum, the largest words would round to u = 1, whose noise is -inf. The minimum affects only the smallest noise,
+for one token in 2²⁵. ``u`` has about 8e7 values. For all but 5 of them, double-precision logarithms with an error of
+one unit in the last place round to the same float32. The noise is thus the same on every CPU. Triton computes it in
+float32, with an error of a few 1e-6.
 
 Gumbel values lie in [-2.82, 22.88]. A token more than 25.7 nats below the best one is therefore never drawn; its
 probability is below 7e-12.
@@ -40,7 +41,7 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     """Compute ten rounds of Philox4x32. Each word is an int64 tensor of unsigned 32-bit values; shapes broadcast.
 
-    torch has no 32 x 32 -> 64 bit product, but int64 multiplication wraps, so that its 64 bits are correct.
+    torch has no 32 x 32 -> 64 bit product, but int64 multiplication wraps, so all 64 bits of the product are correct.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -57,7 +58,7 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 def random_words(
     seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, vocab_size: int, first: int = 0
 ) -> torch.Tensor:
-    """Return the words of ``vocab_size`` vocabulary indices from ``first`` on, which is a multiple of 4.
+    """Return the words for ``vocab_size`` vocabulary indices from ``first`` on; ``first`` is a multiple of 4.
 
     seed ``[num_rows]`` int64, position and choice ``[num_rows]`` int32; result ``[num_rows, vocab_size]`` int64 with
     unsigned 32-bit values.
@@ -71,7 +72,7 @@ def random_words(
 def random_words_at(
     seed: torch.Tensor, position: torch.Tensor, choice: torch.Tensor, vocab_index: torch.Tensor
 ) -> torch.Tensor:
-    """Return the words of some vocabulary indices per row: ``vocab_index`` and result ``[num_rows, n]`` int64.
+    """Return the words for some vocabulary indices per row: ``vocab_index`` and result are ``[num_rows, n]`` int64.
 
     Equal to ``random_words(...).gather(1, vocab_index)`` at a cost proportional to ``n``.
     """

@@ -1,8 +1,8 @@
 """Fused kernel between the QKV projection and attention: QK norm, rotary embedding and KV write.
 
-Queries and keys are normalised (if the model has QK norm) and rotated by their token's angle, and keys and values are
-written to their slots. Separate operations would pass over the projection four times. The fused kernel reads and writes
-each head once, to the result or to the cache.
+Queries and keys are normalised (if the model has QK norm) and rotated by their token's angle. Keys and values are
+written to their slots. Separate operations would make four passes over the projection. The fused kernel reads each head
+once and writes it once, to the result or to the cache.
 
     qkv         [T, (num_heads + 2 · num_kv_heads) · head_dim]: all query heads, then all key heads, then all values
     query_norm, key_norm  [head_dim], or None for both: no norm (`kernels.norm`, weight_offset 0)
@@ -10,7 +10,7 @@ each head once, to the result or to the cache.
     k_cache, v_cache, slot_mapping  (`kernels.kv_cache`)
     result      the queries, [T, num_heads, head_dim]
 
-The result is that of the three named modules in sequence, with the same rounding between them.
+The result equals that of `norm`, `rotary` and `kv_cache` in sequence, with the same rounding between them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rotate_and_cache(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm, rotate and cache a packed projection; return the queries ``[T, num_heads, head_dim]`` (see the module)."""
+    """Normalise and rotate a packed projection and write its KV; return queries ``[T, num_heads, head_dim]``."""
     num_kv_heads, block_size = k_cache.shape[1:3]
     head_dim = head_size(k_cache)
     num_tokens = qkv.shape[0]
@@ -87,7 +87,7 @@ def _unfused(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `rotate_and_cache` with separate operations; the CPU path."""
+    """Compute `rotate_and_cache` with separate operations, which is the CPU path."""
     num_kv_heads, head_dim = k_cache.shape[1], head_size(k_cache)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -10,7 +10,7 @@ Shapes: query ``[num_tokens, num_heads, head_dim]``, key ``[num_tokens, num_kv_h
 ``rotary_dim < head_dim`` the remaining dimensions are not changed (partial rotary).
 
 The products are computed in float32 and rounded once. `transformers` rounds cos and sin to the model's dtype first. In
-16 bits its results are thus less exact and differ in the last bit; in float32 they are equal.
+16-bit dtypes its results are therefore less accurate and differ in the last bit; in float32 they are equal.
 """
 
 from __future__ import annotations

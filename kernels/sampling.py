@@ -1,14 +1,14 @@
-"""Sampling of the next token of each row: temperature, top-k, top-p, min-p, typical-p and the draw.
+"""Sampling of each row's next token: temperature, top-k, top-p, min-p, typical-p and the draw.
 
 The filters are those of `transformers`, in the same order and with the same rules. Each filter works on the result of
 the previous one, on float32 logits:
 
 1. temperature: divide. A row with temperature 0 is *greedy*: no filter, no noise, the largest logit, ties to the lowest
    index.
-2. top-k: remove tokens with logits below the k-th largest (ties with it stay).
+2. top-k: remove tokens with logits below the k-th largest (tokens that tie with the k-th largest stay).
 3. top-p (nucleus; Holtzman et al., 2020): sort ascending, remove tokens while the cumulative probability is <= 1 - p.
-   The most probable token always stays. If the cut falls between equal logits, lower indices stay (in transformers this
-   depends on an unstable sort; here it must be the same on all machines).
+   The most probable token always stays. If the threshold falls between equal logits, lower indices stay. (In
+   transformers this depends on an unstable sort; here it must be the same on all machines.)
 4. min-p (Nguyen et al., 2024): remove tokens with less than p times the probability of the most probable token.
 5. typical-p (Meister et al., 2022): sort by the distance of a token's information from the entropy of the distribution,
    and keep the nearest tokens until their probability reaches p.
@@ -22,9 +22,9 @@ worker fails these rows alone, after the step.
 
 On a CPU the kernels of `kernels.native` implement all of this except typical-p. They do not sort the vocabulary, and
 compute noise only for tokens that may win. Their draws equal those of `sample_reference`, except for a token so close
-to the cut of top-p that the order of summation decides. On CUDA, `kernels.sampling_triton` selects and draws without a
-sort and without host synchronisation; only typical-p sorts. There too the same logits give the same token in every
-batch.
+to the top-p threshold that the order of summation decides. On CUDA, `kernels.sampling_triton` selects and draws without
+a sort and without host synchronisation; only typical-p sorts. On CUDA, too, the same logits give the same token in
+every batch.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ __all__ = [
 ]
 
 _SMALL_VOCAB = 4096  # up to this size one batched sort is cheaper than a loop over rows
-_COLDEST = 1e-30  # a lower temperature could overflow; sampling is greedy at this one already
+_COLDEST = 1e-30  # lowest temperature used: a lower one could overflow, and sampling is already greedy at this one
 _SORTED_ROWS = 16  # rows that are sorted at once on a GPU
-_DENSE_ELEMENTS = 1 << 16  # logits that get noise at once; Philox on CPU makes a dozen passes over 8 bytes per logit
+_DENSE_ELEMENTS = 1 << 16  # logits that get noise at once; Philox on a CPU makes a dozen passes over 8 bytes per logit
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """Sample the next token of each row, ``[num_rows]`` int64.
 
-    ``logits`` is ``[num_rows, vocab_size]`` of any float dtype. A batch of greedy rows needs one argmax; without
-    truncation no sort is needed.
+    ``logits`` is ``[num_rows, vocab_size]`` of any float dtype. A batch of greedy rows needs only an argmax. Without
+    truncation, no sort is needed.
     """
     if not params.any_random:
         return _argmax(logits)
@@ -70,7 +70,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
 
 
 def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Sample as `sample` does, but return -1 for the rows of `nonfinite_rows`."""
+    """Sample as `sample` does, but return -1 for the rows that `nonfinite_rows` finds."""
     if not params.any_random:
         return greedy(logits)
     if runs_on_triton(logits):
@@ -83,7 +83,7 @@ def sample_checked(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
 
 
 def _sample_typical(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Compute `sample_checked` on a GPU with typical-p, some rows at a time: the sorts take 70 bytes per logit."""
+    """Compute `sample_checked` on a GPU with typical-p, some rows at a time, as sorting needs 70 bytes per logit."""
     from kernels.sampling_triton import draw_triton
 
     drawn = []
@@ -95,7 +95,7 @@ def _sample_typical(logits: torch.Tensor, params: SamplingTensors) -> torch.Tens
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the most likely token of each row, ``[num_rows]`` int64; -1 for the rows of `nonfinite_rows`."""
+    """Return each row's most likely token, ``[num_rows]`` int64; -1 for the rows that `nonfinite_rows` finds."""
     if runs_on_triton(logits):
         from kernels.sampling_triton import greedy_triton
 
@@ -107,7 +107,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Return ``[num_rows]`` bool: whether a row has a NaN or +inf, or only -inf, so that it cannot be sampled."""
+    """Return ``[num_rows]`` bool, True for a row that cannot be sampled: it has a NaN or +inf, or only -inf."""
     if runs_on_triton(logits):
         return greedy(logits) < 0
     kernels = native_for(logits)
@@ -118,7 +118,7 @@ def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's largest logit; any index for a row without one."""
+    """Return the index of each row's largest logit; the index is arbitrary for a row that cannot be sampled."""
     if runs_on_triton(logits):
         return greedy(logits).clamp_(min=0)
     kernels = native_for(logits)
@@ -149,7 +149,7 @@ def _sample_cpu(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
 
 
 def _sample_by_torch(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Compute `sample_checked` on a CPU with torch, with only the work that each row needs."""
+    """Compute `sample_checked` on a CPU with torch, doing only the work that each row needs."""
     tokens = greedy(logits)
     vocab_size = logits.shape[1]
     random = (params.temperature > 0) & (tokens >= 0)
@@ -183,7 +183,7 @@ def _of_rows(params: SamplingTensors, rows: torch.Tensor | slice) -> SamplingTen
 
 
 def _sample_sparse(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Sample random rows that all truncate, without sorting or adding noise to a whole large vocabulary.
+    """Sample non-greedy rows that all truncate, without sorting a whole large vocabulary or adding noise to all of it.
 
     The filters run row by row. The remaining tokens of all rows, padded to the longest, share one draw, because Philox
     consists of a hundred small tensor operations whose overhead exceeds their work.
@@ -210,7 +210,7 @@ def _survivors(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
     index = kept.nonzero().squeeze(1)
     scores = scores[index]
     if top_p < 1.0:
-        # Tokens so improbable that all of them together do not fill the tail of 1 - p are removed without a sort.
+        # Tokens so improbable that their total is less than the tail mass 1 - p are removed without a sort.
         probs = scores.softmax(dim=0)
         possible = probs >= 0.999 * (1.0 - top_p) / vocab_size
         tail = probs.masked_fill(possible, 0.0).sum()

@@ -13,8 +13,8 @@ from kernels.philox import gumbel_from_words, random_words
 class SamplingTensors:
     """Sampling parameters of a batch: one entry per row, on the device of the logits.
 
-    The two booleans are on the host, because they choose the kernels. True is always correct but may be slower; False
-    must be right.
+    The two booleans are on the host, because the host uses them to choose kernels. True is always safe but may be
+    slower; False is allowed only if no row needs the feature.
     """
 
     temperature: torch.Tensor  # [num_rows] float32; 0 for greedy
@@ -30,7 +30,7 @@ class SamplingTensors:
 
 
 def sample_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Plain torch form of `sample`: applies all filters, and noise for the whole vocabulary."""
+    """Plain torch form of `sample`: applies all filters, and adds noise to the whole vocabulary."""
     scores = process_logits_reference(logits, params)
     noise = gumbel_from_words(random_words(params.seed, params.position, params.choice, logits.shape[1]))
     random = (params.temperature > 0).unsqueeze(1)
@@ -38,7 +38,7 @@ def sample_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Ten
 
 
 def process_logits_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Return the float32 scores ``[num_rows, vocab_size]`` for the draw: scaled, with removed tokens at -inf.
+    """Return float32 scores ``[num_rows, vocab_size]`` for the draw: logits / temperature, -inf for removed tokens.
 
     One ascending sort serves top-k and top-p; no value is read back to the host.
     """

@@ -1,10 +1,10 @@
 """Scattered writes of 32-bit words to a state tensor on the device.
 
-A worker's state on the device (block tables, decode rows, computed tokens) changes in a few places per step. The host
-sends the places and their new words as one buffer, and one kernel writes them. A step thus costs one copy and one
-launch for any number of tensors, and neither if nothing changes.
+Each step changes a few words of a worker's state on the device (block tables, decode rows, computed tokens). The host
+sends the indices and the new words as one buffer, and one kernel writes them. A step thus needs one copy and one launch
+for any number of tensors, and neither if nothing changes.
 
-Rules: the places of one call are distinct; the state is one flat int32 tensor, and all its parts are views.
+Rules: the indices in one call are distinct. The state is one flat int32 tensor; its parts are views of this tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TILE = 1024  # words per program
 def scatter_words(state: torch.Tensor, changes: torch.Tensor) -> None:
     """Assign ``state[changes[0]] = changes[1]``, in place.
 
-    state: ``[n]`` int32. changes: ``[2, m]`` int32, contiguous; places ``0 <= changes[0] < n``, all distinct.
+    state: ``[n]`` int32. changes: ``[2, m]`` int32, contiguous; indices ``0 <= changes[0] < n``, all distinct.
     """
     if not runs_on_triton(state):
         scatter_words_reference(state, changes)

@@ -1,10 +1,10 @@
-"""Sampling of tokens by several ranks, each of which has the logits of a part of the vocabulary.
+"""Sampling of tokens by several ranks, each of which has the logits for a part of the vocabulary.
 
-The noise of a token depends on its vocabulary index only (`kernels.philox`). So the largest sum of score and noise of
-the whole vocabulary is the largest of the parts' largest sums. Each rank finds the best token of its part
-(`best_in_part`), the ranks exchange the results, and every rank computes the same choice (`best_of_parts`). The token
-is the one that `kernels.sampling.sample_checked` finds in the whole logits. This holds for rows without top-k, top-p,
-min-p and typical-p, which depend on the distribution of the whole vocabulary.
+The noise for a token does not depend on how the vocabulary is divided (`kernels.philox`). So the largest sum of score
+and noise over the whole vocabulary is the maximum of the largest sums in the parts. Each rank finds the best token of
+its part (`best_in_part`), the ranks exchange the results, and every rank computes the same choice (`best_of_parts`). It
+is the token that `kernels.sampling.sample_checked` would draw from the logits of the whole vocabulary. This holds only
+for rows without top-k, top-p, min-p and typical-p, which depend on the distribution over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kernels.sampling import greedy, native_for, nonfinite_rows
 from kernels.sampling_reference import SamplingTensors, process_logits_reference
 
 _NOT_FINITE = -1
-"""Code instead of a token: the part has a NaN or +inf, so that the row cannot be sampled."""
+"""Used instead of a token if the part has a NaN or +inf, so that the row cannot be sampled."""
 _ONLY_LOW = -2
-"""Code instead of a token: the part has only -inf; other parts may have a token."""
+"""Used instead of a token if the part has only -inf; other parts may have a token."""
 
 
 def best_in_part(logits: torch.Tensor, params: SamplingTensors, first: int) -> torch.Tensor:
@@ -59,7 +59,7 @@ def best_of_parts(found: torch.Tensor) -> torch.Tensor:
         found: ``[num_parts, num_rows, 2]`` int32: the results of `best_in_part`, ascending by vocabulary index.
 
     Returns:
-        ``[num_rows]`` int64; -1 for the rows of `kernels.sampling.nonfinite_rows`.
+        ``[num_rows]`` int64; -1 for the rows that `kernels.sampling.nonfinite_rows` finds.
     """
     sums, tokens = found[..., 0].contiguous().view(torch.float32), found[..., 1].to(torch.int64)
     best, token = sums[0], tokens[0]

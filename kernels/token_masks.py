@@ -1,7 +1,7 @@
-"""Masks of allowed tokens, as bits, applied to logits.
+"""Bit masks of allowed tokens, applied to logits.
 
-A grammar allows a set of tokens per step. A mask has one bit per token, so the host sends a 32nd of what float32 logits
-take, and the kernel writes only the logits of tokens that are not allowed. It reads no logits.
+A grammar allows a set of tokens in each step. A mask has one bit per token, so the host sends 1/32 of the size of
+float32 logits. The kernel reads no logits, and writes only those of tokens that are not allowed.
 """
 
 from __future__ import annotations

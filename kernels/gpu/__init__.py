@@ -1,4 +1,4 @@
-"""Triton kernels of the operations; a module has the name of its operation, whose module launches them.
+"""Triton kernels. Each module here holds the kernels that the module of the same name in `kernels` launches.
 
-Importing a module of this package imports triton. So only operations that launch a kernel import one.
+Importing a module of this package imports triton. Operations therefore import it only when they launch a kernel.
 """

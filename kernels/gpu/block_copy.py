@@ -17,7 +17,7 @@ def copy_blocks_kernel(
     num_tensors: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Copy one block of one tensor per iteration; a program loops over blocks with the stride of the grid."""
+    """Copy one block of one tensor per iteration, in a grid-stride loop."""
     for job in range(tl.program_id(0), num_copies * num_tensors, tl.num_programs(0)):
         tensor, copy = job // num_copies, job % num_copies
         words = tl.load(words_ptr + tensor)

@@ -15,10 +15,10 @@ def fp8_from_float(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
     else:
         word = x.to(tl.float32).to(tl.uint32, bitcast=True)
         magnitude = word & 0x7FFFFFFF
-        # float32's exponent is biased by 127, that of e4m3 by 7; 20 bits of the mantissa are rounded off.
+        # The exponent bias is 127 in float32 and 7 in e4m3; 20 bits of the mantissa are rounded off.
         rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
         normal = tl.minimum(rounded, 120 * 8 + 0x7E) - 120 * 8
-        # Below 2^-6 steps are 2^-9: adding 2^23 leaves the rounded number of steps in the low bits.
+        # Below 2^-6, values are multiples of 2^-9: adding 2^23 leaves the rounded multiple in the low bits.
         steps = magnitude.to(tl.float32, bitcast=True) * 512.0 + 8388608.0
         subnormal = steps.to(tl.uint32, bitcast=True) & 0xFF
         code = tl.where(magnitude < 0x3C800000, subnormal, normal)
@@ -34,7 +34,7 @@ def float_from_fp8(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
         value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         wide = bits.to(tl.uint16)
-        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # float16's exponent is biased by 15: 2^8 too small
+        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # float16 has exponent bias 15: 2^8 too small
         value = half.to(tl.float16, bitcast=True) * 256.0
         value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
     return value
@@ -42,17 +42,17 @@ def float_from_fp8(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 
 @jit
 def floats_from_int8_pairs(pairs: tl.tensor) -> tl.tuple:
-    """Return the low and the high elements of pairs (uint16) of int8 as float16."""
+    """Return as float16 the low and the high elements of int8 pairs, each stored in a uint16."""
     both = pairs.to(tl.int16, bitcast=True)
     return ((both << 8) >> 8).to(tl.float16), (both >> 8).to(tl.float16)
 
 
 @jit
 def floats_from_fp8_pairs(pairs: tl.tensor, NATIVE: tl.constexpr) -> tl.tuple:
-    """Return the low and the high elements of pairs (uint16) as float16.
+    """Return as float16 the low and the high elements of e4m3 pairs, each stored in a uint16.
 
-    Matrix units read 16-bit elements from shared memory in one instruction, but single bytes one by one. So a kernel
-    reads pairs, and converts them in registers with one instruction per two elements.
+    One instruction loads many 16-bit elements from shared memory for the matrix units, but bytes need one load each. A
+    kernel therefore loads pairs, and converts them in registers with one instruction per two elements.
     """
     if NATIVE:
         low, high = tl.inline_asm_elementwise(

@@ -55,7 +55,7 @@ def store_heads(
     HEAD_DIM: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ) -> None:
-    """Store heads of one token ``[heads, dims]``, padded with zeros, in a cache of any type, where ``wanted``."""
+    """Store one token's heads ``[heads, dims]``, padded with zeros, in a cache of any type, where ``wanted``."""
     CACHE_TYPE: tl.constexpr = cache_ptr.dtype.element_ty  # noqa: N806
     SCALED: tl.constexpr = tl.int8 == CACHE_TYPE or tl.uint8 == CACHE_TYPE  # noqa: N806
     EXTRA: tl.constexpr = 4 if SCALED else 0  # noqa: N806

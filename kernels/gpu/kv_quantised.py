@@ -10,7 +10,7 @@ from kernels.gpu.fp8 import fp8_from_float
 
 @jit
 def quantise_tile(x: tl.tensor, CACHE_TYPE: tl.constexpr, NATIVE_FP8: tl.constexpr) -> tl.tuple:
-    """Device function of `quantise_heads`, for heads ``[heads, dims]`` padded with zeros; other caches: a cast."""
+    """Device form of `quantise_heads` for heads ``[heads, dims]`` padded with zeros; casts if not quantised."""
     wide = x.to(tl.float32)
     if CACHE_TYPE == tl.int8 or CACHE_TYPE == tl.uint8:  # noqa: SIM300 - evaluated by the compiler
         LIMIT: tl.constexpr = 127.0 if CACHE_TYPE == tl.int8 else 448.0  # noqa: N806, SIM300

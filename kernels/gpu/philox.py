@@ -13,7 +13,7 @@ def philox_words_tile(
 ) -> tl.tensor:
     """Device function: return the uint32 words of TILE consecutive vocabulary indices from ``4 * first_group`` on.
 
-    seed: int64 scalar; position, choice: int32 scalars; one counter serves four indices.
+    seed: int64 scalar; position, choice: int32 scalars. One Philox counter produces the words of four indices.
     """
     group = first_group + tl.arange(0, TILE // 4)
     zero = group * 0
@@ -33,7 +33,7 @@ def uniform_tile(words: tl.tensor) -> tl.tensor:
 def gumbel_tile(words: tl.tensor) -> tl.tensor:
     """Device function of `gumbel_from_words`, with an error of a few 1e-6.
 
-    A float32 has no digits for the logarithm of a number near 1, so a series computes it.
+    float32 has too few digits to compute the logarithm of a number near 1 directly, so a series is used.
     """
     uniform = uniform_tile(words)
     ratio = uniform / (2.0 - uniform)

@@ -35,7 +35,7 @@ def rotate_and_cache_kernel(
 ) -> None:
     """Process HEADS heads of one token per program: queries, keys or values.
 
-    Every element also reads its partner in the rotation, from the same cache line. Values are not rotated.
+    For the rotation, every element also reads its partner, which is in the same cache line. Values are not rotated.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -84,7 +84,7 @@ def _normed(
     DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """Return normed and weighted queries and keys, rounded as in `kernels.norm`, and unchanged values."""
+    """Return the RMSNorm of queries and keys, rounded as in `kernels.norm`; return values unchanged."""
     inside = dim < HEAD_DIM
     of_query = tl.load(query_norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)
     of_key = tl.load(key_norm_ptr + dim, mask=inside, other=0.0).to(tl.float32)

@@ -28,10 +28,10 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Rotate HEADS heads of one token per program, numbered through the query heads and then the key heads.
+    """Rotate HEADS heads of one token per program; heads are numbered with the query heads first, then the key heads.
 
-    Every element also reads its partner, from the same cache line. Partial rotary, and head dimensions that are not a
-    power of two, thus need no separate path.
+    Every element also reads its partner, which is in the same cache line. Partial rotary embeddings, and head
+    dimensions that are not a power of two, therefore need no separate code path.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

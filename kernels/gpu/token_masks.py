@@ -18,7 +18,7 @@ def mask_tokens_kernel(
     num_words: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Write the logits of TILE tokens of one row per program."""
+    """Mask the logits of TILE tokens in one row per program."""
     place = tl.load(places_ptr + tl.program_id(0))
     line = tl.load(lines_ptr + tl.program_id(0))
     token = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -9,7 +9,7 @@ from kernels.native.structures import KV_FORMATS, CAttention
 
 
 def is_supported(query: torch.Tensor, k_cache: torch.Tensor) -> bool:
-    """Return whether the kernels support these types and sizes."""
+    """Return whether the native kernels support the dtypes and sizes of these tensors."""
     return (
         query.dtype in (torch.float32, torch.bfloat16)
         and k_cache.dtype in KV_FORMATS
@@ -33,7 +33,7 @@ def paged_attention_native(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `paged_attention` of CPU tensors for which `is_supported` is true."""
+    """Compute `paged_attention` for CPU tensors that `is_supported` accepts."""
     num_heads, head_dim = query.shape[1:]
     wide = query.float().contiguous()
     out = torch.empty_like(wide)

@@ -1,4 +1,4 @@
-"""Library of native CPU kernels: its functions, and the levels that this processor supports."""
+"""Shared library with the native CPU kernels: its functions, and the levels that this processor supports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
 
 ABI = 9
-"""Required result of the library's `quire_abi`."""
+"""ABI version that `quire_abi()` of the library must return."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
 
 
 class Native:
-    """The library with one level."""
+    """The library's functions, bound to one instruction-set level."""
 
     def __init__(self, library: CDLL, level: str) -> None:
         self.library = library
@@ -38,7 +38,7 @@ class Native:
         )
 
     def work_bytes(self, num_format: int, rows: int, inputs: int) -> int:
-        """Return the bytes of working memory that `linear` needs."""
+        """Return the size in bytes of the ``work`` tensor that `linear` needs."""
         return int(rows * (self.library.quire_activation_stride(self.level, num_format, inputs) + 4))
 
     def sample(self, sampling: CSampling) -> None:
@@ -46,7 +46,7 @@ class Native:
         self.library.quire_sample(self.level, byref(sampling))
 
     def decoder(self, decoder: CDecoder, step: CStep, nanoseconds: int | None) -> bool:
-        """Call `quire_decoder`; return whether the step has a result."""
+        """Call `quire_decoder`; return False if the sum over the ranks failed, in which case there is no result."""
         return bool(self.library.quire_decoder(self.level, byref(decoder), byref(step), nanoseconds) == 0)
 
 
@@ -60,7 +60,7 @@ def native_levels() -> tuple[Native, ...]:
 
 
 def set_num_threads(count: int) -> None:
-    """Set the number of computing threads, including the caller."""
+    """Set the number of threads that compute, including the calling thread."""
     library = load_library()
     if library is not None:
         library.quire_set_num_threads(count)
@@ -68,7 +68,7 @@ def set_num_threads(count: int) -> None:
 
 @cache
 def load_library() -> CDLL | None:
-    """Load the library that was built at install; return None if it is missing or has another version."""
+    """Load the library that was built during installation; return None if it is missing or has another ABI version."""
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
             library = CDLL(str(path))

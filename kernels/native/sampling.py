@@ -1,4 +1,4 @@
-"""Sampling with the native CPU kernels: greedy, and the draw with its filters."""
+"""Sampling with the native CPU kernels: argmax, and filters with a random draw."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kernels.sampling_reference import SamplingTensors
 
 
 def argmax_native(logits: torch.Tensor, kernels: Native) -> torch.Tensor:
-    """Return the index of each row's largest logit, ``[rows]`` int64, the first of equal ones.
+    """Return the index of each row's largest logit, ``[rows]`` int64; the first index if several are equal.
 
-    -1 for a row that has a NaN or +inf, or only -inf.
+    The index is -1 for a row that has a NaN or +inf, or only -inf.
     """
     rows, count = logits.shape
     found = torch.empty(rows, dtype=torch.int64)
@@ -31,8 +31,8 @@ def sample_native(
     """Compute `kernels.sampling.sample` without ``typical_p``: ``[rows]`` int64, -1 as in `argmax_native`.
 
     Noise is computed only for tokens that may win, so that no array of the vocabulary's size is written. ``first`` is
-    the vocabulary index of the first logit, a multiple of 32; tokens count from it. ``sums`` ``[rows]`` float32 gets
-    the sum of score and noise of each token.
+    the vocabulary index of the first logit, a multiple of 32; returned tokens are relative to ``first``. ``sums``
+    ``[rows]`` float32 receives the score plus noise of each sampled token.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64)
     columns = {"temperature": params.temperature, "seed": params.seed}

@@ -1,8 +1,8 @@
-"""Choice of the level of the native CPU kernels.
+"""Choice of the instruction-set level for the native CPU kernels.
 
 A level can be used if the library was compiled with it, the processor supports its instructions, and it passes a
-self-test. The self-test compares small products and attention with float64, in about a millisecond at start. If it
-fails, the log says so, and the next lower level is tried.
+self-test. The self-test compares small products and attention with float64 results, and takes about a millisecond at
+startup. If the self-test fails, a warning is logged, and the next lower level is tried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def native() -> Native | None:
     for name in names:
         if name not in levels:
             continue
-        with _disable_current_modes():  # the first call may come from a trial that changes the types of operations
+        with _disable_current_modes():  # the first call may come from code under a torch mode that changes dtypes
             reason = failure(levels[name])
         if reason is None:
             return levels[name]

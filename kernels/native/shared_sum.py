@@ -1,4 +1,4 @@
-"""Sums over the processes of one machine through a file that all of them map into their memory."""
+"""Sums over several processes on one machine, through a file that all of them map into memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class SharedSum:
     """One rank's view of the shared memory (`kernels/native/src/shared_sum.h`)."""
 
     def __init__(self, file: Path, rank: int, ranks: int) -> None:
-        """Map the memory that `create` has made; needs the native library.
+        """Map the file that `create` made; needs the native library.
 
         Raises:
-            OSError: the file cannot be mapped.
+            OSError: the file cannot be mapped, or the native library is missing.
         """
         library = load_library()
         if library is None:
-            raise OSError("the native library is not available")
+            raise OSError("native CPU kernels: the library is not available")
         self._library = library
         self._rank, self._ranks = rank, ranks
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
@@ -35,7 +35,7 @@ class SharedSum:
 
     @staticmethod
     def create(file: Path, ranks: int) -> None:
-        """Make the file of a group of ranks, if the native library is available."""
+        """Create the zero-filled file that a group of ranks shares; do nothing if the native library is missing."""
         library = load_library()
         if library is not None:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -43,10 +43,10 @@ class SharedSum:
             os.close(descriptor)
 
     def add_up(self, vector: torch.Tensor, timeout_s: float) -> None:
-        """Add up a contiguous float32 tensor on a CPU over all ranks, in place.
+        """Sum a contiguous float32 CPU tensor over all ranks, in place.
 
         Raises:
-            TimeoutError: another rank did not take part.
+            TimeoutError: another rank did not take part within ``timeout_s``.
         """
         done = self._library.quire_shared_sum(
             self._address, self._rank, self._ranks, vector.data_ptr(), vector.numel(), timeout_s

@@ -1,6 +1,6 @@
-"""Attention of a flat batch over a paged KV cache (PagedAttention; Kwon et al., SOSP 2023).
+"""Attention for a flat batch over a paged KV cache (PagedAttention; Kwon et al., SOSP 2023).
 
-A step has T tokens of R rows, concatenated: one token of each row in decode, and a chunk of each row in prefill.
+A step has T tokens from R rows, concatenated: one token from each row in decode, and a chunk from each row in prefill.
 `kernels.kv_cache` has already written the keys and values of these tokens, so that all visible keys are in the cache.
 
     query           [T, num_heads, head_dim]; any strides over tokens and heads
@@ -13,20 +13,20 @@ A step has T tokens of R rows, concatenated: one token of each row in decode, an
 Rules: query i of row r has position ``context_lens[r] - query_len[r] + i`` and sees the keys j with ``j <= position``
 and, with a sliding window w, ``position - j < w``. Logits are ``scale * q · k``, and with a soft cap c then
 ``c * tanh(logit / c)`` (Gemma 2). Query head h reads KV head ``h // group_size``, with
-``group_size = num_heads / num_kv_heads``. With *sinks* (GPT-OSS) the softmax of a head has one more logit, which no key
-has: it takes a share of the weights and adds nothing to the result. A row with context 0 (padding of a captured graph)
-gets zeros. Content of a block beyond the row's context must not affect the result, not even as NaN, because a block may
-contain old keys of a row that failed.
+``group_size = num_heads / num_kv_heads``. With *sinks* (GPT-OSS) the softmax of each head has one additional logit that
+belongs to no key: it takes a share of the weights and adds nothing to the result. The result of a row with context 0
+(padding of a captured graph) is zero. Content of a block beyond the row's context must not affect the result, even if
+it is NaN, because a block may contain old keys from a row that failed.
 
     cpu         CPU path without `kernels.native`: torch's attention over gathered blocks
     launch      CUDA path: choice of kernels and tiles
     tuning      the table of measured tiles
     schedule    splits the keys of rows in decode among programs, on the device
-    decode      kernels for rows with one token
-    prefill     kernel for rows with a chunk
-    tiles       operations of both kernels on a tile of keys
+    decode      kernel for rows with one token
+    prefill     kernels for rows with a chunk
+    tiles       operations on a tile of keys that both kernels share
 
-In a mixed batch both kernels run, and each skips the other's rows. A row with one token belongs to decode.
+In a mixed batch both kernels run, and each skips the rows of the other. The decode kernel computes rows with one token.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def paged_attention(
 ) -> torch.Tensor:
     """Compute causal attention of every query over its row's keys (shapes and rules: see the package).
 
-    ``max_query_len`` is the longest chunk in the batch, known to the host; 1 means that every row is in decode.
+    ``max_query_len`` is the length of the longest chunk in the batch; 1 means that every row is in decode.
     ``min_query_len`` above 1 means that no row is in decode. The first ``num_leading_decodes`` rows have at most one
-    token, and the prefill kernel skips them. ``sliding_window`` is the number of visible positions including the
-    query's own.
+    token, and the prefill kernel skips them. ``sliding_window`` is the number of visible positions, including the
+    position of the query.
     ``sinks`` is ``[num_heads]`` float32, contiguous: the logit of each head's sink.
-    ``schedule`` is the result of `schedule_decode` for this batch and window; None if it is computed here.
+    ``schedule`` is the result of `schedule_decode` for this batch and window; if None, it is computed here.
     """
     if runs_on_triton(query):
         from kernels.paged_attention.launch import paged_attention_triton

@@ -1,7 +1,7 @@
 """Paged attention on a CPU: gathers KV blocks and calls torch's fused attention.
 
-Rows in decode are computed in groups of similar length, padded to the longest. Rows in prefill are computed one by one,
-in tiles of queries.
+Rows in decode are computed in groups of similar length, padded to the longest row. Rows in prefill are computed one by
+one, in tiles of queries.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.kv_quantised import from_cache, head_size
 from kernels.paged_attention_reference import visible_keys
 
-_PREFILL_TILE = 256  # queries per SDPA call on CPU: bounds the mask and skips the keys above the diagonal
-_DECODE_PADDING = 128  # keys; padding a row by up to this many costs less than another call
+_PREFILL_TILE = 256  # queries per SDPA call on a CPU: limits the size of the mask and skips the keys above the diagonal
+_DECODE_PADDING = 128  # keys; padding a row by up to this many costs less than another SDPA call
 _DECODE_ELEMENTS = 1 << 20  # keys gathered at once, so that K and V stay in the core's cache
 
 
@@ -31,7 +31,7 @@ def paged_attention_cpu(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `paged_attention` of CPU tensors."""
+    """Compute `paged_attention` for CPU tensors."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts, contexts = query_start.tolist(), context_lens.tolist()
     decode: list[tuple[int, int]] = []  # (keys to read, row)
@@ -64,7 +64,7 @@ def paged_attention_cpu(
 
 
 def _decode_groups(rows_by_len: list[tuple[int, int]], elements_per_token: int) -> list[list[int]]:
-    """Split rows, given as ascending (keys to read, row), into groups to pad and compute together."""
+    """Split rows, given as ascending (keys to read, row), into groups that are padded and computed together."""
     groups: list[list[int]] = []
     shortest = 0
     for num_keys, row in rows_by_len:
@@ -120,9 +120,9 @@ def _decode_rows(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention of one query per row ``[num_rows, num_heads, head_dim]``, with rows padded to the longest.
+    """Compute attention for one query per row ``[num_rows, num_heads, head_dim]``, with rows padded to the longest.
 
-    The query heads of a KV head are SDPA's query dimension, so that each key is read once for all of them.
+    SDPA's query dimension holds the query heads that share a KV head, so that each key is read once for all of them.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -152,7 +152,7 @@ def _decode_rows(
             visible &= positions >= torch.tensor(begins).unsqueeze(1)
         out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap, of_heads)
         if bool(out.isnan().any()):
-            # A masked key is still multiplied, and 0 x NaN is NaN. Blocks with NaNs of a failed row are rare, so keys
+            # A masked key is still multiplied, and 0 x NaN is NaN. Blocks with NaNs from a failed row are rare, so keys
             # beyond the rows' contexts are zeroed only if the result has NaNs.
             row, position = (~visible).nonzero(as_tuple=True)
             keys[row, :, position] = 0
@@ -166,7 +166,7 @@ def _gather_pages(cache: torch.Tensor, pages: torch.Tensor, dtype: torch.dtype) 
 
     The result has type ``dtype``.
 
-    The copy gathers (block, head) tiles instead of blocks, which puts the heads first without a second copy.
+    The copy gathers (block, head) tiles instead of blocks, so that heads precede tokens without a second copy.
     """
     num_kv_heads, block_size, size = cache.shape[1:]
     tiles = pages.unsqueeze(1) * num_kv_heads + torch.arange(num_kv_heads).unsqueeze(1)

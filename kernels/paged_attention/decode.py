@@ -1,9 +1,9 @@
-"""Attention of the rows in decode: each program computes consecutive shares of the keys, for one KV head.
+"""Attention for the rows in decode: each program computes consecutive shares of the keys, for one KV head.
 
 The query heads of a KV head are packed into one tile, so that a key is read once for all of them. The schedule gives
-all programs the same number of keys (`kernels.paged_attention.schedule`). A row with one share is written to the result
-directly. The shares of another row are combined by the program that finishes the last of them (Flash-Decoding; Dao et
-al., 2023; Stream-K; Osama et al., 2023).
+all programs the same number of keys (`kernels.paged_attention.schedule`). The result of a row with one share is written
+directly. If a row has several shares, the program that finishes the last one combines them (Flash-Decoding; Dao et al.,
+2023; Stream-K; Osama et al., 2023).
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -56,11 +56,12 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Compute per program the query heads of one KV head, over the shares that the schedule gives it.
+    """Compute, in each program, the query heads of one KV head over the shares that the schedule assigns.
 
     A row with one share is written to ``out`` ``[T, num_heads, head_dim]``. For a row with more shares, each share's
     result goes to ``partial`` ``[num_shares, num_heads, head_dim]`` float32, and the log2 of its sum of exponentials to
-    ``lse`` ``[num_shares, num_heads]``. ``finished`` ``[R, num_kv_heads]`` counts them; it is zero before and after.
+    ``lse`` ``[num_shares, num_heads]``. ``finished`` ``[R, num_kv_heads]`` counts the finished shares of each row; it
+    is zero before and after the launch.
     """
     kv_head = tl.program_id(0)  # neighbours read the same blocks
     program = tl.program_id(1)
@@ -161,7 +162,7 @@ def decode_kernel(
             tl.store(partial_place, acc / divisor, mask=query_mask)
             if PAIR == 2:
                 tl.store(partial_place + 1, acc_odd / divisor, mask=query_mask)
-            tl.debug_barrier()  # all threads have written before one of them says so
+            tl.debug_barrier()  # all threads must have written before one of them increments the counter
             counter = finished_ptr + row * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:
                 tl.store(counter, 0)
@@ -200,7 +201,7 @@ def _combine_shares(
 ) -> None:
     """Combine the shares of one row for the heads of one KV head, weighted by their sums of exponentials.
 
-    Other multiprocessors wrote them, so they are read past the L1 cache.
+    Other multiprocessors wrote these shares, so the loads bypass the L1 cache.
     """
     lane = tl.arange(0, GROUP_TILE)
     head = kv_head * GROUP_SIZE + lane

@@ -1,6 +1,6 @@
 """Launch of paged attention on a GPU: choice of kernels and tiles for a batch.
 
-The launches depend only on values that the host knows. They can therefore be captured in a graph:
+The launches depend only on values that the host knows, so they can be captured in a graph:
 
 * The grid of prefill depends on the numbers of tokens, rows and leading decode rows, and on the width of the block
   tables.
@@ -25,11 +25,11 @@ from kernels.paged_attention.tuning import Key, tuning_for
 _SHARES_TILE = 16
 """Maximum number of shares that decode combines at a time."""
 _COMBINED_ELEMENTS = 4096
-"""Maximum number of elements of these shares."""
+"""Maximum total number of elements in the shares that decode combines at a time."""
 _MOST_PARTS = 16
 """Maximum number of parts into which prefill divides the keys."""
 _MIN_PART = 1024
-"""Minimum number of keys of a part; below this, combining costs more than parallelism gains."""
+"""Minimum number of keys in a part; with fewer, combining the parts costs more than parallelism gains."""
 
 
 @lru_cache(maxsize=1024)  # all layers of a step call it with the same arguments
@@ -39,8 +39,8 @@ def parts_of_keys(num_programs: int, num_multiprocessors: int, longest: int) -> 
     The result minimises the estimated time of a launch in which each multiprocessor runs one program at a time.
 
     Args:
-        num_programs: programs of the launch without a division.
-        num_multiprocessors: multiprocessors of the GPU.
+        num_programs: number of programs if the keys are not divided.
+        num_multiprocessors: number of multiprocessors on the GPU.
         longest: upper bound of the context lengths in tokens.
     """
 
@@ -67,7 +67,7 @@ def paged_attention_triton(
     num_leading_decodes: int,
     schedule: DecodeSchedule | None,
 ) -> torch.Tensor:
-    """Compute `paged_attention` of CUDA tensors without reading a value back from the device."""
+    """Compute `paged_attention` for CUDA tensors without reading a value back from the device."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     group_size, dim_tile = num_heads // num_kv_heads, next_power_of_2(head_dim)
@@ -77,7 +77,7 @@ def paged_attention_triton(
         k_cache, v_cache = k_cache.view(torch.uint16), v_cache.view(torch.uint16)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     strides = (query.stride(0), query.stride(1), block_tables.stride(0))
-    # Always floats: Triton would compile another kernel for an integer.
+    # Convert both to floats, because Triton would compile another kernel for an integer.
     scale, cap = float(scale), float(soft_cap or 0.0)
     specialisation = {
         "NUM_KV_HEADS": num_kv_heads,
@@ -96,7 +96,7 @@ def paged_attention_triton(
         tuning = tuning_for(Key("prefill", sm, dim_tile, kv_bytes), group_size)
         queries = tuning.block_m // group_size
         num_chunks = num_rows - num_leading_decodes
-        # An upper bound: each row with a chunk may have one partial tile. Leading decode rows have none.
+        # An upper bound: each row with a chunk may have one partial tile. Leading decode rows have no tiles.
         num_tiles = num_tokens // queries + num_chunks if num_chunks > 1 else -(-num_tokens // queries)
         num_parts = parts_of_keys(
             num_tiles * num_kv_heads, num_multiprocessors(query), block_tables.shape[1] * block_size

@@ -1,9 +1,10 @@
-"""Attention of the rows in prefill: one program per (tile of queries, KV head).
+"""Attention for the rows in prefill: one program per (tile of queries, KV head).
 
 The query heads of a KV head are packed into one tile, so that a key is read once for all of them. The softmax is
 computed online over the keys (FlashAttention-2; Dao, 2023). Tiles are numbered through the flat batch, so that the grid
-depends only on T and R. A program finds its row by binary search. Where these programs are too few for the GPU, as for
-a short chunk of a long prompt, several programs divide the keys of a tile, and another kernel combines their results.
+depends only on T and R. A program finds its row by binary search. If there are too few programs to fill the GPU (for
+example, for a short chunk of a long prompt), several programs divide the keys of a tile, and another kernel combines
+their results.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -57,14 +58,14 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Compute per program BLOCK_M // GROUP_SIZE consecutive queries of one row, with all query heads of one KV head.
+    """Compute, per program, BLOCK_M // GROUP_SIZE consecutive queries of one row for all query heads of one KV head.
 
-    Row r owns the tiles from ``query_start[r] // QUERIES + r`` on. It may own more than it needs; programs of unused
-    tiles return at once. The rows before ``first_row`` have at most one token each and no tiles.
+    Row r owns the tiles from ``query_start[r] // QUERIES + r`` on. A row may own more tiles than it needs; programs of
+    unused tiles return at once. The rows before ``first_row`` have at most one token each and no tiles.
 
-    With a third axis of the grid, its programs divide the keys of a tile in equal parts. Then each part's result goes
-    to ``partial`` ``[parts, T, num_heads, head_dim]`` float32, and the log2 of its sum of exponentials to ``lse``
-    ``[parts, T, num_heads]``; a part without keys has minus infinity there.
+    If the grid has a third axis, the programs along it divide the keys of a tile into equal parts. Each part's result
+    then goes to ``partial`` ``[parts, T, num_heads, head_dim]`` float32, and the log2 of its sum of exponentials to
+    ``lse`` ``[parts, T, num_heads]``; for a part without keys, ``lse`` is minus infinity.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
     # The last tiles of a row see the most keys, so they start first; otherwise they would run alone at the end.
@@ -214,7 +215,7 @@ def combine_parts_kernel(
     DIM_TILE: tl.constexpr,
     PARTS_TILE: tl.constexpr,
 ) -> None:
-    """Combine per program the parts of one head of one token, weighted by their sums of exponentials.
+    """Combine, in each program, the parts of one head of one token, weighted by their sums of exponentials.
 
     Tokens of rows in decode get arbitrary values, because their rows are computed later.
     """
@@ -262,7 +263,7 @@ def _attend_tile(
     NATIVE_FP8: tl.constexpr,
     INT8: tl.constexpr,
 ) -> tl.tuple:
-    """Update the online softmax with one tile of keys; MASKED: some keys are not visible to some queries."""
+    """Update the online softmax with one tile of keys; MASKED means that some queries do not see all keys."""
     inside = position < high
     keys = gather_tile(
         k_cache_ptr,

@@ -17,15 +17,15 @@ import torch
 from kernels._dispatch import num_multiprocessors, runs_on_triton
 
 _PROGRAMS_PER_SM = 2
-"""Programs per multiprocessor, which all run at a time; fastest on an H100 (1, 8 and 64 rows of 1,024 tokens)."""
+"""Programs per multiprocessor, all resident at once; 2 is fastest on an H100 (1, 8 and 64 rows of 1,024 tokens)."""
 _UNIT = 64
-"""Keys of a unit; a share begins at a unit of its row."""
+"""Keys per unit; a share begins at a multiple of this in its row."""
 _MIN_UNITS = 2
-"""Minimum number of units of a program; below this, combining shares costs more than parallelism gains."""
+"""Minimum number of units per program; with fewer, combining shares costs more than parallelism gains."""
 _ROWS_TILE = 256
 """Rows that the schedule kernel reads at a time."""
 _FIELDS = 8
-"""Integers of a share; a power of two."""
+"""Number of integers that describe a share; a power of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def schedule_decode(
     num_kv_heads: int,
     sliding_window: int | None = None,
 ) -> DecodeSchedule | None:
-    """Return the schedule of a batch (query_start, context_lens: see the package); None if no kernel needs one.
+    """Return the schedule for a batch (query_start, context_lens: see the package); None if no kernel needs one.
 
     Rows with one token get shares. A row with one token but no keys (an empty lane of a decode graph) gets one empty
     share. Rows with no token (padding of a mixed graph) get none.

@@ -32,7 +32,7 @@ def schedule_kernel(
             query_start_ptr, context_lens_ptr, row, num_rows, sliding_window, WINDOWED, UNIT
         )
         total += tl.sum(units, 0)
-    size = tl.maximum(tl.cdiv(total, num_programs), MIN_UNITS)  # units of a program
+    size = tl.maximum(tl.cdiv(total, num_programs), MIN_UNITS)  # units per program
 
     used_units = tl.cast(0, tl.int32)
     used_shares = tl.cast(0, tl.int32)
@@ -77,7 +77,7 @@ def _units_of_rows(
     WINDOWED: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tl.tuple:
-    """Return token, first key, end of the keys, and number of units of some rows; 0 units for a row not in decode."""
+    """Return each row's token, first key, end of keys and number of units, which is 0 for a row not in decode."""
     inside = row < num_rows
     token = tl.load(query_start_ptr + row, mask=inside, other=0)
     in_decode = inside & (tl.load(query_start_ptr + row + 1, mask=inside, other=0) - token == 1)

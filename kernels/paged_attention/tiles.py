@@ -1,8 +1,9 @@
-"""Operations of both attention kernels on a tile of keys: gather it, score it, update the online softmax.
+"""Operations of both attention kernels on a tile of keys: gather the tile, score it, update the online softmax.
 
-A cache in eight bits is read as pairs of elements (uint16). The low elements of all pairs are one operand of a product,
-and the high elements are another: queries and results have the even dimensions in one tensor, and the odd ones in a
-second. The scale of a key multiplies its scores, and the scale of a value its weights (`kernels.kv_quantised`).
+An 8-bit cache is read as pairs of elements (uint16). The low elements of all pairs are the operand of one product, and
+the high elements that of another. Queries and results therefore have the even dimensions in one tensor, and the odd
+dimensions in a second one. Scores are multiplied by the scale of their key, and weights by the scale of their value
+(`kernels.kv_quantised`).
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -15,7 +16,7 @@ from kernels.gpu.fp8 import floats_from_fp8_pairs, floats_from_int8_pairs
 
 @jit
 def load_block_ids(table_ptr: tl.tensor, position: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Return the block IDs of some positions of one row; 0 from ``end`` on."""
+    """Return the block IDs for some positions of one row; 0 for positions from ``end`` on."""
     return tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0)
 
 
@@ -33,9 +34,9 @@ def gather_tile(
     DIM_TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the keys or values at some positions of one row, ``[positions, DIM_TILE]``, as they are in the cache.
+    """Return the keys or values at some positions of one row, ``[positions, DIM_TILE]``, without conversion.
 
-    MASKED: some positions are outside the row, and get zeros.
+    MASKED means that some positions may be outside the row; the result has zeros there.
     """
     EXTRA: tl.constexpr = 2 if cache_ptr.dtype.element_ty == tl.uint16 else 0  # noqa: N806
     of_head = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * (HEAD_DIM + EXTRA))
@@ -64,7 +65,7 @@ def gather_scales(
 ) -> tl.tensor:
     """Return the scales of the keys or values at some positions ``[positions]``; 1 for a cache without scales.
 
-    HEAD_DIM counts the elements of ``cache_ptr``, which are pairs. Positions outside the row get 0.
+    HEAD_DIM is in elements of ``cache_ptr``, which are pairs. The result is 0 for positions outside the row.
     """
     if cache_ptr.dtype.element_ty == tl.uint16:
         scales_ptr = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
@@ -89,9 +90,9 @@ def floats_from_pairs(pairs: tl.tensor, NATIVE_FP8: tl.constexpr, INT8: tl.const
 
 @jit
 def as_factor(query: tl.tensor, CACHE_TYPE: tl.constexpr) -> tl.tensor:
-    """Return queries in the type of the products with keys of a cache.
+    """Convert queries to the dtype in which they are multiplied by the keys.
 
-    Over eight bits this is float16 instead of bfloat16, because GPUs convert e4m3 to float16 in one instruction.
+    For an 8-bit cache this is float16 instead of bfloat16, because GPUs convert e4m3 to float16 in one instruction.
     """
     return query.to(tl.float16) if CACHE_TYPE == tl.uint16 and query.dtype == tl.bfloat16 else query  # noqa: SIM300
 
@@ -108,7 +109,7 @@ def score_tile(
     NATIVE_FP8: tl.constexpr,
     INT8: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores, to be multiplied by `score_factor` in `accumulate`; ``query_odd`` is for a cache in eight bits."""
+    """Return scores, which `accumulate` multiplies by `score_factor`; ``query_odd`` is used for an 8-bit cache only."""
     if keys.dtype == tl.uint16:
         even, odd = floats_from_pairs(keys, NATIVE_FP8, INT8)
         scores = tl.dot(query, tl.trans(even.to(query.dtype)), input_precision="ieee")
@@ -123,7 +124,7 @@ def score_tile(
 
 @jit
 def score_factor(scale: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
-    """Return the factor from scores to logits times log2(e), because the softmax uses exp2; it is positive."""
+    """Return the positive factor that converts scores to logits times log2(e), because the softmax uses exp2."""
     return 1.4426950408889634 if CAPPED else scale * 1.4426950408889634
 
 
@@ -131,9 +132,10 @@ def score_factor(scale: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
 def begin_with_sink(
     sinks_ptr: tl.tensor, head: tl.tensor, inside: tl.tensor, is_first: tl.tensor, query: tl.tensor
 ) -> tl.tuple:
-    """Return the row_max and row_sum of the online softmax after each head's sink, a key without a value.
+    """Return the row_max and row_sum of the online softmax after the sink, which acts as a key without a value.
 
-    Only the first of several parts of a row has the sink. The factor of ``row_sum`` is that of `accumulate`.
+    If a row is computed in several parts, only the first part includes the sink. ``row_sum`` has the same factor as in
+    `accumulate`.
     """
     sink = tl.load(sinks_ptr + head, mask=inside, other=-float("inf")) * 1.4426950408889634
     one: tl.constexpr = 256.0 if query.dtype == tl.float16 else 1.0
@@ -156,8 +158,9 @@ def accumulate(
 ) -> tl.tuple:
     """Update the online softmax with these keys; return the new acc, acc_odd, row_max and row_sum.
 
-    The maximum is found before the multiplication, so that one FFMA scales a score and subtracts the maximum.
-    ``row_sum`` and ``acc`` have a common factor: with float16 values, 256 keeps small probabilities from underflow.
+    The maximum is computed on unscaled scores, so that one FFMA scales a score and subtracts the maximum.
+    ``row_sum`` and ``acc`` have a common factor: with float16 values it is 256, so that small probabilities do not
+    underflow.
     """
     spare: tl.constexpr = 8.0 if query.dtype == tl.float16 else 0.0
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)

@@ -1,8 +1,9 @@
-"""Tile sides and launch options of the attention kernels: a table in a file next to this module, and a safe default.
+"""Tile sizes and launch options for the attention kernels: a table in a file next to this module, and a safe default.
 
 The table is measured offline on a GPU (`python -m measure.kernels.tune`) and checked in; there is no tuning while
-serving. An entry applies to one kernel on one architecture, to heads of up to ``dim_tile`` dimensions, and to a number
-of bytes per cache element. Without an entry a default applies, which fits into the GPU's registers and shared memory.
+serving. An entry applies to one kernel on one architecture, for a head dimension (rounded up to ``dim_tile``) and a
+number of bytes per cache element. Without an entry, a default applies that fits into the GPU's registers and shared
+memory.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ TABLE = Path(__file__).with_name("tuning.json")
 _LARGE_SHARED_MEMORY = (90, 100, 103)
 """Architectures with 227 KiB of shared memory per program."""
 _SMALL_SHARED_MEMORY = (86, 89)
-"""Architectures with 99 KiB, as all from 120 on."""
+"""Architectures below 120 with 99 KiB of shared memory per program; all from 120 on have 99 KiB too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Tile sides and launch options of one specialisation."""
+    """Tile sizes and launch options for one specialisation of a kernel."""
 
-    block_m: int  # query heads x queries, at least
-    block_n: int  # keys
+    block_m: int  # minimum number of (query head, query) pairs in a tile
+    block_n: int  # keys in a tile
     num_warps: int
     num_stages: int
 
@@ -38,7 +39,7 @@ class Key:
     kernel: str  # "decode" or "prefill"
     architecture: int  # compute capability, 90 for sm_90
     dim_tile: int  # head dimension, rounded up to a power of two
-    kv_bytes: int  # bytes of an element of the cache; 4 if queries are float32
+    kv_bytes: int  # bytes per cache element; 4 if queries are float32
 
 
 tried: dict[Key, Tuning] = {}
@@ -46,31 +47,31 @@ tried: dict[Key, Tuning] = {}
 
 
 def tuning_for(key: Key, group_size: int) -> Tuning:
-    """Return the table's entry or the default, with a tile that holds a whole group of query heads."""
+    """Return the table entry or the default, with ``block_m`` raised to hold all query heads of one KV head."""
     found = tried.get(key) or _known(key)
     return Tuning(max(found.block_m, next_power_of_2(group_size)), found.block_n, found.num_warps, found.num_stages)
 
 
-@cache  # asked for by every layer
+@cache  # every layer calls this
 def _known(key: Key) -> Tuning:
     return read_table().get(key) or default_tuning(key)
 
 
 def default_tuning(key: Key) -> Tuning:
-    """Return the launch options for an entry without a measurement.
+    """Return launch options for a key that was not measured.
 
-    They follow from the compiler's numbers for registers and shared memory. Rules: no spills, 16-byte copies into
-    shared memory, from which the matrix units read, and three stages, so that the copies of one tile of keys and
-    values are in flight while another tile is computed. Decode is limited by memory bandwidth. It therefore runs in
-    two programs per multiprocessor or more. Prefill reads each key once per tile of queries; on Hopper, where the
-    L2 cache limits the matrix units, a tile has 128 rows in two warp groups. Blackwell data-centre GPUs have as much
-    shared memory and get the same tile. With 99 KiB of it, large heads leave room for two stages only. Float32 does
-    not use matrix units and needs more registers, hence small tiles.
+    The options follow from the register and shared-memory usage that the compiler reports. Rules: no spills, 16-byte
+    copies into shared memory (from which the matrix units read), and three pipeline stages, so that one tile of keys
+    and values is copied while another is computed. Decode is limited by memory bandwidth and therefore runs at least
+    two programs per multiprocessor. Prefill reads each key once per tile of queries. On Hopper, where the L2 cache
+    limits the matrix units, a tile has 128 rows in two warp groups. Blackwell data-centre GPUs have as much shared
+    memory as Hopper and get the same tile. With 99 KiB of shared memory, large heads leave room for only two stages.
+    Float32 does not use matrix units and needs more registers, so its tiles are small.
     """
     wide = key.kv_bytes > 2
     small = key.architecture in _SMALL_SHARED_MEMORY or key.architecture >= 120
     if key.kernel == "decode":
-        # tl.dot needs at least 16 rows. Idle rows of a smaller group cost nothing, because decode waits for memory.
+        # tl.dot needs at least 16 rows. Padding a smaller group costs nothing, because decode waits for memory.
         largest = 64 if key.dim_tile <= 128 else 32 if key.dim_tile <= 256 else 16
         keys = (32 if key.dim_tile <= 64 else 16) if wide else largest
         return Tuning(16, keys, 4, 2 if small and wide and key.dim_tile > 256 else 3)

@@ -2,8 +2,8 @@
 
 Two arrays pass values between the kernels:
 
-    sums   [num_rows, 2, 1 + 2 * num_chunks, PIVOTS] float32: of each row and round, the pivots; then of each chunk of
-           the vocabulary the mass and the number of tokens at or above each pivot
+    sums   [num_rows, 2, 1 + 2 * num_chunks, PIVOTS] float32: for each row and round, the pivots; then, for each chunk
+           of the vocabulary, the mass and the number of tokens at or above each pivot
     rows   [num_rows, FIELDS] int32: the number of candidates, the smallest key that is kept, the last token that is
            kept among those with this key, and for a small k the lower limit of the threshold
 """
@@ -21,9 +21,9 @@ NUM_FIELDS = 4
 FIELDS = constant(NUM_FIELDS)
 NUM_CANDIDATES, THRESHOLD, LAST, LOWER_LIMIT = constant(0), constant(1), constant(2), constant(3)
 SPAN = constant(32.0)
-"""Nats below the best score; lower scores do not matter."""
+"""Scores more than this many nats below the best score do not matter."""
 PER_ROW = ("temperature_ptr", "top_k_ptr", "top_p_ptr")
-"""Parameters that vary between steps."""
+"""Pointers that change from step to step; see `kernel_with`."""
 
 
 @jit
@@ -41,7 +41,7 @@ def is_small(top_k: tl.tensor, num_tiles: tl.tensor) -> tl.tensor:
 @jit
 def _round_sums(sums_ptr: tl.tensor, row: tl.tensor, num_chunks: tl.tensor, ROUND: tl.constexpr,
                 MOST_CHUNKS: tl.constexpr) -> tl.tuple:  # fmt: skip
-    """Return the pivots of one round, and mass and number of the tokens at or above each."""
+    """Return one round's pivots, and the mass and number of tokens at or above each pivot."""
     pivot = tl.arange(0, PIVOTS)
     chunk = tl.arange(0, MOST_CHUNKS)[:, None]
     sums_ptr += (row.to(tl.int64) * 2 + ROUND) * (1 + 2 * num_chunks) * PIVOTS
@@ -53,7 +53,7 @@ def _round_sums(sums_ptr: tl.tensor, row: tl.tensor, num_chunks: tl.tensor, ROUN
 
 @jit
 def _at(values: tl.tensor, index: tl.tensor, otherwise: tl.tensor) -> tl.tensor:
-    """Return ``values[index]`` of 16 values; ``otherwise`` if the index is -1."""
+    """Return ``values[index]`` from a tensor of 16 values, or ``otherwise`` if the index is -1."""
     pivot = tl.arange(0, PIVOTS)
     found = tl.max(tl.where(pivot == index, values, -float("inf")), 0)
     return tl.where(index < 0, otherwise, found)
@@ -69,11 +69,11 @@ def _first_interval(
     truncates_k: tl.tensor,
     MOST_CHUNKS: tl.constexpr,
 ) -> tl.tuple:
-    """Return the interval of the threshold after the first round.
+    """Return the interval that contains the threshold after the first round.
 
     Returns:
-        Its ends [low, high); number and mass of the tokens at or above ``high``; the number inside; the mass of the
-        whole row; and whether k removes a token that matters.
+        The ends [low, high) of the interval; the number and mass of the tokens at or above ``high``; the number of
+        tokens inside the interval; the mass of the whole row; and whether k removes a token that matters.
     """
     pivot = tl.arange(0, PIVOTS)
     pivots, mass, number = _round_sums(sums_ptr, row, num_chunks, 0, MOST_CHUNKS)
@@ -83,7 +83,7 @@ def _first_interval(
     if by_number:
         reached = number >= top_k.to(tl.float32)
     index = tl.min(tl.where(reached, pivot, PIVOTS - 1), 0)
-    # With both filters everything above the lower end is a candidate: the mass of the k best tokens must be known.
+    # With both filters, all tokens above the lower end are candidates: top-p needs the mass of the k best tokens.
     above = tl.where(by_number & (top_p < 1.0), -1, index - 1)
     low, high = _at(pivots, index, 0.0), _at(pivots, above, float("inf"))
     number_above, mass_above = _at(number, above, 0.0), _at(mass, above, 0.0)
@@ -103,7 +103,7 @@ def threshold_interval(
     MOST_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ) -> tl.tuple:
-    """Return the interval of the threshold after both rounds, as `_first_interval` without the number inside."""
+    """Return the interval after both rounds, in the form of `_first_interval` without the number of tokens inside."""
     low = tl.load(rows_ptr + row * FIELDS + LOWER_LIMIT).to(tl.float32, bitcast=True)
     high = tl.cast(float("inf"), tl.float32)
     number_above, mass_above, total = tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32)
@@ -146,10 +146,10 @@ def pivots_kernel(
     MOST_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ) -> None:
-    """Sum number and mass of the tokens at or above each of 16 pivots, in one chunk of one row per program.
+    """Sum the number and mass of the tokens at or above each of 16 pivots, in one chunk of one row per program.
 
-    The pivots of round 0 divide the range of scores that can matter; those of round 1 divide an interval of it with
-    too many tokens. The last pivot is the lower end: -inf in round 0.
+    The pivots of round 0 divide the range of scores that can matter; those of round 1 divide one interval of this range
+    if it has too many tokens. The last pivot is the lower end of the range, which is -inf in round 0.
     """
     row = tl.program_id(0)
     chunk = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Draw of a token of each row: the largest sum of score and noise among the tokens that stay."""
+"""Draw of one token per row: the token with the largest sum of score and noise among those that the filters keep."""
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
@@ -62,7 +62,7 @@ def draw_tiles_kernel(
     if rows_ptr is not None:
         key = sort_key(score)
         kept = (key > threshold) | ((key == threshold) & (token <= tl.load(rows_ptr + row * FIELDS + LAST)))
-        # Not "kept if >=": scores of +inf, whose difference is NaN, stay.
+        # Written as "removed if <" so that scores of +inf stay: their difference is NaN, and comparisons with it fail.
         unlikely = tl.exp(score - best) < min_p
         score = tl.where(kept & (unlikely == 0), score, -float("inf"))
     else:

@@ -12,14 +12,14 @@ from kernels.sampling_triton.scores import maxima_kernel
 from kernels.sampling_triton.threshold import select_kernel
 
 TILE = 1024
-"""Tokens of a tile."""
+"""Tokens per tile."""
 TILES_PER_PROGRAM = 4
 CANDIDATES = 8192
-"""Largest number of candidates that a row stores; with more equal or nearly equal scores, its program reads the row."""
+"""Maximum number of candidates stored per row; if more scores are nearly equal, `select_kernel` reads the whole row."""
 
 
 def sample_triton(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Compute `sample_checked` of CUDA tensors without reading a value back; ignores ``typical_p``."""
+    """Compute `sample_checked` for CUDA tensors without reading a value back; ignores ``typical_p``."""
     if not params.any_random:
         return greedy_triton(logits)
     if not params.any_truncation:
@@ -34,13 +34,14 @@ def select_triton(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.
     Returns:
         The largest logit of each tile and its token, ``[num_rows, num_tiles]`` float32 and int32; and ``[num_rows, 4]``
         int32: the number of candidates, the smallest key that is kept (as unsigned), the last token that is kept among
-        those with this key, and a value of the kernels. Tokens that are never drawn may be kept or not.
+        those with this key, and a value that only the kernels use. Tokens that can never be drawn may or may not be
+        kept.
     """
     num_rows, vocab_size = logits.shape
     maxima, tokens = _per_tile(logits)
     num_tiles = maxima.shape[1]
     num_chunks = -(-num_tiles // TILES_PER_PROGRAM)
-    # Of each row and round: the pivots, and per chunk the mass and the number of tokens at or above each of them.
+    # For each row and round: the pivots, and per chunk the mass and the number of tokens at or above each pivot.
     sums = torch.empty(num_rows, 2, 1 + 2 * num_chunks, NUM_PIVOTS, dtype=torch.float32, device=logits.device)
     rows = torch.empty(num_rows, NUM_FIELDS, dtype=torch.int32, device=logits.device)
     candidates = torch.empty(num_rows, CANDIDATES, dtype=torch.int32, device=logits.device)
@@ -62,7 +63,7 @@ def select_triton(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.
 
 
 def greedy_triton(logits: torch.Tensor) -> torch.Tensor:
-    """Compute `greedy` of CUDA tensors: the token of the largest logit, -1 for a row that cannot be sampled."""
+    """Compute `greedy` for CUDA tensors: each row's token with the largest logit, -1 if the row cannot be sampled."""
     maxima, tokens = _per_tile(logits)
     _find_maxima(logits, maxima, tokens)
     return _best_tile(maxima, maxima, tokens)
@@ -78,8 +79,8 @@ def draw_best_triton(logits: torch.Tensor, params: SamplingTensors, first: int) 
     """Draw without filters from a part of the vocabulary that begins at index ``first``, a multiple of 4.
 
     Returns:
-        The largest sum of score and noise of each row, ``[num_rows]`` float32; and its token, ``[num_rows]`` int64,
-        counted from the beginning of the part, -1 for a row that cannot be sampled.
+        For each row, the largest sum of score and noise, ``[num_rows]`` float32, and the token that has it,
+        ``[num_rows]`` int64, relative to ``first``; -1 for a row that cannot be sampled.
     """
     maxima, tokens = _per_tile(logits)
     sums, found = _draw(logits, params, maxima, tokens, None, scaled=False, first=first)
@@ -87,7 +88,7 @@ def draw_best_triton(logits: torch.Tensor, params: SamplingTensors, first: int) 
 
 
 def _per_tile(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate a float32 and an int32 for each tile of each row."""
+    """Allocate one float32 and one int32 tensor with an element for each tile of each row."""
     shape = (logits.shape[0], -(-logits.shape[1] // TILE))
     return (
         torch.empty(shape, dtype=torch.float32, device=logits.device),
@@ -112,10 +113,10 @@ def _draw(
     scaled: bool,
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token per row; return the largest sum of each tile, and the tokens.
+    """Draw a token per row; return the largest sum of score and noise in each tile, and the tokens.
 
-    With ``rows``, the filters' results, ``maxima`` and ``tokens`` are those of `maxima_kernel`. Without, this writes
-    them.
+    If ``rows`` (the results of the filters) is given, `maxima_kernel` has already written ``maxima`` and ``tokens``.
+    Otherwise this function writes them.
     """
     num_rows, vocab_size = logits.shape
     num_tiles = maxima.shape[1]

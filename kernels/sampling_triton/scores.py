@@ -1,4 +1,4 @@
-"""Scores of one row on the device: loaded logits, sort keys, and the largest logit of each tile."""
+"""Device functions for the scores of one row: load logits, make sort keys, find the largest logit of each tile."""
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
@@ -8,7 +8,7 @@ from kernels._triton import constant, jit, kernel, tl
 
 SIGN = constant(0x80000000)
 ALL_BITS = constant(0xFFFFFFFF)
-"""All bits of a sort key; larger than the key of every score."""
+"""A sort key with all bits set, which is larger than the key of every score."""
 NO_TOKEN = constant(0x7FFFFFFF)
 """Larger than every token."""
 
@@ -34,7 +34,7 @@ def scores_of(logit: tl.tensor, temperature: tl.tensor) -> tl.tensor:
 
 @jit
 def sort_key(score: tl.tensor) -> tl.tensor:
-    """Return unsigned integers in the order of the floats."""
+    """Map floats to unsigned integers that sort in the same order."""
     bits = score.to(tl.uint32, bitcast=True)
     # Not ~bits: some versions of the interpreter do not support it for unsigned numbers.
     return tl.where(bits >= SIGN, bits ^ ALL_BITS, bits | SIGN)
@@ -42,7 +42,7 @@ def sort_key(score: tl.tensor) -> tl.tensor:
 
 @jit
 def score_of(value: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Return the score of a scalar logit, the same bits as `scores_tile`."""
+    """Return the score of a scalar logit, bit-equal to that of `scores_tile`."""
     return tl.div_rn(value, temperature) + 0.0
 
 

@@ -21,12 +21,12 @@ ONE = constant(2.0**44)
 UNIT = constant(2.0**-44)
 """The unit of fixed-point masses."""
 SMALLEST_TARGET = constant(1e-7)
-"""Smallest mass that top-p keeps; so small that the best token alone reaches it."""
+"""Minimum mass that top-p keeps, relative to the best token; the best token alone exceeds it."""
 
 
 @jit
 def _fixed(score: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """Return ``exp(score - best)`` as an integer, in units of 2^-44; a sum over a vocabulary fits 63 bits."""
+    """Return ``exp(score - best)`` as an integer in units of 2^-44; the sum over a vocabulary fits into 63 bits."""
     return (tl.exp(score - best) * ONE).to(tl.int64)
 
 
@@ -34,9 +34,9 @@ def _fixed(score: tl.tensor, best: tl.tensor) -> tl.tensor:
 def _largest_reaching(
     key: tl.tensor, weight: tl.tensor, least: tl.tensor, largest: tl.tensor, above: tl.tensor, target: tl.tensor
 ) -> tl.tensor:
-    """Return the largest x for which ``above`` plus the weights of keys >= x reaches ``target``, a key or smaller.
+    """Return the largest x for which ``above`` plus the total weight of keys >= x reaches ``target``.
 
-    No key that counts is outside [least, largest]. If no x reaches the target, the result is <= least.
+    All keys with a weight are within [least, largest]. If no x reaches the target, the result is <= least.
     """
     differing = least ^ largest
     found = tl.cast(0, tl.uint32)
@@ -54,7 +54,7 @@ def _largest_reaching(
 
 @jit
 def _number_staying(above: tl.tensor, weight: tl.tensor, target: tl.tensor, number: tl.tensor) -> tl.tensor:
-    """Return how many of ``number`` tokens of equal weight stay: as many as the mass ``above`` lacks to the target."""
+    """Return how many of ``number`` tokens with equal weight must stay so that ``above`` plus theirs reaches target."""
     weight = tl.maximum(weight, 1)
     return tl.minimum(tl.maximum((target - above + weight - 1) // weight, 1), number)
 
@@ -75,7 +75,7 @@ def _select_candidates(
     total: tl.tensor,
     SIZE: tl.constexpr,
 ) -> tl.tuple:
-    """Return the threshold's key and the last token that stays with it, from at most SIZE candidates."""
+    """Return the threshold's key and the last token with this key that stays, from at most SIZE candidates."""
     place = tl.arange(0, SIZE)
     listed = place < num_candidates
     token = tl.load(candidates_ptr + place, mask=listed, other=0)
@@ -91,7 +91,7 @@ def _select_candidates(
     if top_p < 1.0:
         listed = listed & (key >= threshold)
         weight = tl.where(listed, _fixed(score, best), 0)
-        # In units of 2^-44, as `_fixed`.
+        # In units of 2^-44, as in `_fixed`.
         above = (mass_above * ONE).to(tl.int64)
         if by_number:
             total = (above + tl.sum(weight, 0)).to(tl.float32) * UNIT
@@ -124,7 +124,7 @@ def _row_sum(
     BY_NUMBER: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Return number or fixed-point mass of the tokens of a row whose key is at least ``least``."""
+    """Return the number or the fixed-point mass of a row's tokens whose keys are at least ``least``."""
     found = tl.cast(0, tl.int64)
     for first in range(0, vocab_size, SIZE):
         token = first + tl.arange(0, SIZE)
@@ -148,7 +148,7 @@ def _select_row(
     by_number: tl.tensor,
     SIZE: tl.constexpr,
 ) -> tl.tuple:
-    """Return what `_select_candidates` returns, for a row with too many candidates, by reading all of it."""
+    """Compute the results of `_select_candidates` for a row with too many candidates, by reading the whole row."""
     threshold = tl.cast(0, tl.uint32)
     last = tl.cast(vocab_size, tl.int32)
     if by_number:
