@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from pathlib import Path
 
 import zmq
 
@@ -9,6 +10,7 @@ from scheduler_svc.admission_file import load_admission
 from scheduler_svc.assembly import open_recorder, to_core_config
 from scheduler_svc.collector import tune_collector
 from scheduler_svc.core.interface.errors import InvalidLimitsError
+from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.service import SchedulerService
 from shared.config import ConfigError, SchedulerConfig
 from shared.ids import draw_incarnation
@@ -17,11 +19,19 @@ from shared.telemetry import Telemetry
 
 
 def run(config: SchedulerConfig) -> int:
-    """Run the scheduler until SIGTERM or SIGINT; return the exit code."""
+    """Run the scheduler until SIGTERM or SIGINT; return the exit code.
+
+    With a leader lease, it is a standby until it holds the lease: it listens on no address and opens no folder.
+    """
     configure_logging("quire-scheduler")
+    lease: LeaderLease | None = None
     try:
         telemetry = Telemetry("quire-scheduler")
         admission = load_admission(config.admission_file)
+        if config.leader_lease:
+            lease = LeaderLease(Path(config.leader_lease))
+            if not _lead(lease):
+                return 0
         incarnation = draw_incarnation()
         recorder = open_recorder(config, to_core_config(config, admission), incarnation)
         service = SchedulerService(config, telemetry, incarnation, admission, recorder)
@@ -38,4 +48,15 @@ def run(config: SchedulerConfig) -> int:
         families = service.metric_families()
         service.close()
         telemetry.shutdown(families)
+        if lease is not None:
+            lease.release()
     return 0
+
+
+def _lead(lease: LeaderLease) -> bool:
+    """Wait for the lease; return False if SIGTERM or SIGINT comes first."""
+    before = {number: signal.signal(number, lambda *_: lease.cancel()) for number in (signal.SIGTERM, signal.SIGINT)}
+    is_leader = lease.acquire()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return is_leader

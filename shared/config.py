@@ -49,6 +49,7 @@ class ServiceConfig(_Checked):
 
     frontends: int = _option(1, "front-end processes", least=1, most=1024)
     workers: int = _option(1, "worker processes", least=1, most=1024)
+    standby: bool = _option(False, "run a second scheduler process, which takes over when the first one ends")
     watchdog_s: float = _option(
         120.0, "kill and restart a process whose main loop hangs for this long; 0: never", unit="s", least=0
     )
@@ -184,6 +185,11 @@ class SchedulerConfig(_Checked):
         "",
         "ZeroMQ address of an endpoint picker that gets KV events in vLLM's form (tcp://picker:5557), in the clear, "
         "with the token ids of prompts that no principal or cache scope protects; empty: none",
+    )
+    leader_lease: str = _option(
+        "",
+        "file that several schedulers on one machine share, with the same addresses: one leads, the others wait as "
+        "standbys and take over when it ends; empty: this scheduler leads at once",
     )
     frontend_lease_s: float = _option(
         10.0, "a front end that is silent for this long is considered lost", unit="s", least=3

@@ -27,6 +27,7 @@ from checks.chaos.load import Load, Streamed, check
 from checks.oracle import Oracle, Tally
 from measure.testbed.checkpoints import make_checkpoint
 from measure.testbed.service import Served, serve
+from shared.process_watch import ProcessWatch
 
 CONNECTIONS = 8
 
@@ -48,6 +49,8 @@ class Campaign:
     kills_of_each_kind: int
     max_tokens: int
     fsync: str = "none"
+    standby: bool = False
+    kinds: tuple[Kill, ...] = tuple(Kill)
     pause_s: float = 1.0
     seed: int = 0
 
@@ -109,6 +112,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
         f"--max-num-seqs={max(64, campaign.num_streams)}",
         f"--journal={folder / 'journal'}",
         f"--journal-fsync={campaign.fsync}",
+        *(["--standby", f"--leader-lease={folder / 'leader'}"] if campaign.standby else []),
     ) as served:
         load = Load(
             served.grpc,
@@ -119,7 +123,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             resumable=True,
             connections=CONNECTIONS,
         )
-        records = asyncio.run(_kill_under_load(campaign, served, load))
+        records = asyncio.run(_kill_under_load(campaign, served, load, folder / "leader"))
         served.wait_until_empty()
         assert served.metric("quire_journal_failures_total") == 0
     tally = Tally()
@@ -129,9 +133,9 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
     return Outcome(records, load.done, tally, time.monotonic() - began)
 
 
-async def _kill_under_load(campaign: Campaign, served: Served, load: Load) -> list[KillRecord]:
+async def _kill_under_load(campaign: Campaign, served: Served, load: Load, lease: Path) -> list[KillRecord]:
     rng = random.Random(campaign.seed)
-    kills = [kill for kill in Kill for _ in range(campaign.kills_of_each_kind)]
+    kills = [kill for kill in campaign.kinds for _ in range(campaign.kills_of_each_kind)]
     rng.shuffle(kills)
     streaming = asyncio.create_task(load.run())
     records: list[KillRecord] = []
@@ -143,7 +147,7 @@ async def _kill_under_load(campaign: Campaign, served: Served, load: Load) -> li
             if streaming.done():
                 break
             records.append(KillRecord(kill, time.time(), [each for each in load.live.values() if each.tokens]))
-            for pid in _victims(kill, served, rng):
+            for pid in _victims(kill, served, rng, lease if campaign.standby else None):
                 os.kill(pid, signal.SIGKILL)
         await _until_all_get_on(load, records[-1].time)
     finally:
@@ -152,7 +156,7 @@ async def _kill_under_load(campaign: Campaign, served: Served, load: Load) -> li
     return records
 
 
-def _victims(kill: Kill, served: Served, rng: random.Random) -> list[int]:
+def _victims(kill: Kill, served: Served, rng: random.Random, lease: Path | None) -> list[int]:
     frontends = [child.pid for child in served.children("frontend")]
     scheduler = [child.pid for child in served.children("scheduler")]
     match kill:
@@ -161,9 +165,20 @@ def _victims(kill: Kill, served: Served, rng: random.Random) -> list[int]:
         case Kill.FRONTENDS:
             return frontends
         case Kill.SCHEDULER:
-            return scheduler
+            return scheduler if lease is None else [leader_pid(lease)]
         case Kill.BOTH:
             return scheduler + frontends
+
+
+def leader_pid(lease: Path) -> int:
+    """Wait until one of the schedulers with this lease file leads; return its process id."""
+    end = time.monotonic() + PATIENCE_S
+    while (watch := ProcessWatch.open(process := lease.read_text())) is None or watch.is_dying():
+        if time.monotonic() > end:
+            raise AssertionError("no scheduler leads")
+        time.sleep(0.02)
+    watch.close()
+    return int(process.split("/")[-2])
 
 
 async def _until_all_get_on(load: Load, moment: float) -> None:
@@ -182,6 +197,8 @@ def main() -> int:
     parser.add_argument("--kills-of-each-kind", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=300)
     parser.add_argument("--fsync", default="none")
+    parser.add_argument("--standby", action="store_true", help="run a standby scheduler")
+    parser.add_argument("--kills", nargs="*", choices=[kill.name.lower() for kill in Kill], help="kinds; default: all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     campaign = Campaign(
@@ -189,6 +206,8 @@ def main() -> int:
         kills_of_each_kind=options.kills_of_each_kind,
         max_tokens=options.max_tokens,
         fsync=options.fsync,
+        standby=options.standby,
+        kinds=tuple(Kill[name.upper()] for name in options.kills or Kill.__members__),
         seed=options.seed,
     )
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:

@@ -8,7 +8,7 @@ from shared.config import WorkerConfig, add_options
 
 TOPICS = {
     "model": ("model", "served_model_name", "device", "dtype", "quantization", "max_model_len", "tensor_parallel_size"),
-    "processes": ("workers", "frontends", "num_threads", "grace_period_s"),
+    "processes": ("workers", "frontends", "standby", "num_threads", "grace_period_s"),
     "addresses": ("host", "grpc_port", "http_port", "frontend_address", "worker_address", "worker_id", "frontend_id"),
     "access": (
         "api_key", "api_key_file", "principals", "tls_cert", "tls_key", "keys", "insecure", "allowed_hosts",

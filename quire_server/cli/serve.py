@@ -62,6 +62,7 @@ def serve_config(options: Namespace) -> ServeConfig:
         frontend=sources.make(FrontendConfig),
         frontends=service.frontends,
         workers=service.workers,
+        standby=service.standby,
         watchdog_s=service.watchdog_s,
     )
 

@@ -36,6 +36,8 @@ class ServeConfig:
     frontend: FrontendConfig
     frontends: int = 1
     workers: int = 1
+    standby: bool = False
+    """Whether a second scheduler process waits to take over."""
     watchdog_s: float = 120.0
     """Time after which a process with a hanging main loop is killed and restarted, seconds; 0 for never."""
 
@@ -88,6 +90,8 @@ def plan_children(
     scheduler = replace(config.scheduler, frontend_address=frontend_address, worker_address=worker_address)
     if scheduler.record_dir == "auto" and config.frontend.grpc_port:
         scheduler = replace(scheduler, record_dir=str(record_dir / str(config.frontend.grpc_port)))
+    if config.standby:
+        scheduler = replace(scheduler, leader_lease=scheduler.leader_lease or str(socket_dir / "leader"))
     ranks = config.worker.tensor_parallel_size
     workers = [
         replace(
@@ -112,6 +116,7 @@ def plan_children(
     ]
     return [
         _child("scheduler", Role.SCHEDULER, scheduler),
+        *([_child("scheduler-1", Role.SCHEDULER, scheduler)] if config.standby else []),
         *(_child(worker.worker_id, Role.WORKER, worker) for worker in workers),
         *(_child(frontend.frontend_id, Role.FRONTEND, frontend) for frontend in frontends),
     ]

@@ -26,6 +26,18 @@ def test_kills_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
     assert all(record.live for record in outcome.records)
 
 
+def test_a_standby_takes_over_under_load(tmp_path: Path) -> None:
+    """After each kill of the leader, the other scheduler continues each stream with the reference's tokens."""
+    campaign = Campaign(
+        num_streams=12, kills_of_each_kind=3, max_tokens=150, standby=True, kinds=(Kill.SCHEDULER,), pause_s=0.3
+    )
+    outcome = run(campaign, tmp_path)
+
+    print(outcome.figures())
+    assert len(outcome.records) == 3
+    assert all(record.live for record in outcome.records)
+
+
 def test_a_service_that_is_killed_altogether_goes_on_where_it_was(tmp_path: Path) -> None:
     """After all processes die and start again, waiting clients get exactly the tokens of an undisturbed run.
 

@@ -46,6 +46,17 @@ def test_more_workers_and_front_ends_are_numbered() -> None:
     ]  # fmt: skip
 
 
+def test_a_standby_is_a_second_scheduler_with_the_same_lease_and_addresses() -> None:
+    """With --standby, two scheduler processes get the same flags, and with them one lease file."""
+    first, second, *others = children_of("--standby")
+
+    assert (first.name, second.name) == ("scheduler", "scheduler-1")
+    assert first.argv == second.argv
+    assert flags_of(first)["--leader-lease"] == "/run/q/leader"
+    assert [child.name for child in others] == ["worker-0", "frontend-0"]
+    assert flags_of(children_of()[0])["--leader-lease"] == ""
+
+
 def test_all_links_use_private_sockets() -> None:
     """Both ends of each link get the same address in the service's own folder."""
     scheduler, worker, frontend = map(flags_of, children_of())

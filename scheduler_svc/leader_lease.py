@@ -1,0 +1,98 @@
+"""Leader lease: of several schedulers on one machine that share a file, one leads and the others wait as standbys.
+
+The leader holds an exclusive lock on the file (flock). The kernel releases the lock when the leader's process ends, for
+whatever reason, so two schedulers never lead at once, and no timeout decides. A leader that is stopped (SIGSTOP) or
+hangs keeps its lock until it continues or is killed.
+
+The file names the process of its last leader. A new leader waits for the end of that process, because the kernel
+releases its other files, such as the lock of the journal, shortly before or after the lease.
+"""
+
+import fcntl
+import os
+import select
+import threading
+from pathlib import Path
+
+from shared.config import ConfigError
+from shared.logging import get_logger
+from shared.process_watch import ProcessWatch, own_process
+
+_MOST_NAME_BYTES = 256
+_END_TIMEOUT_S = 10.0
+"""Maximum wait for the end of the last leader's process after it has lost the lease, in seconds."""
+
+log = get_logger()
+
+
+class LeaderLease:
+    """Lease file of one scheduler.
+
+    Args:
+        path: the file; created if it does not exist.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"leader_lease (--leader-lease): {error}; use a file that all schedulers of this service can write to"
+            ) from None
+        self._path = path
+        self._decided = threading.Event()
+        self._cancelled = False
+
+    def acquire(self) -> bool:
+        """Wait until this scheduler leads; return False if `cancel` was called before."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("standby: another scheduler leads", lease=str(self._path))
+            # A lock that blocks the main thread would delay its signal handlers.
+            threading.Thread(target=self._wait, name="leader-lease", daemon=True).start()
+            self._decided.wait()
+        if self._cancelled:
+            return False
+        last_leader = os.pread(self._file, _MOST_NAME_BYTES, 0).decode(errors="replace")
+        if last_leader:
+            _await_end(last_leader)
+            log.warning("took over from another scheduler", lease=str(self._path))
+        name = own_process().encode()
+        os.pwrite(self._file, name, 0)
+        os.ftruncate(self._file, len(name))
+        return True
+
+    def cancel(self) -> None:
+        """Make `acquire` return False if it waits. May be called from a signal handler."""
+        self._cancelled = True
+        self._decided.set()
+
+    def release(self) -> None:
+        """Let a standby lead after an orderly end of this scheduler, whose sockets and folders are closed."""
+        os.ftruncate(self._file, 0)
+        os.close(self._file)
+
+    def _wait(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._decided.set()
+
+
+def _await_end(process: str) -> None:
+    """Wait for the end of a process with a name of `shared.process_watch`."""
+    watch = ProcessWatch.open(process)
+    if watch is None:
+        return
+    watch.close()
+    try:
+        descriptor = os.pidfd_open(int(process.split("/")[-2]))
+    except OSError:
+        return
+    try:
+        select.select([descriptor], [], [], _END_TIMEOUT_S)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""Promises of the leader lease: one scheduler leads, the others wait, and one takes over when the leader ends."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.leader_lease import LeaderLease
+from shared.config import ConfigError
+from tests.scheduler_svc.test_service import Stand
+
+WAIT_S = 60
+
+
+class Scheduler(Stand):
+    """A scheduler process that shares a lease and all addresses with others."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.lease = folder / "leader"
+        super().__init__(folder, f"--leader-lease={self.lease}", f"--journal={folder}/journal", *flags)
+
+    def leader(self) -> int:
+        """Return the process that leads, or led last."""
+        return int(self.lease.read_text().split("/")[-2])
+
+    def until_standby(self) -> None:
+        """Wait until the process handles SIGTERM, as a scheduler does from when it waits for the lease."""
+        status, end = Path(f"/proc/{self.process.pid}/status"), time.monotonic() + WAIT_S
+        while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
+            assert time.monotonic() < end, "the standby does not start"
+            time.sleep(0.02)
+
+    def serves(self) -> None:
+        """Run one request from the submission to its end."""
+        frontend, worker = self.frontend(), self.worker()
+        frontend.hello()
+        worker.hello()
+        frontend.until("state")
+        frontend.submit(7, identity=os.urandom(16))
+        for _ in range(4):
+            worker.answer(worker.until("plan"), [0], [11])
+        assert frontend.until("ends").ends
+        frontend.close()
+        worker.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Scheduler, Scheduler]]:
+    """Yield a leader and its standby."""
+    first = Scheduler(tmp_path)
+    first.serves()
+    second = Scheduler(tmp_path)
+    second.until_standby()
+    yield first, second
+    for each in (first, second):
+        each.close()
+
+
+def test_a_standby_serves_at_the_same_addresses_after_its_leader_was_killed(pair: tuple[Scheduler, Scheduler]) -> None:
+    """The leader's death is enough: the standby reads the journal and serves front ends and workers."""
+    leader, standby = pair
+    assert standby.leader() == leader.process.pid
+
+    leader.kill()
+    standby.serves()
+
+    assert standby.leader() == standby.process.pid
+
+
+def test_a_standby_serves_after_its_leader_has_ended_in_order(pair: tuple[Scheduler, Scheduler]) -> None:
+    """After SIGTERM the leader exits with 0 and the standby serves, so a new release can take the place of the old."""
+    leader, standby = pair
+
+    leader.process.terminate()
+    assert leader.process.wait(WAIT_S) == 0
+    standby.serves()
+
+    assert standby.leader() == standby.process.pid
+
+
+def test_a_standby_does_not_lead_while_its_leader_is_stopped(pair: tuple[Scheduler, Scheduler]) -> None:
+    """A leader that is stopped keeps the lease, and serves when it continues."""
+    leader, standby = pair
+
+    leader.process.send_signal(signal.SIGSTOP)
+    frontend = standby.frontend()
+    frontend.send(b"")
+    leader.process.send_signal(signal.SIGCONT)
+    leader.serves()
+
+    assert standby.leader() == leader.process.pid
+    assert standby.process.poll() is None
+
+
+def test_a_standby_ends_at_once_on_sigterm(pair: tuple[Scheduler, Scheduler]) -> None:
+    """A standby that waits exits with 0, and its leader serves on."""
+    leader, standby = pair
+    standby.process.terminate()
+    assert standby.process.wait(WAIT_S) == 0
+    leader.serves()
+
+
+def test_a_file_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
+    """The message names the setting and the remedy."""
+    with pytest.raises(ConfigError, match=r"leader_lease \(--leader-lease\): .*Is a directory.*; use a file"):
+        LeaderLease(tmp_path)
