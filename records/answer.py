@@ -1,9 +1,9 @@
-"""Answer one question about a recording: the process of `scheduler_svc.explanations`.
+"""Answer one question about a recording, in a process that `scheduler_svc.explanations` starts.
 
     python -m records.answer FOLDER QUESTION MOMENT
 
-QUESTION is a serialized `Any` in base64. MOMENT is the monotonic time at which the caller gives up, in seconds. The
-reply is a serialized `OperatorReply` on stdout.
+QUESTION is a serialized `Any` in base64. MOMENT is the monotonic time, in seconds, at which the caller stops waiting.
+The reply is a serialized `OperatorReply` on stdout.
 """
 
 import base64
@@ -33,7 +33,7 @@ def _answer(call: AnyMessage, place: Path, ends_at: float) -> Message:
 
 
 def main() -> int:
-    """Answer the question of the command line."""
+    """Answer the question in the command-line arguments."""
     os.nice(10)
     place, question, ends_at = Path(sys.argv[1]), base64.b64decode(sys.argv[2]), float(sys.argv[3])
     reply = link_pb2.OperatorReply()

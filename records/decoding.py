@@ -1,7 +1,7 @@
-"""Decoding of a segment's batches into entries; the inverse of `encoding`.
+"""Decodes a segment's batches into entries; the inverse of `encoding`.
 
-Events have the form in which a replay gives them to the core: zeros in place of token ids and of opaque bytes, and tags
-in place of secrets.
+Events have the form in which a replay passes them to the core: zeros replace token ids and opaque bytes, and tags
+replace secrets.
 """
 
 import json
@@ -55,7 +55,7 @@ class RowAtStart:
     frontend: Peer
     stream: int
     prefill_left: int
-    """Tokens of the prompt that no plan holds yet; 0 if it decodes."""
+    """Prompt tokens that are not in any plan yet; 0 if the row decodes."""
     held: bool
 
 
@@ -69,16 +69,16 @@ class WorkerAtStart:
     answered_step: int
     rows: list[RowAtStart]
     obstacle: WaitReason | None = None
-    """Limit that holds back the requests that compete for it."""
+    """Limit that holds back the requests that compete for this worker; None if there is no such limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """Beginning of a segment."""
+    """State of the core at the beginning of a segment."""
 
     release: str
     code: str
-    """Hash of the core's source files: only the same code replays bit for bit."""
+    """Hash of the core's source files; only identical code is sure to replay bit for bit."""
     config: str
     """The core's configuration, as JSON."""
     incarnation: int
@@ -87,7 +87,7 @@ class Opening:
     core_time: float
     has_tokens: bool
     fresh: bool
-    """Whether the core was new."""
+    """Whether the core was new, so that it has no earlier state."""
     needs_earlier: bool
     """Whether no snapshot was taken, so that a replay must start at an earlier segment."""
     first_index: int
@@ -108,7 +108,7 @@ class _WorkerState:
 
 
 class Decoder:
-    """Decoder of one segment; pass it the batches in order."""
+    """Decodes one segment, whose batches must be passed in order."""
 
     def __init__(self) -> None:
         self._peers: list[Peer] = []

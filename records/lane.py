@@ -1,7 +1,7 @@
-"""One worker of a timeline: its steps, its rows and what occupies them, its blocks, preemptions and copies.
+"""One worker in a timeline: its steps, its rows and the requests in them, its blocks, preemptions and copies.
 
-A plan takes effect here when its step begins on the worker, which is known from the answer. So the slices of a row
-nest, and those of the steps follow one another, although plans are made ahead.
+The timeline applies a plan when its step begins on the worker, which is known from the step's result. The slices of a
+row therefore nest, and the slices of steps do not overlap, although plans are made ahead.
 """
 
 from collections import Counter, deque
@@ -22,20 +22,20 @@ _FIRST_ROW_RANK = 10
 
 @dataclass(slots=True)
 class Request:
-    """A request of a timeline."""
+    """A request in a timeline."""
 
     name: str
     flow: bytes
-    """Connects its arrival, its rows and its steps."""
+    """Id of the flow that connects the request's arrival, rows and steps."""
     event: RequestArrived | None = None
-    """None: it arrived before the record began, and has ended since."""
+    """None if the request arrived before the record began, and has ended since."""
     is_running: bool | None = None
-    """Whether it has a worker; None if the core has not accepted it yet."""
+    """Whether the request has a worker; None if the core has not accepted the request yet."""
     worker_id: str = ""
-    """Worker of its last admission."""
+    """Worker that last admitted the request."""
 
     def about(self) -> dict[str, Value]:
-        """Return what is shown of it."""
+        """Return the arguments shown for the request."""
         if self.event is None:
             return {}
         spec = self.event.spec
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(slots=True)
 class Counts:
-    """Content of a timeline."""
+    """Numbers of items in a timeline."""
 
     requests: int = 0
     """Arrivals."""
@@ -61,7 +61,7 @@ class Counts:
 
 
 class Tracks:
-    """The tracks of a worker's name; a worker that reconnects goes on with them."""
+    """The tracks of one worker name; a worker that reconnects continues to use them."""
 
     def __init__(self, trace: TraceWriter, worker_id: str, num_blocks: int, rank: int) -> None:
         self._trace = trace
@@ -85,7 +85,7 @@ class _Row(Row):
     track: int
     about: dict[str, Value]
     phase: str = ""
-    """Name of the slice that is open inside that of the request; empty for none."""
+    """Name of the slice that is open inside the request's slice; empty if there is none."""
 
 
 class Lane:
@@ -95,21 +95,21 @@ class Lane:
         self._trace, self._tracks, self._counts = trace, tracks, counts
         self._rows: Rows[_Row] = Rows()
         self._plans: deque[tuple[PlanDigest, Sequence[Request], float]] = deque()
-        """Plans without an answer, oldest first, with the requests of their admissions and their times."""
+        """Plans without a result, oldest first, each with the requests that it admits and its time."""
         self._clock = WorkerClock()
         self._block_users: Counter[int] = Counter()
         """Number of rows that use each block."""
         self._num_blocks = 0
-        """Last value of the counter."""
+        """Last value written to the block counter."""
         self._end = now
         """End of the last step."""
         self._decoding: Sequence[_Row] | None = None
-        """Rows that decoded in the step before; None if there was no step."""
+        """Rows that decoded in the previous step; None if there was no step."""
         self._decode_flows = b""
-        """Their flows."""
+        """Flows of the requests in `_decoding`."""
 
     def take_over(self, row: RowAtStart, request: Request, now: float) -> None:
-        """Add a row that was there at the beginning of the record; its blocks are not known."""
+        """Add a row that was in use at the beginning of the record; its blocks are not known."""
         track = self._tracks.row(row.row)
         taken = _Row(
             number=row.row,
@@ -123,7 +123,7 @@ class Lane:
         self._begin(taken, now)
 
     def begin_here(self, now: float) -> None:
-        """Show from now on what is open."""
+        """Begin slices for all rows that are in use now."""
         self._end = max(self._end, now)
         for row in self._rows:
             self._begin(row, self._end)
@@ -132,11 +132,11 @@ class Lane:
         self._trace.count(self._tracks.blocks, self._end, self._num_blocks)
 
     def planned(self, plan: PlanDigest, admitted: Sequence[Request], now: float) -> None:
-        """Keep a plan until its step is answered; `admitted` are the requests of its admissions."""
+        """Store a plan until the result of its step comes; `admitted` are the requests that the plan admits."""
         self._plans.append((plan, admitted, now))
 
     def answered(self, done: ev.StepDone, timings: Timings | None, now: float) -> None:
-        """Show the step of an answer."""
+        """Write the step to which a result belongs."""
         if not self._plans or self._plans[0][0].step != done.step:
             return
         plan, admitted, planned = self._plans.popleft()
@@ -157,7 +157,7 @@ class Lane:
         self._step(plan, admitted, start, max(start, end), times)
 
     def leave(self, now: float) -> None:
-        """End all slices: the worker is lost, or the record ends. Steps without an answer end here too."""
+        """End all slices, including steps without a result, because the worker is lost or the record ends."""
         end = max(now, self._end)
         while self._plans:
             plan, admitted, planned = self._plans.popleft()
@@ -172,7 +172,7 @@ class Lane:
     def _step(
         self, plan: PlanDigest, admitted: Sequence[Request], start: float, end: float, times: dict[str, Value]
     ) -> None:
-        """Show a step: first the changes of its plan, at its start."""
+        """Apply the changes in a step's plan at the start of the step, then write the step."""
         requests = iter(admitted)
         step = self._rows.apply(
             plan,
@@ -254,7 +254,7 @@ class Lane:
                 del self._block_users[block]
 
     def _change_phases(self, decodes: Sequence[_Row], start: float) -> bytes:
-        """End the slices of rows that do something else from now on, begin new ones, and return the decoding flows."""
+        """Replace the slices of rows whose phase changes in this step; return the flows of the decoding rows."""
         decoding = {row.number for row in decodes}
         for row in self._rows:
             phase = _HELD if row.is_held else "decode" if row.number in decoding else ""
@@ -273,6 +273,6 @@ class Lane:
         self._trace.end(row.track, end)
 
     def _end_phase(self, row: _Row, end: float) -> None:
-        """End the inner slice: of decoding at the end of its last step, otherwise at the given time."""
+        """End the inner slice: a decoding slice at the end of its last step, any other slice at the given time."""
         if row.phase:
             self._trace.end(row.track, end if row.phase == _HELD else self._end)

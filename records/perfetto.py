@@ -1,8 +1,8 @@
-"""Writer of traces that Perfetto (ui.perfetto.dev) reads.
+"""Writes traces that Perfetto (ui.perfetto.dev) reads.
 
-A trace is a sequence of packets; each is written at once, so the memory does not grow with the trace. Only the few
-fields that a timeline needs are encoded here, by the numbers of perfetto_trace.proto. A test parses what is written
-with the protos of Perfetto's own package.
+A trace is a sequence of packets. Each packet is written immediately, so memory use does not grow with the trace. Only
+the few fields that a timeline needs are encoded here, with the field numbers of perfetto_trace.proto. A test parses the
+output with the protos in Perfetto's own package.
 """
 
 import struct
@@ -22,21 +22,21 @@ _BEGIN, _END, _INSTANT, _COUNTER = (b"\x48" + bytes([kind]) for kind in (1, 2, 3
 _FLOW = b"\xf9\x02"
 """TrackEvent.flow_ids."""
 _CLEARED, _NEEDED = 1, 2
-"""TracePacket.sequence_flags: interned names begin anew; interned names are used."""
+"""TracePacket.sequence_flags: interned names are cleared; interned names are used."""
 _EXPLICIT = 3
 """TrackDescriptor.child_ordering: children are ordered by their ranks."""
 _BOOTTIME, _REALTIME = 6, 1
-"""Clocks; all timestamps are of the first one, which is set to the second one's values."""
+"""Clock ids. All timestamps use BOOTTIME, which is set to the values of REALTIME."""
 _DOUBLE, _FIXED64 = struct.Struct("<d"), struct.Struct("<Q")
 
 
 def flow(number: int) -> bytes:
-    """Return a flow in the form that events take. Arrows connect the events of a flow, in order of their times."""
+    """Return an encoded flow id for events. Arrows connect the events of a flow, in the order of their times."""
     return _FLOW + _FIXED64.pack(number)
 
 
 class TraceWriter:
-    """Writer of one trace; times are seconds of the core's clock."""
+    """Writes one trace. Times are seconds on the core's clock."""
 
     def __init__(self, out: IO[bytes]) -> None:
         self._out = out
@@ -44,12 +44,12 @@ class TraceWriter:
         self._arguments: dict[str, bytes] = {}
         self._offset_ns = 0
         self.is_muted = False
-        """Whether events are left out; tracks are written nevertheless."""
+        """Whether events are skipped; tracks are still written."""
         self.num_bytes = 0
         self._packet(_FLAGS + _varint(_CLEARED))
 
     def set_clock(self, time: float, unix_ns: int) -> None:
-        """Set the wall clock, ns since 1970, at a time of the core's clock; for the events from now on."""
+        """Set the wall-clock time (ns since 1970) that corresponds to a core time, for all later events."""
         self._offset_ns = unix_ns - round(time * _NS)
         clocks = b"".join(
             _bytes(b"\x0a", b"\x08" + _varint(clock) + b"\x10" + _varint(unix_ns)) for clock in (_BOOTTIME, _REALTIME)
@@ -60,10 +60,10 @@ class TraceWriter:
         """Add a track and return its number.
 
         Args:
-            name: what is shown.
-            parent: number of the track under which it is shown; 0 for none.
-            rank: place among the tracks with the same parent, lowest first.
-            counts: whether its events are values of a counter.
+            name: label of the track.
+            parent: number of the track under which this one is shown; 0 for none.
+            rank: position among the tracks with the same parent, lowest first.
+            counts: whether the track is a counter.
         """
         self._num_tracks += 1
         track = b"\x08" + _varint(self._num_tracks) + _bytes(b"\x12", name.encode())
@@ -101,7 +101,7 @@ class TraceWriter:
     ) -> None:
         if self.is_muted:
             return
-        # Names of arguments are written once and then referred to; names of events may be as many as the requests.
+        # Argument names are interned. Event names are not, because there may be one per request.
         interned = b""
         parts = [kind, b"\x58", _varint(track), _bytes(b"\xba\x01", name.encode()), flows]
         for argument, value in arguments.items():

@@ -1,4 +1,4 @@
-"""Reader: the segments of a record as values."""
+"""Reads the segments of a record."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from scheduler_svc.recorder.segments import FORMAT_VERSION, SegmentReader, Unrea
 
 
 class OtherFormatError(UnreadableRecordError):
-    """A segment is of another version of the format."""
+    """A segment has another format version."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """One segment; iterate over it for its entries."""
+    """One segment; iterating over a segment yields its entries."""
 
     path: Path
     opening: Opening
     snapshot: bytes = b""
     """The core's state at the opening; empty if the core was new, or the snapshot is missing or not complete."""
     may_vanish: bool = False
-    """Whether a recorder may delete the file meanwhile; then it has no entries."""
+    """Whether a recorder may delete the file before it is read; the segment then has no entries."""
     left_out: int = 0
     """After iteration: bytes at the end of the file that are not a complete frame."""
 
@@ -42,13 +42,13 @@ class Segment:
 
 
 def read(place: Path) -> list[Segment]:
-    """Return the segments of a folder, oldest first, or the segment of a file; empty ones are left out.
+    """Return the segments in a folder, oldest first, or the one segment in a file; skip empty segments.
 
-    The recorder of a folder may delete a segment meanwhile; it is left out as well. So are segments of other releases,
-    which an upgrade leaves in the folder, if there are segments of this release.
+    Segments that the recorder deletes meanwhile are skipped too. If the folder has segments from this release, those
+    from other releases, which an upgrade leaves behind, are also skipped.
 
     Raises:
-        UnreadableRecordError: a file is not a record, or all are of another version.
+        UnreadableRecordError: a file is not a record, or all segments have another format version.
         OSError: a file cannot be read.
     """
     found = []

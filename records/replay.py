@@ -1,4 +1,4 @@
-"""Replay: the core run over a record, and its plans compared with the recorded ones."""
+"""Replay: runs the scheduler core over a record and compares its plans with the recorded plans."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ class ReplayError(ValueError):
 
 
 class FactsRunOutError(Exception):
-    """The core asks for more facts than were recorded: its decisions differ."""
+    """The core asks for more facts than were recorded, because its decisions differ from the recorded ones."""
 
 
 class RecordedFacts(TokenFacts):
@@ -69,7 +69,7 @@ class RecordedFacts(TokenFacts):
         self._stopped = list(facts.stopped)
 
     def cut(self) -> None:
-        """Begin to count anew, as the recorder does in a new segment."""
+        """Reset the counters, as the recorder does at the beginning of a segment."""
         self._num_false = 0
 
     def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
@@ -114,14 +114,14 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A stretch of a record that a replay cannot compare."""
+    """A part of a record that a replay cannot compare."""
 
     what: str
-    """Which entries, and why."""
+    """The entries concerned, and why they cannot be compared."""
     since_unix_s: float
-    """Wall clock of the last entry before it, s."""
+    """Wall clock of the last entry before this part, s."""
     until_unix_s: float | None
-    """Wall clock of the first entry after it; None if nothing follows."""
+    """Wall clock of the first entry after this part; None if nothing follows."""
 
 
 @dataclass(slots=True)
@@ -130,27 +130,27 @@ class Outcome:
 
     entries: int = 0
     calls: int = 0
-    """Calls of the core."""
+    """Number of calls to the core."""
     plans: int = 0
-    """Plans compared."""
+    """Number of plans compared."""
     steps: int = 0
-    """Answers of workers."""
+    """Number of step results from workers."""
     ends: int = 0
-    """Ends of requests compared."""
+    """Number of request ends compared."""
     difference: Difference | None = None
     missing: list[Missing] = field(default_factory=list)
-    """What could not be compared, in order."""
+    """Parts that could not be compared, in order."""
 
 
 def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
     """Run the core over segments, in order, up to the entry `to`; stop at the first difference.
 
-    A segment of a new core begins anew. Where entries are missing, the replay goes on at the next segment with a
-    snapshot. The outcome names what is missing.
+    At a segment with a new core, the replay starts again. Where entries are missing, the replay continues at the next
+    segment with a snapshot, and the outcome lists the missing part.
 
     Raises:
         ReplayError: no segment can be replayed.
-        SnapshotError: a snapshot does not fit this code.
+        SnapshotError: a snapshot is not compatible with this code.
     """
     outcome = Outcome()
     run: _Run | None = None
@@ -183,17 +183,17 @@ def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
 
 
 class _Continuity:
-    """Whether entries follow each other without a gap; what is missing is added to a list."""
+    """Checks that entries follow each other without a gap, and adds each missing part to a list."""
 
     def __init__(self, missing: list[Missing]) -> None:
         self._missing = missing
         self._incarnation = self._next_index = -1
         self._to_wall = self._now = 0.0
         self._open: tuple[str, float] | None = None
-        """What is missing after the last entry, and since when, until a segment follows."""
+        """Description of the part missing after the last entry, and its begin; None if nothing is missing."""
 
     def begins(self, segment: Segment) -> None:
-        """Compare the beginning of a segment with the end of the one before."""
+        """Compare the beginning of a segment with the end of the previous one."""
         opening = segment.opening
         wall = opening.unix_ns / 1e9
         is_same = opening.incarnation == self._incarnation
@@ -213,11 +213,11 @@ class _Continuity:
         self._to_wall, self._now = wall - opening.core_time, opening.core_time
 
     def read(self, entry: Entry) -> None:
-        """Take the next entry."""
+        """Note the next entry that was replayed."""
         self._next_index, self._now = entry.index + 1, entry.time
 
     def skipped(self, segment: Segment) -> None:
-        """Take a segment from which no replay can start."""
+        """Note a segment that was skipped, because no replay can start from it."""
         begin = self._now + self._to_wall
         last = None
         for last in segment:
@@ -229,13 +229,13 @@ class _Continuity:
         self.ended(segment)
 
     def ended(self, segment: Segment) -> None:
-        """Take the end of a segment."""
+        """Note the end of a segment."""
         if segment.left_out:
             what = f"{segment.path.name}: its last {segment.left_out:,} bytes are damaged or incomplete"
             self._open = what, self._now + self._to_wall
 
     def close(self) -> None:
-        """Take the end of the record."""
+        """Note the end of the record."""
         if self._open is not None:
             self._missing.append(Missing(*self._open, None))
 
@@ -248,7 +248,7 @@ def _begin(segment: Segment) -> "_Run | None":
 
 
 class _Run:
-    """One core under replay."""
+    """The replay of one core."""
 
     def __init__(self, core: Scheduler, facts: RecordedFacts, segment: Segment) -> None:
         self._core = core
@@ -258,9 +258,9 @@ class _Run:
         self._expected: list[Effect] = []
         """Recorded effects of the last call that the core must repeat."""
         self._workers: dict[Peer, str] = {}
-        """Names of the workers, for differences."""
+        """Names of the workers, for the text of a difference."""
         self._requests: dict[tuple[Peer, int], str] = {}
-        """Ids of the live requests, for differences."""
+        """Ids of the live requests, for the text of a difference."""
         for event, _ in segment.opening.live:
             self._name(event)
         for state in segment.opening.workers:
@@ -272,7 +272,7 @@ class _Run:
         return opening.incarnation == self._incarnation and opening.first_index == self._next_index
 
     def step(self, entry: Entry, outcome: Outcome) -> Difference | None:
-        """Repeat an entry; return what differs."""
+        """Replay an entry; return the difference, if there is one."""
         outcome.entries += 1
         self._next_index = entry.index + 1
         what = entry.what
@@ -305,7 +305,7 @@ class _Run:
         return None
 
     def _name(self, what: object) -> None:
-        """Keep the name of a worker or request that an event brings."""
+        """Store the name of the worker or request that an event introduces."""
         if isinstance(what, ev.WorkerHello):
             self._workers[what.worker] = what.worker_id
         elif isinstance(what, ev.RequestArrived):
@@ -327,7 +327,7 @@ class _Run:
         return Difference(entry.index, entry.time, f"recorded nothing, replayed {self._essence(self._expected[0])}")
 
     def _essence(self, effect: Effect | str) -> str:
-        """Return what an effect must have in common with the recorded one, as text."""
+        """Return, as text, the properties in which an effect must equal the recorded one."""
         if isinstance(effect, RequestEnded):
             name = self._requests.get((effect.frontend, effect.stream), f"stream {effect.stream}")
             return (
@@ -340,7 +340,7 @@ class _Run:
         return f"welcome of {self._workers.get(effect.worker, 'a worker')} with epoch {effect.epoch}"
 
     def _compare(self, asked: PlanAsked, found: PlanDigest | None) -> str:
-        """Return how a plan differs from the recorded one."""
+        """Describe how a plan differs from the recorded plan."""
         recorded, worker = asked.plan, self._workers.get(asked.worker, "a worker")
         if recorded is None or found is None:
             present, absent = ("replayed", "recorded") if recorded is None else ("recorded", "replayed")
@@ -355,7 +355,7 @@ class _Run:
         return f"step {recorded.step} of {worker}: " + "; ".join(lines)
 
     def _shown(self, value: object) -> str:
-        """Return a value of a plan as text; admissions with the ids of their requests."""
+        """Return a field of a plan as text; admissions show the ids of their requests."""
         if isinstance(value, tuple | list) and value and isinstance(value[0], AdmissionDigest):
             return "[" + ", ".join(f"{self._admitted(each)}" for each in value) + "]"
         return repr(value)

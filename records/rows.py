@@ -1,7 +1,7 @@
-"""Rows of a worker as its recorded plans change them, and the rows that compute in a step.
+"""Tracks a worker's rows from its recorded plans, and returns the rows that compute in each step.
 
-A plan has only the differences from the plan before. This module applies them. Explanations, timelines and occupancy
-use it. What-if replays keep the same state as arrays (`records.whatif.rows`), because they also simulate.
+A plan contains only differences from the previous plan; this module applies them. Explanations, timelines and occupancy
+use this module. What-if replays, which also simulate, hold the same state in arrays (`records.whatif.rows`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from records.values import AdmissionDigest, PlanDigest
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """A row in use. The readers derive classes with what they need to know of its request."""
+    """A row in use. Users of this module derive classes that add attributes of the row's request."""
 
     number: int
     prefill_left: int
-    """Known tokens that are not computed; the row decodes when there are none."""
+    """Number of known tokens that are not computed yet; the row decodes when this is 0."""
     is_held: bool = False
-    """Whether it is held out of steps."""
+    """Whether the row is paused, that is, held out of steps."""
     blocks: list[int] = field(default_factory=list)
 
 
@@ -30,9 +30,9 @@ class StepRows(NamedTuple, Generic[RowT]):
     """Rows that compute in a step."""
 
     decodes: Sequence[RowT]
-    """Rows that decode; the same object as in the step before if they are the same rows."""
+    """Rows that decode; the same object as in the previous step if the rows are the same."""
     chunks: list[tuple[RowT, int]]
-    """Rows that compute a part of their prompt, and the number of its tokens."""
+    """Rows that compute a chunk of their prompt, each with the number of tokens in the chunk."""
 
 
 class Rows(Generic[RowT]):
@@ -58,9 +58,9 @@ class Rows(Generic[RowT]):
         """Apply a plan.
 
         Args:
-            plan: the plan; it follows the one before.
-            admit: returns the row of an admission.
-            leave: called with each row that is free again, before another request gets it.
+            plan: the plan that follows the one applied last.
+            admit: creates the row for an admission.
+            leave: called with each row that becomes free, before another request gets it.
         """
         rows = self._rows
         for number in plan.leaves:

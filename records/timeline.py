@@ -1,9 +1,9 @@
-"""A record as a timeline for Perfetto: workers, their rows and steps, queues, blocks, and arrows between them.
+"""Exports a record as a timeline for Perfetto: workers, their rows and steps, queues, blocks, and arrows between them.
 
-The entries are read once, in order, and written as they come. What is kept is what is live: requests, rows, and the
+The entries are read once, in order, and written immediately. Only live objects stay in memory: requests, rows, and the
 blocks of rows.
 
-Who decodes in a step is not recorded. It follows from the plans, as in `explain.reading`.
+The record does not list the requests that decode in a step. They follow from the plans, as in `explain.reading`.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,19 +19,19 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
 
 _LEFT_ROW = frozenset((NoteKind.PREEMPTED, NoteKind.SWAPPED, NoteKind.MOVED, NoteKind.LOST, NoteKind.PREFIX_FAILED))
-"""Notes of requests that lost their row and wait again."""
+"""Kinds of notes after which a request has lost its row and waits again."""
 
 
 def export(segments: Iterable[Segment], out: IO[bytes], *, skip: int = 0) -> Counts:
-    """Write a record as a trace of Perfetto.
+    """Write a record as a Perfetto trace.
 
     Args:
         segments: the record, oldest first.
         out: file to write to.
-        skip: number of entries at the beginning that are read, but not shown.
+        skip: number of entries at the beginning that are read but not written.
 
     Raises:
-        UnreadableRecordError: a file is not a record, or of a newer version.
+        UnreadableRecordError: a file is not a record, or has a newer format.
         OSError: a file cannot be read, or `out` cannot be written.
     """
     return _Timeline(out, skip).run(segments)
@@ -54,7 +54,7 @@ class _Timeline:
         self._num_flows = 0
         self._num_waiting = self._num_running = 0
         self._shown = (-1, -1)
-        """Last values of the counters."""
+        """Last values written to the two counters."""
         self._incarnation = self._next_index = -1
         self._now = 0.0
         scheduler = trace.track("scheduler")
@@ -96,7 +96,7 @@ class _Timeline:
         return self._counts
 
     def _open(self, opening: Opening) -> None:
-        """Begin with a core's state, because there is nothing before it."""
+        """Begin with the state in the opening, because no earlier entries are known."""
         self._leave_all()
         self._incarnation, self._next_index = opening.incarnation, opening.first_index
         self._now = opening.core_time
@@ -129,7 +129,7 @@ class _Timeline:
         return request
 
     def _find(self, frontend: Peer, stream: int) -> Request:
-        """Return a live request; a nameless one if it has ended before."""
+        """Return a live request, or a new one named after its stream if it is not known."""
         request = self._live.get((frontend, stream))
         if request is None:
             self._num_flows += 1

@@ -1,4 +1,4 @@
-"""Content of a recording, as values: the core's own events, digests of plans, and facts of workers and front ends."""
+"""Values in a recording: the core's own events, digests of plans, and reports from workers and front ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class CopyDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionDigest:
-    """Admission of a request to a row, without its tokens."""
+    """Admission of a request to a row, without the tokens."""
 
     row: int
     generation: int
@@ -31,7 +31,7 @@ class AdmissionDigest:
     num_tokens: int
     """All known tokens of the request."""
     num_computed_tokens: int
-    """Those of them whose KV exists already, or is copied by the plan."""
+    """Number of these tokens whose KV already exists, or is copied by the plan."""
     attempt: int
     """Number of earlier attempts to run the request."""
     blocks: list[int]
@@ -39,14 +39,14 @@ class AdmissionDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDigest:
-    """Composition of a plan: all its columns, without token ids."""
+    """All columns of a plan, without token ids."""
 
     worker: Peer
     epoch: int
     step: int
     num_decodes: int
     num_tokens: int
-    """Tokens that the step computes without drafts: one per decode row, and the chunks."""
+    """Number of tokens that the step computes, without drafts: one per decode row, plus the chunks."""
     leaves: list[int]
     admissions: list[AdmissionDigest]
     append_rows: list[int]
@@ -54,7 +54,7 @@ class PlanDigest:
     chunk_rows: list[int]
     chunk_lengths: list[int]
     holds: list[int]
-    """Rows that are held out from this step on."""
+    """Rows that are paused (held out) from this step on."""
     releases: list[int]
     swap_outs: list[CopyDigest]
     swap_ins: list[CopyDigest]
@@ -67,12 +67,12 @@ class PlanDigest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """A worker's own timings of a step; its clock is the wall clock of its machine."""
+    """A worker's own timings for a step, on the wall clock of its machine."""
 
     received_unix_us: int
-    """The plan was received, microseconds since 1970."""
+    """When the worker received the plan, microseconds since 1970."""
     started_unix_us: int
-    """Its forward pass began."""
+    """When the forward pass began, microseconds since 1970."""
     prepare_us: int
     forward_us: int
     sample_us: int
@@ -107,14 +107,14 @@ class Entry:
     time: float
     """Core time, s."""
     what: What | None
-    """An event or a question for a plan, which a replay repeats; a result or a report; None for facts only."""
+    """An event or a request for a plan, which a replay repeats; a result or a report; None if there are only facts."""
     facts: Facts | None = None
     timings: Timings | None = None
-    """For StepDone: the worker's timings."""
+    """The worker's timings if `what` is a StepDone; otherwise None."""
 
 
 def digest(plan: Plan) -> PlanDigest:
-    """Return the composition of a plan."""
+    """Return the columns of a plan without its token ids."""
     return PlanDigest(
         worker=plan.worker,
         epoch=plan.epoch,

@@ -1,1 +1,1 @@
-"""Commands of the command line that need this package; see `quire_server.cli`."""
+"""Commands of `quire` that need the package `records`; see `quire_server.cli`."""

@@ -75,7 +75,7 @@ def run(options: Namespace) -> int:
 
 
 def _no_record(place: Path) -> str:
-    """Return what is wrong with a folder without segments; it may contain the folders of several services."""
+    """Return the error message for a folder without segments; it lists subfolders that have some, one per service."""
     from scheduler_svc.recorder.segments import paths
 
     records = sorted(each for each in place.glob("*/") if paths(each))
@@ -120,7 +120,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it; token columns as their lengths."""
+    """Convert a value to JSON types; replace token columns by their lengths."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, bytes):
@@ -139,4 +139,4 @@ def _plain(value: Any) -> Any:
 
 
 _OPAQUE = {"sampling", "resume_info", "stop_token_ids", "block_keys", "grammar"}
-"""Fields that a record has only as sizes or tags."""
+"""Fields of which a record stores only sizes or tags."""

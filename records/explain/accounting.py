@@ -1,24 +1,25 @@
-"""Division of a request's life into causes.
+"""Divides a request's life into causes.
 
-The life is walked once from its beginning to its end. Each moment is charged to exactly one cause, so the durations sum
-to the end-to-end time by construction. Four kinds of time follow each other:
+One pass goes through the life from its beginning to its end. Each moment is charged to exactly one cause, so the
+durations sum to the end-to-end time by construction. Four phases follow each other:
 
 * at the front end before the submission: tokenising, the check of a grammar, the rest;
-* waiting: charged to the reason that the core noted, or to what threw the request out of its row before;
+* waiting: charged to the reason that the core noted, or to the event that removed the request from its row before;
 * in a row: charged step by step, see `_Walk._step`;
-* after the end: the way to the front end, detokenising, the client.
+* after the end: the transfer to the front end, detokenising, the client.
 
-What follows a preemption, a move, or the loss of a worker or scheduler is charged to it until the request decodes
-again. That is the wait, and the computation of tokens that had been computed before.
+After a preemption, a move, or the loss of a worker or scheduler, all time until the request decodes again is charged to
+that event. This includes the wait and the recomputation of tokens.
 
-A request that waits for its turn waits for whatever holds its queue back: rows, memory, the budget of a step. The
-planner notes that per worker. Once a request that arrived later has been admitted first, the order of the policy is the
-cause of the rest. The requests that held the rows meanwhile are named.
+A request that waits for its turn is charged to the limit that holds back its queue: rows, memory, or the token budget
+of a step. The planner notes this limit per worker. Once a request that arrived later has been admitted first, the rest
+of the wait is charged to the order of the policy. The requests that held the rows meanwhile are named.
 
-The forward pass of a step that also holds chunks of other prompts is divided. A decoding request would have needed the
-usual time of a step without prompts; the rest is charged to the other prompts. A request in prefill is charged in
-proportion to the tokens. The time that a decode step takes beyond the usual time of the smallest one is charged to the
-other rows of the step. If a step took more than `SLOW` times the usual time, the excess is charged to the worker.
+If a step also has chunks of other prompts, its forward pass is divided. A decoding request would have needed the usual
+time of a step without prompts; the rest is charged to the other prompts. For a request in prefill, the time is divided
+in proportion to the tokens. If a decode step takes longer than the smallest decode step usually takes, the difference
+is charged to the other rows of the step. If a step took more than `SLOW` times its usual time, the excess is charged to
+the worker.
 
 Time in which the scheduler made no entry at all is charged to the scheduler, whatever the request waited for.
 """
@@ -32,18 +33,18 @@ from records.explain.facts import Life, Step, StreamKey
 from scheduler_svc.core.interface.records import Note, NoteKind, WaitReason
 
 SLOW = 2.0
-"""Multiple of the usual time of a step from which on the worker is the cause of the rest."""
+"""If a step takes longer than this multiple of its usual time, the excess is charged to the worker."""
 _LAG_S = 0.01
-"""Time from a plan to the beginning of its step that is not yet late, however short the step."""
+"""A step that begins within this time after its plan is never late, however short the step is, seconds."""
 _FROZEN = "the scheduler made no entry in its record"
 _NUM_NOTES_REFUSED = 2
-"""Notes of a request that was refused at its arrival."""
+"""Number of notes of a request that was refused at its arrival."""
 MAX_NEIGHBOURS = 8
-"""Neighbours that are named in the worst step and for each cause."""
+"""Maximum number of neighbours that are named in the worst step and for each cause."""
 
 
 class CauseKind(enum.Enum):
-    """Causes, in the order of a request's life; the value is the name in texts and JSON."""
+    """Causes, in the order in which they occur; the value is the name in text and JSON."""
 
     FRONT_END = "front end"
     TOKENISING = "tokenising"
@@ -104,11 +105,11 @@ _OF_REASON = {
     WaitReason.BUDGET: CauseKind.BUDGET,
 }
 _OF_QUEUE = frozenset((WaitReason.TURN, WaitReason.ROWS, WaitReason.BUDGET))
-"""Reasons that the note about the worker's queue replaces."""
+"""Wait reasons for which the note about the worker's queue is more precise, and replaces them."""
 _OF_ORDER = frozenset((CauseKind.QUEUE, CauseKind.ROWS, CauseKind.BUDGET))
-"""Waits that an admission of a later request would have ended."""
+"""Waits that are charged to the policy's order once a later request has been admitted first."""
 _REFUSALS = frozenset(("queue_full", "tenant_limit", "invalid", "no_worker", "deadline", "duplicate", "shutdown"))
-"""Reasons of an end that refuse a request, if it comes at once."""
+"""End reasons that mean a refusal if the request ends as soon as it arrives."""
 _OF_DEPARTURE = {
     NoteKind.PREEMPTED: CauseKind.PREEMPTED,
     NoteKind.SWAPPED: CauseKind.SWAPPED,
@@ -129,20 +130,20 @@ class Cause:
     kind: CauseKind
     seconds: float = 0.0
     details: list[str] = field(default_factory=list)
-    """Notes of the core about it."""
+    """Notes that the core made about this cause."""
     by: "Counter[StreamKey]" = field(default_factory=Counter)
-    """Requests that took part, with a weight: tokens of their prompts, or 1."""
+    """Requests that took part, each with a weight: the number of its prompt tokens, or 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorstStep:
-    """The step for whose answer the request waited longest."""
+    """The step whose result the request waited for longest."""
 
     step: Step
     seconds: float
-    """Time from the answer before it to its own."""
+    """Time from the request's previous result to the result of this step."""
     neighbours: tuple[tuple[StreamKey, int], ...]
-    """The other requests of the step with their tokens, most tokens first."""
+    """The other requests in the step with their numbers of tokens, most tokens first."""
     num_neighbours: int
 
 
@@ -156,7 +157,7 @@ class Account:
     total_s: float
     worst: WorstStep | None
     error_s: float | None
-    """Bound of the error of dividing the link's time between its directions; None without a front end's report."""
+    """Maximum error in dividing the link time between its directions; None without a report from the front end."""
 
 
 def account(life: Life) -> Account:
@@ -173,7 +174,7 @@ def account(life: Life) -> Account:
 
 
 class _Walk:
-    """One walk through a life; `_at` is the moment up to which all time is charged."""
+    """One pass through a life; all time up to `_at` is already charged."""
 
     def __init__(self, life: Life) -> None:
         self._life = life
@@ -187,9 +188,9 @@ class _Walk:
         self._next = 0
         """Index of the first step that was answered after `_at`."""
         self._departure: Note | None = None
-        """What threw it out of its row last, until it decodes again."""
+        """The event that last removed the request from its row; None once the request decodes again."""
         self._held: Note | None = None
-        """Why it is held out of steps, until its next step."""
+        """Why the request is held out of steps; None from its next step on."""
         self._has_decoded = False
         self._num_computed = life.num_cached_tokens
 
@@ -221,7 +222,7 @@ class _Walk:
         self._charge(CauseKind.FRONT_END, rest)
 
     def after_end(self) -> float:
-        """Charge the time that the core does not see, and return the end-to-end time."""
+        """Charge the time after the end, which the core does not see, and return the end-to-end time."""
         report, life = self._life.report, self._life
         if report is None or life.until is not None:
             return self._total
@@ -242,7 +243,7 @@ class _Walk:
         return self._total
 
     def _charge_stalled_front_end(self, seconds: float) -> None:
-        """Charge a stall of the front end's process to it, instead of the causes that the others saw."""
+        """Charge a stall of the front-end process to the front end, instead of the causes that other processes saw."""
         moved = 0.0
         for kind in (CauseKind.SUBMITTED_AGAIN, CauseKind.LINK, CauseKind.HELD_CREDIT, CauseKind.CLIENT):
             cause = self.causes.get(kind)
@@ -291,7 +292,7 @@ class _Walk:
         self._wait_awake(end, reason)
 
     def _wait_awake(self, end: float, reason: WaitReason) -> None:
-        """Charge a wait in which the scheduler was alive."""
+        """Charge a wait during which the scheduler did not stall."""
         if end <= self._at:
             return
         if self._departure is not None and reason is not WaitReason.CREDIT:
@@ -305,7 +306,10 @@ class _Walk:
         self._at = end
 
     def _wait_in_queue(self, end: float, reason: WaitReason) -> None:
-        """Charge a wait for its turn to what held back the queue of the worker that admitted it, or of any worker."""
+        """Charge a wait for the request's turn to the limits that held back the queue.
+
+        The limits are those of the worker that admitted the request, or of any worker.
+        """
         life = self._life
         worker_id = next((worker for time, worker in life.placements if time >= end - _LAG_S), None)
         known = [each for each in life.obstacles if worker_id is None or each.worker_id == worker_id]
@@ -326,7 +330,7 @@ class _Walk:
     def _holders(
         self, kind: CauseKind, since: float, until: float, worker_id: str | None = None
     ) -> "Counter[StreamKey]":
-        """Return the requests that held what this one waited for, with weights."""
+        """Return the requests that held the resource for which this request waited, with weights."""
         life, found = self._life, Counter[StreamKey]()
         if until <= since:
             return found
@@ -369,7 +373,7 @@ class _Walk:
             self._next += 1
 
     def _run_until(self, end: float, *, lost: Note | None) -> None:
-        """Charge time in a row; with `lost`, the worker was found to be lost at the end of it."""
+        """Charge time in a row up to `end`; with `lost`, the worker was found to be lost at that time."""
         steps = self._steps
         others: list[Step] = []
         while self._next < len(steps) and steps[self._next].answered <= end:
@@ -384,11 +388,11 @@ class _Walk:
             self._charge(_OF_DEPARTURE[lost.kind], end - self._at, lost.text)
             self._at = max(self._at, end)
         else:
-            # Steps that are answered later may already occupy the worker.
+            # The worker may already be busy with steps whose results come later.
             self._gap(end, others + [step for step in steps[self._next :] if step.planned < end])
 
     def _step(self, step: Step, others: list[Step]) -> None:
-        """Charge the time up to the answer of a step with the request."""
+        """Charge the time up to the result of a step that computed the request."""
         before = self._at
         begin, finish = _execution(step)
         begin = min(max(begin, self._at), step.answered)
@@ -396,7 +400,7 @@ class _Walk:
         self._held = None
         finish = min(max(finish, begin), step.answered)
         busy = step.busy_s
-        # The worker may have begun before the last answer came: only the rest of the step delays the request.
+        # The worker may have begun the step before the previous result came: only the rest delays the request.
         share = (finish - begin) / busy if busy > 0 else 0.0
         is_chunk = self._key in step.chunks
         if not is_chunk:
@@ -417,7 +421,7 @@ class _Walk:
         self._num_computed += step.chunks.get(self._key, 0)
 
     def _charge_excess(self, step: Step, share: float) -> float:
-        """Charge the time that a step took beyond the usual; return the usual part of its time, 0 to 1."""
+        """Charge the time by which a step exceeded its usual time; return the usual share of its time, 0 to 1."""
         usual = self._life.usual.step_s(step) if self._life.usual is not None else None
         if usual is None or step.computing_s <= SLOW * usual:
             return 1.0
@@ -440,7 +444,7 @@ class _Walk:
         return part
 
     def _forward(self, step: Step, seconds: float, neighbours: float = 0.0) -> None:
-        """Divide the time of a forward pass; `neighbours` is the part of the step that the other rows took."""
+        """Divide the time of a forward pass; `neighbours` is the time in the step that the other rows took."""
         others = {key: tokens for key, tokens in step.chunks.items() if key != self._key}
         theirs = 0.0
         if others:
@@ -455,7 +459,7 @@ class _Walk:
             self._charge_prefill(own, step.chunks[self._key])
 
     def _share_of_others(self, step: Step, num_tokens: int, neighbours: float) -> float:
-        """Return the share of a forward pass, without the part of the other rows, that other prompts take."""
+        """Return the share that other prompts take of a forward pass, after the part for the other rows is removed."""
         without = None
         if self._key not in step.chunks and self._life.usual is not None:
             without = self._life.usual.decode_s(len(step.decodes))
@@ -465,7 +469,7 @@ class _Walk:
         return max(0.0, 1.0 - max(0.0, without - step.computing_s * neighbours) / rest) if rest > 0 else 0.0
 
     def _charge_prefill(self, seconds: float, num_tokens: int) -> None:
-        """Charge own prefill; tokens that an earlier request had as well count as a cold prefix."""
+        """Charge the request's own prefill; tokens that an earlier request also had count as a cold prefix."""
         life = self._life
         known = min(max(life.known_tokens - self._num_computed, 0), num_tokens)
         cold = seconds * known / num_tokens
@@ -475,12 +479,12 @@ class _Walk:
         self._charge(CauseKind.OWN_PREFILL, seconds - cold)
 
     def _gap(self, end: float, others: list[Step], before: Step | None = None) -> None:
-        """Charge the time up to `end`, in which no step computed the request.
+        """Charge the time up to `end`, during which no step computed the request.
 
         Args:
             end: the end of the gap.
             others: the worker's other steps.
-            before: the step with the request that begins at `end`. A worker that was free and began late was slow.
+            before: the step with the request that begins at `end`. If the worker was free, time before it is a delay.
         """
         if end <= self._at:
             return
@@ -512,7 +516,7 @@ class _Walk:
         self._charge(CauseKind.LINK, seconds)
 
     def _charge_busy(self, end: float, others: list[Step]) -> None:
-        """Charge the time in which the worker was busy with other steps, as far as it lies before `end`."""
+        """Charge the time before `end` during which the worker was busy with other steps."""
         for step in others:
             begin, finish = _execution(step)
             self._charge_idle(min(begin, end))
@@ -565,7 +569,7 @@ _HELD = {WaitReason.CREDIT.value: CauseKind.HELD_CREDIT, WaitReason.MEMORY.value
 
 
 def _execution(step: Step) -> tuple[float, float]:
-    """Return when the worker began and finished a step, within what the core saw."""
+    """Return when the worker began and finished a step, limited to the times of its plan and its result."""
     if step.started is None:
         return step.planned, step.answered
     begin = min(max(step.started, step.planned), step.answered)

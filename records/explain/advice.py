@@ -1,4 +1,4 @@
-"""One sentence on what would have helped a request: a setting or an action, from its largest cause."""
+"""Derives, from a request's largest cause, one sentence that names the setting or action that would have helped."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from scheduler_svc import remedies
 from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES
 
 _UNAVOIDABLE = frozenset((CauseKind.LINK, CauseKind.FRONT_END, CauseKind.STEP_BEFORE))
-"""Causes that take some milliseconds of every request."""
+"""Causes that take a few milliseconds in every request."""
 _SHORT_S = 0.1
 _ADVICE: dict[CauseKind, str] = {
     CauseKind.FRONT_END: "the front end itself was slow: start more of them (--frontends) or give them more cores",
@@ -111,7 +111,7 @@ def _worker(cause: Cause, life: Life) -> str:
 
 
 def _preempted(_cause: Cause, life: Life) -> str:
-    """Return the advice for a request that was preempted by memory only, because the policy preempts for nothing else.
+    """Return the advice for a request that was preempted for lack of memory, under a policy that preempts only then.
 
     Empty if a priority may have been the reason.
     """

@@ -1,4 +1,4 @@
-"""Answers to the questions of `quire explain` from a record's files: one request, the slowest ones, or a step."""
+"""Answers the questions of `quire explain` from the files of a record: one request, the slowest ones, or a step."""
 
 import json
 import time
@@ -19,11 +19,11 @@ from shared.request_names import may_mean, meant
 MAX_SLOWEST = 100
 DEFAULT_SINCE_S = 600.0
 _MAX_GAPS = 4
-"""Gaps of the record that are named; the newest ones."""
+"""Maximum number of gaps in the record that are listed; the newest ones are."""
 _OLD_S = 60.0
-"""Age of the newest entry from which on nothing is recorded any more; an idle scheduler makes two per second."""
+"""If the newest entry is older than this, recording has stopped: an idle scheduler makes two entries per second."""
 _MAX_LIVES = 16
-"""Requests with one id that are explained: choices of one request, and uses of the id; the newest ones."""
+"""Maximum number of requests with the same id (choices, or reuses of the id) that are explained; the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _of_request(request_id: str, segments: list[Segment]) -> Answer:
 
 
 def _extent(found: Findings) -> str:
-    """Return from when to when a record goes, and what it lacks."""
+    """Return, as text, the period that a record covers and the gaps in it."""
     if not found.last_wall:
         return ", which is empty"
     text = f", which goes from {_clock(found.first_wall)} to {_clock(found.last_wall)} UTC"
@@ -108,7 +108,7 @@ def _extent(found: Findings) -> str:
 
 
 def _gaps_text(found: Findings) -> str:
-    """Return one line about the stretches that the record lacks; empty without any."""
+    """Return one line that lists the gaps in the record; empty if it has none."""
     if not found.gaps:
         return ""
     gaps = ", ".join(f"{_clock(begin)} to {_clock(end)}" for begin, end in found.gaps[-_MAX_GAPS:])
@@ -144,7 +144,7 @@ def _of_slowest(most: int, since_s: float, segments: list[Segment]) -> Answer:
 
 
 def _written_at(segment: Segment) -> float:
-    """Return when a segment was last written; 0 if the recorder has deleted it meanwhile."""
+    """Return when a segment was last written; 0 if the recorder has deleted the file meanwhile."""
     try:
         return segment.path.stat().st_mtime
     except FileNotFoundError:

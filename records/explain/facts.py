@@ -1,8 +1,8 @@
-"""Known facts of one request's life; the input of `accounting`.
+"""Facts known about one request's life; the input of `accounting`.
 
-All times are seconds of the core's clock, unless a name says otherwise. A front end states durations only, measured
-from its submission of the request, so its clock need not agree with the core's. A worker's clock is translated with the
-bounds that each step gives: no step begins before its plan was sent, or ends after its answer came.
+All times are seconds on the core's clock, unless a name says otherwise. A front end reports only durations, measured
+from its submission of the request, so its clock need not agree with the core's. A worker's clock is converted with the
+bounds that each step provides: no step begins before its plan was sent, or ends after its result came.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,41 +21,41 @@ class StreamKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of a worker and what it computed."""
+    """One step of a worker, and the tokens that it computed."""
 
     worker_id: str
     number: int
     planned: float
-    """When its plan was made."""
+    """When the core made the plan."""
     answered: float
-    """When its answer came."""
+    """When the core received the result."""
     started: float | None = None
-    """When the worker began with it; None if the worker sent no timings."""
+    """When the worker began the step; None if the worker sent no timings."""
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
     copy_s: float = 0.0
     idle_s: float = 0.0
-    """How long the device had been idle before it."""
+    """How long the device had been idle before the step."""
     decodes: frozenset[StreamKey] = frozenset()
-    """Requests that got one token without a chunk."""
+    """Requests that decoded, and therefore got a token."""
     chunks: Mapping[StreamKey, int] = field(default_factory=dict)
-    """Tokens of the prompts that it computed."""
+    """Number of prompt tokens computed for each request in prefill."""
     swapped_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it computed."""
+        """Number of tokens that the step computed."""
         return len(self.decodes) + sum(self.chunks.values())
 
     @property
     def computing_s(self) -> float:
-        """Time for which the worker was busy with it, without block copies."""
+        """Time that the worker spent on the step, without block copies."""
         return self.prepare_s + self.forward_s + self.sample_s
 
     @property
     def busy_s(self) -> float:
-        """Time for which the worker was busy with it."""
+        """Time that the worker spent on the step."""
         return self.computing_s + self.copy_s
 
     def holds(self, key: StreamKey) -> bool:
@@ -65,31 +65,31 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Facts of a call that only the front end knows; durations on its own clock, s."""
+    """Durations in a call that only the front end can measure, on its own clock, s."""
 
     submitted_s: float = 0.0
     """From the call's arrival to the submission."""
     no_scheduler_s: float = 0.0
-    """The part of it in which no scheduler served, because one had ended and the next had not started."""
+    """The part of `submitted_s` during which no scheduler ran, because one had ended and the next had not started."""
     tokenise_s: float = 0.0
     grammar_s: float = 0.0
     """Validation of the grammar."""
     ended_s: float = 0.0
     """From the submission to the end that the core sent."""
     finished_s: float = 0.0
-    """From the submission to the last message that left to the client."""
+    """From the submission until the last message was sent to the client."""
     detokenise_s: float = 0.0
     """Detokenising after the end."""
     client_s: float = 0.0
     """Waiting for the client to read, after the end."""
     client_before_s: float = 0.0
-    """Waiting for the client to read before the end; it delays only messages, unless the credit runs out."""
+    """Waiting for the client to read, before the end; this delays only messages, unless the credit runs out."""
     stalled_s: float = 0.0
-    """Since the call's arrival: the process of the front end did nothing at all."""
+    """Time since the call's arrival during which the front-end process was stalled."""
 
 
 class Obstacle(NamedTuple):
-    """Limit that held back the requests that competed for a worker, from a time on."""
+    """Limit that, from a given time on, held back the requests that competed for a worker."""
 
     time: float
     worker_id: str
@@ -126,42 +126,42 @@ class Life:
     priority: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens that its first attempt found in the prefix cache."""
+    """Prompt tokens that the first attempt found in the prefix cache."""
     num_generated: int = 0
     num_drafted: int = 0
-    """Draft tokens that were verified for it."""
+    """Draft tokens that were verified for the request."""
     num_accepted: int = 0
     notes: tuple[Note, ...]
-    """Its history in order; the first is ARRIVED, the last ENDED unless it is live."""
+    """The request's history in order; the first note is ARRIVED, the last is ENDED unless the request is live."""
     steps: tuple[Step, ...] = ()
-    """All steps of its workers while it was there, in order of their answers, with those that do not hold it."""
+    """All steps of its workers while the request was there, including steps without it, ordered by their results."""
     report: Report | None = None
     until: float | None = None
     """The present, for a live request; None if it has ended."""
     met_drain: bool = False
-    """Whether it found no worker because all were drained."""
+    """Whether the request found no worker because all were drained."""
     is_cut: bool = False
-    """Whether the record ends, or has a gap, before its end."""
+    """Whether the record ends, or has a gap, before the request ends."""
     end: str = ""
-    """The value of its end reason; empty if it is live."""
+    """The value of the end reason; empty if the request is live."""
     policy: str = ""
-    """The scheduling policy of its class; empty if unknown."""
+    """The scheduling policy for the request's class; empty if unknown."""
     placements: tuple[tuple[float, str], ...] = ()
-    """(time, worker) of its admissions, in order."""
+    """(time, worker) for each admission of the request, in order."""
     obstacles: tuple[Obstacle, ...] = ()
     """Limits that held back the queues of the workers, in order of time."""
     holdings: tuple[Holding, ...] = ()
-    """Rows that others held while it waited."""
+    """Rows that other requests held while this request waited."""
     stalls: tuple[tuple[float, float], ...] = ()
-    """(begin, end) of the times in which its scheduler did nothing at all."""
+    """(begin, end) of the periods during which the scheduler was stalled."""
     went_first: tuple[Passing, ...] = ()
-    """Requests that were admitted while it waited, in order."""
+    """Requests that were admitted while this request waited, in order."""
     known_tokens: int = 0
-    """Leading prompt tokens that an earlier request had as well, whether they were still cached or not."""
+    """Leading prompt tokens that an earlier request also had, whether they were still cached or not."""
     known_by: StreamKey | None = None
-    """That earlier request."""
+    """The earlier request to which `known_tokens` refers."""
     names: Mapping[StreamKey, str] = field(default_factory=dict)
-    """Request ids of the other requests that are named."""
+    """Request ids of the other requests that the explanation names."""
     usual: "Usual | None" = None
 
     def name(self, key: StreamKey) -> str:
@@ -170,14 +170,14 @@ class Life:
 
 
 class Usual:
-    """How long steps usually take: per size class, the median of the fastest worker that has computed enough of them.
+    """How long steps usually take: per size class, the median on the fastest worker that has computed enough of them.
 
-    Comparison with other workers finds a worker that is always slow. Comparison with its own other steps finds one that
-    is slow for a while.
+    Comparing a worker with other workers finds one that is always slow. Comparing a step with other steps of the same
+    worker finds one that is temporarily slow.
     """
 
     MIN_STEPS = 8
-    """Steps of a size class from which on a worker's median counts."""
+    """Minimum number of steps in a size class for a worker's median to count."""
 
     def __init__(self, steps: Iterable[Step]) -> None:
         samples: dict[tuple[int, int], dict[str, list[float]]] = {}
@@ -195,17 +195,17 @@ class Usual:
         return self._medians.get(_size(step))
 
     def alone_s(self, num_decodes: int) -> float | None:
-        """Return how long the smallest usual decode step takes that has no more rows; None if too few are known."""
+        """Return the usual time of the smallest known decode step with at most this many rows; None if unknown."""
         sizes = [rows for tokens, rows in self._medians if not tokens and 0 < rows <= num_decodes.bit_length()]
         return self._medians[0, min(sizes)] if sizes else None
 
     def decode_s(self, num_decodes: int) -> float | None:
-        """Return how long a step of so many decode rows and no prompt usually takes; None if too few are known."""
+        """Return how long a step with this many decode rows and no prompt usually takes; None if too few are known."""
         return self._medians.get((0, num_decodes.bit_length()))
 
 
 def _size(step: Step) -> tuple[int, int]:
-    """Return the size class: powers of two of the prompt tokens and of the decode rows."""
+    """Return the size class: the prompt tokens and the decode rows, each rounded to a power of two."""
     return sum(step.chunks.values()).bit_length(), len(step.decodes).bit_length()
 
 

@@ -14,11 +14,11 @@ _MOMENTS = {
 
 
 class Outcome(NamedTuple):
-    """A forecast moment and the real one, seconds from the request's arrival at the scheduler."""
+    """A forecast time and the real one, in seconds after the request's arrival at the scheduler."""
 
     forecast: Forecasted
     real_s: float | None
-    """None: it has not come."""
+    """None if the event has not happened yet."""
 
 
 def outcomes(life: Life) -> list[Outcome]:

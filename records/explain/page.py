@@ -36,7 +36,7 @@ def page(found: Account) -> str:
 
 
 def as_json(found: Account) -> dict[str, Any]:
-    """Return the explanation as JSON's values."""
+    """Return the explanation as a JSON object."""
     life, worst = found.life, found.worst
     return {
         "request_id": life.request_id,
@@ -70,7 +70,7 @@ def as_json(found: Account) -> dict[str, Any]:
 
 
 def step_json(step: Step, names: Mapping[StreamKey, str]) -> dict[str, Any]:
-    """Return a step as JSON's values; `names` are the ids of requests."""
+    """Return a step as a JSON object; `names` has the request ids."""
 
     def name(key: StreamKey) -> str:
         return names.get(key, f"stream {key.stream}")
@@ -157,11 +157,11 @@ def _worst(worst: WorstStep, life: Life) -> list[str]:
 
 
 def _listed(names: list[str], more: int) -> str:
-    """Return names as text; the choices of a request have one name, which appears once with their number."""
+    """Return names as text; a name that several choices of a request share appears once, with their number."""
     found = [name if count == 1 else f"{name} ({count} choices)" for name, count in Counter(names).items()]
     return ", ".join(found) + (f" and {more} more" if more else "")
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with its unit."""
+    """Return a duration as text, in s or ms."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

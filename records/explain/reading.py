@@ -1,12 +1,12 @@
-"""From a record to the lives of requests.
+"""Reads the lives of requests from a record.
 
-The entries of a record are read once, in order. Of the steps, only those are kept that were planned while a wanted
-request was live, so the memory depends on the wanted requests and not on the size of the record.
+The entries of a record are read once, in order. Only steps that were planned while a wanted request was live are
+retained, so the memory depends on the wanted requests and not on the size of the record.
 
-A request that a restarted scheduler has taken over has one life. All times are those of the first scheduler's clock.
+A request that a restarted scheduler has taken over has one life. All times are on the first scheduler's clock.
 
-Who decodes in a step is not recorded. It follows from the plans: a request decodes once its prompt is computed, until
-its row leaves, in all steps in which the row is not held out.
+The record does not list the requests that decode in a step. They follow from the plans: once its prompt is computed, a
+request decodes in every step in which its row is not held out, until it leaves the row.
 """
 
 import json
@@ -29,13 +29,13 @@ from shared.prefix_keys import KEY_BYTES
 _MAX_WENT_FIRST = 256
 _MAX_HOLDINGS = 4096
 _SAME_S = 0.1
-"""Most time between the loss of a worker and the note of a request that it ran, s."""
+"""Maximum time between the loss of a worker and the notes about it for the requests that it ran, s."""
 STALL_S = 1.0
-"""Time between two entries from which on the scheduler has stalled: an idle one makes two entries per second."""
+"""If two entries are further apart than this, the scheduler has stalled: an idle one makes two entries per second."""
 _MAX_ALIKE = 4
-"""Newest requests with the same first block that are compared for a common prefix."""
+"""Number of requests with the same first block (the newest ones) that are searched for a common prefix."""
 _MAX_SAMPLES = 20_000
-"""Steps that tell how long a step usually takes; more are thinned out."""
+"""Maximum number of steps from which usual step times are computed; if there are more, some are dropped."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,14 +51,14 @@ class _Worker:
     max_drafts: int = 0
     rows: Rows[_Row] = field(default_factory=Rows)
     plans: dict[int, tuple[float, frozenset[StreamKey], dict[StreamKey, int], int]] = field(default_factory=dict)
-    """Plans without an answer, by step: time, decoding requests, chunks, swapped blocks."""
+    """Plans without a result, by step: time, decoding requests, chunks, swapped blocks."""
     clock: WorkerClock = field(default_factory=WorkerClock)
     decoding: Sequence[_Row] | None = None
-    """Rows that decoded in the plan before; None if there was no plan."""
+    """Rows that decoded in the previous plan; None if there was no plan."""
     decodes: frozenset[StreamKey] = frozenset()
-    """Their requests."""
+    """Requests in the rows of `decoding`."""
     drafting: dict[int, dict[int, StreamKey]] = field(default_factory=dict)
-    """Requests by row, of plans without an answer; only of a worker that verifies drafts."""
+    """By step without a result: the requests by row; only for a worker that verifies drafts."""
     obstacle: WaitReason | None = None
     process: str = ""
     pid: int = 0
@@ -82,18 +82,18 @@ class _Request:
     known_tokens: int = 0
     known_by: StreamKey | None = None
     met_drain: bool = False
-    """Whether it found no worker because all were drained."""
+    """Whether the request found no worker because all were drained."""
     cut_at: float | None = None
-    """When the record of its scheduler ended, unless another one has taken it over."""
+    """When the record of its scheduler ended; None if it did not, or another scheduler has taken the request over."""
     arrival: float = 0.0
-    """When it arrived at the newest scheduler."""
+    """When the request arrived at the newest scheduler."""
     taken_over_s: float = 0.0
     """From the first arrival to the arrival at the newest scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has ended, in few words; for a list of the slowest ones."""
+    """Summary of a request, for the list of the slowest ones."""
 
     key: StreamKey
     request_id: str
@@ -106,7 +106,7 @@ class Ended:
 
 @dataclass(slots=True)
 class Findings:
-    """Findings of a pass over a recording."""
+    """Results of a pass over a recording."""
 
     lives: list[Life] = field(default_factory=list)
     """The wanted requests, in order of arrival."""
@@ -117,15 +117,15 @@ class Findings:
     """The wanted steps."""
     names: dict[StreamKey, str] = field(default_factory=dict)
     first_time: float = 0.0
-    """Core time of the beginning."""
+    """Core time at the beginning of the recording."""
     last_wall: float = 0.0
     """Wall clock of the last entry, s."""
     clock_error_s: float = 0.0
-    """Largest bound of the error of a worker's clock."""
+    """Upper bound, over all workers, for the error in converting a worker's clock, s."""
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    """(begin, end) of the stretches whose entries are missing, wall clock, s."""
+    """(begin, end) of the periods whose entries are missing, wall clock, s."""
     first_wall: float = 0.0
-    """Wall clock of the beginning, s."""
+    """Wall clock at the beginning of the recording, s."""
     needs_earlier: bool = False
     """Whether a wanted request was accepted by a scheduler whose record is not part of this pass."""
 
@@ -140,7 +140,7 @@ def study(
     wanted: Wanted = lambda _key, _request_id: False,
     wanted_step: tuple[str, int] | None = None,
 ) -> Findings:
-    """Read a record and return what is wanted of it."""
+    """Read a record once; return the wanted lives and steps, and the extent of the record."""
     return _Pass(wanted, wanted_step).run((segment.opening, segment) for segment in segments)
 
 
@@ -155,31 +155,31 @@ class _Pass:
         self._live: dict[StreamKey, _Request] = {}
         """Requests that are live, or whose report has not come."""
         self._watched: dict[StreamKey, _Request] = {}
-        """The wanted ones of them that have not ended."""
+        """The wanted requests in `_live` that have not ended."""
         self._told: list[tuple[StreamKey, _Request]] = []
-        """All wanted ones."""
+        """All wanted requests."""
         self._alike: dict[bytes, list[tuple[bytes, StreamKey]]] = {}
         self._samples: list[Step] = []
         self._num_steps = 0
         self._incarnation = self._next_index = -1
         self._now = self._to_wall = 0.0
         self._away = (0.0, 0.0)
-        """Time in which no scheduler served: from the end of the former record to the beginning of this one."""
+        """Period without a scheduler: from the end of the previous scheduler's record to the beginning of this one."""
         self._offset = 0.0
-        """From the clock of the present scheduler to that of the first one."""
+        """Seconds to add to a time of the current scheduler's clock to get one of the first scheduler's clock."""
         self._cut_off: dict[tuple[str, int], tuple[StreamKey, _Request]] = {}
         """Wanted requests that were live when their scheduler ended, by id and stream."""
         self._stalls: list[tuple[float, float]] = []
-        """Times in which the scheduler did nothing."""
+        """(begin, end) of the periods during which the scheduler was stalled."""
         self._silent: list[tuple[str, float, float]] = []
-        """(worker, loss, return) of workers that were lost and came back as the same process."""
+        """(worker, time of loss, time of return) for workers that were lost and came back as the same process."""
         self._lost_processes: dict[str, tuple[str, float]] = {}
-        """By process: the name of a lost worker, and the time of its loss."""
+        """For each process of a lost worker: the worker's name and the time of its loss."""
         self._config: dict[str, Any] = {}
         self._draining: set[str] = set()
         """Names of drained workers."""
         self._first_keys: dict[StreamKey, StreamKey] = {}
-        """Keys of requests that were taken over: the key at their first scheduler."""
+        """For each request that was taken over: its key at the first scheduler."""
         self._handlers: dict[type, Callable[..., None]] = {
             ev.RequestArrived: self._arrived,
             Note: self._noted,
@@ -223,7 +223,7 @@ class _Pass:
         return found
 
     def _open(self, opening: Opening) -> None:
-        """Begin with a core's state, because there is nothing before it."""
+        """Begin with the state in the opening, because no earlier entries are known."""
         to_wall = opening.unix_ns / 1e9 - opening.core_time
         if self._incarnation < 0:
             self._to_wall = to_wall
@@ -259,7 +259,7 @@ class _Pass:
             self._take_over(state)
 
     def _go_on(self, key: StreamKey, request: _Request, *, is_in_row: bool) -> None:
-        """Go on with the life of a request behind a gap of the record."""
+        """Continue the life of a request after a gap in the record."""
         assert request.cut_at is not None
         seconds = self._now - request.cut_at
         text = f"entries of {seconds:.1f} s are missing in the record"
@@ -315,7 +315,7 @@ class _Pass:
             del same[:-_MAX_ALIKE]
 
     def _take_over_request(self, key: StreamKey, event: ev.RequestArrived, arrival: float) -> bool:
-        """Return whether an arrival continues a request of the scheduler before; if so, go on with its life."""
+        """Return whether an arrival continues a request from the previous scheduler; if so, continue its life."""
         first_key, request = self._cut_off.get((event.spec.request_id, key.stream), (key, None))
         if request is None or request.cut_at is None or request.report is not None:
             return False
@@ -390,7 +390,7 @@ class _Pass:
                 break
 
     def _report(self, message: link_pb2.RequestReport, request: _Request) -> Report:
-        """Return a report with times from the first submission; the front end counts from the last one."""
+        """Return a report whose times count from the first submission; those of the front end count from the last."""
         before = request.taken_over_s
         submitted_s, arrival = max(0.0, message.submitted_us / 1e6 - before), request.notes[0].time
         ended, back = self._away
@@ -438,7 +438,7 @@ class _Pass:
             self._left_row(worker, row)
 
     def _left_row(self, worker: _Worker, row: _Row) -> None:
-        """Add the row of a request to those that others waited for."""
+        """Add a row that became free to the rows for which other requests waited."""
         for request in self._watched.values():
             if not _is_in_row(request.notes):
                 self._add_holding(request, worker, row)
@@ -595,7 +595,7 @@ class _Pass:
         return str((of_class or self._config).get("policy", ""))
 
     def _with_silent(self, note: Note) -> Note:
-        """Return a note of a lost worker as one of a silent worker if the same process came back."""
+        """Change a note about a lost worker into one about a silent worker if the same process came back."""
         if note.kind is not NoteKind.LOST:
             return note
         for worker_id, lost_at, back_at in self._silent:

@@ -4,10 +4,11 @@ KV is modelled slot by slot: each slot holds the value of the sequence up to the
 step executes in the order that the protocol prescribes. The worker checks that a row reads only what it or its prefix
 wrote. The cost of the checks is proportional to the changes of a step:
 
-* A block has one writer: the row that got it when no block table named it. Other rows share it with its KV computed.
-* Blocks that a row gets with computed KV are compared slot by slot, after the step's writes.
-* A block that a row gets to write, or that is copied to, is named by no unanswered step. The same holds for host
-  blocks. The copies of a step are made before its other operations.
+* A block has one writer: the row that got the block when no block table named it. Other rows may share the block only
+  for KV that is already computed.
+* When a row gets blocks with computed KV, they are compared slot by slot, after the step's writes.
+* If a row gets a block in order to write it, or a copy writes it, no step without a result may use that block. The same
+  holds for host blocks. The copies of a step are made before its other operations.
 
 By induction, no slot that a row relies on ever changes.
 
@@ -35,13 +36,13 @@ _NOTHING = -1
 """Content of a slot that was never written."""
 _SPOILT = -2
 _REJECTED = -3
-"""Content of a slot that a rejected draft has written."""
+"""Content of a slot that a rejected draft wrote."""
 _ACCEPTED_SHARE = 0.7
 
 
 @dataclass(slots=True, eq=False)
 class Spoil:
-    """Invalid KV (NaN), and everything that was computed from it."""
+    """Invalid KV (NaN), together with all KV that was computed from it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,7 @@ class Row:
     blocks: list[int]
     computed: int
     admitted: int
-    """Number of the admission: smaller is earlier."""
+    """Sequence number of the admission; a smaller number is an earlier admission."""
     num_prompt: int
     pooling: Pooling = Pooling.NONE
     num_admitted: int = 0
@@ -68,11 +69,11 @@ class Row:
     held: bool = False
     draft_limit: int = 0
     drafted_step: int = 0
-    """The last step in which it may have verified drafts."""
+    """The last step in which the row may have verified drafts."""
     fails: bool = False
     spoil: Spoil | None = None
     reported_step: int | None = None
-    """The first step whose answer reported the row as failed with NaN."""
+    """The first step whose result reported that the row failed with NaN."""
     scored: bool = False
     """Whether the request asks for log-probabilities."""
     num_prompt_unscored: int = 0
@@ -99,13 +100,13 @@ class ModelWorker:
     epoch: int = 0
     last_step: int = 0
     answered_step: int = 0
-    """The newest step whose answer the scheduler has; set by the code that delivers answers."""
+    """The newest step whose result the scheduler has received; set by the code that delivers results."""
     num_host_blocks: int = 0
     copy_s: float = 0.0
-    """Seconds to copy one block; 0 if the worker does not report it."""
+    """Seconds to copy one block; 0 if the worker does not report this time."""
     max_draft_tokens: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
-    """Decides about drafts."""
+    """Decides how many drafts are proposed and accepted."""
     num_usable: int = 0
     """Number of blocks that the scheduler has agreed to use; 0 for all."""
     rows: dict[int, Row] = field(default_factory=dict)
@@ -120,9 +121,9 @@ class ModelWorker:
     _writer: list[Row | None] = field(default_factory=list)
     """Per block, the row that may write it."""
     _last_named: list[int] = field(default_factory=list)
-    """Per block, the last step that used it, excluding tables that still name it."""
+    """Per block, the last step that used it; tables that merely still name the block do not count."""
     _spoils: dict[int, Spoil] = field(default_factory=dict)
-    """By block, while one of its slots is invalid; host blocks are numbered after the device's."""
+    """Blocks with an invalid slot; host blocks are numbered after the device blocks."""
 
     def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
         """Return the worker's first message."""
@@ -150,12 +151,12 @@ class ModelWorker:
         )
 
     def welcome(self, epoch: int) -> None:
-        """Start an epoch: the rows are dropped."""
+        """Start an epoch and drop all rows."""
         self.epoch, self.last_step, self.answered_step = epoch, 0, 0
         self.rows.clear()
         self._generations.clear()
         self._spoils.clear()
-        # Host blocks are numbered after the device's.
+        # Host blocks are numbered after the device blocks.
         num_all = self.num_blocks + self.num_host_blocks
         self._values = [_NOTHING] * (num_all * self.block_size)
         self._holders = [0] * num_all
@@ -163,7 +164,7 @@ class ModelWorker:
         self._last_named = [0] * num_all
 
     def fail(self, row: int, *, spoil: bool) -> None:
-        """Let the row fail when it samples next; with `spoil`, its KV is invalid from the next step on."""
+        """Make the row fail when it next samples; with `spoil`, its KV is invalid from the next step on."""
         self.rows[row].fails = True
         if spoil and self.rows[row].spoil is None:
             self.rows[row].spoil = Spoil()
@@ -174,12 +175,12 @@ class ModelWorker:
         return self._holders[: self.num_usable or self.num_blocks].count(0)
 
     def writer(self, block: int) -> StreamName | None:
-        """Return the stream whose KV the block holds."""
+        """Return the stream whose KV is in the block; None if the block has no writer."""
         row = self._writer[block]
         return row.name if row is not None else None
 
     def execute(self, plan: Plan) -> ev.StepDone:
-        """Execute one step; return the answer."""
+        """Execute one step; return its result."""
         if plan.epoch != self.epoch or plan.worker != self.peer:
             raise ViolationError("plan.epoch", f"a plan of epoch {plan.epoch} in epoch {self.epoch}")
         if plan.step != self.last_step + 1:
@@ -283,7 +284,7 @@ class ModelWorker:
         return row
 
     def _name_block(self, row: Row, block: int, *, fresh: bool) -> None:
-        """Record that a table names a block; `fresh`: the row is going to write it."""
+        """Record that a table names a block; `fresh` means that the row will write the block."""
         if not 0 <= block < (self.num_usable or self.num_blocks):
             raise ViolationError("plan.block", f"block {block} does not exist", row.name)
         self._holders[block] += 1
@@ -301,7 +302,7 @@ class ModelWorker:
             )
 
     def _check_unused(self, blocks: list[int]) -> None:
-        """Check that no row reads the blocks and no unanswered step names them."""
+        """Check that no row reads the blocks, and no step without a result uses them."""
         for block in blocks:
             if self._holders[block] or self._last_named[block] > self.answered_step:
                 raise ViolationError(
@@ -395,21 +396,21 @@ class ModelWorker:
         return token_after(row.values[-1])
 
     def _propose(self, row: Row) -> int:
-        """Return the number of drafts of a row: at most its limit, and as many as its blocks and positions hold."""
+        """Return the number of drafts for a row, within its draft limit, its blocks and the maximum length."""
         return min(self.rng.randint(0, row.draft_limit), self._room(row))
 
     def _room(self, row: Row) -> int:
         return min(len(row.blocks) * self.block_size, self.max_model_len) - row.computed
 
     def _num_accepted(self, row: Row, num_drafts: int) -> int:
-        """Return how many drafts of a row are accepted."""
+        """Return how many of the row's drafts are accepted."""
         num_accepted = 0
         while num_accepted < num_drafts and self.rng.random() < _ACCEPTED_SHARE:
             num_accepted += 1
         return num_accepted
 
     def _verify(self, row: Row, num_drafts: int) -> int:
-        """Write the KV of drafts behind the row's newest token; return how many of them were accepted."""
+        """Write the KV of drafts after the row's newest token; return how many drafts were accepted."""
         num_accepted = self._num_accepted(row, num_drafts)
         for _ in range(num_accepted):
             self._write(row, 1)
@@ -441,7 +442,7 @@ class ModelWorker:
                     row.name,
                 )
             row.fails, row.spoil = True, spoil
-            # The KV that the row has written in this step is invalid too.
+            # The KV that the row wrote in this step is invalid too.
             for position in range(given, row.computed):
                 own = row.blocks[position // size]
                 self._values[own * size + position % size] = _SPOILT

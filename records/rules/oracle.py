@@ -1,8 +1,8 @@
 """Arithmetic instead of a model: every token is a function of the whole sequence before it.
 
-A sequence has a *value*, which each token extends. The next token is a function of the value. So the oracle costs O(1)
-per token. A wrong token, position or order changes all tokens after it. The value after a position also represents that
-position's KV, which in a transformer depends on everything before it.
+A sequence has a *value*, which is a hash of its tokens, and the next token is a function of the value. Each token
+updates the value in O(1). A wrong token, position or order changes all later tokens. The value after a position also
+represents the KV at that position, which in a transformer depends on all earlier tokens.
 """
 
 import hashlib
@@ -36,13 +36,13 @@ def value_of(tokens: Iterable[int]) -> int:
 
 
 def embedding_of(values: list[int], pooling: Pooling) -> bytes:
-    """Return the embedding of a sequence, a vector of one element; `values` holds the state after each token."""
+    """Return the embedding of a sequence, a vector with one element; `values` has the value after each token."""
     element = values[-1] if pooling is Pooling.LAST else sum(values) % 1_000_003
     return np.array([element], "<f4").tobytes()
 
 
 def expected_embedding(prompt: list[int], pooling: Pooling) -> bytes:
-    """Return the embedding that a request must get."""
+    """Return the embedding that a request for this prompt must get."""
     value, values = EMPTY, []
     for position, token in enumerate(prompt):
         value = extend(value, token, position)
@@ -51,7 +51,7 @@ def expected_embedding(prompt: list[int], pooling: Pooling) -> bytes:
 
 
 def expected_output(prompt: list[int], max_tokens: int, stops: set[int]) -> list[int]:
-    """Return the tokens that a request must deliver."""
+    """Return the tokens that a request must generate: up to `max_tokens`, or until a stop token."""
     value = value_of(prompt)
     output: list[int] = []
     while len(output) < max_tokens and not (output and output[-1] in stops):
@@ -70,5 +70,5 @@ def scores_of(tokens: list[int]) -> bytes:
 
 
 def grammar_key(grammar: bytes) -> bytes:
-    """Return the key of a grammar in the core."""
+    """Return the key that identifies a grammar in the core."""
     return hashlib.sha256(grammar).digest() if grammar else b""

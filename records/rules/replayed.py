@@ -1,9 +1,9 @@
-"""Promises of the core, checked while the requests of a record are served again.
+"""Checks the promises of the core while the requests in a record are served again.
 
-A record that other code has made cannot be compared plan by plan. What must hold nevertheless:
+A record that other code has made cannot be compared plan by plan. The following must hold for any code:
 
-* every plan keeps the rules of the plan protocol: rows, blocks, budgets, and which KV a row may read or write; the
-  simulator's model worker (`records.rules.model_worker`) checks them, with the KV of every token;
+* every plan keeps the rules of the plan protocol: rows, blocks, budgets, and which KV a row may read or write. The
+  simulator's model worker (`records.rules.model_worker`) checks the rules with the KV of every token;
 * the core's own invariants hold;
 * every request ends exactly once, gets its tokens in order and none after its end, and ends naturally only with the
   number of tokens that it asked for.
@@ -27,12 +27,12 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
 
 _CHECK_EVERY = 64
-"""Events between two checks of the core's own invariants."""
+"""Number of events between two checks of the core's own invariants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Checked requests, plans and tokens; all promises were kept."""
+    """Numbers of requests, plans and tokens that were checked; all promises were kept."""
 
     requests: int
     plans: int
@@ -47,7 +47,7 @@ def check(arrivals: Sequence[Arrival], service: Service, *, seed: int = 0) -> Ke
         AssertionError: an invariant of the core was broken.
         SimulationError: the requests cannot be served.
     """
-    # The worker compares KV by its tokens, and the tokens of an earlier answer are not known.
+    # The worker identifies KV by its tokens, and the tokens generated for an earlier request are not known.
     plain = [dataclasses.replace(each, following_keys=b"") for each in arrivals]
     watched: list[_Watched] = []
 
@@ -69,10 +69,10 @@ def check(arrivals: Sequence[Arrival], service: Service, *, seed: int = 0) -> Ke
 
 
 class _Follower(ModelWorker):
-    """A model worker with the tokens and the drafts of the simulation, which does not sample as the model does."""
+    """A model worker that takes tokens and drafts from the simulation, which does not sample as the oracle does."""
 
     def follow(self, plan: Plan, answer: ev.StepDone) -> None:
-        """Execute a plan as the simulation did."""
+        """Execute a plan with the result that the simulation gave."""
         self._drafts: dict[int, tuple[int, int]] = {}
         if answer.counts is not None and answer.draft_counts is not None:
             drafts = zip(answer.draft_counts.tolist(), (answer.counts - 1).tolist(), strict=True)
@@ -103,7 +103,7 @@ class _Watched(Scheduler):
         self._arrivals = arrivals
         self._models: dict[ev.Peer, _Follower] = {}
         self._num_tokens: dict[StreamName, int] = {}
-        """Tokens that each live request got, by its name."""
+        """Number of tokens that each live request has received, by its name."""
         self._ended: set[StreamName] = set()
         self._num_events = self._num_plans = self._sum_tokens = 0
 
@@ -130,7 +130,7 @@ class _Watched(Scheduler):
         return plan, effects
 
     def executed(self, plan: Plan, answer: ev.StepDone) -> None:
-        """Execute a plan that the simulation has executed."""
+        """Let the model worker execute a plan that the simulation has executed."""
         self._num_plans += 1
         self._models[plan.worker].follow(plan, answer)
 
@@ -169,7 +169,7 @@ class _Watched(Scheduler):
             raise ViolationError("end.tokens", f"{end.completion_tokens} tokens count, {got} were delivered", name)
 
     def at_rest(self) -> Kept:
-        """Check that nothing is left when all requests have ended."""
+        """Check, after all requests have ended, that none runs or waits and no block is held; return the counts."""
         self.validate()
         if self._num_tokens or len(self._ended) != len(self._arrivals):
             raise ViolationError("end.once", f"{len(self._arrivals) - len(self._ended)} requests have not ended")

@@ -1,4 +1,4 @@
-"""A broken promise."""
+"""The error for a broken promise, and the name of the request concerned."""
 
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ class ViolationError(AssertionError):
     """A check of the simulator that failed.
 
     Args:
-        check: the promise, by a short stable name.
-        detail: what was seen.
-        stream: the request concerned, if it is one.
+        check: short, stable name of the promise.
+        detail: what was observed.
+        stream: the request concerned; None if the promise is not about one request.
     """
 
     def __init__(self, check: str, detail: str, stream: StreamName | None = None) -> None:

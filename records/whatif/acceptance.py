@@ -1,16 +1,16 @@
-"""Acceptance: which drafts of a record were accepted, and which ones of a simulation are.
+"""Draft acceptance: learned from a record, and applied to the drafts in a simulation.
 
 The random numbers that sample a token depend only on the request's seed and the token's position. So a request has the
 same tokens however many drafts are verified, and whether a draft is accepted depends mostly on its position: where the
-text repeats itself, drafts are right. A record therefore gives each position of a request an *outcome*: the draft for
-it was accepted, was rejected, or the worker proposed none although the plan allowed one. In a simulation, the same
-request has the same outcome there.
+text repeats itself, drafts are correct. A record therefore gives each position of a request an *outcome*: the draft for
+the position was accepted, it was rejected, or the worker proposed none although the plan allowed one. In a simulation,
+the same request has the same outcome at the same position.
 
-The outcome of other positions is unknown: the plan allowed no draft for them, or the limit ended before them. It is
-drawn, given the last outcome of the same request. The probabilities are counted over all requests of the record. So
-outcomes keep their runs: after an accepted draft, another one is likelier.
+For other positions the outcome is unknown, because the plan allowed no draft there. It is drawn at random, given the
+last outcome of the same request. The probabilities are counted over all requests in the record. Runs of equal outcomes
+are therefore preserved: after an accepted draft, another acceptance is more likely.
 
-Drafts behind a rejected one are wasted. Their number matters for the time of the step only.
+Drafts after a rejected draft are wasted. Their number affects only the time of the step.
 """
 
 import random
@@ -31,17 +31,17 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """Acceptance of drafts, learned from a record."""
+    """Model of draft acceptance, learned from a record."""
 
     following: tuple[tuple[float, float, float], ...]
-    """Probability of an accepted, a rejected and a missing draft, by the outcome before; `UNKNOWN`: there is none."""
+    """By previous outcome (`UNKNOWN` if there is none): probability of an accepted, a rejected and a missing draft."""
     wasted_share: float
-    """Drafts that were verified behind rejected ones, relative to as many as the limits allowed there."""
+    """Drafts verified after rejected ones, divided by the number that the limits allowed there."""
     positions: int
-    """Known outcomes that this was learned from."""
+    """Number of known outcomes from which the model was learned."""
 
     def draw(self, before: int, rng: random.Random) -> int:
-        """Return an outcome after another one of the same request."""
+        """Draw an outcome, given the previous outcome of the same request."""
         accepted, rejected, _ = self.following[before]
         share = rng.random()
         if share < accepted:
@@ -50,22 +50,22 @@ class Acceptance:
 
 
 class History:
-    """Outcomes of one request in a record."""
+    """Draft outcomes of one request in a record."""
 
     def __init__(self) -> None:
         self.outcomes = bytearray()
-        """By index among the generated tokens."""
+        """Outcome for each generated token, by index."""
         self.num_wasted = self.num_wasted_allowed = 0
-        """Drafts behind rejected ones, and as many as were allowed there."""
+        """Number of drafts verified after rejected ones, and the number allowed there."""
 
     def note(self, index: int, most: int, verified: int, accepted: int) -> None:
         """Note the drafts of one step.
 
         Args:
             index: index of the step's first token among the request's generated tokens; the first draft is for it.
-            most: drafts that were allowed.
-            verified: drafts that the worker verified.
-            accepted: those of them that were accepted.
+            most: number of drafts that the plan allowed.
+            verified: number of drafts that the worker verified.
+            accepted: number of verified drafts that were accepted.
         """
         known = [Outcome.ACCEPTED] * accepted
         if verified > accepted:
@@ -79,8 +79,8 @@ class History:
 
 
 def learn(histories: Sequence[History]) -> Acceptance | None:
-    """Return the acceptance in the histories of all requests; None if no draft was allowed in any of them."""
-    # One of each, so that an outcome that follows no other one in the record has probabilities as well.
+    """Learn the acceptance from the histories of all requests; return None if no draft was allowed in any of them."""
+    # Counts begin at 1, so that an outcome that has no successor in the record has probabilities too.
     counts = [[1, 1, 1] for _ in Outcome]
     positions = 0
     for history in histories:
@@ -101,29 +101,29 @@ def learn(histories: Sequence[History]) -> Acceptance | None:
 
 
 class Drafting:
-    """Drafts of the requests of a simulation."""
+    """Decides how many drafts are verified and accepted in a simulation."""
 
     def __init__(self, acceptance: Acceptance, known: Sequence[bytes], rng: random.Random) -> None:
         """Begin a simulation.
 
         Args:
-            acceptance: draws the outcomes that are not known.
-            known: outcomes of each request, by index among its generated tokens.
-            rng: decides what is not known.
+            acceptance: model for the outcomes that are not known.
+            known: known outcomes of each request, by index among its generated tokens.
+            rng: random generator for the outcomes that are not known.
         """
         self._acceptance = acceptance
         self._known = known
         self._rng = rng
         self._last = bytearray(len(known))
-        """By request: its last outcome."""
+        """Last outcome of each request."""
 
     def verify(self, request: int, index: int, most: int) -> tuple[int, int]:
-        """Return how many drafts of a request are verified in a step, and how many of them are accepted.
+        """Return how many drafts a request has verified in a step, and how many of these are accepted.
 
         Args:
             request: number of the request.
             index: index of the step's first token among its generated tokens.
-            most: drafts that are allowed.
+            most: number of drafts that the plan allows.
         """
         known, outcome = self._known[request], int(self._last[request])
         accepted = 0

@@ -1,4 +1,4 @@
-"""The question of `quire replay --set`: from files to a comparison."""
+"""Runs `quire replay --set`: reads files, simulates, and returns a comparison."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -20,17 +20,17 @@ from shared.config import ConfigError
 
 MOST_WORKERS = 1000
 _FEW_POSITIONS = 200
-"""Known outcomes of drafts below which the page warns."""
+"""With fewer known draft outcomes than this, the page shows a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Requests, what serves them, and how they were served."""
+    """Requests, the service to simulate, and, if recorded, the results of the original run."""
 
     arrivals: Sequence[Arrival]
     service: Service
     recorded: Figures | None = None
-    """None: the requests are those of a trace."""
+    """Results of the recorded run; None if the requests come from a trace."""
     notes: tuple[str, ...] = ()
 
 
@@ -84,7 +84,7 @@ def save(service: Service, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    # Another load meets other disturbances.
+    # The pace describes disturbances at certain times of the recorded run, which do not apply to another load.
     service = dataclasses.replace(service, times=dataclasses.replace(service.times, pace=()))
     path.write_text(to_json(service) + "\n", encoding="utf-8")
 
@@ -95,8 +95,8 @@ def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, 
     Args:
         case: the requests and the service.
         settings: changes of the form `name=value`.
-        workers: number of workers; None for those of the case, joining and leaving as they did.
-        seed: seed of the scatter of step times.
+        workers: number of workers; None for the workers in the case, which join and leave at their recorded times.
+        seed: seed for the random variation of step times.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -128,10 +128,10 @@ def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, 
 
 
 def _notes_on_drafts(service: Service, changed: Changed) -> Iterator[str]:
-    """Return what the reader must know about drafts.
+    """Yield notes for the page about drafts.
 
     Raises:
-        ConfigError: nothing is known of the drafts that the settings ask for.
+        ConfigError: the settings enable drafts, but the record has no data on drafts.
     """
     if service.acceptance is None:
         if changed.of_workers.get("max_draft_tokens"):
@@ -146,7 +146,7 @@ def _notes_on_drafts(service: Service, changed: Changed) -> Iterator[str]:
 
 
 def fleet(recorded: Sequence[Member], workers: int | None, changed: Changed) -> list[Member]:
-    """Return the workers of a simulation: like the recorded ones, in turn."""
+    """Return the workers of a simulation; with `workers`, that many copies, cycling through the recorded ones."""
     if workers is None:
         return [dataclasses.replace(member, hello=changed.apply(member.hello)) for member in recorded]
     hellos = list({member.hello.worker_id: changed.apply(member.hello) for member in recorded}.values())

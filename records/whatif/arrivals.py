@@ -1,11 +1,11 @@
-"""From a record to a load, to samples of step times, and to the numbers of the run as it was.
+"""Reads from a record the load, samples of step times, and the results of the run.
 
-Of a record with several cores, or with gaps, the part with the most requests is used.
+If a record has several cores, or gaps, only the part with the most requests is used.
 
-What a request would have generated is known if it was served completely. Otherwise, for example after a deadline, it is
-assumed to generate as many tokens as the mean request, and at least as many as it had.
+The output length of a request is known if the request was served completely. Otherwise, for example after a deadline,
+the request is assumed to generate the mean number of tokens, and at least as many as it had generated.
 
-Of drafts, the limits are in the plans, and the verified and accepted ones in the answers.
+Draft limits come from the plans; the numbers of verified and accepted drafts come from the step results.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import Pooling, RequestSpec
 
 _ANY = 1 << 30
-"""Blocks of a row that was occupied when the record began: they are not in it."""
+"""Assumed number of blocks for a row that was in use when the record began, because the record does not list them."""
 _NEVER_RUN = frozenset({EndReason.INVALID, EndReason.DUPLICATE})
-"""Requests that would be refused under all settings; they are left out."""
+"""End reasons of requests that any settings would refuse; such requests are left out."""
 
 
 class WhatIfError(ValueError):
@@ -52,9 +52,9 @@ class Recorded:
     begin: float
     """Core time at the beginning of the load."""
     acceptance: Acceptance | None
-    """None: no row was allowed drafts."""
+    """None if no row was allowed drafts."""
     skipped_parts: int = 0
-    """Parts of the record that are not used."""
+    """Number of parts of the record that are not used."""
 
 
 class _Name(NamedTuple):
@@ -69,7 +69,7 @@ class _Request:
     at: float
     left_out: bool = False
     num_delivered: int = 0
-    """Tokens that it had when it arrived."""
+    """Number of generated tokens that the request already had when it arrived."""
     num_sampled: int = 0
     drafts: History = field(default_factory=History)
     end: RequestEnded | None = None
@@ -89,7 +89,7 @@ def read_load(segments: Iterable[Segment], since_unix_s: float = -math.inf) -> R
 
     Args:
         segments: the record, oldest first.
-        since_unix_s: wall clock, s; requests that arrived before are in no figure.
+        since_unix_s: wall clock, s; requests that arrived before this time are excluded from the results.
 
     Raises:
         WhatIfError: the record has no request, or no worker.
@@ -125,7 +125,7 @@ class _Pass:
         self._members: list[Member] = []
         self._samples: list[Sample] = []
         self._core_keys: dict[bytes, float] = {}
-        """Keys that the core computed, with the time of the first one."""
+        """Block keys that the core computed, each with the time at which it was first computed."""
         self._handlers: dict[type, Callable[..., None]] = {
             ev.RequestArrived: self._arrived,
             RequestEnded: self._ended,
@@ -266,7 +266,7 @@ class _Pass:
         started = max(at, worker.answered)
         verified = accepted = np.zeros(len(work.rows), np.int64)
         if done.counts is not None and done.draft_counts is not None:
-            # Rows that failed are not in the answer.
+            # Rows that failed are not in the step result.
             answered = np.isin(done.rows, work.rows)
             at_rows = np.searchsorted(work.rows, done.rows[answered])
             verified, accepted = verified.copy(), accepted.copy()
@@ -293,7 +293,7 @@ class _Pass:
         """Return the run."""
         members = [*self._members, *(worker.member for worker in self._workers.values())]
         members.sort(key=lambda member: member.joined)
-        # Workers that leave when everything has ended would leave a slower simulation early.
+        # Ignore departures after all requests had ended: in a slower simulation, those workers would leave too early.
         last = self._now if self._live else max(each.ended_at for each in self._requests)
         members = [
             member
@@ -352,10 +352,10 @@ class _Pass:
         )
 
     def _following_keys(self) -> dict[int, bytes]:
-        """Return, by request, the keys of the blocks after its prompt's that a later request has as well.
+        """Return, by request, the keys of the blocks after its prompt that a later request's prompt also has.
 
-        That is so if a conversation goes on: the later prompt contains the earlier answer. Such a key was computed by
-        the core while the earlier request was live, and it is in the later prompt.
+        This happens if a conversation continues: the later prompt contains the earlier response. The core computed such
+        a key while the earlier request was live, and the later prompt contains the key.
         """
         next_keys: dict[bytes, list[bytes]] = {}
         for request in self._requests:
@@ -386,7 +386,7 @@ class _Pass:
 
 
 def _plain(spec: RequestSpec) -> RequestSpec:
-    """Return what steers decisions of a specification that is simulated."""
+    """Return a specification with only the fields that affect decisions in a simulation."""
     return spec._replace(
         stop_token_ids=b"", sampling=b"", grammar=b"", identity=b"", resume_info=b"", traceparent="", model=""
     )

@@ -1,7 +1,7 @@
-"""Numbers of a run: throughput, latencies, occupancy.
+"""Computes the results of a run: throughput, latencies, occupancy.
 
-The same code computes them for a record and for a simulation, so that the two can be compared. All times are those of
-the scheduler: a request begins when it arrives there, and a token counts when its step is answered.
+The same code is used for a record and for a simulation, so that the two can be compared. All times are measured at the
+scheduler: a request begins when it arrives there, and a token counts when the result of its step arrives.
 """
 
 from collections import Counter
@@ -16,16 +16,16 @@ from scheduler_svc.core.interface.records import EndReason
 Numbers = npt.NDArray[np.int64]
 _SHORTEST_S = 1e-6
 _GROWTH = 1.005
-"""Ratio of two neighbouring bounds of the histogram: the error of a quantile is at most half a percent."""
+"""Ratio of neighbouring histogram bounds; it limits the error of a quantile to half a percent."""
 _NUM_BINS = 5000
 """Enough for gaps of up to 60,000 s."""
 NATURAL_ENDS = frozenset({EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH, EndReason.EMBEDDED})
-"""The request was served completely."""
+"""End reasons of requests that were served completely."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Distribution of one latency, seconds; all 0 without a sample."""
+    """Distribution of one latency, in seconds; all values are 0 if there is no sample."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -35,14 +35,14 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Numbers of one run."""
+    """Results of one run."""
 
     requests: int
     """Requests that were served completely."""
     others: dict[str, int]
     """Requests that ended otherwise, by reason."""
     good: int = 0
-    """Requests that were served completely and met their own targets; one without any counts."""
+    """Requests that were served completely and met their own targets, if they had any."""
     targeted: int = 0
     """Requests that were served completely and had targets."""
     duration_s: float
@@ -52,31 +52,31 @@ class Figures:
     ttft: Latency
     """From the arrival to the first token."""
     itl: Latency
-    """Between two steps that give a request tokens; with drafts, a step may give several."""
+    """Between two consecutive steps that generate tokens for a request; with drafts, a step may generate several."""
     e2e: Latency
-    """From the arrival to the end, of requests that were served completely."""
+    """From the arrival to the end, for requests that were served completely."""
     steps: int
     rows_per_step: float
-    """Mean number of rows that a step computes something for."""
+    """Mean number of rows that compute in a step."""
     busy_share: float
-    """Share of the time for which a worker computes, mean over the workers."""
+    """Share of time during which a worker computes, averaged over the workers."""
     preemptions: int
     prefix_hit_rate: float
-    """Share of the prompt tokens that were in the prefix cache."""
+    """Share of prompt tokens that were in the prefix cache."""
     draft_tokens: int
-    """Verified drafts."""
+    """Number of verified drafts."""
     accepted_draft_tokens: int
-    """Those of them that were accepted."""
+    """Number of accepted drafts."""
 
 
 class Timeline:
-    """Events of each request of a run; their numbers are 0, 1, 2, and so on."""
+    """Collects the events of a run's requests, which are numbered from 0 in the order of their arrival."""
 
     def __init__(self) -> None:
         self._arrived = np.zeros(64)
         self._first = np.zeros(64)
         self._last = np.zeros(64)
-        """Time of the newest token; 0 if there is none."""
+        """By request: time of the newest token; 0 if there is none."""
         self._num_prompt = np.zeros(64, np.int64)
         self._live = np.zeros(64, np.bool_)
         self._left_out = np.zeros(64, np.bool_)
@@ -84,7 +84,7 @@ class Timeline:
         self._gap_sum = 0.0
         self._e2e: list[float] = []
         self._targets: dict[int, tuple[float, float]] = {}
-        """By request that has targets: when its first and its last token are wanted."""
+        """For each request with targets: the times by which its first and its last token are wanted."""
         self._num_late = self._num_targeted = 0
         self._others: Counter[str] = Counter()
         self._num_ended = self._num_outputs = self._num_cached = self._num_prompts = self._preemptions = 0
@@ -107,9 +107,10 @@ class Timeline:
         Args:
             at: the time, s.
             num_prompt: tokens of the prompt.
-            left_out: whether it is in no figure, for example because it had arrived before the record began.
-            first_by: time by which its first token is wanted; None if it has no such target.
-            last_by: time by which its last token is wanted.
+            left_out: whether to exclude the request from the results, for example because it arrived before the
+                record began.
+            first_by: time by which the first token is wanted; None if there is no such target.
+            last_by: time by which the last token is wanted; None if there is no such target.
         """
         number = self.num_requests
         self.num_requests += 1
@@ -129,7 +130,7 @@ class Timeline:
         return number
 
     def tokens(self, numbers: Numbers, at: float) -> None:
-        """Record that requests got tokens; requests that have ended are left out."""
+        """Record that requests got tokens; ignore requests that have ended."""
         numbers = numbers[self._live[numbers]]
         last = self._last[numbers]
         is_first = last == 0
@@ -163,7 +164,7 @@ class Timeline:
             self._others[reason.value] += 1
 
     def step(self, num_rows: int, seconds: float, *, drafts: int = 0, accepted: int = 0) -> None:
-        """Record an answered step that took a worker this long; `accepted` of its `drafts` were accepted."""
+        """Record a completed step, which took a worker `seconds`; `accepted` of its `drafts` were accepted."""
         self._steps += 1
         self._drafts += drafts
         self._accepted += accepted
@@ -179,10 +180,10 @@ class Timeline:
         return at - float(self._arrived[number])
 
     def figures(self, num_workers: int) -> Figures:
-        """Return the numbers.
+        """Return the results of the run so far.
 
         Args:
-            num_workers: number of workers over which the busy time is divided.
+            num_workers: number of workers, by which the busy time is divided.
         """
         count = self.num_requests
         shown = (self._first[:count] > 0) & ~self._left_out[:count]
@@ -210,7 +211,7 @@ class Timeline:
 
 
 def latency(samples: Iterable[float]) -> Latency:
-    """Return the distribution of samples, s."""
+    """Return the distribution of samples, which are in seconds."""
     values = np.fromiter(samples, np.float64)
     if not len(values):
         return Latency()

@@ -1,4 +1,4 @@
-"""Load: the requests and workers of a run, as values that a simulation serves."""
+"""Load: the requests and workers in a run, as values for a simulation."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -15,37 +15,37 @@ class Arrival:
     """One request, and how it ends; times in seconds."""
 
     at: float
-    """Since the beginning of the load."""
+    """Arrival time since the beginning of the load."""
     spec: RequestSpec
     num_tokens: int
-    """Tokens that it arrives with: its prompt, and what an earlier core had generated."""
+    """Number of tokens at arrival: the prompt, and the tokens generated under an earlier core."""
     num_outputs: int
-    """Tokens that it generates in all, unless the scheduler ends it earlier."""
+    """Total number of generated tokens, unless the scheduler ends the request earlier."""
     end: EndReason
     """LENGTH, STOP, STOP_STRING, CANCELLED or EMBEDDED."""
     cancelled_after: float | None = None
-    """For CANCELLED before the first token: how long its client waited."""
+    """How long the client waited before it cancelled, if that was before the first token."""
     keys: bytes = b""
-    """Joined keys of the leading full blocks of its prompt."""
+    """Concatenated keys of the leading full blocks of the prompt."""
     following_keys: bytes = b""
-    """Joined keys of the blocks after these, as far as a later request has the same ones."""
+    """Concatenated keys of the blocks after `keys`, as far as a later request has the same blocks."""
     block_size: int = 0
-    """Tokens per block of the keys."""
+    """Tokens per block for which the keys were computed."""
     drafts: bytes = b""
-    """Known outcomes of drafts, by index among its generated tokens; see `acceptance.Outcome`."""
+    """Known draft outcomes, by index among the generated tokens; see `acceptance.Outcome`."""
     deadline: float | None = None
-    """After the arrival; so are the others."""
+    """Seconds after the arrival, as are the other targets."""
     ttft_deadline: float | None = None
     total_deadline: float | None = None
     accepted: bool = False
-    """Whether an earlier core had accepted it."""
+    """Whether an earlier core had accepted the request."""
     left_out: bool = False
-    """Whether it is in no figure, because the record has only a part of it."""
+    """Whether the request is excluded from the results, because the record has only a part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A worker, and when it takes part; seconds since the beginning of the load."""
+    """A worker, and when it joins and leaves; times in seconds since the beginning of the load."""
 
     hello: ev.WorkerHello
     joined: float = 0.0
@@ -58,14 +58,14 @@ class Load:
 
     config: CoreConfig
     arrivals: list[Arrival]
-    """In order of time."""
+    """Requests, ordered by arrival time."""
     members: list[Member]
     duration: float
     """Length of the record, s."""
 
 
 def most_members(members: Iterable[Member]) -> int:
-    """Return the largest number of workers at any time."""
+    """Return the maximum number of workers that take part at the same time."""
     changes = []
     for member in members:
         changes.append((member.joined, 1))
@@ -81,15 +81,15 @@ def most_members(members: Iterable[Member]) -> int:
 def traced(
     at: float, num_prompt: int, num_outputs: int, parts: Sequence[int] = (), *, part_tokens: int = 0, block_size: int
 ) -> Arrival:
-    """Return a request of a trace, which knows only lengths.
+    """Return a request from a trace, which contains only lengths.
 
     Args:
         at: arrival since the beginning of the load, s.
-        num_prompt: tokens of its prompt.
-        num_outputs: tokens that it generates.
-        parts: names of the parts of its prompt, `part_tokens` each; equal names stand for equal tokens.
-        part_tokens: tokens of a part.
-        block_size: tokens per block of the workers' KV cache.
+        num_prompt: number of prompt tokens.
+        num_outputs: number of generated tokens.
+        parts: names of the parts of the prompt, `part_tokens` each; equal names stand for equal tokens.
+        part_tokens: number of tokens per part.
+        block_size: number of tokens per block in the workers' KV cache.
     """
     keys, key = [], b""
     for end in range(block_size, min(num_prompt, len(parts) * part_tokens) + 1, block_size):

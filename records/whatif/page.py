@@ -31,16 +31,16 @@ _DRAFT_LINES: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("drafts per step", "", lambda run: run.draft_tokens / max(1, run.steps)),
     ("drafts accepted", "%", lambda run: run.accepted_draft_tokens / max(1, run.draft_tokens)),
 )
-"""Further lines if a run has drafts."""
+"""Additional lines if a run has drafts."""
 _FEW_EXTRAPOLATED = 0.01
-"""Share of extrapolated steps from which on the page warns."""
+"""If the share of extrapolated steps is larger than this, the page shows a warning."""
 
 _DISTURBED = 1.3
-"""Multiple of the usual pace from which on the machine was disturbed."""
+"""If steps take longer than this multiple of the usual pace, the machine counts as disturbed."""
 _MUCH_DISTURBED = 0.1
-"""Share of the time from which on the page says so."""
+"""If the machine was disturbed for a larger share of the time than this, the page shows a warning."""
 _BUSY_SCHEDULER = 0.4
-"""Share of a core from which on the page warns that the scheduler itself may be too slow."""
+"""If decisions take a larger share of a core than this, the page warns that the scheduler may be too slow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class Comparison:
     """A recorded run, its simulation, and a simulation with changed settings."""
 
     changes: Sequence[str]
-    """Changes, as the user named them; empty for nothing."""
+    """Changed settings, as the user wrote them; empty if none was changed."""
     workers: tuple[int, int]
-    """Number of workers, recorded and changed."""
+    """Number of workers in the recording, and in the changed simulation."""
     recorded: Figures | None
-    """None: the load is a trace."""
+    """Results of the recorded run; None if the load is a trace."""
     simulated: Simulated
     changed: Simulated | None
     times: StepTimes
@@ -145,7 +145,7 @@ def _explanations(comparison: Comparison) -> list[str]:
 def disturbance(times: StepTimes) -> list[str]:
     """Return a warning if the machine was slower than usual for a part of the record; empty if it was not.
 
-    The usual pace is that of the fastest tenth of the time.
+    The usual pace is the pace in the fastest tenth of the time.
     """
     pace = sorted(times.pace)
     if not pace:

@@ -1,7 +1,7 @@
-"""Prediction for the console: the requests of the last minutes under other settings, next to what was measured.
+"""Prediction for the console: simulates the last minutes' requests under other settings, and adds the measured results.
 
-Requests from before the asked time are served as well where there is time, so that the queue at its beginning is right;
-they are in no figure.
+If there is time, requests that arrived before the period in question are simulated too, so that the queue at its
+beginning is realistic. These requests are excluded from the results.
 """
 
 import dataclasses
@@ -26,16 +26,16 @@ from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundEr
 MAX_SETTINGS, MAX_WORKERS = 32, 64
 LEAST_FACTOR, MOST_FACTOR = 0.1, 10.0
 _FEW_EXTRAPOLATED = 0.01
-"""Share of extrapolated steps from which on the page warns."""
+"""If the share of extrapolated steps is larger than this, the page shows a warning."""
 _FEW_REQUESTS = 20
-"""Simulated requests below which the page warns."""
+"""If fewer requests than this are simulated, the page shows a warning."""
 
 
 def check_prediction(question: admin.PredictRequest) -> float:
-    """Check a question as far as possible without the record; return for how long before its end it asks, s.
+    """Check a question as far as possible without the record; return the length of the period in question, s.
 
     Raises:
-        InvalidRequestError: it is not valid.
+        InvalidRequestError: the question is not valid.
     """
     factor = question.kv_memory_factor
     for field, is_valid, remedy in (
@@ -56,9 +56,9 @@ def predict(question: admin.PredictRequest, place: Path, ends_at: float) -> admi
     """Answer a question from the record in a folder or file.
 
     Args:
-        question: which requests, and what to change.
+        question: the period whose requests are simulated, and the settings to change.
         place: the record.
-        ends_at: monotonic time at which the caller gives up, s.
+        ends_at: monotonic time at which the caller stops waiting, s.
 
     Raises:
         InvalidRequestError: the question is not valid.
@@ -96,7 +96,7 @@ def _predict(
     changed: Changed,
     ends_at: float,
 ) -> admin.PredictResponse:
-    """Simulate as many requests as there is time for, with the present and with the changed settings."""
+    """Simulate as many requests as there is time for, with the current settings and with the changed settings."""
     others = [
         _with_memory(each, question.kv_memory_factor) for each in fleet(members, question.workers or None, changed)
     ]
@@ -156,7 +156,7 @@ def _notes(recorded: Recorded, count: int, num_asked: int) -> list[str]:
 
 
 def to_figures(found: Figures) -> admin.RunFigures:
-    """Return the numbers of a run as operators get them."""
+    """Convert the results of a run to the operator API's message."""
     return admin.RunFigures(
         completed_requests=found.requests,
         good_requests=found.good,

@@ -1,7 +1,7 @@
-"""The last minutes of a record, read and simulated in time even on a busy machine.
+"""Reads and simulates the last minutes of a record within a time limit, even on a busy machine.
 
-The newest segments are read first. A few of the newest requests are simulated first, which shows how many more there
-is time for.
+The newest segments are read first. A few of the newest requests are simulated first; the time that this takes shows how
+many more requests can be simulated.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from shared.errors import FieldViolation, InvalidRequestError
 _DEFAULT_SINCE_S, _MAX_SINCE_S = 180.0, 900.0
 MAX_REQUESTS = 1000
 MAX_OUTPUTS = 60_000
-"""Most generated tokens of all requests together: three simulations of as many take 5 to 20 s of one core."""
+"""Maximum total of generated tokens: three simulations with this total take 5 to 20 s of CPU time."""
 _FEW_OUTPUTS = 4_000
-"""Generated tokens of the requests that are simulated first."""
+"""Total of generated tokens in the first, small simulation."""
 _READING_SHARE = 0.4
-"""Share of the time for reading the record."""
+"""Share of the time limit that may be spent reading the record."""
 _SIMULATING_SHARE = 0.7
-"""Share of the time left after the first simulation for which the second one is planned."""
+"""Share of the time left after the first simulation that the second one is sized to take."""
 
 Clock = Callable[[], float]
 IsLate = Callable[[], bool]
@@ -45,7 +45,7 @@ class OutOfTimeError(Exception):
 
 
 class LimitedScheduler(Scheduler):
-    """The core, which raises `OutOfTimeError` in the first plan that is late."""
+    """A core that raises `OutOfTimeError` when it is asked for a plan after the time limit."""
 
     def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, is_late: IsLate) -> None:
         super().__init__(config, incarnation, facts)
@@ -58,7 +58,7 @@ class LimitedScheduler(Scheduler):
 
 
 def seconds_of(since: Duration | None) -> float:
-    """Return for how long before the end of a record a question asks, s; None if it does not say.
+    """Return the length of the period in question, in seconds before the end of the record; a default for None.
 
     Raises:
         InvalidRequestError: the time is too short or too long.
@@ -92,8 +92,8 @@ def simulate_newest(
     Args:
         arrivals: the requests, oldest first.
         simulated: simulates requests; may raise `OutOfTimeError` if late.
-        ends_at: time at which the caller gives up, s.
-        clock: the clock of this time.
+        ends_at: time at which the caller stops waiting, s.
+        clock: the clock to which `ends_at` refers.
     """
     few = newest(arrivals, _FEW_OUTPUTS)
     began = clock()
@@ -110,12 +110,12 @@ def simulate_newest(
 
 
 def read_recent(place: Path, since_s: float, ends_at: float) -> tuple[Recorded, bool]:
-    """Read the newest segments that have enough requests and that there is time for; return whether these are all.
+    """Read the newest segments until there are enough requests or no time; return whether all segments were read.
 
     Args:
         place: the record.
-        since_s: requests that arrived earlier before the end of the record are in no figure, s.
-        ends_at: monotonic time at which the caller gives up, s.
+        since_s: length of the period in question, s; requests that arrived earlier are excluded from the results.
+        ends_at: monotonic time at which the caller stops waiting, s.
 
     Raises:
         WhatIfError: the record has no request, or no worker.
@@ -134,7 +134,7 @@ def read_recent(place: Path, since_s: float, ends_at: float) -> tuple[Recorded, 
             if is_whole:
                 raise
             recorded = None
-        # The next turn reads twice as many.
+        # The next iteration reads twice as many segments.
         is_late = 3 * (time.monotonic() - began) > _READING_SHARE * (ends_at - began)
         if recorded is not None and (is_whole or is_late or _is_enough(recorded.load)):
             return recorded, is_whole
@@ -154,7 +154,7 @@ def _recent(segments: list[Segment], since_s: float) -> list[Segment]:
 
 
 def _written_at(segment: Segment) -> float:
-    """Return when a segment was last written; 0 if the recorder has deleted it meanwhile."""
+    """Return when a segment was last written; 0 if the recorder has deleted the file meanwhile."""
     try:
         return segment.path.stat().st_mtime
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Rows of a worker: which of them compute what in a step, derived from plans as a worker does it.
+"""Tracks a worker's rows from its plans, as a worker does, and derives the work of each step.
 
-Both a record and a simulation go through this class, so that the model of step times sees the same features. How many
-drafts a row verifies is not in the plan, only how many it may verify at most: the caller adds the drafts of the step to
-its shape, and advances the rows by the accepted ones.
+Records and simulations both use this class, so that the model of step times sees the same features. A plan contains
+only the maximum number of drafts that a row may verify, not the actual number. The caller therefore adds the drafts of
+a step to its shape, and advances the rows by the accepted drafts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,20 +19,20 @@ FREE = -1
 
 
 class Shape(NamedTuple):
-    """Work of a step."""
+    """Amounts of work in a step, which determine its time."""
 
     decodes: int
-    """Rows that decode; each is one token."""
+    """Number of rows that decode, one token each."""
     prefill: int
-    """Tokens of prompts."""
+    """Number of prompt tokens."""
     context: int
-    """Tokens whose KV the decode rows read, summed over the rows."""
+    """Number of tokens whose KV the decode rows read, summed over the rows."""
     prefill_context: int
-    """Tokens whose KV the prompt tokens read, summed over the tokens."""
+    """Number of tokens whose KV the prompt tokens read, summed over the prompt tokens."""
     copied_blocks: int = 0
-    """Blocks that are swapped between device and host."""
+    """Number of blocks that are swapped between device and host."""
     drafts: int = 0
-    """Draft tokens that the decode rows verify."""
+    """Number of draft tokens that the decode rows verify."""
 
 
 class Admitted(NamedTuple):
@@ -45,7 +45,7 @@ class Admitted(NamedTuple):
     num_tokens: int
     num_computed: int
     samples: bool
-    """Whether its last chunk gives a token; an embedding does not."""
+    """Whether the last chunk of the prompt samples a token, which it does not for an embedding."""
     num_blocks: int
 
 
@@ -56,15 +56,15 @@ class Work(NamedTuple):
     rows: IndexArray
     """Rows that sample, ascending."""
     requests: Numbers
-    """Numbers of their requests."""
+    """Request numbers for the rows in `rows`."""
     lengths: Numbers
-    """Tokens of these sequences, with the one that is sampled; without drafts."""
+    """Sequence lengths of these rows, including the sampled token and excluding drafts."""
     most_drafts: Numbers
-    """Drafts that each of these rows may verify: limited by the plan, its blocks and the model's length."""
+    """Maximum number of drafts for each of these rows, limited by the plan, its blocks and the model's length."""
     pooled: list[tuple[int, int]]
-    """(row, generation) of the embeddings that the step completes, ascending."""
+    """(row, generation) for each embedding that the step completes, ascending."""
     num_rows: int
-    """Rows that the step computes something for."""
+    """Number of rows that compute in the step."""
 
 
 class Rows:
@@ -92,7 +92,7 @@ class Rows:
             self._request[rows] = FREE
 
     def admit(self, admissions: Iterable[Admitted]) -> None:
-        """Give rows to requests."""
+        """Assign rows to requests."""
         for each in admissions:
             row = each.row
             self._request[row] = each.request
@@ -110,13 +110,13 @@ class Rows:
             np.add.at(self._num_blocks, rows, 1)
 
     def limit_drafts(self, rows: Sequence[int] | IndexArray, limits: Sequence[int] | IndexArray) -> None:
-        """Set how many drafts rows may verify per step from now on."""
+        """Limit the number of draft tokens that each of these rows may verify per step, from now on."""
         if len(rows):
             self._draft_limit[rows] = limits
             self._has_limits = True
 
     def accept(self, work: Work, counts: Numbers) -> None:
-        """Advance the rows of a step by their accepted drafts, `[n]`, unless they have another request meanwhile."""
+        """Advance the rows of a step by their accepted drafts, `[n]`; skip rows that now have another request."""
         present = self._request[work.rows] == work.requests
         self._length[work.rows[present]] += counts[present]
 
@@ -130,7 +130,10 @@ class Rows:
     def compute(
         self, chunk_rows: Sequence[int] | IndexArray, chunk_lengths: Sequence[int] | IndexArray, copied_blocks: int = 0
     ) -> Work:
-        """Compute a step with these chunks; all other rows decode unless they are held."""
+        """Advance the rows by a step with these chunks; return its work.
+
+        All other rows whose prompts are computed decode, unless they are held.
+        """
         decodes = (self._request != FREE) & (self._left == 0) & ~self._held & self._samples
         self._length += decodes
         prefill = prefill_context = 0

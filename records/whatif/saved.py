@@ -1,4 +1,4 @@
-"""A service as a file: its settings, its workers, the model of its step times, and the acceptance of drafts.
+"""Stores a service as a file: its settings, its workers, the model of its step times, and the acceptance of drafts.
 
 `quire replay RECORD --learn-step-times FILE` writes it. Other requests, for example those of a trace, can then be
 simulated on this service without the record.
@@ -26,22 +26,22 @@ _FACTS = (
     "num_host_blocks",
     "max_draft_tokens",
 )
-"""Facts of a hello that a simulation needs, in addition to its model."""
+"""Fields of a hello that a simulation needs, in addition to its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Service of a simulation."""
+    """A service to simulate."""
 
     config: CoreConfig
     members: list[Member]
     times: StepTimes
     acceptance: Acceptance | None = None
-    """None: its workers verify no drafts."""
+    """None if the workers verify no drafts."""
 
 
 def to_json(service: Service) -> str:
-    """Return the service as JSON; its workers stay from the beginning to the end."""
+    """Return the service as JSON. The times at which workers joined and left are not stored."""
     hellos = {member.hello.worker_id: member.hello for member in service.members}.values()
     workers = [
         {"model": dataclasses.asdict(hello.model), **{name: getattr(hello, name) for name in _FACTS}}

@@ -1,8 +1,8 @@
-"""Changed settings: `name=value` as given on the command line, applied to the configuration of a record.
+"""Applies changed settings, given as `name=value` on the command line, to the configuration in a record.
 
-The names and values are those of the scheduler's flags. Limits that a worker has as well (`max_num_seqs`,
-`max_num_batched_tokens`) are changed for both, as `quire serve` does. Of a worker's own flags, `speculation=off` and
-`speculative_tokens` can be set: a record shows which drafts are accepted, but not how they were proposed.
+Names and values are those of the scheduler's flags. Limits that workers also have (`max_num_seqs`,
+`max_num_batched_tokens`) are changed in both, as `quire serve` does. Of the worker flags, only `speculation=off` and
+`speculative_tokens` can be set: a record shows which drafts were accepted, but not how they were proposed.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from shared.config import ConfigError, SchedulerConfig, WorkerConfig
 from shared.config_sources import parse_setting
 
 _OF_WORKERS = {"max_num_seqs": "max_rows", "max_num_batched_tokens": "max_tokens_per_step"}
-"""Settings that are also limits of a worker, with the name in its hello."""
+"""Settings that also limit workers, with the name of the field in a worker's hello."""
 _SPECULATION = ("speculation", "speculative_tokens")
-"""Settings of a worker only."""
+"""Settings that only workers have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Changed:
 
     config: CoreConfig
     of_workers: dict[str, int]
-    """Changed values of each worker's hello."""
+    """Changed fields in the hello of every worker."""
 
     def apply(self, hello: ev.WorkerHello) -> ev.WorkerHello:
         """Return the hello of a worker with the changed limits."""
         values = dict(self.of_workers)
         rows = values.get("max_rows", hello.max_rows)
-        # A worker's own budget is at least its rows.
+        # A worker's token budget is at least its number of rows.
         tokens = values.get("max_tokens_per_step", hello.max_tokens_per_step)
         return dataclasses.replace(
             hello,
@@ -49,7 +49,7 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
     """Return a configuration with settings of the form `name=value` changed.
 
     Raises:
-        ConfigError: a name is unknown, a value is invalid, or settings contradict each other.
+        ConfigError: a name is unknown, a value is invalid, or settings conflict with each other.
     """
     values = to_settings(recorded)
     of_workers: dict[str, int] = {}
@@ -73,7 +73,7 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
 
 
 def to_settings(config: CoreConfig) -> dict[str, Any]:
-    """Return the scheduler's settings that a core's configuration was made from; the inverse of `to_core_config`."""
+    """Return the scheduler settings from which a core configuration was made; the inverse of `to_core_config`."""
     batching = config.batching
     return {
         "policy": config.policy,

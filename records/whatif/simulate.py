@@ -1,13 +1,13 @@
-"""Simulation of a load: the event loop of the service over the real core, in virtual time.
+"""Simulates a load: runs the service's event loop over the real core, in virtual time.
 
-A turn of the loop is that of `scheduler_svc.service`: first everything that has arrived, then the tick, then the plans
-that are due. The loop sleeps until the next event, tick, or due plan. A worker begins a step when the plan has reached
-it and its previous step is answered.
+Each iteration of the loop works as in `scheduler_svc.service`: it handles first everything that has arrived, then the
+tick, then the plans that are due. The loop sleeps until the next event, tick, or due plan. A worker begins a step when
+it has the plan and the result of its previous step is known.
 
-With an `Acceptance`, workers verify drafts; see `acceptance`. Without one, they do not.
+Workers verify drafts only if an `Acceptance` is given; see `acceptance`.
 
-What is not simulated: the scheduler decides in no time, readers take every token at once, grammars are compiled
-already, and workers begin with an empty prefix cache.
+Simplifications: the scheduler decides in no time, clients read every token immediately, grammars are already compiled,
+and workers begin with an empty prefix cache.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _STOP = _VOCAB - 1
 START_S = 1000.0
 """Core time at the beginning."""
 _JOIN_AGAIN_S = 1.0
-"""Time after which a worker that the core gave up reconnects."""
+"""Time after which a worker that the core considers lost reconnects."""
 _MOST_TURNS_WITHOUT_PROGRESS = 2_000_000
 
 MakeCore = Callable[[CoreConfig, int, TokenFacts], Scheduler]
@@ -62,13 +62,13 @@ class Simulated:
     figures: Figures
     steps: int
     seconds: float
-    """Processor time of the simulation."""
+    """CPU time that the simulation took."""
     extrapolated_share: float
-    """Share of the steps that are larger than all steps of the record."""
+    """Share of steps that are larger than every step in the record."""
 
     @property
     def scheduler_load(self) -> float:
-        """Share of one core that the decisions would take on this machine; the simulation takes no time for them."""
+        """Share of one core that the decisions would take on this machine; in virtual time they take no time."""
         return self.seconds / self.figures.duration_s
 
     @property
@@ -78,11 +78,11 @@ class Simulated:
 
 
 class _KnownKeys(TokenFacts):
-    """Token facts of made-up tokens: the keys that the record has, and others that no two requests share."""
+    """Token facts for synthetic tokens: keys from the record where known, otherwise keys that no two requests share."""
 
     def __init__(self) -> None:
         self.following: dict[int, bytes] = {}
-        """By request: the keys of its next blocks, if the record has them."""
+        """By request: the keys of its next blocks, if the record contains them."""
 
     def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
         count = len(tokens) // (4 * block_size)
@@ -105,7 +105,7 @@ class _Worker:
 
 @dataclass(slots=True)
 class _State:
-    """State of a simulation's requests."""
+    """State of the requests in a simulation."""
 
     arrivals: Sequence[Arrival]
     limits: Numbers = field(init=False)
@@ -135,7 +135,7 @@ def simulate(
     make_core: MakeCore = Scheduler,
     watch: Watch | None = None,
 ) -> Simulated:
-    """Serve a load and return the numbers.
+    """Simulate the service of a load and return the results.
 
     Args:
         arrivals: the requests, in order of time.
@@ -143,9 +143,9 @@ def simulate(
         config: the configuration of the core.
         times: the model of step times.
         acceptance: which drafts are accepted; None if workers verify none.
-        seed: the seed of the scatter of step times.
-        make_core: makes a core of a configuration, an incarnation and token facts.
-        watch: is called with each plan and its answer, when a worker begins the step.
+        seed: seed for the random variation of step times.
+        make_core: creates a core from a configuration, an incarnation and token facts.
+        watch: called with each plan and its result when a worker begins the step.
 
     Raises:
         SimulationError: the core refuses a worker, or the load cannot end.
@@ -190,7 +190,7 @@ class _Simulation:
         }
 
     def run(self) -> Simulated:
-        """Serve everything."""
+        """Serve all requests."""
         began = time.process_time()
         self._core.handle(ev.FrontendJoined(frontend=_FRONTEND), self._now)
         for member in self._members:
@@ -418,7 +418,7 @@ class _Simulation:
         self._at(worker.is_answered_at, self._answer, answer)
 
     def _verify(self, drafting: Drafting, work: Work) -> tuple[Numbers, Numbers]:
-        """Return how many drafts each row of a step that samples verifies, and how many are accepted."""
+        """Return, for each row that samples, the numbers of verified and of accepted drafts."""
         verified = np.zeros(len(work.rows), np.int64)
         accepted = verified.copy()
         for at in np.flatnonzero(work.most_drafts).tolist():
@@ -438,7 +438,7 @@ def _made_up(number: int, arrival: Arrival) -> Int32Array:
     size, count = arrival.block_size, len(arrival.keys) // KEY_BYTES
     if count and size:
         first = np.frombuffer(arrival.keys, np.uint8).reshape(count, KEY_BYTES)[:, :4].copy().view("<u4")[:, 0]
-        # Of the upper half, so that they differ from all numbers of requests.
+        # From the upper half of the range, so that these tokens differ from all request numbers.
         tokens[: count * size] = np.repeat((first & 0x3FFFFFFF | 0x40000000).astype(np.int32), size)
     return tokens
 

@@ -1,18 +1,19 @@
-"""Model of step times, learned from the answered steps of a record.
+"""Model of step times, learned from the completed steps in a record.
 
 The time of a step is a sum of products: a constant, the decode rows, the prompt tokens, the tokens whose KV is read,
 the drafts, and one more constant if there are drafts. No coefficient is negative. They are fitted by least squares of
-the relative error, iteratively reweighted (Lawson and Hanson, Solving Least Squares Problems, 1974). Effects that are
-not linear, such as the width of vector units, are corrected afterwards: steps of about the same size have a common
-factor. Around this mean, steps scatter; the scatter of the record is part of the model. Steps with prompt tokens have a
-scatter of their own: they are few compared with steps that only decode, and they decide the time to the first token. So
-have steps with drafts. Interrupted steps are part of the scatter, but not of the fit.
+the relative error, iteratively reweighted (Lawson and Hanson, Solving Least Squares Problems, 1974). Non-linear
+effects, such as the width of vector units, are corrected afterwards: steps of about the same size have a common factor.
+Step times vary around this mean, and the distribution of this scatter is part of the model. Steps with prompt tokens
+have their own distribution, because they are few compared with steps that only decode, and they determine the time to
+first token. Steps with drafts also have their own. Interrupted steps are part of the scatter, but not of the fit.
 
 A machine that other processes use is slower at some times than at others. So the model also learns the pace of the
-record, which is the median of its steps in each half second. A simulation has the same disturbances at the same times.
+record: the median, in each half second, of the step times relative to their mean. A simulation has the same
+disturbances at the same times.
 
-A step begins when its plan has reached the worker and the step before is answered. So the time of the link is learned
-from steps that were planned for an idle worker.
+A step begins when its plan has reached the worker and the previous step is complete. The time of the link is therefore
+learned from steps that were planned for an idle worker.
 """
 
 import json
@@ -28,40 +29,40 @@ from records.whatif.rows import Shape
 
 Floats = npt.NDArray[np.float64]
 MIN_STEPS = 8
-"""Fewest steps from which a model is learned."""
+"""Minimum number of steps needed to learn a model."""
 _CLASS_STEPS = 20
-"""Steps of a size class from which on it has a factor of its own."""
+"""Minimum number of steps for a size class to have its own factor."""
 _NUM_QUANTILES = 401
-"""Enough for the 99th percentile of latencies, each of which is made of several steps."""
+"""Enough for the 99th percentile of latencies, each of which includes several steps."""
 _REWEIGHTINGS = 4
 _LEAST_SHARE = 0.05
-"""Share of the median step that a prediction counts at least, so that no step has too much weight."""
+"""Lower limit for a prediction in the fit, as a share of the median step, so that no step has too much weight."""
 _LARGEST_RATIO = 20.0
-"""Ratio to the median model from which on a step is left out of the fit: it was interrupted, or compiled a kernel.
+"""Steps with a larger ratio to the median model are excluded from the fit: they were interrupted, or compiled a kernel.
 
-In the scatter it counts with this ratio.
+In the scatter, such steps count with this ratio.
 """
 _PACE_S = 0.5
-"""Length of one value of the pace."""
+"""Length of the interval that one pace value describes, s."""
 _PACE_STEPS = 5
-"""Undisturbed steps that are added to those of a value, so that a few steps that scatter are no pace."""
+"""Number of undisturbed steps added to each interval, so that a few outliers do not change its pace."""
 _VERSION = 3
 
 
 class Sample(NamedTuple):
-    """An answered step; times of the core's clock, s."""
+    """A completed step; times on the core's clock, s."""
 
     shape: Shape
     planned: float
     previous: float
-    """When the step before was answered; 0 for the first one."""
+    """When the result of the previous step came; 0 for the first step."""
     answered: float
 
 
 Spread: TypeAlias = tuple[tuple[float, tuple[float, ...]], ...]
-"""From this mean time on, the quantiles of the ratio of a step's time to the mean.
+"""Pairs of a lower limit for the mean step time and, from this limit on, quantiles of the ratio of time to mean.
 
-The quantiles have equal distances. Their mean is 1 if no step was interrupted. The first time is 0.
+The quantiles are evenly spaced. Their mean is 1 if no step was interrupted. The first limit is 0.
 """
 _NOTHING = Shape(0, 0, 0, 0)
 
@@ -98,22 +99,22 @@ class StepTimes:
     block_copy_s: float
     """Per block that is swapped."""
     drafting_s: float = 0.0
-    """Of a step with drafts, in addition to that of its drafts."""
+    """Per step with drafts, in addition to `draft_s` for each draft."""
     draft_s: float = 0.0
     """Per draft."""
     link_s: float
-    """From a plan for an idle worker to its answer, without the step."""
+    """From a plan for an idle worker to the result, without the time of the step itself."""
     factors: dict[str, float] = field(default_factory=dict)
-    """By size class of steps: the ratio of their time to the linear model."""
+    """By size class: the ratio of step times to the linear model."""
     spreads: dict[str, Spread] = field(default_factory=dict)
-    """Scatter of steps that only decode ("decode"), of those with drafts ("drafts") and of others ("prefill").
+    """Scatter of steps that only decode ("decode"), of steps with drafts ("drafts") and of other steps ("prefill").
 
-    Only those that the record has.
+    Kinds that do not occur in the record are missing.
     """
     pace: tuple[float, ...] = ()
-    """By time since the beginning of the load: the ratio of the time of steps to the mean; 1 after the last one."""
+    """Ratio of step times to the mean, per interval since the beginning of the load; 1 after the last interval."""
     largest: Shape = _NOTHING
-    """The largest values in the record; beyond them the model extrapolates."""
+    """The largest amount of each kind of work in the record; for larger amounts the model extrapolates."""
     fit: Fit | None = None
 
     def seconds(self, shape: Shape) -> float:
@@ -126,7 +127,7 @@ class StepTimes:
         return self.pace[at] if at < len(self.pace) else 1.0
 
     def scattered(self, shape: Shape, share: float) -> float:
-        """Return the time of a step that is longer than this share of such steps, 0 to 1."""
+        """Return the quantile `share` (0 to 1) of the time of such steps."""
         seconds = self.seconds(shape)
         spread = self.spreads.get(_kind(shape)) or next(iter(self.spreads.values()), ((0.0, (1.0,)),))
         quantiles = spread[0][1]
@@ -137,7 +138,7 @@ class StepTimes:
         return seconds * quantiles[min(int(share * len(quantiles)), len(quantiles) - 1)]
 
     def extrapolates(self, shape: Shape) -> bool:
-        """Return whether a step is larger than all steps of the record."""
+        """Return whether a step is larger than every step in the record."""
         largest = self.largest
         return (
             shape.decodes > 1.25 * largest.decodes
@@ -193,8 +194,8 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
     """Learn a model.
 
     Args:
-        samples: answered steps.
-        begin: core time at the beginning of the load, to learn the pace from then on; None for no pace.
+        samples: completed steps.
+        begin: core time at the beginning of the load, from which the pace is learned; None to learn no pace.
 
     Raises:
         StepTimesError: there are too few steps.
@@ -208,7 +209,7 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
     was_idle = planned >= previous
     link_s, keep = 0.0, np.ones(len(samples), np.bool_)
     coefficients = np.zeros(features.shape[1])
-    # First with the link as one more coefficient; then the start of each step is known better.
+    # The first fit has the link time as one more coefficient; the second uses it to estimate when each step began.
     for _ in range(2):
         durations = answered - np.maximum(previous, planned)
         design = np.column_stack([features, was_idle])
@@ -291,7 +292,7 @@ def non_negative_least_squares(design: Floats, target: Floats) -> Floats:
             negative = passive & (trial <= 0)
             if not negative.any():
                 break
-            # Walk towards the trial until the first coefficient becomes zero.
+            # Move towards the trial solution until the first coefficient becomes zero.
             share = float(np.min(solution[negative] / (solution[negative] - trial[negative] + 1e-300)))
             solution = solution + share * (trial - solution)
             passive &= solution > 1e-15
@@ -301,14 +302,14 @@ def non_negative_least_squares(design: Floats, target: Floats) -> Floats:
 
 
 def _class(shape: Shape) -> str:
-    """Return the size class of a step: powers of two of its decode rows, prompt tokens and drafts."""
+    """Return a step's size class: its decode rows, prompt tokens and drafts, each rounded to a power of two."""
     return f"{shape.decodes.bit_length()}+{shape.prefill.bit_length()}+{shape.drafts.bit_length()}"
 
 
 def _factors(
     classes: Sequence[str], durations: Floats, linear: Floats, keep: npt.NDArray[np.bool_]
 ) -> dict[str, float]:
-    """Return by class the factor with which the sum of its steps is right; the same one for all rare classes."""
+    """Return, per class, the factor that makes the sum of its step times right; rare classes share one factor."""
     members: dict[str, list[int]] = {}
     for at, each in enumerate(classes):
         if keep[at]:
@@ -324,15 +325,15 @@ def _factors(
 def _pace(
     times: Floats, durations: Floats, mean: Floats, keep: npt.NDArray[np.bool_]
 ) -> tuple[tuple[float, ...], Floats]:
-    """Return the pace by time, and that of each step.
+    """Return the pace in each interval, and the pace for each step.
 
-    The pace of a while is the median of its steps: a single interrupted step belongs to the scatter.
+    The pace in an interval is the median over its steps, so a single interrupted step does not affect it.
 
     Args:
         times: begin of each step since the beginning of the load, `[n]`.
         durations: time of each step, `[n]`.
-        mean: mean time of such steps, `[n]`.
-        keep: whether they were part of the fit, `[n]`.
+        mean: mean time that the model predicts for each step, `[n]`.
+        keep: whether each step was part of the fit, `[n]`.
     """
     at = np.maximum(times / _PACE_S, 0).astype(np.int64)
     number = int(at.max()) + 1
@@ -354,14 +355,14 @@ def _kind(shape: Shape) -> str:
 
 
 def _spread(mean: Floats, ratios: Floats, keep: npt.NDArray[np.bool_]) -> Spread:
-    """Return the scatter of short, middle and long steps.
+    """Return the scatter of short, medium and long steps.
 
-    They differ because an interruption adds time, which is a larger ratio of a short step.
+    The scatter differs, because an interruption adds a fixed time, which is a larger share of a short step.
 
     Args:
-        mean: mean time of such steps, `[n]`.
-        ratios: their time relative to it, `[n]`.
-        keep: whether they were part of the fit, `[n]`.
+        mean: mean time that the model predicts for each step, `[n]`.
+        ratios: time of each step divided by its mean, `[n]`.
+        keep: whether each step was part of the fit, `[n]`.
     """
     bounds = [0.0, *np.quantile(mean, (1 / 3, 2 / 3)).tolist()] if len(mean) >= 3 * _NUM_QUANTILES else [0.0]
     found = []
@@ -370,7 +371,7 @@ def _spread(mean: Floats, ratios: Floats, keep: npt.NDArray[np.bool_]) -> Spread
         if not inside.any():
             continue
         quantiles = np.quantile(ratios[inside], (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES)
-        # Interrupted steps are no part of the mean time, so they are added to it here.
+        # The mean excludes interrupted steps, so their time is added here.
         level = float(ratios[inside].mean() / ratios[inside & keep].mean()) if (inside & keep).any() else 1.0
         found.append((begin, tuple((quantiles * (level / quantiles.mean())).tolist())))
     return tuple(found)

@@ -1,7 +1,7 @@
-"""The requests of the last minutes under static, dynamic and continuous batching, side by side.
+"""Simulates the last minutes' requests under static, dynamic and continuous batching, for comparison.
 
-All three have the same workers with the same rows, and the step times of the record. As in `quire bench strategies`, a
-static batch waits up to ten seconds until it is full, a dynamic one 50 ms.
+All three strategies have the same workers with the same rows, and the step times from the record. As in
+`quire bench strategies`, a static batch waits up to ten seconds until it is full, a dynamic batch up to 50 ms.
 """
 
 import dataclasses
@@ -40,10 +40,10 @@ STRATEGIES = {
 
 
 def check_comparison(question: admin.CompareStrategiesRequest) -> float:
-    """Check a question; return for how long before the end of the record it asks, s.
+    """Check a question; return the length of the period in question, in seconds before the end of the record.
 
     Raises:
-        InvalidRequestError: it is not valid.
+        InvalidRequestError: the question is not valid.
     """
     if question.rows > MAX_ROWS:
         raise InvalidRequestError(FieldViolation("rows", f"must be at most {MAX_ROWS}"))
@@ -56,9 +56,9 @@ def compare_strategies(
     """Answer a question from the record in a folder or file.
 
     Args:
-        question: which requests, and how many rows.
+        question: the period whose requests are simulated, and the number of rows.
         place: the record.
-        ends_at: monotonic time at which the caller gives up, s.
+        ends_at: monotonic time at which the caller stops waiting, s.
 
     Raises:
         InvalidRequestError: the question is not valid.
@@ -100,13 +100,13 @@ def run_strategies(
         load: requests and workers.
         times: the model of step times.
         acceptance: which drafts are accepted; None if workers verify none.
-        since_s: how long before the end of the load the first request arrives, s.
-        rows: rows of each worker.
-        ends_at: time at which the caller gives up, s.
-        clock: the clock of this time.
+        since_s: length of the period in question, in seconds before the end of the load.
+        rows: number of rows in each worker.
+        ends_at: time at which the caller stops waiting, s.
+        clock: the clock to which `ends_at` refers.
 
     Raises:
-        WhatIfError: no request arrived in this time.
+        WhatIfError: no request arrived in this period.
         SimulationError: the load cannot be served with so many rows.
     """
     since = load.duration - since_s
@@ -146,7 +146,7 @@ class _Stay:
     request: int
     begin: float
     decode: float = 0.0
-    """When its last chunk was answered; 0 if it is not yet."""
+    """When the result of its last prompt chunk came; 0 before that."""
     end: float = 0.0
 
 
@@ -158,7 +158,7 @@ class _Chart:
     worker: Peer = b""
     rows: dict[int, _Stay] = field(default_factory=dict)
     chunks: dict[int, list[int]] = field(default_factory=dict)
-    """By step without an answer: rows with a chunk of their prompt."""
+    """By step without a result: rows with a chunk of their prompt."""
 
     def planned(self, plan: Plan, now: float) -> None:
         self.worker = self.worker or plan.worker
@@ -193,7 +193,7 @@ class _Chart:
 
 
 class _ChartedScheduler(LimitedScheduler):
-    """The core, with a chart of its first worker's rows, and with a limit of time."""
+    """A core with a time limit that also charts the rows of its first worker."""
 
     def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, chart: _Chart, is_late: IsLate) -> None:
         super().__init__(config, incarnation, facts, is_late)
