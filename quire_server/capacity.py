@@ -1,7 +1,7 @@
-"""Capacity: bytes of a model's weights and KV, and the number of requests that a card holds.
+"""Capacity: memory for a model's weights and KV, and the number of requests that a card holds.
 
-The module computes from numbers and reads no file. Bytes of KV come from `shared.kv_sizes`, as in a worker. Bytes of
-weights come from the sizes in config.json (Llama family and its mixtures of experts), or from a number of parameters.
+The module computes from numbers and reads no file. KV sizes come from `shared.kv_sizes`, as in a worker. Weight sizes
+come from config.json (Llama family and its mixtures of experts), or from a number of parameters.
 """
 
 import math
@@ -22,25 +22,25 @@ _ALIASES = {
     "max_position_embeddings": ("n_positions",),
     "intermediate_size": ("n_inner",),
 }
-"""Names of the same sizes in older classes."""
+"""Names of the same sizes in the configurations of older model classes."""
 INT4_GROUP = 64
-"""Inputs that share a scale in the CPU kernels' weights of 4 bits (`kernels.linear`)."""
+"""Number of inputs that share a scale in the int4 weights of the CPU kernels (`kernels.linear`)."""
 _PARTS_OF_QUANTISED = frozenset(
     {
         *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
         *("scales", "qzeros", "g_idx", "input_scale", "input_zero_point", "k_scale", "v_scale"),
     }
 )
-"""Last parts of the names of tensors next to the codes of a quantised layer."""
+"""Name suffixes of the additional tensors (such as scales) that a quantised layer stores next to its codes."""
 _RULES_BYTES = 33
-"""Bytes per row and token of the vocabulary of a row with rules: its state, and temporary tensors of its penalties."""
+"""Bytes per vocabulary token in a row with rules: the row's state, and temporary tensors for penalties."""
 _UNKNOWN_STEP = 1 << 30
-"""Bytes of a step's activations where the sizes for an estimate are missing."""
+"""Bytes assumed for a step's activations if the sizes for an estimate are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a decoder; 0 where unknown."""
+    """Sizes of a decoder; unknown sizes are 0."""
 
     num_layers: int
     num_kv_heads: int
@@ -59,14 +59,14 @@ class ModelSizes:
     """Whether the embedding is also the LM head."""
     dtype: str = "bfloat16"
     num_parameters: int = 0
-    """Number of weights, if it is known from elsewhere; 0 to compute it from the sizes above."""
+    """Number of weights if known; 0 to compute the number from the sizes above."""
     stored: str = "none"
-    """Type of the layers' weights in a quantised checkpoint that a CPU holds as stored: int8 or int4; none: no such."""
+    """Weight type (int8 or int4) of a quantised checkpoint that a CPU does not convert; "none" for all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Settings of a worker that affect its memory."""
+    """Worker settings that affect memory."""
 
     kv_type: str
     """One of `shared.kv_sizes.KV_ELEMENTS`."""
@@ -82,7 +82,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Use of the memory of one card, in bytes."""
+    """How the memory of one card is used, in bytes."""
 
     weights: int
     step: int
@@ -93,12 +93,12 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
-    """Number of requests of one length that fit."""
+    """Number of requests with one given length that fit into memory."""
 
     context: int
     """Tokens of a request, prompt and output."""
     blocks_per_request: int
-    """Blocks of a complete request, besides those of the shared prefix."""
+    """Number of blocks in a complete request, excluding the blocks of the shared prefix."""
     kv_bytes_per_request: int
     """Bytes of these blocks on all cards."""
     complete: int
@@ -106,14 +106,14 @@ class Concurrency:
     average: int
     """Requests that fit when each has generated half of its output: the mean under `max_utilization`."""
     reserved: int
-    """Requests that fit if each reserves the longest sequence, without paging; 0 if the longest sequence is unknown."""
+    """Requests that fit without paging, when each reserves the maximum length; 0 if the maximum length is unknown."""
 
 
 def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     """Return the sizes in config.json.
 
     Raises:
-        ConfigError: the file lacks a size, or attention stores something else than keys and values per head.
+        ConfigError: a size is missing, or attention does not store keys and values per head.
     """
     text = config.get("text_config") or config
     if text.get("kv_lora_rank"):
@@ -149,7 +149,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
 
 
 def _stored(config: Mapping[str, Any]) -> str:
-    """Return the type of a checkpoint's weights that the CPU kernels hold as stored; "none": they are dequantised."""
+    """Return the weight type of a checkpoint that the CPU kernels use without conversion; "none" if they dequantise."""
     raw = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not isinstance(raw, Mapping):
         return "none"
@@ -168,17 +168,17 @@ def _stored(config: Mapping[str, Any]) -> str:
 
 
 def _as_held_compressed(weights: Mapping[str, Any]) -> str:
-    """Return how the CPU kernels hold a group of layers of compressed-tensors."""
+    """Return the type in which the CPU kernels hold one config group of a compressed-tensors checkpoint."""
     if weights.get("type", "int") != "int" or weights.get("actorder") in ("group", "dynamic"):
         return "none"
     size, symmetric = weights.get("group_size") or 0, bool(weights.get("symmetric", True))
-    # Signed codes with one scale per output are held in int8, those of 4 bits too.
+    # Signed codes with one scale per output are held in int8, even if they have 4 bits.
     bits = 8 if symmetric and size <= 0 else weights.get("num_bits")
     return _as_held(bits, size, symmetric=symmetric)
 
 
 def _as_held(bits: object, group_size: object, *, symmetric: bool = True) -> str:
-    """Return how the CPU kernels hold codes of so many bits, with groups of inputs or one scale per output."""
+    """Return the type in which the CPU kernels hold codes with this many bits and this group size."""
     grouped = isinstance(group_size, int) and group_size > 0
     if bits == 4 and (not grouped or int(str(group_size)) % INT4_GROUP == 0):
         return "int4"
@@ -186,7 +186,7 @@ def _as_held(bits: object, group_size: object, *, symmetric: bool = True) -> str
 
 
 def elements_of(config: Mapping[str, Any], name: str, shape: Sequence[int]) -> int:
-    """Return how many weights a tensor of a checkpoint stands for; 0 for scales and other parts of quantised ones."""
+    """Return how many weights a checkpoint tensor represents; 0 for scales and other parts of quantised tensors."""
     part = name.rpartition(".")[2]
     if part in _PARTS_OF_QUANTISED:
         return 0
@@ -200,12 +200,12 @@ def elements_of(config: Mapping[str, Any], name: str, shape: Sequence[int]) -> i
 
 
 def counts_weights_of(config: Mapping[str, Any]) -> bool:
-    """Return whether `weights_bytes` can compute the weights of the model from its sizes."""
+    """Return whether `weights_bytes` can count the weights of this model from its sizes."""
     return (config.get("text_config") or config).get("model_type") in _FAMILIES
 
 
 def sizes_from_params(text: str) -> ModelSizes:
-    """Return the sizes in a text such as "layers=32,kv_heads=8,head_dim=128,parameters=8e9".
+    """Parse sizes from a text such as "layers=32,kv_heads=8,head_dim=128,parameters=8e9".
 
     Raises:
         ConfigError: a name is unknown, a value is not a number, or one of the three sizes of KV is missing.
@@ -243,11 +243,11 @@ _PARAMS = {
     "experts": "num_experts",
     "parameters": "num_parameters",
 }
-"""Names in `--params` and the fields that they set."""
+"""Field of `ModelSizes` for each name in `--params`."""
 
 
 def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
-    """Return the bytes of one token's KV on one card."""
+    """Return the size in bytes of one token's KV on one card."""
     heads = _kv_heads_per_card(sizes, tensor_parallel_size)
     return kv_bytes_per_token([(heads, sizes.head_dim)] * sizes.num_layers, kv_type)
 
@@ -261,7 +261,7 @@ def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:
 
 
 def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
-    """Return the formula of a token's KV with the numbers of this model."""
+    """Return, as text, the formula for the size of a token's KV, with the numbers of this model."""
     element, scale = KV_ELEMENTS[kv_type]
     per_head = f"({sizes.head_dim} head_dim x {element} byte + {scale} bytes of scale)" if scale else (
         f"{sizes.head_dim} head_dim x {element} byte{'s' if element > 1 else ''}"
@@ -272,15 +272,16 @@ def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
 def weights_bytes(
     sizes: ModelSizes, quantization: str, num_positions: int, tensor_parallel_size: int = 1, *, as_stored: bool = False
 ) -> int:
-    """Return the bytes of the weights on one card, with the tables of the rotary embedding.
+    """Return the size in bytes of the weights on one card, including the tables for the rotary embedding.
 
-    Cards that share a model have copies of its norms, routers and tables; with more cards than KV heads, of these too.
+    Cards that share a model each have a copy of its norms, routers and tables. If there are more cards than KV heads,
+    KV heads are also duplicated.
 
     Args:
         sizes: the model.
         quantization: "none", "int8" or "int4". Norms and an embedding apart from the head keep the model's type; with
             int4 the head has int8.
-        num_positions: longest sequence, which sets the size of the tables.
+        num_positions: maximum sequence length, which determines the size of the tables.
         tensor_parallel_size: number of cards that share the model.
         as_stored: whether layers keep the type of a quantised checkpoint, as on a CPU without `quantization`.
 
@@ -324,8 +325,8 @@ def weights_bytes(
 def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
     """Estimate the bytes of the largest step's activations, logits and sampling on one card.
 
-    A worker on a GPU measures them at start: with logits of all tokens, as log-probabilities of prompts need, and with
-    rules in all rows. Activations are released before sampling.
+    A worker on a GPU measures this memory at startup, with logits for all tokens (as log-probabilities of prompts need)
+    and with rules in all rows. Activations are released before sampling.
     """
     if not (sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
         return _UNKNOWN_STEP
@@ -337,10 +338,10 @@ def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
 
 
 def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step: int) -> Memory:
-    """Return the use of a card's memory.
+    """Return how the memory of a card is used.
 
     Args:
-        card_bytes: bytes that the worker may use for everything.
+        card_bytes: bytes that the worker may use in total.
         sizes: the model.
         serving: settings of the worker.
         weights: bytes of the weights on one card.
@@ -375,8 +376,8 @@ def concurrency(
         sizes: the model.
         serving: settings of the worker.
         context: tokens of each request, prompt and output.
-        output: tokens of each request that are generated.
-        shared_prefix: first tokens of the prompt that all requests share. Only full blocks are shared.
+        output: generated tokens in each request.
+        shared_prefix: number of leading prompt tokens that all requests share. Only full blocks are shared.
     """
     longest = serving.max_model_len or sizes.max_positions
     if longest and context > longest:
@@ -393,7 +394,7 @@ def concurrency(
         return -(-tokens // serving.block_size) - shared
 
     def requests(each: int) -> int:
-        # A request whose whole context is shared still takes a block: its last token is computed.
+        # A request whose whole context is shared still needs a block, because its last token is computed.
         return max(0, (memory.num_blocks - shared) // max(1, each))
 
     whole = kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size) * serving.tensor_parallel_size

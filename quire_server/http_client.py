@@ -1,4 +1,4 @@
-"""HTTP access of the commands: connections, and explanations of failed exchanges."""
+"""HTTP client for the commands: connections, and explanations of failed requests."""
 
 import http.client
 import json
@@ -12,7 +12,7 @@ _PASS_ADDRESS = "pass the service's HTTP address with --target"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Explanation of a failed exchange with a server."""
+    """Explanation of a failed request to a server."""
 
     description: str
     """The problem and the remedy, in one line."""
@@ -28,10 +28,10 @@ class Server:
     """HOST:PORT of HTTP."""
     tls: ssl.SSLContext | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of every request."""
+    """Headers for every request."""
 
     def connect(self, timeout_s: float) -> http.client.HTTPConnection:
-        """Return a connection, which opens itself on first use. Proxies of the environment are ignored."""
+        """Return a connection, which opens on first use. Proxy settings in the environment are ignored."""
         if self.tls is not None:
             return http.client.HTTPSConnection(self.address, timeout=timeout_s, context=self.tls)
         return http.client.HTTPConnection(self.address, timeout=timeout_s)
@@ -59,7 +59,7 @@ class Server:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body; an empty one for anything else, such as a proxy's HTML page."""
+    """Return the JSON object in a body; an empty object if the body is something else, such as a proxy's HTML page."""
     try:
         value = json.loads(body)
     except ValueError:

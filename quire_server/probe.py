@@ -1,9 +1,9 @@
-"""Probe of a container: whether the main loop of its process still runs.
+"""Container probe: checks whether the main loop of the process still runs.
 
     QUIRE_PULSE_FILE=/run/quire/pulse python -m quire_server.probe 60
 
-It fails while there is no pulse (the process still loads), and when the last beat is older than 60 seconds. A rank
-other than 0 of a group has no pulse: it succeeds there, and the group restarts with rank 0.
+The probe fails while there is no pulse (the process is still loading), and when the last beat is older than 60 seconds.
+In a group of ranks only rank 0 has a pulse. On other ranks the probe succeeds; they restart together with rank 0.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Values of a page of metrics in Prometheus' text format, and how counters changed between two pages. Pure."""
+"""Parses metrics in the Prometheus text format, and computes how counters changed between two scrapes. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,8 +23,8 @@ class Scrape:
     def increase(self, name: str, before: "Scrape", **labels: str) -> float:
         """Return the increase of counters with these labels since `before`, summed.
 
-        Each counter is treated as in Prometheus: a decreased counter was reset, a new one may be an old one that was
-        away, and a missing one does not reduce the sum.
+        Counters are treated as in Prometheus: a counter that decreased was reset, a new counter may be an old one that
+        was missing before, and a missing counter does not reduce the sum.
         """
         return sum(
             value - then if value >= then else value

@@ -4,7 +4,7 @@ OpenAI's:  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "
            → {"id": …, "custom_id": "a", "response": {"status_code": 200, "request_id": …, "body": {…}}, "error": null}
 
 Simple:    {"id": "a", "prompt": "…", "max_tokens": 64}, or "messages" in place of "prompt"; the other fields are those
-           of the HTTP API. Without an id the line's number is one.
+           of the HTTP API. If a line has no id, its line number is the id.
            → {"id": "a", "text": "…", "finish_reason": "stop", "usage": {…}} or {"id": "a", "error": {…}}
 """
 
@@ -46,7 +46,7 @@ def read_jobs(path: Path) -> Iterator[Job]:
 
 
 def read_ids(path: Path) -> list[str]:
-    """Return the ids of all requests of a file, and check the file.
+    """Return the ids of all requests in a file, after checking every line.
 
     Raises:
         BatchError: a line is not a valid request, or repeats an id.
@@ -71,7 +71,7 @@ def make_answer(job: Job, status: int, request_id: str, body: dict[str, Any]) ->
 
 
 def id_of_answer(answer: dict[str, Any]) -> str:
-    """Return the id of the request that an answer line belongs to."""
+    """Return the id of the request to which an answer line belongs."""
     return str(answer["custom_id"] if "custom_id" in answer else answer["id"])
 
 
@@ -97,7 +97,7 @@ def _job(line: bytes, number: int, where: str) -> Job:
 
 
 def _without_streaming(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body without streaming options."""
+    """Return a copy of the body without streaming options, because a batch answer is one object."""
     return {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
 
 

@@ -1,7 +1,7 @@
-"""File of answers, which also records what is done.
+"""File of answers, which also shows which requests are done.
 
-Each answer is one line, appended in one write. A run that is killed leaves whole lines and at most one partial line at
-the end; the next run removes the partial line and continues. A lock keeps a second run from the file.
+Each answer is one line, appended in one write. A run that is killed leaves complete lines and at most one partial line
+at the end; the next run removes the partial line and continues. A lock prevents a second run from using the file.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ class Journal:
 
         Raises:
             BatchError: another run uses the file, or it contains something else.
-            OSError: it cannot be opened.
+            OSError: the file cannot be opened.
         """
         self._path = path
         self._file = path.open("a+b")
@@ -38,7 +38,7 @@ class Journal:
             raise
 
     def append(self, answer: dict[str, Any]) -> None:
-        """Append an answer, which survives the death of this process once the call returns."""
+        """Append an answer; once the call returns, the answer is kept even if this process dies."""
         line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
         while line:
             line = line[os.write(self._file.fileno(), line) :]

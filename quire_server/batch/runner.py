@@ -21,17 +21,17 @@ from quire_server.http_client import Server, is_completion_answer, problem_of, r
 RETRIED_STATUSES = frozenset({408, 409, 429, 502, 503})
 _MAX_PAUSE_S = 10.0
 _SOCKET_TIMEOUT_S = 24 * 3600.0
-"""Socket timeout, longer than any answer takes, seconds."""
+"""Socket timeout in seconds; longer than any request takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """Response of a server."""
+    """A server's HTTP response."""
 
     status: int
     request_id: str
     body: dict[str, Any]
-    """The JSON object of the body; empty if it is not one."""
+    """The body's JSON object; empty if the body is not a JSON object."""
     retry_after_s: float
 
 
@@ -43,7 +43,7 @@ class Progress:
     done: int = 0
     failed: int = 0
     output_tokens: int = 0
-    """Output tokens of this run."""
+    """Number of output tokens generated in this run."""
     started: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
@@ -77,7 +77,7 @@ class Runner:
             patience_s: maximum time without an answered request, seconds.
             timeout_s: deadline of each request, seconds; None for none.
             on_progress: called after every answer.
-            on_problem: called with a description when the server cannot be reached; once until the next answer.
+            on_problem: called with a description when the server becomes unreachable; not again until the next answer.
         """
         self._server = server
         self._journal = journal
@@ -94,7 +94,7 @@ class Runner:
         self._failure: Exception | None = None
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Send the jobs that are not done; return when all are.
+        """Send the jobs that are not done; return when all jobs are done.
 
         Raises:
             BatchError: the server is unreachable for too long or not a Quire server, or a line is not a valid

@@ -10,7 +10,7 @@ from quire_server.cli._parser import Namespace
 
 @contextmanager
 def admin_stub(options: Namespace) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
-    """Connect to the operator API of the service in the flags; errors become Quire's."""
+    """Connect to the operator API of the service that the flags name; convert gRPC errors to `QuireError`."""
     with connected(options) as channel:
         yield admin_pb2_grpc.AdminServiceStub(channel)
 

@@ -24,7 +24,7 @@ TOPICS = {
     "speculative decoding": ("speculation", "draft_model", "speculative_tokens"),
     "records": ("record_dir", "record_bytes", "journal"),
 }  # fmt: skip
-"""The settings that most services need, by the topics of --help."""
+"""The settings that most services need, grouped by topic for --help."""
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 

@@ -68,7 +68,7 @@ def _add_tls(parser: OneLineParser) -> None:
 
 @contextmanager
 def connected(options: Namespace) -> Iterator[grpc.Channel]:
-    """Open a channel to the service in the flags; errors of its calls become Quire's.
+    """Open a channel to the service that the flags name; convert errors of its calls to `QuireError`.
 
     Raises:
         ConfigError: the CA file cannot be read.
@@ -88,7 +88,7 @@ def connected(options: Namespace) -> Iterator[grpc.Channel]:
 
 
 def call_options() -> CallOptions:
-    """Return timeout and metadata of a unary call."""
+    """Return the timeout and the metadata (with the bearer token) for a unary call."""
     return {"timeout": _TIMEOUT_S, "metadata": _calls.call_metadata(token())}
 
 
@@ -107,7 +107,7 @@ def credentials(options: Namespace) -> grpc.ChannelCredentials | None:
 
 
 def http_server(options: Namespace) -> Server:
-    """Return the server in the flags of a command that uses HTTP.
+    """Return the HTTP server that the flags name.
 
     Raises:
         ConfigError: the CA file cannot be read, or contains no certificate.
@@ -116,7 +116,7 @@ def http_server(options: Namespace) -> Server:
 
 
 def http_server_at(options: Namespace, address: str, *, tls: bool) -> Server:
-    """Return the server at another address than the target, with the CA of the flags or the system's.
+    """Return the server at `address`, with the CA from the flags or the system CAs.
 
     Raises:
         ConfigError: the CA file cannot be read, or contains no certificate.
@@ -136,7 +136,7 @@ def _tls_context(options: Namespace) -> ssl.SSLContext | None:
 
 
 def token() -> str:
-    """Return the bearer token; empty without one."""
+    """Return the bearer token from the environment; empty if there is none."""
     return os.environ.get(TOKEN_VARIABLE, "")
 
 
@@ -154,7 +154,7 @@ def _grpc_target(text: str) -> str:
 
 
 def _http_target(text: str) -> str:
-    """Check and return the address; a URL with nothing behind the port is accepted as well."""
+    """Check and return the address; a URL that ends after the port is also accepted."""
     if text.startswith("https://"):
         raise argparse.ArgumentTypeError(f"{text!r}: give HOST:PORT, and the CA of TLS with --tls-ca")
     if text.startswith("grpc://"):

@@ -7,7 +7,7 @@ from shared.config import ConfigError
 _START_SERVER = "start a server with quire serve, or pass its gRPC address with --target"
 _NOT_GRPC = "does not speak gRPC; pass the service's gRPC address with --target, not the HTTP one"
 _INSTALL_WORKER = 'pip install "$(ls dist/quire_server-*.whl)[worker]"'
-"""Installs what workers need with the wheel of `make dist`. Distributions of ours are on no package index."""
+"""Installs the worker's requirements from the wheel of `make dist`, because Quire is on no package index."""
 _GRPC_FAILURES = (
     ("Failed parsing HTTP/2", _NOT_GRPC),
     ("missing selected ALPN", _NOT_GRPC),
@@ -18,7 +18,7 @@ _GRPC_FAILURES = (
     ("Connection refused", f"nothing listens there; {_START_SERVER}"),
     ("errors resolving", "host name not found; pass HOST:PORT with --target"),
 )
-"""Parts of gRPC's messages about failed connections, and their meaning. gRPC has no codes for these."""
+"""Parts of gRPC's messages about failed connections, and their meaning. gRPC has no codes for these failures."""
 
 
 class CommandError(Exception):
@@ -48,7 +48,7 @@ def explain(error: Exception, target: str = "") -> str | None:
 
 
 def _unavailable(message: str) -> str:
-    """Return the meaning of gRPC's message: what is wrong; what to do."""
+    """Translate a gRPC message about a failed connection to the form "what is wrong; what to do"."""
     if message.startswith(("failed to connect", "errors resolving")):
         for part, meaning in _GRPC_FAILURES:
             if part in message:

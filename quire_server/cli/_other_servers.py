@@ -1,7 +1,7 @@
 """Flags of other servers that Quire spells differently or does not need, and what to use instead.
 
-vLLM's names are the ones that most users type; where the meaning is the same, Quire has the same name. Names with
-underscores (TensorRT-LLM) are looked up with dashes.
+Most users know vLLM's names, so Quire uses the same name wherever the meaning is the same. Names with underscores
+(TensorRT-LLM) are looked up with dashes.
 """
 
 _CHUNKED = "prompts are always computed in chunks; --max-num-batched-tokens limits their size"
@@ -140,4 +140,4 @@ _TRITON_AND_TORCHSERVE = {
     "--ts-config": "use --config",
 }
 REMEDIES = {**_SGLANG, **_TRITON_AND_TORCHSERVE, **_TENSORRT_LLM, **_TGI, **_VLLM}
-"""By flag: what to do instead."""
+"""For each flag of another server: what to use instead."""

@@ -17,7 +17,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, *, description: str, examples: str) -> None:
         self.remedies: Mapping[str, str] = {}
-        """By a flag that does not exist but that users of other servers type: what to do instead."""
+        """For each flag that only other servers have: what to use instead."""
         self._settings: frozenset[str] = frozenset()
         self._topics: Mapping[str, Sequence[str]] = {}
         super().__init__(
@@ -32,7 +32,7 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
     def group_settings(self, settings: Iterable[str], topics: Mapping[str, Sequence[str]]) -> None:
-        """List settings by topic in `--help`; those of no topic appear only in `--help-all`.
+        """List settings by topic in `--help`; settings without a topic appear only in `--help-all`.
 
         Args:
             settings: names of all settings of the command; its other flags are always listed.

@@ -30,5 +30,5 @@ def add_sampling_flags(parser: OneLineParser) -> None:
 
 
 def given_options(options: Namespace, names: Sequence[str]) -> Any:
-    """Return a dictionary with those of the options that the user gave."""
+    """Return a dictionary with only the options that the user specified."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -1,4 +1,4 @@
-"""Screen of `quire top`, from the messages of `WatchSteps`. Pure: messages in, lines out."""
+"""Renders the screen of `quire top` from `WatchSteps` messages. Pure: messages in, lines out."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ from quire.admin.v1 import admin_pb2 as admin
 
 _BAR = 24
 _CURVE = 60
-"""Seconds that a curve shows."""
+"""Number of seconds that a curve shows."""
 _ROWS = 128
-"""Most rows of a worker that are drawn."""
+"""Maximum number of rows drawn per worker."""
 _QUEUED = 5
 _INCIDENTS = 5
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -18,24 +18,24 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(slots=True)
 class _Worker:
-    """Numbers of a worker from its steps since the last screen."""
+    """Statistics of a worker's steps since the last screen."""
 
     steps: int = 0
     tokens: int = 0
     busy_s: float = 0.0
     batch: str = ""
-    """Its newest step, one character per row."""
+    """The worker's newest step, one character per row."""
     drafts: tuple[int, int] = (0, 0)
-    """Verified and accepted draft tokens on the last screen."""
+    """Counters of verified and accepted draft tokens at the last screen."""
 
 
 @dataclass(slots=True)
 class Top:
-    """The numbers on the screen; rates and latencies are those since the screen before."""
+    """The numbers on the screen; rates and latencies cover the time since the previous screen."""
 
     address: str
     _rates: list[admin.ServiceRates] = field(default_factory=list)
-    """Of the loads since the last screen."""
+    """Rates in the load messages since the last screen."""
     _load: admin.SchedulerLoad | None = None
     _tables: admin.SchedulerTables | None = None
     _workers: dict[str, _Worker] = field(default_factory=dict)
@@ -45,11 +45,11 @@ class Top:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the numbers cover an interval, and the tables have come."""
+        """Whether the numbers cover an interval, and the tables have been received."""
         return self._tables is not None and any(rates.seconds > 0 for rates in self._rates)
 
     def take(self, part: admin.WatchStepsResponse) -> None:
-        """Take a message."""
+        """Add the content of a message to the numbers."""
         for step in part.steps:
             worker = self._workers.setdefault(step.worker_id, _Worker())
             worker.steps += 1
@@ -121,7 +121,7 @@ class Top:
             f" {seen.tokens / seconds:>9.0f} {min(seen.busy_s / seconds, 1.0):>5.0%}"
         )
         lines = [line]
-        # A worker that connected again counts from 0.
+        # The counters of a worker that reconnected begin at 0.
         before = seen.drafts if seen.drafts[0] <= worker.draft_tokens else (0, 0)
         verified, accepted = worker.draft_tokens - before[0], worker.accepted_draft_tokens - before[1]
         seen.drafts = worker.draft_tokens, worker.accepted_draft_tokens
@@ -149,7 +149,7 @@ class Top:
 
 
 def _limit_lines(limit: admin.PresentLimit) -> list[str]:
-    """Return what holds the service back, what helps, and who waits."""
+    """Return lines with the limit that holds the service back, the remedy, and the requests that wait for it."""
     lines = [f"now: {limit.state}"] if limit.state else []
     if limit.remedy:
         lines.append(f"     what helps: {limit.remedy}")
@@ -167,21 +167,21 @@ def batch_line(step: admin.WatchedStep) -> str:
 
 
 def curve(values: Iterable[float]) -> str:
-    """Return values as blocks of eight heights; the largest is the highest."""
+    """Draw values as block characters with eight heights, scaled to the largest value."""
     found = list(values)
     most = max(found, default=0.0)
     return "".join(_LEVELS[round(8 * value / most)] if most > 0 else _LEVELS[0] for value in found)
 
 
 def bar(held: float, cached: float) -> str:
-    """Return a bar with two fractions of a whole: used by requests, and used only by the prefix cache."""
+    """Draw a bar that shows the fraction held by requests and the fraction held only by the prefix cache."""
     filled = round(held * _BAR)
     kept = min(round((held + cached) * _BAR), _BAR) - filled
     return "[" + "#" * filled + "-" * kept + " " * (_BAR - filled - kept) + "]"
 
 
 def _times(found: Iterable[admin.Quantiles]) -> str:
-    """Return the mean of the medians, and the largest 99th percentile, of the seconds that have samples."""
+    """Return, over all seconds with samples, the mean of the medians and the largest 99th percentile."""
     counts = [each for each in found if each.count]
     if not counts:
         return "-"

@@ -42,7 +42,7 @@ complete -o default -F _quire quire
 
 
 def configure(parser: OneLineParser) -> None:
-    """Add the shell."""
+    """Add the `shell` argument to the parser."""
     parser.add_argument("shell", choices=("bash",), help="the shell that runs the script")
 
 

@@ -35,8 +35,8 @@ def run(options: Namespace) -> int:
     config = from_options(WorkerConfig, options)
     lifeline.attach()
     clean_up = start_followers(config)
-    # The import of torch creates a million objects and hardly any garbage. Searching for it would take a tenth of the
-    # time of the import.
+    # Importing torch creates a million objects and hardly any garbage. Garbage collection would take a tenth of the
+    # import time.
     gc.disable()
     from worker_svc.main import run as run_process
 
@@ -44,7 +44,7 @@ def run(options: Namespace) -> int:
     gc.enable()
 
     def end(exit_code: int) -> NoReturn:
-        """End this process; everything that needs a clean shutdown has ended.
+        """Exit this process after everything that needs a clean shutdown has ended.
 
         Python's own shutdown, which unloads thousands of modules of torch, would take seconds and delay the service.
         """

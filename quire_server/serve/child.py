@@ -1,6 +1,7 @@
 """One child process, from its start to its end.
 
-It has its own session, so that the terminal's Ctrl-C reaches only the supervisor, which decides the order of shutdown.
+A child has its own session, so that Ctrl-C in the terminal reaches only the supervisor, which decides the order of
+shutdown.
 Its two output streams are read line by line. Starting a child is synchronous: there is no point between the start and
 its registration at which it could be lost.
 """

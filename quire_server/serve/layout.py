@@ -1,4 +1,4 @@
-"""Processes of a service on one machine, and their flags. Pure functions."""
+"""Lists the processes of a service on one machine, and their flags. Pure functions."""
 
 import enum
 import os
@@ -79,9 +79,9 @@ def plan_children(
 
     Args:
         config: the service.
-        socket_dir: private folder for the ZeroMQ sockets; an address that is not the default is kept.
-        record_dir: folder of the records of this user's services, which have one each by their gRPC port. A service
-            on any free port has another port at each start, so its scheduler chooses a folder.
+        socket_dir: private folder for the ZeroMQ sockets; addresses that the user has set are not changed.
+        record_dir: folder with one record per service of this user, named by the gRPC port. A service that takes any
+            free port gets a different port at each start, so its scheduler chooses a folder.
         ports: the reserved ports.
         cores: CPU cores to divide among the ranks of the workers that set no number of threads.
     """

@@ -6,7 +6,7 @@ import ssl
 import urllib.request
 
 _PAUSE_S = 0.05
-# Verification is not needed: the requests go to own child processes at a reserved port and carry no secrets.
+# Certificates need no verification: requests go to child processes at a reserved port, and carry no secrets.
 _UNVERIFIED = ssl._create_unverified_context()
 
 
@@ -33,7 +33,7 @@ def _is_ready(probes: str, workers: int, frontends: int) -> bool:
 
 
 def _get(url: str) -> str:
-    """Return the answer; empty if there is none or it is not successful."""
+    """Return the body of the response; empty if there is none or the status is an error."""
     # The local front end is not behind a proxy.
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED)

@@ -2,8 +2,8 @@
 
 Start: all at once; they find each other. Death: a log line, a delay, a restart (`restarts` decides). A process that
 hangs (`watchdog`) is killed and then treated like any other death. Stop: front ends first, which finish their running
-requests, then workers, then the scheduler, each within its grace period. The supervisor knows nothing of the work of
-the processes, except that a front end prints its addresses.
+requests, then workers, then the scheduler, each within its grace period. The supervisor does not depend on what the
+processes do, except that a front end prints its addresses.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class Supervisor:
         used = {}
         for slot in self._slots:
             if slot.child:
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the process has just ended
                     used[slot.spec.name] = cpu_seconds(slot.child.pid)
         return used
 
