@@ -8,9 +8,9 @@
             print(delta.text, end="", flush=True)
         print(generation.finished)
 
-Nothing here imports numpy, torch or the server. `aio` is the asyncio client. `client`, the blocking one, is made from
-it. `types` defines their values, and the modules with an underscore contain their shared code. The generated code of
-the APIs is `quire.v1` and `quire.admin.v1`.
+No module here imports numpy, torch or the server. `aio` is the asyncio client. `client` is the blocking client, which
+is generated from `aio`. `types` defines the values of both clients, and the modules with an underscore contain their
+shared code. The generated code for the APIs is in `quire.v1` and `quire.admin.v1`.
 """
 
 from typing import TYPE_CHECKING
@@ -91,5 +91,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the public names, also those that were not used yet."""
+    """List the public names, including those that were not imported yet."""
     return sorted(__all__)

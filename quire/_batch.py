@@ -1,4 +1,4 @@
-"""Batches, shared by both clients: keys of requests, joined answers, and a progress line."""
+"""Code for batches that both clients share: request keys, assembled answers, and a progress line."""
 
 import sys
 import time
@@ -14,18 +14,18 @@ _EVERY_S = 0.1
 
 
 class BatchAnswers:
-    """Collector of the answers of one batch."""
+    """Collects the answers to one batch."""
 
     def __init__(self, requests: Iterable[str | Mapping[str, Any]], options: Mapping[str, Any], progress: bool) -> None:
         """Build the request messages.
 
         Args:
             requests: texts, or dicts of options.
-            options: options of all requests.
+            options: options for all requests.
             progress: whether to print progress.
 
         Raises:
-            TypeError: an option of all requests does not exist.
+            TypeError: `options` has an unknown option.
         """
         _requests.check_options(options)
         self._messages: list[pb.GenerateBatchRequest] = []
@@ -47,14 +47,14 @@ class BatchAnswers:
         return iter(self._messages)
 
     def invalid(self) -> Iterator[BatchAnswer]:
-        """Yield the answers of the requests that cannot be sent."""
+        """Yield an answer with an error for each request that cannot be sent."""
         for answer in self._invalid:
             if self._progress is not None:
                 self._progress.advance(failed=True)
             yield answer
 
     def take(self, response: pb.GenerateBatchResponse) -> BatchAnswer | None:
-        """Add the next message; return the answer that it completes, or None."""
+        """Add the next message; return the answer if the message completes one, else None."""
         key = response.key
         answer = None
         if response.HasField("error"):

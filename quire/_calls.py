@@ -35,7 +35,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def channel_options(target: str) -> tuple[tuple[str, int], ...]:
-    """Return the options of a channel. Unix sockets and loopback need no proxy, whatever `http_proxy` says.
+    """Return the options for a channel. Unix sockets and loopback addresses never use a proxy, despite `http_proxy`.
 
     For other targets gRPC honours `http_proxy`, `https_proxy` and `no_proxy`.
     """
@@ -43,14 +43,14 @@ def channel_options(target: str) -> tuple[tuple[str, int], ...]:
 
 
 def _is_local(target: str) -> bool:
-    """Return whether a target of gRPC is a Unix socket or a loopback address."""
+    """Return whether a gRPC target is a Unix socket or a loopback address."""
     scheme, _, rest = target.partition(":")
     if scheme in ("unix", "unix-abstract"):
         return True
     address = rest if scheme in ("dns", "ipv4", "ipv6") and not rest.isdecimal() else target
     try:
         host = urlsplit(f"//{address.rpartition('/')[2]}").hostname or ""
-    except ValueError:  # not an address; the call will say so
+    except ValueError:  # not an address; the call will raise an error
         return False
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -74,7 +74,7 @@ def call_metadata(token: str = "") -> tuple[tuple[str, str], ...]:
 
 
 def read_batch_error(error: pb.Error) -> errors.QuireError:
-    """Return the typed error of one request of a batch."""
+    """Return the typed error for one request in a batch."""
     return errors.class_for(error.code, error.reason)(
         error.message or error.code,
         code=error.code,
@@ -85,7 +85,7 @@ def read_batch_error(error: pb.Error) -> errors.QuireError:
 
 
 def read_error(call: FailedCall) -> errors.QuireError:
-    """Return the typed error of a failed call. Unreadable details are ignored."""
+    """Return the typed error for a failed call. Error details that cannot be parsed are ignored."""
     code = call.code().name
     trailers = _text_and_bytes(call.trailing_metadata())
     status = _parse(status_pb2.Status, trailers.get(_STATUS_KEY))

@@ -1,4 +1,4 @@
-"""gRPC on an event loop: what `quire.aio` uses. `_calls_sync` has the same names for `quire.client`."""
+"""Asyncio gRPC calls for `quire.aio`. `_calls_sync` has the same names for `quire.client`."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ ResponseT = TypeVar("ResponseT")
 UnaryMethod = grpc.aio.UnaryUnaryMultiCallable
 
 _background: set["asyncio.Task[None]"] = set()
-"""Calls of `send`; without this reference they would be collected as garbage."""
+"""Calls that `send` started; without this reference they would be garbage-collected."""
 
 
 class Connection:
-    """A channel with the stubs of its services, and the metadata of a call."""
+    """A channel, the stubs of its services, and the metadata for calls."""
 
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, token: str) -> None:
         """Open the channel; see `quire.AsyncClient` for the arguments."""
@@ -36,7 +36,7 @@ class Connection:
         self.models: ModelServiceAsyncStub = ModelServiceStub(self._channel)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of a call that starts now."""
+        """Return the metadata for a call that starts now."""
         return _calls.call_metadata(self._token)
 
     async def close(self) -> None:
@@ -97,7 +97,7 @@ class Flag:
 
 
 def send(method: Any, request: Any, *, timeout: float, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Make a unary call in the background; its outcome is ignored."""
+    """Make a unary call in the background; ignore its result and errors."""
     task = asyncio.ensure_future(_ignore(method(request, timeout=timeout, metadata=metadata)))
     _background.add(task)
     task.add_done_callback(_background.discard)

@@ -14,7 +14,7 @@ UnaryMethod = grpc.UnaryUnaryMultiCallable
 
 
 class Connection:
-    """A channel with the stubs of its services, and the metadata of a call."""
+    """A channel, the stubs of its services, and the metadata for calls."""
 
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None, token: str) -> None:
         """Open the channel; see `quire.Client` for the arguments."""
@@ -27,7 +27,7 @@ class Connection:
         self.models = ModelServiceStub(self._channel)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Return the metadata of a call that starts now."""
+        """Return the metadata for a call that starts now."""
         return _calls.call_metadata(self._token)
 
     def close(self) -> None:
@@ -78,6 +78,6 @@ class Flag:
 
 
 def send(method: Any, request: Any, *, timeout: float, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Make a unary call in the background; its outcome is ignored."""
+    """Make a unary call in the background; ignore its result and errors."""
     future = method.future(request, timeout=timeout, metadata=metadata)
-    future.add_done_callback(lambda _future: None)  # keeps the call, which is cancelled when it is collected as garbage
+    future.add_done_callback(lambda _future: None)  # keeps a reference; garbage collection would cancel the call

@@ -1,7 +1,7 @@
 """Builds request messages from the arguments of both clients. Pure functions.
 
-A value that its field cannot hold (a negative count, invalid Unicode) is rejected here under the field's name, as the
-server would do it.
+If a field cannot hold its value (a negative count, invalid Unicode), the value is rejected here. The error names the
+field, as an error from the server would.
 """
 
 import difflib
@@ -25,11 +25,11 @@ _TYPES = {
     FieldDescriptor.CPPTYPE_FLOAT: ("a number", "numbers"),
     FieldDescriptor.CPPTYPE_BOOL: ("True or False", "booleans"),
 }
-"""What a field takes, in singular and plural; fields of other types take integers."""
+"""Values that a field accepts, by field type, in singular and plural; fields of other types accept integers."""
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Check the names of the options of `generate`.
+    """Check the names of options for `generate`.
 
     Raises:
         TypeError: an option does not exist.
@@ -40,7 +40,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def unknown_option(name: str) -> str:
-    """Describe an option that does not exist, with the name that was probably meant."""
+    """Describe an option that does not exist; suggest the closest name."""
     close = difflib.get_close_matches(name, GenerateOptions.__optional_keys__, n=1)
     return f"an unknown option {name!r}; " + (f"did you mean {close[0]!r}?" if close else "see quire.GenerateOptions")
 
@@ -49,7 +49,7 @@ def check_timeout(timeout: float | None) -> float | None:
     """Return a valid timeout.
 
     Raises:
-        InvalidRequestError: it is not a number of seconds.
+        InvalidRequestError: the timeout is not a positive number of seconds.
     """
     if timeout is None:
         return None
@@ -248,7 +248,7 @@ def _set_all(message: Any, values: Mapping[str, object], parent: str) -> None:
 
 
 def _extend(message: Any, field: str, values: Any, parent: str = "") -> None:
-    """Append values to a message's list. Without values, an absent sub-message stays absent."""
+    """Append values to a repeated field. If there are no values, an absent sub-message stays absent."""
     if isinstance(values, list | tuple) and not values:
         return
     expected = f"a list of {_TYPES.get(message.DESCRIPTOR.fields_by_name[field].cpp_type, ('', 'integers'))[1]}"
@@ -365,7 +365,7 @@ def _to_json(field: str, value: object) -> str | None:
 
 
 def _wrong_value(value: object, error: Exception, expected: str) -> str:
-    """Describe why a field cannot hold a value, without the content of texts; `expected` is what it takes."""
+    """Describe why a field cannot hold a value, without quoting texts; `expected` describes values that it accepts."""
     match error:
         case UnicodeEncodeError():
             return "not valid Unicode text; remove lone surrogates"
@@ -381,7 +381,7 @@ def _wrong_value(value: object, error: Exception, expected: str) -> str:
 
 
 def invalid(field: str, description: str) -> errors.InvalidRequestError:
-    """Return the error about a field."""
+    """Return the error for an invalid field."""
     return errors.InvalidRequestError(
         f"{field}: {description}",
         code="INVALID_ARGUMENT",

@@ -33,7 +33,7 @@ _REASONS = {
 
 
 def read_delta(delta: pb.Delta, *, parsed: bool = False) -> Delta:
-    """Return the delta; `parsed`: its parts replace its text."""
+    """Convert a delta; if `parsed`, take the text from the parts."""
     logprobs = read_logprobs(delta.logprobs) if delta.logprobs else ()
     token_ids = tuple(delta.token_ids)
     if not parsed:
@@ -147,17 +147,17 @@ def read_model(model: model_pb2.Model) -> Model:
 
 
 class Events:
-    """Events of a stream so far; shared by both clients."""
+    """Collects the events of a stream; shared by both clients."""
 
     def __init__(self, *, parsed: bool | None = None) -> None:
-        """Start without events; `parsed`: parts replace texts; None uses parts as soon as there are any."""
+        """Start without events; `parsed`: whether parts replace texts; None uses parts as soon as there are any."""
         self._parsed = parsed
         self.finished: Finished | None = None
         self.prompt: Prompt | None = None
         self.choices: dict[int, ChoiceFinished] = {}
 
     def take(self, response: pb.GenerateResponse) -> Delta | None:
-        """Add the next message; return its delta, or None.
+        """Add the next message; return the delta if the message has one, else None.
 
         Raises:
             ServerError: the finish reason is unknown to this client.

@@ -1,7 +1,7 @@
 """Resuming after a lost connection, shared by both clients.
 
-The server identifies a resumable request by its id. When the connection breaks, `Resume` continues after what was
-received. When the server does not know the request and nothing was received, the request is sent again.
+The server identifies a resumable request by its id. When the connection breaks, `Resume` continues after the output
+that was received. If the server does not know the request and no output was received, the request is sent again.
 """
 
 import time
@@ -13,7 +13,7 @@ from quire import errors
 from quire.v1 import generation_pb2 as pb
 
 GIVE_UP_S = 60.0
-"""Maximum time of reconnection attempts without a received message, seconds."""
+"""Maximum time in seconds for reconnection attempts without a received message."""
 _FIRST_WAIT_S = 0.05
 _MAX_WAIT_S = 2.0
 
@@ -63,7 +63,7 @@ class Resumption:
         )
 
     def failed(self, error: errors.QuireError, now: float | None = None) -> float | None:
-        """Return the seconds to wait before the next attempt; None: give up."""
+        """Return the seconds to wait before the next attempt; None to give up."""
         now = time.monotonic() if now is None else now
         if isinstance(error, errors.RequestNotFoundError) and not self._tokens and not self._send_again:
             self._send_again = True  # the request never arrived

@@ -38,7 +38,7 @@ _ResponseT = TypeVar("_ResponseT")
 
 
 class _Responses(Protocol):
-    """The responses of a `Generate` call, however it is carried out."""
+    """The responses to a `Generate` call, which may be a plain, resumed or resumable call."""
 
     def read(self) -> pb.GenerateResponse | None: ...
     def cancel(self) -> bool: ...
@@ -51,7 +51,7 @@ class Generation(Iterator[Delta]):
     """
 
     def __init__(self, responses: _Responses, *, parsed: bool | None = None) -> None:
-        """Wrap the responses; `parsed`: their parts replace their texts; None if they have parts."""
+        """Wrap the responses; `parsed`: whether parts replace texts; None uses parts as soon as there are any."""
         self._responses = responses
         self._events = _responses.Events(parsed=parsed)
 
@@ -67,14 +67,14 @@ class Generation(Iterator[Delta]):
 
     @property
     def choices_finished(self) -> Mapping[int, ChoiceFinished]:
-        """With n > 1: the ends of the choices so far, by index."""
+        """The choices that have finished so far, by index, if n > 1."""
         return self._events.choices
 
     def __next__(self) -> Delta:
         """Return the next delta.
 
         Raises:
-            QuireError: the request failed; the class tells why.
+            QuireError: the request failed; the class shows why.
         """
         while (response := self._responses.read()) is not None:
             delta = self._events.take(response)
@@ -84,7 +84,7 @@ class Generation(Iterator[Delta]):
         raise StopIteration
 
     def result(self) -> Completion:
-        """Wait for the end; return everything that was not iterated over as one answer.
+        """Wait for the end; return all output that was not iterated over as one answer.
 
         Raises:
             QuireError: the request failed.
@@ -92,7 +92,7 @@ class Generation(Iterator[Delta]):
         return self._events.join(list(self))
 
     def cancel(self) -> None:
-        """Cancel the request; a later iteration raises `CancelledError` unless it has ended."""
+        """Cancel the request; unless the request has ended, a later iteration raises `CancelledError`."""
         self._responses.cancel()
 
     def __enter__(self) -> Self:
@@ -126,7 +126,7 @@ class _Resumable:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._resumption = Resumption(request)
         self._lock = threading.Lock()
-        """Another thread may cancel while this one tries again."""
+        """Guards the current call: another thread may cancel while this thread reconnects."""
         self._cancelled = Flag()
         self._responses: _Responses = self._generate(timeout)
 
@@ -221,7 +221,7 @@ class Client:
         Args:
             request_id: id of the request.
             from_tokens: number of known tokens per choice; they are not sent again.
-            from_text_bytes: number of known UTF-8 bytes of text per choice; by default those of the known tokens.
+            from_text_bytes: number of known UTF-8 bytes of text per choice; by default the bytes of the known tokens.
             from_part_bytes: size of the known parts per choice, see the proto; by default those of the known text.
             timeout: seconds until the iteration raises `DeadlineError`.
         """
@@ -257,11 +257,11 @@ class Client:
             requests: texts, or dicts of options with a text as "prompt".
             progress: print progress to stderr.
             timeout: seconds until the server stops.
-            options: options of all requests; a request's own options override them.
+            options: options for all requests; a request's own options override these.
 
         Raises:
-            TypeError: an option of all requests does not exist.
-            QuireError: the call failed. The error of a single request is in its answer.
+            TypeError: `options` has an unknown option.
+            QuireError: the call failed. The error for a single request is in its answer.
         """
         timeout = _requests.check_timeout(timeout)
         answers = BatchAnswers(requests, options, progress)
@@ -298,7 +298,7 @@ class Client:
             pooling: "last" uses the hidden state of the last token, "mean" the mean over all tokens.
             normalize: scale vectors to length 1.
             truncate_prompt_tokens: keep only this many last tokens of each prompt.
-            scheduling: scheduling options of the prompts.
+            scheduling: scheduling options for the prompts.
             request_id: id of the request; empty to let the server choose.
             timeout: seconds until the server stops.
 
@@ -325,7 +325,7 @@ class Client:
         add_special_tokens: bool = True,
         timeout: float | None = None,
     ) -> Tokenized:
-        """Return the token ids that `generate` would run on.
+        """Return the token ids that `generate` would use as the prompt.
 
         Raises:
             QuireError: the call failed.
@@ -350,7 +350,7 @@ class Client:
         return (self._ask(self._connection.generation.Detokenize, request, timeout)).text
 
     def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
-        """Return the description of a model; empty name: the served model.
+        """Return the description of a model; an empty name means the served model.
 
         Raises:
             QuireError: the call failed.

@@ -2,7 +2,7 @@
 
 The server ends a failed call with a google.rpc.Status whose ErrorInfo carries a stable reason; `shared.errors` lists
 the reasons. Each reason maps to a class here. An unknown reason maps to the class of its status code, so that an old
-client still tells invalid requests from transient failures of a new server.
+client can still distinguish invalid requests from transient failures of a new server.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class FieldViolation:
 
 
 class QuireError(Exception):
-    """Base class of all errors of calls to Quire."""
+    """Base class of all errors that calls to Quire raise."""
 
     reasons: ClassVar[frozenset[str]] = frozenset()
     """ErrorInfo reasons that map to this class."""
@@ -113,7 +113,7 @@ class WorkerNotFoundError(QuireError):
 
 
 class RequestNotFoundError(QuireError):
-    """The request to resume is unknown or no longer kept."""
+    """The server does not know the request, or has already discarded it."""
 
     reasons = frozenset({"REQUEST_NOT_FOUND"})
 
@@ -189,5 +189,5 @@ _BY_CODE = {code: error for error in _CLASSES for code in error.codes}
 
 
 def class_for(code: str, reason: str) -> type[QuireError]:
-    """Return the class of an error with this status code and reason."""
+    """Return the error class for this status code and reason."""
     return _BY_REASON.get(reason) or _BY_CODE.get(code, ServerError)

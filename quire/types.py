@@ -1,4 +1,4 @@
-"""Values of the Python client: plain, frozen, and the same for `Client` and `AsyncClient`.
+"""Values that the Python clients take and return: frozen dataclasses, the same for `Client` and `AsyncClient`.
 
 They mirror the public proto in Python's terms: durations are seconds, columns are tuples, absent values are None.
 `quire._requests` converts them to messages, and `quire._responses` converts messages to them.
@@ -25,7 +25,7 @@ class SchedulingOptions:
     priority: int = 0
     """Priority in [-100, 100]; higher runs first."""
     tenant: str = ""
-    """Tenant that the request is accounted to."""
+    """Tenant to which the request is charged."""
     expected_output_tokens: int | None = None
     """Expected number of generated tokens; by default the server's own estimate."""
     ttft_target_s: float | None = None
@@ -39,7 +39,7 @@ class SchedulingOptions:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate` besides the prompt as text. Absent options take the server's default."""
+    """Options of `generate`, except the prompt as text. Absent options take the server's default."""
 
     messages: Sequence[Message]
     """Conversation in place of the text; the server renders it with the model's chat template."""
@@ -60,7 +60,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     """Seed of the random sampling; equal requests with equal seeds draw the same noise."""
     stop: str | Sequence[str]
-    """Stop strings: generation ends where one of them appears; it is not part of the text."""
+    """Stop strings: generation ends where one of them appears. The stop string is not part of the text."""
     stop_token_ids: Sequence[int]
     """Stop tokens: generation ends after one of them."""
     ignore_eos: bool
@@ -76,7 +76,7 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     """Subtracted from the logits of tokens in the output, once per occurrence."""
     logit_bias: Mapping[int, float]
-    """Added to the logits of single tokens, by token id."""
+    """Values added to the logits of individual tokens, by token id."""
     allowed_token_ids: Sequence[int]
     """Only these tokens may be sampled."""
     banned_token_ids: Sequence[int]
@@ -86,11 +86,11 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: int
     """Minimum number of generated tokens before a stop condition applies."""
     include_stop_string: bool
-    """Keep the stop string in the text."""
+    """Whether the text includes the stop string."""
     logprobs: int
-    """Number of most likely tokens with log-probabilities per generated token, besides the token's own."""
+    """Number of most likely tokens to return log-probabilities for, in addition to each generated token itself."""
     prompt_logprobs: int
-    """Number of most likely tokens with log-probabilities per prompt token, besides the token's own."""
+    """Number of most likely tokens to return log-probabilities for, in addition to each prompt token itself."""
     echo: bool
     """Return the prompt too, in `prompt` of the generation."""
     truncate_prompt_tokens: int
@@ -100,18 +100,18 @@ class GenerateOptions(TypedDict, total=False):
     tool_choice: str
     """With `tools`: "auto" (default), "none", "required", or the name of the function that must be called."""
     parallel_tool_calls: bool
-    """Whether an answer may have several calls, where a grammar makes the calls; by default True."""
+    """Whether an answer may have several tool calls, if a grammar constrains the calls; by default True."""
     parse: bool
     """Whether the server separates reasoning and tool calls from the text; by default True with `messages`.
 
-    If not, the text is the output as the model wrote it.
+    If False, the text is the unmodified output of the model.
     """
     template_variables: Mapping[str, Any]
-    """With `messages`: further variables of the chat template."""
+    """With `messages`: additional variables for the chat template."""
     continue_final_message: bool
     """With `messages`: continue the last message instead of answering it."""
     json_schema: str | Mapping[str, Any] | bool
-    """The output conforms to this JSON schema; True: it is any JSON object."""
+    """JSON schema to which the output conforms; True allows any JSON object."""
     regex: str
     """The output matches this regular expression."""
     ebnf: str
@@ -164,7 +164,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of a tool call."""
+    """The next part of a tool call."""
 
     index: int
     """Number of the call within its choice, from 0."""
@@ -173,7 +173,7 @@ class ToolCallDelta:
     name: str = ""
     """Name of the function; only where the call begins."""
     arguments: str = ""
-    """More of the arguments, as JSON text."""
+    """The next part of the arguments, as JSON text."""
     complete: bool = False
     """Whether the call is complete."""
 
@@ -187,12 +187,12 @@ class ToolCall:
     arguments: str
     """The arguments as JSON text."""
     complete: bool
-    """Whether the call is complete; False if the end of the output has cut it off."""
+    """Whether the call is complete; False if the output ended before the call did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More output. A delta never ends inside a character. Its text may belong to earlier tokens that were held back."""
+    """The next part of the output. A delta never ends inside a character. Its text may come from earlier tokens."""
 
     choice: int
     first_index: int
@@ -202,7 +202,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One entry per token, if requested."""
     reasoning: str = ""
-    """Text that the model thinks before it answers."""
+    """Reasoning text, which the model writes before the answer."""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
@@ -240,7 +240,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of the request in seconds since its arrival, measured by the server."""
+    """Times in seconds since the request's arrival, measured by the server."""
 
     queued_s: float
     first_token_s: float
@@ -296,7 +296,7 @@ class Completion:
 
     @property
     def reasoning(self) -> str:
-        """Text that the model has thought before it answered."""
+        """Reasoning text that the model wrote before the answer."""
         return self.choices[0].reasoning if self.choices else ""
 
     @property
@@ -323,7 +323,7 @@ class BatchAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Vectors of prompts."""
+    """Embedding vectors for prompts."""
 
     vectors: tuple[tuple[float, ...], ...]
     """One vector per prompt, in order."""
@@ -353,6 +353,6 @@ class Model:
     has_chat_template: bool
     fingerprint: str
     embedding_size: int = 0
-    """Number of elements of an embedding; 0 if the model provides none."""
+    """Number of elements in an embedding; 0 if the model provides no embeddings."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Sampling options of requests that do not give them, and the limit `max_new_tokens`, by name."""
+    """Defaults for sampling options that a request does not set, and the limit `max_new_tokens`, by name."""
