@@ -1,7 +1,7 @@
 """Columns: packed little-endian int32 values in a protobuf `bytes` field.
 
-A column costs four bytes per value and no Python object per value on either side; protobuf's repeated fields cost an
-object each. An absent column is empty.
+A column takes four bytes per value and needs no Python object per value on either side, unlike a repeated field. An
+absent column is empty.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _WIRE_TYPE = np.dtype("<i4")
 
 
 class MalformedColumnError(ValueError):
-    """The length of a column is not a multiple of 4 bytes, or differs from the others of its group."""
+    """A column's length is not a multiple of 4 bytes, or differs from that of another column in the same group."""
 
 
 def to_column(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
@@ -36,7 +36,7 @@ def from_column(column: bytes) -> Int32Array:
 
 
 def from_columns(*columns: bytes) -> tuple[Int32Array, ...]:
-    """Unpack columns of one group, which must have equal lengths."""
+    """Unpack the columns of one group, whose lengths must be equal."""
     arrays = tuple([from_column(column) for column in columns])
     length = len(columns[0])
     for column in columns:

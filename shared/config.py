@@ -1,8 +1,8 @@
 """Typed configuration: frozen dataclasses whose fields carry their help text.
 
 Each setting has one name everywhere: the field `max_num_seqs` is the flag `--max-num-seqs`, the variable
-`QUIRE_MAX_NUM_SEQS` and the key `max_num_seqs` in a file. `config_sources` defines the precedence. Names follow vLLM's
-where the meaning is the same.
+`QUIRE_MAX_NUM_SEQS` and the key `max_num_seqs` in a file. `config_sources` defines the precedence. If a setting has the
+same meaning as one in vLLM, it has the same name.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from shared.frames import MAX_STEP_TOKENS
 
 
 class ConfigError(ValueError):
-    """A setting is invalid; the message names it and the remedy."""
+    """A setting is invalid; the message names the setting and the remedy."""
 
 
 def _option(
@@ -404,7 +404,7 @@ def _default_text(option: "dataclasses.Field[Any]") -> str:
 
 
 def to_flags(config: object) -> list[str]:
-    """Return the flags that give another process this configuration."""
+    """Return the flags that pass this configuration to another process."""
     flags: list[str] = []
     for option in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, option.name)
@@ -417,7 +417,7 @@ def to_flags(config: object) -> list[str]:
 
 
 def state_folder() -> Path:
-    """Return the folder for files of Quire that outlive its processes and belong to this user."""
+    """Return this user's folder for files that Quire keeps after its processes end."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
 
 
@@ -456,7 +456,7 @@ def _check(option: "dataclasses.Field[Any]", value: Any) -> None:
     name = f"{option.name} (--{option.name.replace('_', '-')})"
     if choices and value not in choices:
         raise ConfigError(f"{name}: unknown value {value!r}; use one of {', '.join(choices)}")
-    # Written such that NaN is outside every range.
+    # Written so that NaN is outside every range.
     if least is not None and not least <= value:
         raise ConfigError(f"{name}: {value} is too small; use at least {least}")
     if most is not None and not value <= most:

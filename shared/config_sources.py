@@ -27,11 +27,11 @@ OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, API_KEY_VARIABLE, "QUIRE_LOG_FORMAT", "QUIRE_CPU_KERNELS", "QUIRE_TOKEN", "QUIRE_TARGET"}
     | {"QUIRE_TLS_CA"}
 )
-"""Variables that Quire reads and that are not settings."""
+"""Environment variables that Quire reads but that are not settings."""
 
 _PREFIX = "QUIRE_"
 _CLOSE = 0.85
-"""Minimum similarity at which an unknown variable counts as a misspelt setting; not every QUIRE_… is one."""
+"""Minimum similarity for an unknown variable to count as a misspelt setting, because other QUIRE_… names exist."""
 
 ConfigT = TypeVar("ConfigT")
 Field = dataclasses.Field[Any]
@@ -48,7 +48,7 @@ class Setting:
 
 
 class ConfigSources:
-    """Flags, environment and file of one command."""
+    """The settings that one command gets from flags, environment and file."""
 
     def __init__(self, options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
         """Read the sources.
@@ -107,10 +107,10 @@ def from_options(
 
 
 def parse_setting(config: type[Any], name: str, text: str) -> Any:
-    """Return the value of one setting of a configuration in a text, with the type of the setting.
+    """Parse the value of one setting from a text.
 
     Raises:
-        ConfigError: the text is not of that type, or not one of the setting's choices.
+        ConfigError: the text does not have the setting's type, or is not one of its choices.
     """
     return _parse(name, text, next(option for option in dataclasses.fields(config) if option.name == name))
 
@@ -150,7 +150,7 @@ def _check_environment(environ: Mapping[str, str]) -> None:
 
 
 def _typed(value: Any, option: Field, path: str) -> Any:
-    """Return a value of the file, converted to the type of its setting. Only int to float is converted."""
+    """Return a value from the file if it has the type of its setting. An int is converted to float; nothing else is."""
     kind = type(option.default)
     if kind is float and type(value) is int:
         return float(value)

@@ -4,7 +4,7 @@ import time
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time so far of all threads of a process, seconds.
+    """Return the CPU time that all threads of a process have used so far, in seconds.
 
     Raises:
         OSError: the process does not exist.

@@ -1,10 +1,10 @@
-"""CurveZMQ authentication and encryption of the sockets between processes.
+"""CurveZMQ authentication and encryption for the sockets between processes.
 
 A *key folder* belongs to one process. `own.key_secret` is its key pair. `scheduler.key` is the public key of the
-scheduler that a worker or front end connects to; answers encrypted with another key are not accepted. `allowed/workers`
-and `allowed/frontends` are the public keys that the scheduler accepts at its two sockets. Without this list every
-process that knows the scheduler's public key could connect, so encryption requires it. The list is reloaded when it
-changes, so keys can be added, rotated and revoked during operation.
+scheduler to which a worker or front end connects; messages encrypted with another key are rejected. `allowed/workers`
+and `allowed/frontends` contain the public keys that the scheduler accepts at its two sockets. Without these lists,
+every process that knows the scheduler's public key could connect, so encryption requires them. A list is reloaded when
+it changes, so keys can be added, rotated and revoked during operation.
 
 `quire keys` creates these folders. If a folder has one subfolder per role, each process uses the subfolder of its role.
 """
@@ -26,7 +26,7 @@ SCHEDULER, WORKER, FRONTEND = "scheduler", "worker", "frontend"
 ROLES = (SCHEDULER, WORKER, FRONTEND)
 OWN, SERVER, ALLOWED = "own", "scheduler", "allowed"
 DOMAINS = {WORKER: "workers", FRONTEND: "frontends"}
-"""ZAP domain and folder of public keys, by the role of the peers."""
+"""For each role of a peer: the ZAP domain, which is also the name of the folder with its public keys."""
 _CHECK_INTERVAL_S = 1.0
 """Minimum interval of checks for changed lists, seconds."""
 
@@ -76,7 +76,7 @@ def load_keys(folder: str, role: str) -> CurveKeys | None:
 
 
 class AllowList:
-    """List of allowed public keys; a thread answers ZeroMQ's authentication requests (ZAP)."""
+    """Holds the allowed public keys; its thread answers ZeroMQ's authentication requests (ZAP)."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: CurveKeys) -> None:
         """Load the lists of both domains from the key folder.
@@ -97,7 +97,7 @@ class AllowList:
         self.refresh()
 
     def refresh(self) -> None:
-        """Reload lists that have changed; cheap enough to be called often."""
+        """Reload the lists that have changed; this is cheap enough to be called often."""
         if (now := time.monotonic()) < self._next_check:
             return
         self._next_check = now + _CHECK_INTERVAL_S
@@ -160,8 +160,8 @@ def is_routable(address: str) -> bool:
 def _readable_by_others(status: os.stat_result, own_groups: set[int]) -> bool:
     """Return whether other users can read a file.
 
-    Reading by the group is accepted where root owns the file and the group is one of this process: so Kubernetes mounts
-    a secret for a process that is not root (`fsGroup`).
+    Group access is accepted if root owns the file and this process is in the group, because Kubernetes mounts secrets
+    in this way for a process that is not root (`fsGroup`).
     """
     if status.st_uid == 0 and status.st_gid != 0 and status.st_gid in own_groups:
         return bool(status.st_mode & 0o037)

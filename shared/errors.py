@@ -42,7 +42,7 @@ class InvalidRequestError(QuireError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and requested output do not fit into the model's context; clients shorten the prompt and try again."""
+    """Prompt and requested output do not fit into the model's context; the client must shorten one of them."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
@@ -80,7 +80,7 @@ class PermissionDeniedError(QuireError):
 
 
 class FieldDeniedError(PermissionDeniedError):
-    """The caller may not use the value of a field."""
+    """The caller lacks the permission to use this value in a field."""
 
     def __init__(self, field: str, description: str) -> None:
         super().__init__(f"{field}: {description}")
@@ -124,7 +124,7 @@ class QueueFullError(QuireError):
 
 
 class TenantLimitError(QuireError):
-    """As many requests of the caller's tenant wait as its own limit allows; try again after `retry_ms`."""
+    """The caller's tenant has reached its limit for waiting requests; try again after `retry_ms`."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "TENANT_LIMIT"

@@ -7,17 +7,17 @@ LINK_VERSIONS = Versions(oldest=1, newest=2)
 PLAN_VERSIONS = Versions(oldest=4, newest=4)
 """Versions of the protocol between scheduler and workers. 3: embeddings. 4: sampling parameters as bytes."""
 PLAN_MAX_MESSAGE = 64 << 20
-"""Maximum frame between scheduler and worker, bytes; ZeroMQ drops a connection with a larger one."""
+"""Maximum frame between scheduler and worker, bytes; ZeroMQ closes a connection that receives a larger frame."""
 LINK_MAX_MESSAGE = 16 << 20
 """Maximum frame between front end and core, bytes."""
 PACKED_BYTES = LINK_MAX_MESSAGE // 4
-"""Parts share a frame up to this size, bytes; a larger part has a frame of its own."""
+"""Parts are packed into a shared frame up to this size, bytes; a larger part has its own frame."""
 MAX_PART_BYTES = LINK_MAX_MESSAGE - PACKED_BYTES
 """Maximum part of a frame between front end and core, bytes. A request with all its future tokens is one part."""
 MAX_SERVED_SEQUENCE = 1 << 20
-"""Maximum served sequence length, tokens, whatever the model allows; its tokens fit into a part."""
+"""Maximum served sequence length, tokens, for any model; it ensures that all tokens fit into one part."""
 MAX_STEP_TOKENS = 1 << 17
-"""Maximum number of tokens per step, so that their log-probabilities fit into its answer."""
+"""Maximum number of tokens per step; it ensures that their log-probabilities fit into the step's result."""
 MAX_STEP_VECTOR_BYTES = PLAN_MAX_MESSAGE // 2
 """Maximum size of the embeddings that one step completes, bytes, so that they fit into its answer."""
 MAX_LOGPROBS = 20
