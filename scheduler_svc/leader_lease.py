@@ -6,6 +6,8 @@ hangs keeps its lock until it continues or is killed.
 
 The file names the process of its last leader. A new leader waits for the end of that process, because the kernel
 releases its other files, such as the lock of the journal, shortly before or after the lease.
+
+Each standby holds a shared lock on a second file, by which the leader learns that a standby waits.
 """
 
 import fcntl
@@ -39,6 +41,8 @@ class LeaderLease:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            standbys = path.with_name(f"{path.name}.standbys")
+            self._standbys = os.open(standbys, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
                 f"leader_lease (--leader-lease): {error}; use a file that all schedulers of this service can write to"
@@ -55,7 +59,9 @@ class LeaderLease:
             log.info("standby: another scheduler leads", lease=str(self._path))
             # A lock that blocks the main thread would delay its signal handlers.
             threading.Thread(target=self._wait, name="leader-lease", daemon=True).start()
+            fcntl.flock(self._standbys, fcntl.LOCK_SH)
             self._decided.wait()
+            fcntl.flock(self._standbys, fcntl.LOCK_UN)
         if self._cancelled:
             return False
         last_leader = os.pread(self._file, _MOST_NAME_BYTES, 0).decode(errors="replace")
@@ -72,9 +78,20 @@ class LeaderLease:
         self._cancelled = True
         self._decided.set()
 
+    @property
+    def has_standby(self) -> bool:
+        """Whether a standby waits; for the leader."""
+        try:
+            fcntl.flock(self._standbys, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._standbys, fcntl.LOCK_UN)
+        return False
+
     def release(self) -> None:
         """Let a standby lead after an orderly end of this scheduler, whose sockets and folders are closed."""
         os.ftruncate(self._file, 0)
+        os.close(self._standbys)
         os.close(self._file)
 
     def _wait(self) -> None:

@@ -34,7 +34,7 @@ def run(config: SchedulerConfig) -> int:
                 return 0
         incarnation = draw_incarnation()
         recorder = open_recorder(config, to_core_config(config, admission), incarnation)
-        service = SchedulerService(config, telemetry, incarnation, admission, recorder)
+        service = SchedulerService(config, telemetry, incarnation, admission, recorder, lease)
     except (ConfigError, InvalidLimitsError, zmq.ZMQError) as error:
         print(f"quire scheduler: {error}", file=sys.stderr)
         return 1

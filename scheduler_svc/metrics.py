@@ -12,6 +12,7 @@ from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.lifecycle.statistics import SchedulerStats, WorkerStats
 from scheduler_svc.journal.journal import Journal
+from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.recorder.recorder import RecorderStats
 from shared import metric_names as names
 from shared.metrics import Distribution, Registry, make_family
@@ -98,7 +99,11 @@ class SchedulerMetrics:
             self._iteration.forget("engine", worker_id)
 
     def families(
-        self, stats: SchedulerStats, journal: Journal | None = None, recorder: RecorderStats | None = None
+        self,
+        stats: SchedulerStats,
+        journal: Journal | None = None,
+        recorder: RecorderStats | None = None,
+        lease: LeaderLease | None = None,
     ) -> list[link_pb2.MetricFamily]:
         """Return the current values of all metrics."""
         model = self.model
@@ -146,6 +151,8 @@ class SchedulerMetrics:
             families += _journal_families(journal)
         if recorder is not None:
             families += _recorder_families(recorder)
+        if lease is not None:
+            families.append(make_family(names.STANDBY_READY, [((), lease.has_standby)]))
         return families
 
     def _of(self, worker_id: str) -> _WorkerTimes:

@@ -22,6 +22,7 @@ from scheduler_svc.frontend import link as frontend_link
 from scheduler_svc.frontend.hub import FrontendHub
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.kv_events import KvEvents
+from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.live_views import LiveViews
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.operator import Operator
@@ -69,8 +70,10 @@ class SchedulerService:
         incarnation: int,
         admission: AdmissionSettings = NO_SETTINGS,
         recorder: Recorder | None = None,
+        lease: LeaderLease | None = None,
     ) -> None:
         self._config = config
+        self._lease = lease
         core_config = to_core_config(config, admission)
         self._recorder = recorder
         is_wanted = config.record_dir not in ("", "off")
@@ -148,7 +151,7 @@ class SchedulerService:
 
     def metric_families(self) -> list[link_pb2.MetricFamily]:
         record = self._no_record if self._recorder is None else self._recorder.stats
-        return self._metrics.families(self._core.stats(), self._journal, record)
+        return self._metrics.families(self._core.stats(), self._journal, record, self._lease)
 
     def close(self) -> None:
         """Close the sockets."""

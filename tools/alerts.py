@@ -154,6 +154,13 @@ CAUSES = (
         "The journal cannot be written; see its disk",
     ),
     Cause(
+        "QuireNoStandby",
+        "quire_standby_ready == 0",
+        "5m",
+        "ticket",
+        "No standby scheduler waits; the loss of the scheduler would cause a longer pause",
+    ),
+    Cause(
         "QuireRecordFailed",
         "quire_record_writes == 0",
         "30s",

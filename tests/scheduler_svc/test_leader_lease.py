@@ -33,6 +33,14 @@ class Scheduler(Stand):
             assert time.monotonic() < end, "the standby does not start"
             time.sleep(0.02)
 
+    def until_standby_ready(self, ready: int) -> None:
+        """Wait until the leader's metrics say whether a standby waits."""
+        frontend, end = self.frontend(), time.monotonic() + WAIT_S
+        frontend.hello()
+        while [each.value for each in frontend.metrics() if each.name == "quire_standby_ready"] != [ready]:
+            assert time.monotonic() < end, f"quire_standby_ready is not {ready}"
+        frontend.close()
+
     def serves(self) -> None:
         """Run one request from the submission to its end."""
         frontend, worker = self.frontend(), self.worker()
@@ -63,11 +71,13 @@ def test_a_standby_serves_at_the_same_addresses_after_its_leader_was_killed(pair
     """The leader's death is enough: the standby reads the journal and serves front ends and workers."""
     leader, standby = pair
     assert standby.leader() == leader.process.pid
+    leader.until_standby_ready(1)
 
     leader.kill()
     standby.serves()
 
     assert standby.leader() == standby.process.pid
+    standby.until_standby_ready(0)
 
 
 def test_a_standby_serves_after_its_leader_has_ended_in_order(pair: tuple[Scheduler, Scheduler]) -> None:
