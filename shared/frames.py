@@ -21,19 +21,19 @@ MAX_STEP_TOKENS = 1 << 17
 MAX_STEP_VECTOR_BYTES = PLAN_MAX_MESSAGE // 2
 """Maximum size of the embeddings that one step completes, bytes, so that they fit into its answer."""
 MAX_LOGPROBS = 20
-"""Maximum number of most likely tokens with log-probabilities per position, besides the chosen one."""
+"""Maximum number of most likely tokens with log-probabilities per position, in addition to the chosen token."""
 MAX_SEQUENCE = 1 << 30
 """Maximum plausible sequence length of a model, tokens; keeps int32 counters from overflowing."""
 MAX_VOCABULARY = 1 << 24
 """Maximum plausible vocabulary size."""
 MAX_GRAMMARS = 256
-"""Number of unused compiled grammars that a worker caches. The scheduler decides which."""
+"""Number of unused compiled grammars that a worker caches. The scheduler decides which ones it evicts."""
 TOKEN_BYTES = 4
 """Credit that one token costs, bytes: its size in a column."""
 
 
 class MalformedFrameError(ValueError):
-    """A frame does not parse, or its parts are inconsistent. It is counted, logged and dropped."""
+    """A frame cannot be parsed, or its parts are inconsistent. The receiver counts, logs and drops the frame."""
 
 
 class FrameTooLargeError(ValueError):

@@ -1,13 +1,13 @@
-"""Grammars, as front ends and workers compile them: with the same library and limits.
+"""Compiles grammars with the same library and limits in front ends and workers.
 
 The library is llguidance (MIT). It imports without torch, and needs milliseconds for an ordinary schema and tens of
 microseconds for a mask. Three limits bound the cost of a grammar:
 
 * `check_text` rejects, without compiling, a grammar that is too large or requires too many repetitions.
 * The library's own limits bound lexer and parser, during compilation and in each step.
-* Neither bounds all of the library's work: some short grammars run for minutes or overflow its stack. Therefore the
-  front end compiles each grammar on trial in a separate process (`services.grammars.trial_compiler`) before a worker
-  gets it.
+* These two do not bound all of the library's work: some short grammars run for minutes or overflow its stack. The
+  front end therefore compiles each grammar on trial in a separate process (`services.grammars.trial_compiler`) before
+  a worker gets the grammar.
 
 The library can tokenise forced text as the tokenizer would. This option is not used: its cost in each step grows with
 the length of that text, which no limit bounds.
@@ -85,7 +85,7 @@ class GrammarsUnsupportedError(GrammarError):
 
 
 class GrammarTokenizer:
-    """Input of masks: the bytes of every token, and the end-of-sequence tokens."""
+    """Token data from which masks are computed: the bytes of every token, and the end-of-sequence tokens."""
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Read the tokenizer; this holds the GIL for about 7 µs per token of the vocabulary.
@@ -165,7 +165,7 @@ def check_matcher(matcher: LLMatcher) -> None:
     """Check that a matcher has not failed.
 
     Raises:
-        GrammarError: it has failed; the message contains the library's reason.
+        GrammarError: the matcher has failed; the message contains the library's reason.
     """
     if matcher.is_error():
         reason = _one_line(matcher.get_error())
@@ -187,7 +187,7 @@ def with_whitespace(schema: str) -> str:
 
 
 def lark_of_choices(choices: Sequence[str]) -> str:
-    """Return the Lark grammar for one of several strings."""
+    """Return a Lark grammar that accepts exactly one of several strings."""
     # Use one terminal, because each alternative of a rule would be a parser item.
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 

@@ -19,7 +19,7 @@ def draw_request_id() -> str:
 
 
 def draw_error_id() -> str:
-    """Return a random id of an internal error, which appears in the answer and in the log."""
+    """Return a random id for an internal error; the id appears in the error response and in the log."""
     return secrets.token_hex(6)
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from shared.config import ConfigError
 
 KV_ELEMENTS = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "fp8": (1, 4), "int8": (1, 4)}
-"""Bytes of one element, and of the scale of one token and head, by the type of the cache."""
+"""For each cache type: bytes per element, and bytes of the scale per token and head."""
 
 
 def kv_bytes_per_token(layers: Iterable[tuple[int, int]], kv_type: str) -> int:
-    """Return the bytes of a token's keys and values.
+    """Return the size in bytes of a token's keys and values in all layers.
 
     Args:
         layers: number of KV heads and head_dim of each layer.

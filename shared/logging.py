@@ -17,7 +17,7 @@ from opentelemetry import trace
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 LEVELS = ("debug", "info", "warning", "error")
-"""Log levels, from the most lines to the fewest."""
+"""Log levels, from the most verbose to the least verbose."""
 
 _lowest = "info"
 """Current log level; lines below it are dropped."""
@@ -81,7 +81,7 @@ def set_level(level: str) -> str:
 def adopt_libraries() -> None:
     """Remove the stderr handlers that libraries installed, so that their lines have the common form.
 
-    Call it again after importing such a library (torch, transformers).
+    Call this function again after importing such a library (torch, transformers).
     """
     for logger in list(logging.root.manager.loggerDict.values()):
         if not isinstance(logger, logging.Logger):
