@@ -56,9 +56,10 @@ class Link:
 
     def open(self, reason: HelloReason = HelloReason.STARTED) -> None:
         """Start a new incarnation: open a new socket and send Hello. Unsent and unreceived messages are dropped."""
+        # First, because during the pause an open socket would reconnect and deliver its Hello to the next scheduler.
+        self._close_socket(linger=0)
         time.sleep(max(0.0, self._said_hello + _HELLO_INTERVAL_S - time.monotonic()))
         self._said_hello = time.monotonic()
-        self._close_socket(linger=0)
         self._incarnation = draw_incarnation()
         self._socket = connect_dealer(
             self._context,
