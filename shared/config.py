@@ -86,7 +86,7 @@ class SchedulerConfig(_Checked):
     prefix_cache: str = _option("hash", "sharing of equal prompt prefixes", choices=("radix", "hash", "off"))
     policy_preemption: str = _option(
         "auto",
-        "whether urgent requests preempt running ones; auto: with the policies priority and edf under max_utilization",
+        "whether waiting requests preempt running ones; auto: with priority, edf and fair, under max_utilization",
         choices=("auto", "on", "off"),
     )
     preempt_threshold: float = _option(

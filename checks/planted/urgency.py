@@ -49,6 +49,18 @@ def victims_of_any_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("scheduler_svc.core.planning.planner.victims_for_urgent", batch_selection.victims_for_urgent)
 
 
+@bug(
+    "preempt.rows",
+    aim=both(
+        adaptation("fair and overload"),
+        with_limits(policy_preemption="auto", capacity="max_utilization", max_num_seqs=16, max_num_batched_tokens=64),
+    ),
+)
+def rows_of_any_tenant(patch: pytest.MonkeyPatch) -> None:
+    """Under `fair`, a tenant loses a row to one that has almost as many."""
+    patch.setattr(batch_selection, "ROWS_PER_ROW", 1)
+
+
 @bug("preempt.rank", aim=both(_URGENT, with_limits(preempt_threshold=5.0)))
 def threshold_ignored(patch: pytest.MonkeyPatch) -> None:
     """A request is preempted for one that ranks before it by less than the threshold."""

@@ -175,3 +175,37 @@ def test_slow_readers_keep_their_rows_while_no_other_request_lacks_one() -> None
         cluster.submit(stream, [stream] * 8, 5)
         cluster.run()
     assert not any(note.kind is NoteKind.PREEMPTED for note in cluster.notes)
+
+
+def _with_long_requests(*, num_rows: int = 16, **limits: object) -> Cluster:
+    """A fair cluster in which one tenant has all rows with long requests, and waits for more."""
+    cluster = Cluster(**({"policy": "fair", "max_num_seqs": num_rows, "max_num_batched_tokens": 64} | limits))
+    cluster.join(ModelWorker(b"w1", num_blocks=256, block_size=16, max_rows=num_rows))
+    for stream in range(num_rows + 4):
+        cluster.submit(stream, [stream] * 8, 200, tenant="long")
+    for _ in range(20):
+        _turn(cluster)
+    return cluster
+
+
+def test_a_tenant_with_long_requests_gives_rows_to_one_that_lacks_them() -> None:
+    """While it has more than eight times the rows of a tenant that waits, it loses one, and it loses no token."""
+    cluster = _with_long_requests()
+    others = [cluster.submit(stream, [stream] * 8, 12, tenant="other") for stream in range(100, 104)]
+    for _ in range(8):
+        _turn(cluster)
+    assert sum(bool(other.tokens) for other in others) == 1
+    assert [note.by for note in cluster.notes if note.kind is NoteKind.PREEMPTED] == [(FRONTEND, 100)]
+
+    cluster.run()
+    assert [len(other.tokens) for other in others] == [12] * 4
+    assert [len(cluster.readers[stream].tokens) for stream in range(20)] == [200] * 20
+
+
+def test_tenants_keep_their_rows_unless_they_have_many_more() -> None:
+    """No row is taken with fewer than eight rows, without preemption, or under a policy that is not fair."""
+    for limits in ({"num_rows": 7}, {"policy_preemption": "off"}, {"policy": "fcfs"}):
+        cluster = _with_long_requests(**limits)
+        cluster.submit(100, [100] * 8, 12, tenant="other")
+        cluster.run()
+        assert not any(note.kind is NoteKind.PREEMPTED for note in cluster.notes)

@@ -11,6 +11,7 @@ from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind
+from scheduler_svc.core.planning.batch_selection import ROWS_PER_ROW
 
 _MOST_NOTES = 64
 """Maximum number of lines in a story. A longer one may not show the newest preemption."""
@@ -20,6 +21,7 @@ class VictimsRankLast(Promise):
     """A request is preempted only for one that ranks before it, and does not run again before that one.
 
     * For an urgent request that waits, the victim is of its class and ranks behind it by more than the threshold.
+    * Under `fair`, the victim's tenant has at least eight times the rows that the other tenant will have.
     * While the urgent request waits for memory, the victim is not admitted again. A victim with fewer tokens than the
       urgent request may be, in the short part of a plan.
     * The victims of one plan make room for the urgent request, as far as blocks are concerned.
@@ -58,6 +60,9 @@ class VictimsRankLast(Promise):
         if by is None or by is stream:
             return
         is_urgent = by in self.book.waiting
+        if is_urgent and self.config.policy_of(by.demand.tenant) == "fair":
+            self._check_rows(stream, by)
+            return
         self._check_rank(stream, by, is_urgent=is_urgent)
         if is_urgent:
             self._urgent[by] = None
@@ -87,6 +92,15 @@ class VictimsRankLast(Promise):
         later = self.book.sequence[victim] > self.book.sequence[by]
         if distance < threshold or (distance == threshold and (is_urgent or not later)):
             raise ViolationError("preempt.rank", f"for {by.name}, {distance:.3f} before it", victim.name)
+
+    def _check_rows(self, victim: Stream, by: Stream) -> None:
+        streams = [each for each in self.book.sequence if each is not victim]
+        num_mine = 1 + sum(is_in_row(each) for each in streams if each.demand.tenant == by.demand.tenant)
+        theirs = (each for each in streams if each.demand.tenant == victim.demand.tenant)
+        num_theirs = 1 + sum(each.epoch is not None for each in theirs)
+        if num_theirs < ROWS_PER_ROW * num_mine:
+            what = f"one of {num_theirs} rows of its tenant, for {by.name}, whose tenant then has {num_mine}"
+            raise ViolationError("preempt.rows", what, victim.name)
 
     def _check_last(self, victim: Stream, epoch: Epoch) -> None:
         if self.config.classes:

@@ -51,6 +51,10 @@ MAX_LOOKED_PAST = 256
 """Maximum number of requests that cannot start for another reason and are skipped in one plan."""
 MAX_LATE = 1024
 """Maximum number of requests that lose their place in one plan because they missed their targets."""
+ROWS_PER_ROW = 8
+"""Maximum ratio of the rows of two tenants under `fair` while the tenant with fewer rows waits for one."""
+_RECOMPUTE_PAUSE = 8.0
+"""Interval between preemptions for rows of tenants, in units of the time to recompute the preempted request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,6 +519,56 @@ def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> In
         is_shared[shared] = True
         tables = (table[~is_shared[table]] for table in tables)
     return np.array([worker.pool.count_sole(table) for table in tables], np.int32)
+
+
+def victim_for_tenant(
+    worker: Worker, backlog: Backlog, placement: Placement | None, tenants: Tenants, config: CoreConfig, now: float
+) -> tuple[Request | None, list[int]]:
+    """Return the next waiting request under `fair` and the row to preempt for it; no row if it may get none this way.
+
+    The request lacks a row, and its tenant would still have at most an eighth of the rows of the tenant that loses one.
+    So a tenant with long requests cannot hold all rows. A preemption may cost the recomputation of what is not in full
+    cached blocks. The pause after it bounds these costs to a ninth of the worker's time.
+    """
+    rows = worker.rows
+    is_off = config.policy_preemption == "off" or config.capacity == "guaranteed_no_evict"
+    if is_off or worker.draining or not backlog.num_ready or now < worker.next_row_for_tenant:
+        return None, []
+    if not backlog.policy.is_by_turns or rows.num_running < min(config.max_num_seqs, rows.max_rows):
+        return None, []
+    request = backlog.take(worker, None)
+    if request is None:
+        return None, []
+    backlog.put_back(request)
+    most = rows.num_running / ROWS_PER_ROW
+    num_mine = tenants.num_running(request.spec.tenant) + 1
+    if num_mine > most or config.policy_of(request.spec.request_class) != "fair" or request.unsettled:
+        return None, []
+    if not worker.grammars.is_ready(request.grammar_key) or not tenants.may_run(request, now):
+        return None, []
+    if find_room(worker, request, worker.match(request)) is None:
+        return None, []
+    if placement is not None and placement.with_room(worker, request, assign=False) is not None:
+        return None, []
+    has_progress = rows.committed - rows.num_prompt > rows.preempted_at
+    place, victims = backlog.policy.place(request), []
+    for row in np.flatnonzero((rows.state == DECODE) & has_progress).tolist():
+        other = rows.requests[row]
+        assert other is not None
+        if (
+            tenants.num_running(other.spec.tenant) >= ROWS_PER_ROW * num_mine
+            and config.same_class(request.spec.request_class, other.spec.request_class)
+            and place < backlog.policy.place(other)
+        ):
+            victims.append(row)
+    if not victims:
+        return None, []
+    victim = min(victims, key=lambda row: int(rows.committed[row]))
+    num_lost = int(rows.committed[victim])
+    if worker.shares_prefixes:
+        num_lost %= rows.block_size
+    worker.next_row_for_tenant = now + _RECOMPUTE_PAUSE * num_lost * worker.costs.prompt_token_s
+    return request, [victim]
 
 
 def victims_for_urgent(

@@ -27,7 +27,7 @@ from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, IndexArray, Int
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind, WaitReason
-from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victims_for_urgent
+from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victim_for_tenant, victims_for_urgent
 from scheduler_svc.core.planning.block_allocation import BlockAllocation, Preemption
 from scheduler_svc.core.planning.prompt_chunks import StepChunks, short_part
 from scheduler_svc.core.queueing.backlog import Backlog
@@ -121,12 +121,11 @@ class Planner:
         if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
             self._note_obstacle(WaitReason.ALONE)
             return self._outcome
-        urgent, victims = victims_for_urgent(
-            worker, self._backlog, self._placement, self._tenants, self._config, self._now
-        )
-        for row in victims:
-            assert urgent is not None
-            self._allocation.preempt(row, urgent)
+        for choose in (victims_for_urgent, victim_for_tenant):
+            urgent, victims = choose(worker, self._backlog, self._placement, self._tenants, self._config, self._now)
+            for row in victims:
+                assert urgent is not None
+                self._allocation.preempt(row, urgent)
         decodes = self._schedule_decodes()
         self._spend_decodes(decodes)
         under_way = self._prompts_under_way()

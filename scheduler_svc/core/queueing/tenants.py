@@ -79,6 +79,11 @@ class Tenants:
         tenant = self._tenants.get(name)
         return (0, 0) if tenant is None else (tenant.queued, tenant.queued_tokens)
 
+    def num_running(self, name: str) -> int:
+        """Return the number of a tenant's running requests."""
+        tenant = self._tenants.get(name)
+        return 0 if tenant is None else tenant.running
+
     def may_run(self, request: Request, now: float) -> bool:
         """Return whether the request may start."""
         if not self._limits:

@@ -5,6 +5,7 @@ still sample the row. The row's generation identifies the request for such a tok
 until the last such result arrives.
 """
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -179,6 +180,8 @@ class Worker:
     """Trials of suspects in rows here whose readers have no credit."""
     trial_due: bool = False
     """Whether a waiting suspect would fit. The next plan then contains it alone, once nothing is in flight."""
+    next_row_for_tenant: float = -math.inf
+    """Time from which on a tenant's request may be preempted because another tenant lacks a row."""
     starves: bool = False
     """Whether a plan has found a row without credit since the last check by `Timeouts`."""
     decoded_rows: IndexArray = field(default_factory=lambda: NO_INDICES)
