@@ -243,9 +243,16 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def on_headers_complete(self) -> None:
-        """Start the body, and the answer."""
+        """Start the body, and the answer.
+
+        RFC 9112 requires one Host header in HTTP/1.1. A gateway may read another one of several than this server.
+        """
         self._in_head = False
         self._stop_timer()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() == "1.1"):
+            self._refuse(400, f"request head: {num_hosts} Host headers; send one")
+            raise _StopParsingError
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -294,12 +301,15 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(431, f"request head: too large; {what}")
 
     def _refuse(self, status: int, text: str) -> None:
-        """Send an error and close the connection; abort it if an earlier answer is not complete."""
+        """Send an error and close the connection; abort it if an answer has begun or an earlier one is due."""
         self._refused = True
         self._stop_timer()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()
-            return
+            is_first = self._in_message and not self._in_head and not self.pipeline
+            if self.cycle.response_started or not is_first:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True  # The handler's answer is dropped.
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
         self.transport.write(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
         self.transport.close()

@@ -112,7 +112,7 @@ class MessagesBody(CountTokensBody):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_tokens: Uint32
+    max_tokens: Annotated[Uint32, Field(ge=1)]
     stop_sequences: Annotated[list[str], Field(fail_fast=True), at_most(MAX_STOP_STRINGS)] | None = None
     stream: bool = False
     temperature: float | None = None

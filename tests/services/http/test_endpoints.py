@@ -322,6 +322,48 @@ def test_an_error_amid_a_stream_is_an_event(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+LATE = [
+    ("/v1/completions", {"prompt": "the fox"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the fox"}]}),
+    ("/v1/responses", {"input": "the fox"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "the fox"}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), LATE)
+def test_a_late_error_has_the_form_of_its_api(tmp_path: Path, path: str, fields: dict[str, Any]) -> None:
+    """The event has the fields that the official clients of the API read."""
+
+    async def main() -> None:
+        limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        request = {**fields, "model": MODEL.name, limit: 20, "stream": True}
+        async with (
+            running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack,
+            stack.http.stream("POST", path, json=request) as response,
+        ):
+            assert response.status_code == 200
+            lines = response.aiter_lines()
+            events = [await anext(lines)]
+            end = link_pb2.StreamEnd(stream=stack.core.submissions[0].stream, reason=link_pb2.END_REASON_ROW_FAILED)
+            stack.core.say(link_pb2.CoreMessage(incarnation=stack.core.incarnation, ends=[end]).SerializeToString())
+            events += [line async for line in lines]
+        data = [json.loads(line[6:]) for line in events if line.startswith("data: {")]
+        error = data[-1]["error"]
+
+        assert error["message"]
+        if path == "/v1/messages":
+            assert (data[-1]["type"], error["type"]) == ("error", "api_error")
+        else:
+            assert error["code"] == "row_failed"
+        if path == "/v1/responses":
+            assert data[-1]["type"] == "error"
+            assert data[-1]["code"] == "row_failed"
+            assert [event["sequence_number"] for event in data] == list(range(len(data)))
+        assert ("event: error" in events) == (path in ("/v1/responses", "/v1/messages"))
+
+    asyncio.run(main())
+
+
 def test_a_deadline_is_kept(tmp_path: Path) -> None:
     """X-Request-Timeout reaches the core as its deadline; one that is no number is refused."""
 
@@ -664,6 +706,46 @@ def test_a_large_head_is_refused_however_it_arrives(tmp_path: Path) -> None:
         async with running_stack(tmp_path) as stack:
             response = await stack.http.get("/v1/models", headers={"x-large": "x" * (70 << 10)})
             assert response.status_code == 431
+            assert (await stack.http.get("/v1/models")).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [("", "0 Host headers; send one"), ("Host: a\r\nHost: b\r\n", "2 Host headers; send one")],
+)
+def test_a_request_has_one_host(tmp_path: Path, hosts: str, text: str) -> None:
+    """A request without a Host header or with two gets 400, as RFC 9112 requires."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            reader, writer = await asyncio.open_connection("127.0.0.1", stack.http.base_url.port)
+            writer.write(f"GET /v1/models HTTP/1.1\r\n{hosts}\r\n".encode())
+            answer = await reader.read()
+            writer.close()
+
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert text.encode() in answer
+
+    asyncio.run(main())
+
+
+def test_a_malformed_chunk_size_gets_400(tmp_path: Path) -> None:
+    """The client sees the reason, although the endpoint waits for the body."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            reader, writer = await asyncio.open_connection("127.0.0.1", stack.http.base_url.port)
+            writer.write(CHUNKED)
+            writer.write(b"1\r\n{\r\n")
+            await until_held(stack, 1)
+            writer.write(b"-1\r\n{\r\n")
+            answer = await reader.read()
+            writer.close()
+
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert b"check the method, the headers and the chunks" in answer
             assert (await stack.http.get("/v1/models")).status_code == 200
 
     asyncio.run(main())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,41 @@ def test_errors_name_what_the_client_wrote(tmp_path: Path, fields: dict[str, Any
             assert answer.json()["error"]["message"].startswith(message)
 
     asyncio.run(main())
+
+
+def test_options_of_the_scheduler_are_those_of_chat(tmp_path: Path) -> None:
+    """Tenant, priority, cache salt and the request's id from the header reach the scheduler."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            request = {"max_tokens": 8, "messages": [USER], "tenant": "t", "priority": -3, "cache_salt": "s"}
+            answer = await stack.http.post("/v1/messages", json=request, headers={"x-request-id": "mine"})
+            other = await stack.http.post("/v1/messages", json={**request, "cache_salt": "other"})
+
+            submitted, salted = stack.core.submissions[-2:]
+            assert answer.status_code == other.status_code == 200
+            assert (submitted.tenant, submitted.priority, submitted.request_id) == ("t", 3, "mine")
+            assert submitted.cache_scope != salted.cache_scope
+            assert answer.headers["x-request-id"] == answer.headers["request-id"] == "mine"
+
+    asyncio.run(main())
+
+
+def test_models_have_the_fields_of_anthropic_s_clients(tmp_path: Path) -> None:
+    """A model of /v1/models has a type, a name to display and the time of its creation."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            (model,) = (await stack.http.get("/v1/models")).json()["data"]
+
+            assert (model["type"], model["display_name"]) == ("model", MODEL.name)
+            assert datetime.fromisoformat(model["created_at"]).timestamp() == model["created"]
+
+    asyncio.run(main())
+
+
+def test_a_message_has_at_least_one_token() -> None:
+    """The refusal names no field that this API lacks."""
+    with pytest.raises(InvalidRequestError, match="max_tokens: must be") as refused:
+        body(max_tokens=0)
+    assert "echo" not in refused.value.message
