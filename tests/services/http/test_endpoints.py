@@ -7,10 +7,12 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from opentelemetry.trace import SpanKind, format_span_id
 from starlette.types import Message
@@ -360,6 +362,31 @@ def test_a_late_error_has_the_form_of_its_api(tmp_path: Path, path: str, fields:
             assert data[-1]["code"] == "row_failed"
             assert [event["sequence_number"] for event in data] == list(range(len(data)))
         assert ("event: error" in events) == (path in ("/v1/responses", "/v1/messages"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", [path for path, _ in LATE[:3]])
+def test_openai_s_client_raises_a_late_error(tmp_path: Path, path: str) -> None:
+    """A stream that fails after its first event ends with an exception that has the code, not as a short text."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
+            client = openai.AsyncOpenAI(base_url=f"{stack.http.base_url}/v1", api_key="x", max_retries=0)
+            message: Any = [{"role": "user", "content": "the fox"}]
+            stream: Any = await {
+                "/v1/completions": partial(client.completions.create, prompt="the fox", max_tokens=20),
+                "/v1/chat/completions": partial(client.chat.completions.create, messages=message, max_tokens=20),
+                "/v1/responses": partial(client.responses.create, input="the fox", max_output_tokens=20),
+            }[path](model=MODEL.name, stream=True)
+            await anext(aiter(stream))
+            end = link_pb2.StreamEnd(stream=stack.core.submissions[0].stream, reason=link_pb2.END_REASON_ROW_FAILED)
+            stack.core.say(link_pb2.CoreMessage(incarnation=stack.core.incarnation, ends=[end]).SerializeToString())
+            with pytest.raises(openai.APIError) as raised:
+                async for _ in stream:
+                    pass
+            assert raised.value.code == "row_failed"
+            await client.close()
 
     asyncio.run(main())
 
