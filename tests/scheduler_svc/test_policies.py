@@ -141,6 +141,17 @@ def test_lpm_counts_admissions_only() -> None:
         queue.push(request)
 
 
+def test_lpm_admits_the_longest_cached_prefix_also_among_prompts_of_equal_length() -> None:
+    """The part of a plan for short prompts, which comes first, does not admit them in order of arrival."""
+    families = [[10 * family + token for token in range(8)] for family in range(2)]
+    cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64, policy="lpm", prefix_cache="hash")
+    cluster.join(ModelWorker(b"w", num_blocks=8, block_size=4, max_rows=1))
+    for stream, family in enumerate((0, 1, 0, 1, 0)):
+        cluster.submit(stream, [*families[family], 100 + stream], 4)
+    cluster.run()
+    assert [admission.stream for plan in cluster.plans for admission in plan.admissions] == [0, 2, 4, 1, 3]
+
+
 def test_lpm_looks_up_no_prefix_while_all_rows_are_taken() -> None:
     """A plan that can admit nothing costs the same under `lpm` and under `fcfs`."""
     calls = {}

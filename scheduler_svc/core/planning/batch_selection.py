@@ -218,7 +218,7 @@ class Admission:
         """Find the first requests that lack memory, up to the first that does not."""
         self._has_found_first = True
         while self._may_look_further():
-            request = self._backlog.take(self._worker, None)
+            request = self._backlog.take(self._worker, self._cached_tokens)
             if request is None:
                 return
             if request.faults.suspect:
