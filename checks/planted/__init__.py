@@ -2,7 +2,8 @@
 
 * `bug`: the definition of a planted bug
 * `memory`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`, `hosts`,
-  `suspects`, `urgency`, `resumption`, `holding`: the bugs, by affected area; importing a module registers its bugs
+  `suspects`, `urgency`, `resumption`, `holding`, `purposes`: the bugs, by affected area; importing a module
+  registers its bugs
 """
 
 from checks.planted import (
@@ -13,6 +14,7 @@ from checks.planted import (
     hosts,
     memory,
     planning,
+    purposes,
     resumption,
     sharing,
     speculation,
@@ -33,6 +35,7 @@ __all__ = [
     "hosts",
     "memory",
     "planning",
+    "purposes",
     "resumption",
     "sharing",
     "speculation",

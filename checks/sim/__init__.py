@@ -18,6 +18,6 @@ Read the modules in this order:
 * `answers`, `sites`, `cluster` – workers, their links and epochs, and the checks on them.
 * `wire` – the codecs of the links.
 * `promises` – the guarantees of the core about requests, plans and limits, one class each.
-* `watchdog` – the time limit of a step.
+* `twins` – comparisons of two simulations of one load; `watchdog` – the time limit of a step.
 * `simulation` – the loop and the two phases; `report` – the result as text; `campaign` – many seeds in parallel.
 """

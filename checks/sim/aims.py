@@ -343,6 +343,11 @@ def with_short_logs(scenario: Scenario) -> Scenario:
     return with_faults(Fault.CORE_RESTART, per_100_steps=0.2)(scenario)
 
 
+def with_comparison(scenario: Scenario) -> Scenario:
+    """Compare pairs of simulations, see `twins`."""
+    return dataclasses.replace(scenario, compares=True)
+
+
 _SLOW_RATE = 1.0
 _CRASHES = both(ALL_TRACED, with_limits(num_workers=1, **CONTINUOUS), with_faults(Fault.CRASH, per_step=0.2))
 _FAIR = both(with_much_memory, with_limits(policy="fair", classes={}, tenant_weights={"b": 2.0}, **CONTINUOUS))

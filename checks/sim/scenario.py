@@ -23,6 +23,7 @@ from scheduler_svc.core.interface.config import (
 )
 
 TENANTS = ("", "a", "b", "c")
+_COMPARED_SHARE = 0.1
 MODELS = ("f", "g")
 """Model fingerprints. Workers begin with the first one."""
 
@@ -109,6 +110,8 @@ class Scenario:
     faults: FaultRates
     check_every: int
     """Number of events between two checks of the core's internal invariants."""
+    compares: bool = False
+    """Whether pairs of simulations of the seed are compared as well; see `twins`."""
 
 
 def draw(seed: int, *, faults: bool = True) -> Scenario:
@@ -136,7 +139,8 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         faults=_with_poison(draw_rates(rng, step), seed) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((32, 64, 128)),
     )
-    return _with_thresholds(_with_target(_with_room(scenario, context)))
+    compares = random.Random(f"twins of {seed}").random() < _COMPARED_SHARE
+    return replace(_with_thresholds(_with_target(_with_room(scenario, context))), compares=compares)
 
 
 def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:

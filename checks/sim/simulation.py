@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from checks.sim import wire
+from checks.sim import twins, wire
 from checks.sim.agenda import Agenda
 from checks.sim.clients import Clients
 from checks.sim.cluster import Cluster
@@ -150,6 +150,10 @@ class Simulation:
         return Result(self._scenario.seed, self.num_events, self.num_plans, failure)
 
     def _run_phases(self, steps: int) -> None:
+        if self._scenario.compares:
+            for compare in (twins.check_purpose, twins.check_backlog):
+                self._watchdog.step_begins()
+                compare(self._scenario.seed)
         self._clients.start()
         self._cluster.start()
         self._schedule_disaster()
