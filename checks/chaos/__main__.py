@@ -20,6 +20,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1, help="processes of each worker (tensor parallelism)")
     parser.add_argument("--speculation", default="off", help="how workers propose draft tokens, such as ngram")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0.0,
+        help="kinds of faults follow in turn for this time; 0: --faults-of-each-kind ends the campaign (default: 0)",
+    )
+    parser.add_argument("--busy", type=int, default=0, help="number of other processes that compute all the time")
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        help="folder of a small file system, which is filled and emptied in turn, for journal and record",
+    )
     options = parser.parse_args()
     campaign = Campaign(
         num_streams=options.streams,
@@ -28,6 +40,9 @@ def main() -> int:
         seed=options.seed,
         ranks=options.ranks,
         speculation=options.speculation,
+        minutes=options.minutes,
+        busy=options.busy,
+        disk=options.disk,
     )
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
         command.tell(run(campaign, Path(folder)).figures(), options.json)

@@ -7,6 +7,7 @@ streams were hit and when the fault was detected. The streams show when they con
 import asyncio
 import contextlib
 import enum
+import itertools
 import os
 import random
 import signal
@@ -20,12 +21,13 @@ from typing import Any
 
 import psutil
 
+from checks.chaos import pressure
 from checks.chaos.load import Load, Streamed, check
 from checks.chaos.proxy import Wires
 from checks.oracle import Oracle, Tally
 from measure.spread import Spread
 from measure.testbed.checkpoints import make_checkpoint
-from measure.testbed.service import Served, serve
+from measure.testbed.service import Served, arguments_of, serve
 
 HOOKS = Path(__file__).parent / "hooks"
 NUM_WORKERS = 3
@@ -59,6 +61,17 @@ class Campaign:
     """Processes per worker. Faults other than a cut hit any of them."""
     speculation: str = "off"
     """How workers propose draft tokens."""
+    minutes: float = 0.0
+    """Time in which kinds of faults follow in turn; 0 if `faults_of_each_kind` ends the campaign."""
+    busy: int = 0
+    """Number of other processes that compute all the time."""
+    disk: Path | None = None
+    """Folder of journal and record, whose file system is filled and emptied in turn; None to use neither."""
+
+    @property
+    def patience_s(self) -> float:
+        """Time in which two workers must serve, and the first token must arrive."""
+        return PATIENCE_S * (1 + self.busy / (os.cpu_count() or 1))
 
 
 @dataclass(slots=True)
@@ -212,16 +225,30 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
     oracle = Oracle(checkpoint)
     began = time.monotonic()
     # The remaining workers have room for all streams. So the times do not include queueing.
-    with service(
-        checkpoint,
-        f"--max-num-seqs={max(64, campaign.num_streams)}",
-        # Every step of a tiny model takes about the same time.
-        "--max-num-batched-tokens=2048",
-        f"--frontends={campaign.frontends}",
-        f"--tensor-parallel-size={campaign.ranks}",
-        f"--speculation={campaign.speculation}",
-    ) as (served, wires):
-        load = Load(served.grpc, campaign.num_streams, oracle.vocab_size, campaign.max_tokens, campaign.seed)
+    folders = ("journal", "record-dir") if campaign.disk is not None else ()
+    with (
+        service(
+            checkpoint,
+            f"--max-num-seqs={max(64, campaign.num_streams)}",
+            # Every step of a tiny model takes about the same time.
+            "--max-num-batched-tokens=2048",
+            f"--frontends={campaign.frontends}",
+            f"--tensor-parallel-size={campaign.ranks}",
+            f"--speculation={campaign.speculation}",
+            *(f"--{name}={campaign.disk}/{name}" for name in folders),
+        ) as (served, wires),
+        pressure.busy(campaign.busy),
+        pressure.full_disk(campaign.disk),
+    ):
+        resumable = campaign.disk is not None
+        load = Load(
+            served.grpc,
+            campaign.num_streams,
+            oracle.vocab_size,
+            campaign.max_tokens,
+            campaign.seed,
+            resumable=resumable,
+        )
         strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))
         served.wait_until_empty()
         for strike in strikes:
@@ -235,15 +262,18 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
 
 async def _strike_under_load(campaign: Campaign, served: Served, wires: Wires, load: Load) -> list[Strike]:
     rng = random.Random(campaign.seed)
-    faults = [kind for kind in Fault for _ in range(campaign.faults_of_each_kind)]
+    faults = list(Fault) * campaign.faults_of_each_kind
     rng.shuffle(faults)
+    until = time.monotonic() + 60 * campaign.minutes
     streaming = asyncio.create_task(load.run())
     strikes: list[Strike] = []
     healing: list[asyncio.Task[None]] = []
     try:
-        await asyncio.wait_for(load.flows.wait(), PATIENCE_S)
-        for fault in faults:
-            workers = await _serving(served, streaming)
+        await asyncio.wait_for(load.flows.wait(), campaign.patience_s)
+        for fault in itertools.cycle(faults) if campaign.minutes else faults:
+            if campaign.minutes and time.monotonic() > until:
+                break
+            workers = await _serving(served, streaming, campaign.patience_s)
             name, pid = rng.choice(workers)
             if campaign.ranks > 1:
                 pid = rng.choice([pid, *(child.pid for child in psutil.Process(pid).children())])
@@ -257,16 +287,16 @@ async def _strike_under_load(campaign: Campaign, served: Served, wires: Wires, l
     return strikes
 
 
-async def _serving(served: Served, streaming: "asyncio.Task[None]") -> list[tuple[str, int]]:
+async def _serving(served: Served, streaming: "asyncio.Task[None]", patience_s: float) -> list[tuple[str, int]]:
     """Return the workers in a valid epoch with their process IDs, once there are two."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience_s
     while time.monotonic() < end and not streaming.done():
         found = {
             line["worker"]: line["event"] == "worker joined"
             for line in await asyncio.to_thread(served.log_lines)
             if line["event"] in ("worker joined", "worker lost", "worker left")
         }
-        pids = {_worker_name(child.cmdline()): child.pid for child in served.children("worker")}
+        pids = {_worker_name(arguments_of(child)): child.pid for child in served.children("worker")}
         serving = [(name, pids[name]) for name, joined in found.items() if joined and name in pids]
         if len(serving) >= 2:
             return serving

@@ -18,7 +18,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class Served(Service):
     def children(self, role: str = "") -> list[psutil.Process]:
         """Return the live processes of a role ("scheduler", "worker", "frontend"), or all of them."""
         found = psutil.Process(self.process.pid).children()
-        return [child for child in found if is_alive(child) and (not role or role in child.cmdline())]
+        return [child for child in found if is_alive(child) and (not role or role in arguments_of(child))]
 
     def pid(self, role: str) -> int:
         """Return the process id of the only process of a role."""
@@ -194,7 +194,8 @@ def serve(
             raise
         finally:
             for survivor in processes_marked(marker):
-                survivor.kill()
+                with suppress(psutil.NoSuchProcess):
+                    survivor.kill()
             process.wait(END_S)
             assert process.stdout is not None
             process.stdout.close()
@@ -216,6 +217,14 @@ def processes_marked(marker: str) -> list[psutil.Process]:
         for process in psutil.process_iter(["environ"])
         if (process.info["environ"] or {}).get(_MARKER) == marker and is_alive(process)
     ]
+
+
+def arguments_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; empty if it has ended."""
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
 
 
 def is_alive(process: psutil.Process) -> bool:
