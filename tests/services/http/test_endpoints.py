@@ -374,11 +374,12 @@ def test_openai_s_client_raises_a_late_error(tmp_path: Path, path: str) -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
             client = openai.AsyncOpenAI(base_url=f"{stack.http.base_url}/v1", api_key="x", max_retries=0)
             message: Any = [{"role": "user", "content": "the fox"}]
-            stream: Any = await {
+            creates: dict[str, Any] = {
                 "/v1/completions": partial(client.completions.create, prompt="the fox", max_tokens=20),
                 "/v1/chat/completions": partial(client.chat.completions.create, messages=message, max_tokens=20),
                 "/v1/responses": partial(client.responses.create, input="the fox", max_output_tokens=20),
-            }[path](model=MODEL.name, stream=True)
+            }
+            stream = await creates[path](model=MODEL.name, stream=True)
             await anext(aiter(stream))
             end = link_pb2.StreamEnd(stream=stack.core.submissions[0].stream, reason=link_pb2.END_REASON_ROW_FAILED)
             stack.core.say(link_pb2.CoreMessage(incarnation=stack.core.incarnation, ends=[end]).SerializeToString())
