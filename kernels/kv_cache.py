@@ -15,7 +15,7 @@ import torch
 
 from kernels._dispatch import next_power_of_2, runs_on_triton
 from kernels.fp8 import native_fp8
-from kernels.kv_quantised import QUANTISED, parts_of, quantise_heads
+from kernels.kv_quantised import QUANTISED, from_parts, parts_of, quantise_heads
 
 
 def write_kv(
@@ -63,7 +63,7 @@ def write_kv_reference(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Plain torch form of `write_kv`; also the CPU path."""
+    """Plain torch form of `write_kv`, also for values whose size differs from that of keys; it is the CPU path."""
     written = slot_mapping >= 0
     if not bool(written.all()):
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
@@ -75,3 +75,12 @@ def write_kv_reference(
             codes[block, :, offset], scales[block, :, offset] = quantise_heads(given, cache.dtype)
         else:
             cache[block, :, offset] = given.to(cache.dtype)
+
+
+def read_kv(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the keys or values in ``slots`` (int64 of any shape): ``[*slots.shape, num_kv_heads, head_dim]``."""
+    block, offset = slots // cache.shape[2], slots % cache.shape[2]
+    if cache.dtype in QUANTISED:
+        codes, scales = parts_of(cache)
+        return from_parts(codes[block, :, offset], scales[block, :, offset]).to(dtype)
+    return cache[block, :, offset].to(dtype)

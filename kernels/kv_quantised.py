@@ -46,8 +46,12 @@ def to_quantised(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def from_quantised(cache: torch.Tensor) -> torch.Tensor:
     """Dequantise a quantised cache to ``[num_blocks, num_kv_heads, block_size, head_dim]`` float32."""
-    codes, scales = parts_of(cache)
-    values = codes.float() if cache.dtype == torch.int8 else dequantize(codes, torch.float32)
+    return from_parts(*parts_of(cache))
+
+
+def from_parts(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Dequantise keys or values to ``[..., head_dim]`` float32, from bytes ``[..., head_dim]`` and scales ``[...]``."""
+    values = codes.float() if codes.dtype == torch.int8 else dequantize(codes, torch.float32)
     return values * scales[..., None]
 
 

@@ -249,7 +249,7 @@ _PARAMS = {
 def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
     """Return the size in bytes of one token's KV on one card."""
     heads = _kv_heads_per_card(sizes, tensor_parallel_size)
-    return kv_bytes_per_token([(heads, sizes.head_dim)] * sizes.num_layers, kv_type)
+    return kv_bytes_per_token([(heads, 2 * sizes.head_dim)] * sizes.num_layers, kv_type)
 
 
 def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:

@@ -2,7 +2,8 @@
 
 A token stores a key and a value in every layer:
 
-    bytes per token = sum over layers of 2 (key, value) x KV heads x (head_dim x bytes per element + bytes of a scale)
+    bytes of a key or value = elements x bytes per element + bytes of a scale
+    bytes per token = sum over layers of KV heads x (bytes of a key + bytes of a value)
 
 With grouped-query attention a model has fewer KV heads than query heads. The number of query heads has no effect.
 """
@@ -19,11 +20,11 @@ def kv_bytes_per_token(layers: Iterable[tuple[int, int]], kv_type: str) -> int:
     """Return the size in bytes of a token's keys and values in all layers.
 
     Args:
-        layers: number of KV heads and head_dim of each layer.
+        layers: number of KV heads of each layer, and elements of a key and a value of one head together.
         kv_type: one of `KV_ELEMENTS`.
     """
     element, scale = KV_ELEMENTS[kv_type]
-    return sum(2 * num_kv_heads * (head_dim * element + scale) for num_kv_heads, head_dim in layers)
+    return sum(num_kv_heads * (elements * element + 2 * scale) for num_kv_heads, elements in layers)
 
 
 def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:

@@ -1,22 +1,28 @@
 """Find out which decoders of the installed `transformers` are served, for docs/models.md.
 
-    python -m tools.model_types                      survey all types, and write the result and the page (5 minutes)
+    python -m tools.model_types                      survey all types, and write the result and the page (10 minutes)
     python -m tools.model_types --types olmo2 gemma  survey some, and write them into the result of the last survey
 
-For each type with a causal language model, a tiny checkpoint with random weights is written and served in this process.
-Its greedy tokens are compared with the logits of the class itself: prompts of 1 to 130 tokens, in chunks of random
-length, four rows at once. A type is *equal* if no token lags behind the best one by more than rounding.
+For each type with a causal language model, a tiny checkpoint with random weights is written and served in another
+process, which is ended after five minutes for one type. Its greedy tokens are compared with the logits of the class
+itself for the same tokens: prompts of 1 to 130 tokens, in chunks of random length, four rows at once. A type is *equal*
+if no token in float32 lags behind the best one by more than rounding, and tokens in bfloat16 lag on average as those of
+the class in bfloat16 do.
 """
 
 import argparse
+import copy
 import json
 import logging
 import re
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any, cast
 
 import torch
@@ -28,6 +34,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from checks.driver import Driver, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, draw_weights, make_tokenizer
 from shared.config import ConfigError
+from worker_svc.model.base import Model
+from worker_svc.model.hf_cache import CacheModel
+from worker_svc.model.hf_interface import InterfaceModel
 from worker_svc.model.llama import LlamaModel
 from worker_svc.model.registry import check_supported
 
@@ -39,6 +48,13 @@ _PROMPTS = (1, 5, 33, 130)
 _OUTPUT = 16
 _LARGEST_LAG = 1e-3
 """Of the largest logit; 0 in most cases."""
+_LARGEST_MEAN_LAG = 1e-2
+"""In bfloat16, beyond twice that of the class: a token of a mixture may have other experts. Errors lag by more."""
+_MAX_MODEL_LEN = 256
+_MARK = "finding: "
+_SECONDS = 300
+"""Time limit of a type."""
+_PATHS: dict[type, str] = {LlamaModel: "own code", InterfaceModel: "attention interface", CacheModel: "cache interface"}
 _MOST_WEIGHTS = 20_000_000
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _EXPERTS, _LAYERS, _POSITIONS, _WINDOW = 96, 72, 6, 3, 5, 4, 512, 19
 _FIELDS: dict[int, str] = {
@@ -69,12 +85,19 @@ _WANTED: dict[str, Any] = {name: value for value, names in _FIELDS.items() for n
     "is_decoder": True,
 }
 _PARTICULAR: dict[str, dict[str, Any]] = {
+    "codegen": {"n_head": 8},
+    "gemma3n_text": {
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": _WINDOW},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mimo_v2_flash": {"head_dim": 24},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
 }
-"""Properties of published models of a type and its defaults do not: other layers, or values smaller than keys."""
+"""Fields that a class needs for tiny sizes, or that published models have and the defaults of the class do not."""
 _LATENT = {"head_dim": 8, "num_key_value_heads": _HEADS}
 """Sizes of classes whose heads have a part without rotation."""
 
@@ -85,8 +108,10 @@ class Finding:
 
     architecture: str
     status: str
-    """"own code", "transformers", "refused", "different" or "not built"."""
+    """One of `_PATHS` if the type is served with equal tokens, else "refused", "different" or "not built"."""
     why: str = ""
+    kinds: str = ""
+    """What the KV cache has: "full", "window", "chunks" or "latent", joined by commas."""
 
 
 def survey(model_type: str) -> Finding:
@@ -100,16 +125,25 @@ def survey(model_type: str) -> Finding:
         draw_weights(model, 0.2, 0)
         model.save_pretrained(folder)
         make_tokenizer().save_pretrained(folder)
-        try:
-            engine = make_engine(
-                Path(folder), block_size=16, max_num_seqs=len(_PROMPTS), max_num_batched_tokens=300, dtype="float32"
-            )
-        except ConfigError as error:
-            return Finding(architecture, "refused", _reason(str(error)))
-    lag = _lag(model, Driver(engine))
-    if not lag <= _LARGEST_LAG:
-        return Finding(architecture, "different", f"lags by {lag:.1%}")
-    return Finding(architecture, "own code" if isinstance(engine._model, LlamaModel) else "transformers")
+        model = _read(model, folder, torch.float32)  # some classes read another model than the one they wrote
+        served: Model | None = None
+        for dtype in ("bfloat16", "float32"):
+            try:
+                engine = make_engine(
+                    Path(folder),
+                    block_size=16,
+                    max_num_seqs=len(_PROMPTS),
+                    max_num_batched_tokens=300,
+                    max_model_len=_MAX_MODEL_LEN,
+                    dtype=dtype,
+                )
+            except ConfigError as error:
+                return Finding(architecture, "refused", _reason(str(error)))
+            served = engine._model
+            lag, most = _lags(model, Path(folder), _generate(Driver(engine)), dtype)
+            if not lag <= most:
+                return Finding(architecture, "different", f"lags by {lag:.1%} in {dtype}")
+    return Finding(architecture, _PATHS[type(served)], kinds=_kinds(model.config, served))
 
 
 def _tiny(model_type: str) -> PreTrainedModel:
@@ -188,8 +222,8 @@ def _reason(message: str) -> str:
     return re.sub("the decoder of model_type .*", "its decoder in transformers is another class", text)
 
 
-def _lag(model: PreTrainedModel, driver: Driver) -> float:
-    """Return how far the logit of a generated token is below the best one, relative to the largest logit."""
+def _generate(driver: Driver) -> list[tuple[list[int], int]]:
+    """Return the tokens of each row after a random schedule, with the length of its prompt."""
     prompts = [driver.rng.integers(3, VOCAB_SIZE, length).tolist() for length in _PROMPTS]
     rows = {driver.admit(prompt): prompt for prompt in prompts}
     while rows:
@@ -201,35 +235,119 @@ def _lag(model: PreTrainedModel, driver: Driver) -> float:
         for row, prompt in list(rows.items()):
             if len(driver.rows[row].tokens) - len(prompt) >= _OUTPUT:
                 del rows[row]
-    worst = 0.0
-    for row, prompt in zip(list(driver.rows), prompts, strict=True):
-        answer = driver.rows[row].tokens[len(prompt) :][:_OUTPUT]
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        behind = logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        worst = max(worst, float((behind / logits.abs().amax()).max()))
-    return worst
+    return [
+        (driver.rows[row].tokens[: len(prompt) + _OUTPUT], len(prompt))
+        for row, prompt in zip(list(driver.rows), prompts, strict=True)
+    ]
+
+
+def _read(model: PreTrainedModel, folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the checkpoint of a model as its class reads it."""
+    made = cast(Any, type(model)).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return cast(PreTrainedModel, made.eval())
+
+
+def _lags(
+    model: PreTrainedModel, folder: Path, answers: Sequence[tuple[list[int], int]], dtype: str
+) -> tuple[float, float]:
+    """Return how far logits of generated tokens are below the best ones, relative to the largest logit, and a limit.
+
+    The lag is the largest one in float32. In bfloat16 rounding may choose other tokens, so that it is the mean, and the
+    limit is twice that of the class's own choices in bfloat16. The logits that judge are computed in float32 from
+    weights in `dtype`.
+    """
+    if dtype == "float32":
+        return max(float(_lag(model, *answer).max()) for answer in answers), _LARGEST_LAG
+    rounded = _read(model, folder, torch.bfloat16)
+    exact = copy.deepcopy(model)
+    for weight in exact.parameters():
+        weight.data.copy_(weight.bfloat16())
+    served = [float(_lag(exact, *answer).mean()) for answer in answers]
+    own = [float(_lag(exact, *answer, chosen_by=rounded).mean()) for answer in answers]
+    return sum(served) / len(served), 2 * sum(own) / len(own) + _LARGEST_MEAN_LAG
+
+
+@torch.inference_mode()
+def _lag(
+    judge: PreTrainedModel, tokens: list[int], start: int, chosen_by: PreTrainedModel | None = None
+) -> torch.Tensor:
+    """Return the lag of each token from `start`, or of the tokens that another model would choose there."""
+    given = torch.tensor([tokens])
+    logits = judge(given, use_cache=False).logits[0, start - 1 : -1].float()
+    if chosen_by is None:
+        choices = given[0, start:]
+    else:
+        choices = chosen_by(given, use_cache=False).logits[0, start - 1 : -1].argmax(-1)
+    behind: torch.Tensor = logits.amax(-1) - logits.gather(1, choices[:, None])[:, 0]
+    return cast(torch.Tensor, behind / logits.abs().amax())
+
+
+def _kinds(config: PretrainedConfig, served: Model | None) -> str:
+    text: Any = config.get_text_config(decoder=True)
+    layers = set(getattr(text, "layer_types", None) or getattr(text, "attention_layers", None) or ["full_attention"])
+    names = {"sliding_attention": "window", "local": "window", "chunked_attention": "chunks"}
+    kinds = {names.get(layer, "full") for layer in layers}
+    if isinstance(served, CacheModel) and getattr(text, "kv_lora_rank", None):
+        kinds = (kinds - {"full"}) | {"latent"}
+    if layers == {"full_attention"} and getattr(text, "sliding_window", None):
+        kinds = {"window"} if getattr(text, "use_sliding_window", True) else kinds
+    return ", ".join(sorted(kinds))
+
+
+def surveyed(types: Sequence[str]) -> Iterator[tuple[str, Finding]]:
+    """Yield the finding of each type, each from another process that is ended if it takes too long."""
+    left = list(types)
+    while left:
+        command = [sys.executable, "-m", "tools.model_types", "--in-this-process", *left]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+        ) as process:
+            assert process.stdout is not None
+            line = "start"
+            while left and line:
+                timer = Timer(_SECONDS, process.kill)
+                timer.start()
+                line = next((each for each in process.stdout if each.startswith(_MARK)), "")
+                timer.cancel()
+                model_type = left.pop(0)
+                if line:
+                    yield model_type, Finding(**json.loads(line.removeprefix(_MARK)))
+                else:
+                    architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+                    yield model_type, Finding(architecture, "different", f"no result within {_SECONDS} s")
+
+
+def _survey_here(types: Iterable[str]) -> None:
+    """Survey types in this process, and print a line for each."""
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    for model_type in types:
+        try:
+            finding = survey(model_type)
+        except Exception as error:  # a defect: the worker would have ended
+            architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+            finding = Finding(architecture, "different", repr(error).replace("\n", " ")[:120])
+        print(f"{_MARK}{json.dumps(asdict(finding))}", flush=True)
 
 
 def section(findings: Mapping[str, Finding], version: str) -> str:
     """Return the part of the page that the tool writes."""
-    served = {
-        kind: sorted({each.architecture for each in findings.values() if each.status == kind})
-        for kind in ("own code", "transformers")
-    }
+    served = {name: each for name, each in sorted(findings.items()) if each.status in _PATHS.values()}
     refused: dict[str, list[str]] = defaultdict(list)
     for model_type, finding in findings.items():
         if finding.status == "refused":
             refused[finding.why].append(model_type)
-    count = sum(finding.status in served for finding in findings.values())
+    counts = (f"{sum(each.status == path for each in served.values())} by {path}" for path in _PATHS.values())
     lines = [
-        f"Of the {len(findings)} types of decoders in transformers {version}, {count} are served with equal tokens:",
-        *("", "| implementation | classes |", "|---|---|"),
-        *(f"| {kind} | {_list(names)} |" for kind, names in served.items()),
+        f"Of the {len(findings)} types of decoders in transformers {version}, {len(served)} are served with equal"
+        f" tokens ({', '.join(counts)}) and {sum(map(len, refused.values()))} are refused:",
+        *("", "| `model_type` | class | implementation | KV |", "|---|---|---|---|"),
+        *(f"| `{name}` | `{each.architecture}` | {each.status} | {each.kinds} |" for name, each in served.items()),
         *("", "These types are refused in one line:", "", "| reason | `model_type` |", "|---|---|"),
         *(
             f"| {why} | {_list(sorted(names))} |"
-            for why, names in sorted(refused.items(), key=lambda each: -len(each[1]))
+            for why, names in sorted(refused.items(), key=lambda each: (-len(each[1]), each[0]))
         ),
     ]
     others = sorted(name for name, finding in findings.items() if finding.status in ("not built", "different"))
@@ -259,18 +377,16 @@ def main() -> None:
     """Survey types, and print or write what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--types", nargs="+", help="types to survey; default: all")
-    chosen = parser.parse_args().types
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
+    parser.add_argument("--in-this-process", nargs="+", default=[], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.in_this_process:
+        _survey_here(arguments.in_this_process)
+        return
+    chosen = arguments.types
     findings = read_result()[0] if chosen else {}
-    for model_type in chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        try:
-            findings[model_type] = survey(model_type)
-        except Exception as error:  # a defect: the worker would have ended
-            architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-            findings[model_type] = Finding(architecture, "different", repr(error)[:120])
-        print(model_type, *asdict(findings[model_type]).values(), sep=": ", flush=True)
+    for model_type, finding in surveyed(chosen or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+        findings[model_type] = finding
+        print(model_type, *asdict(finding).values(), sep=": ", flush=True)
     types = {name: asdict(finding) for name, finding in findings.items()}
     RESULT.write_text(json.dumps({"transformers": transformers.__version__, "types": types}, indent=1) + "\n", "utf-8")
     PAGE.write_text(written(PAGE.read_text("utf-8"), section(findings, transformers.__version__)), "utf-8")

@@ -299,7 +299,7 @@ def table(result: dict[str, Any]) -> str:
             cells = [f"{each['ratio']:.2f} ({each['lowest']:.2f} to {each['highest']:.2f})" for each in speeds]
             lines.append(f"| {kind} | {' | '.join(cells)} | {size:.2f} |")
     lines += ["", "| bytes of KV per token and layer, 8 heads of 128 | bfloat16 | int8 | fp8 |", "|---|--:|--:|--:|"]
-    sizes = [kv_bytes_per_token([(8, 128)], kind) for kind in ("bfloat16", "int8", "fp8")]
+    sizes = [kv_bytes_per_token([(8, 2 * 128)], kind) for kind in ("bfloat16", "int8", "fp8")]
     lines.append(f"| key and value | {' | '.join(f'{size:,}' for size in sizes)} |")
     return "\n".join(lines)
 

@@ -100,6 +100,36 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "GPTNeoXForCausalLM": ("GPTNeoXConfig", _SIZES),
+    "FalconForCausalLM": ("FalconConfig", _SIZES | {"ffn_hidden_size": 128}),
+    "GPTJForCausalLM": (
+        "GPTJConfig",
+        {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS}
+        | {"rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "MptForCausalLM": (
+        "MptConfig",
+        {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": MAX_POSITIONS}
+        | {"bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "BartForCausalLM": (
+        "BartConfig",
+        {"vocab_size": VOCAB_SIZE, "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4}
+        | {"decoder_ffn_dim": 128, "max_position_embeddings": MAX_POSITIONS, "is_decoder": True}
+        | {"is_encoder_decoder": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    ),
+    "DeepseekV3ForCausalLM": (
+        "DeepseekV3Config",
+        _SIZES
+        | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 2}
+        | {"topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    ),
+    "Llama4ForCausalLM": (
+        "Llama4TextConfig",
+        _GROUPED
+        | {"head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 2, "attention_chunk_size": 24}
+        | {"num_hidden_layers": 3, "layer_types": ["chunked_attention", "full_attention", "chunked_attention"]},
+    ),
 }
 
 ARCHITECTURES = tuple(_CONFIGS)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import AutoConfig
+import torch
 
 from quire import AsyncClient, Finished
+from shared.config import WorkerConfig
+from worker_svc.memory.kv_pool import block_bytes
+from worker_svc.model.loader import load_model
 
 
 @dataclass(slots=True)
@@ -53,7 +56,5 @@ def generate_all(target: str, prompts: Sequence[list[int]], max_tokens: Sequence
 
 def kv_memory(checkpoint: Path, *, num_blocks: int, block_size: int) -> str:
     """The `--kv-cache-memory` that holds `num_blocks` blocks of a float32 cache."""
-    config = AutoConfig.from_pretrained(checkpoint).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return str(2 * config.num_hidden_layers * heads * head_dim * block_size * 4 * num_blocks)
+    model, _ = load_model(WorkerConfig(model=str(checkpoint), device="cpu", dtype="float32"), torch.device("cpu"))
+    return str(block_bytes(model.kv_shapes, block_size, torch.float32) * num_blocks)

@@ -29,6 +29,10 @@ CHECKPOINTS = [
     ("Gemma2ForCausalLM", 16),
     ("Phi3ForCausalLM", 16),
     ("GPTNeoXForCausalLM", 16),
+    ("FalconForCausalLM", 16),
+    ("DeepseekV3ForCausalLM", 16),
+    ("MptForCausalLM", 16),
+    ("Llama4ForCausalLM", 8),
 ]
 
 

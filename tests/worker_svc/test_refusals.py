@@ -41,11 +41,11 @@ def refusal(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("architecture", "config_class", "sizes", "why"),
     [
-        ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32}, "attention-backend support"),
-        ("MambaForCausalLM", "MambaConfig", {"vocab_size": 64, "hidden_size": 32}, "attention-backend support"),
+        ("MambaForCausalLM", "MambaConfig", {"vocab_size": 64, "hidden_size": 32}, "(linear_attention)"),
+        ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", {"vocab_size": 64, "n_embd": 32, "n_head": 2}, "no KV cache"),
         ("BertForMaskedLM", "BertConfig", SMALL, "the decoder of model_type bert is"),
         ("BertLMHeadModel", "BertConfig", SMALL, "not causal"),
-        ("DogeForCausalLM", "DogeConfig", SMALL | {"num_key_value_heads": 2}, "differ from its own"),
+        ("RobertaForCausalLM", "RobertaConfig", SMALL | {"is_decoder": True}, "differ from its own"),
     ],
 )
 def test_an_unfit_architecture_is_named(
@@ -65,16 +65,23 @@ def test_layers_with_state_of_their_own_are_refused(tmp_path: Path) -> None:
     """A class that declares support, but has layers whose memory is not paged KV, is refused by its layer types."""
     folder = write_config(
         tmp_path,
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
         **SMALL,
         num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=2,
-        intermediate_size_mlp=64,
+        layer_types=["conv", "full_attention"],
     )
 
-    assert "chunked_attention" in refusal(folder, load_format="random")
+    assert "(conv)" in refusal(folder, load_format="random")
+
+
+def test_a_model_without_a_number_of_positions_needs_max_model_len(tmp_path: Path) -> None:
+    """Bloom has no positions in its weights, and its config.json may have no limit: the setting is the limit."""
+    folder = write_config(tmp_path, "BloomForCausalLM", "BloomConfig", vocab_size=64, hidden_size=32)
+
+    assert "set max_model_len" in refusal(folder, load_format="random")
+    config = WorkerConfig(model=str(folder), load_format="random", max_model_len=96)
+    assert load_model(config, CPU)[1].max_model_len == 96
 
 
 def test_a_damaged_checkpoint_says_what_is_missing(tmp_path: Path) -> None:

@@ -12,16 +12,25 @@ from tests.worker_svc.fake_accelerator import FakeAccelerator
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "kind"),
-    [(None, "auto"), (FakeAccelerator(), "auto"), (None, "int8")],
-    ids=["cpu", "accelerator", "int8"],
+    ("architecture", "accelerator", "kind"),
+    [
+        ("LlamaForCausalLM", None, "auto"),
+        ("LlamaForCausalLM", FakeAccelerator(), "auto"),
+        ("LlamaForCausalLM", None, "int8"),
+        ("DeepseekV3ForCausalLM", None, "auto"),
+        ("DeepseekV3ForCausalLM", FakeAccelerator(), "auto"),
+        ("DeepseekV3ForCausalLM", None, "int8"),
+    ],
+    ids=["cpu", "accelerator", "int8", "latent", "latent, accelerator", "latent, int8"],
 )
-def test_swapped_kv_comes_back_as_it_was(tmp_path: Path, accelerator: FakeAccelerator | None, kind: str) -> None:
+def test_swapped_kv_comes_back_as_it_was(
+    tmp_path: Path, architecture: str, accelerator: FakeAccelerator | None, kind: str
+) -> None:
     """A row that was swapped out and into other blocks continues with the same tokens and computes one.
 
     Another row overwrote its blocks in the meantime. The copies are reported as done.
     """
-    folder = make_checkpoint("LlamaForCausalLM", tmp_path)
+    folder = make_checkpoint(architecture, tmp_path)
     prompt, other = ([(7 * index + start) % VOCAB_SIZE for index in range(20)] for start in (3, 5))
     expected = Driver(make_engine(folder, block_size=8, kv_cache_dtype=kind)).generate(prompt, 4)
     engine = make_engine(

@@ -21,7 +21,7 @@ _GRAPH_BYTES = 2 << 20
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers; uint8 stands for fp8."""
     kv_type = "fp8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
-    return block_size * kv_bytes_per_token(((shape.num_kv_heads, shape.head_dim) for shape in shapes), kv_type)
+    return block_size * kv_bytes_per_token(((shape.num_kv_heads, sum(shape.widths)) for shape in shapes), kv_type)
 
 
 def allocate(
@@ -32,10 +32,10 @@ def allocate(
     device: torch.device,
     setting: str,
 ) -> tuple[KVCache, ...]:
-    """Allocate the keys and values of each layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`.
+    """Allocate the keys and values of each layer, each `[num_blocks, num_kv_heads, block_size, width]`.
 
-    A cache in int8 or fp8 has four more bytes in the last dimension. The tensors are filled with zeros, so that the
-    memory is committed now.
+    The widths are those of a shape. A cache in int8 or fp8 has four more bytes in the last dimension. The tensors are
+    filled with zeros, so that the memory is committed now.
 
     Raises:
         ConfigError: there is not enough memory; the message names `setting`.
@@ -43,12 +43,13 @@ def allocate(
     try:
         with torch.inference_mode():
             return tuple(
-                (
-                    _zeros(size, dtype, device),
-                    _zeros(size, dtype, device),
-                )
-                for size in (
-                    (num_blocks, shape.num_kv_heads, block_size, cached_size(shape.head_dim, dtype)) for shape in shapes
+                (_zeros((*places, keys), dtype, device), _zeros((*places, values), dtype, device))
+                for places, (keys, values) in (
+                    (
+                        (num_blocks, shape.num_kv_heads, block_size),
+                        (cached_size(width, dtype) for width in shape.widths),
+                    )
+                    for shape in shapes
                 )
             )
     except (RuntimeError, MemoryError):

@@ -41,7 +41,7 @@ _NONE = Copies()
 class HostPool:
     """Host blocks, with the layout of the device blocks.
 
-    The keys and the values of each layer are `[num_host_blocks, num_kv_heads, block_size, head_dim]`.
+    The keys and the values of each layer are `[num_host_blocks, num_kv_heads, block_size, width]`.
     """
 
     def __init__(self, caches: Sequence[KVCache], num_host_blocks: int, accelerator: Accelerator | None = None) -> None:

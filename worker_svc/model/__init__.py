@@ -15,9 +15,12 @@
 * `quantised`: weights of a quantised checkpoint, packed as they are stored or dequantised
 * `gguf`: reads GGUF files
 * `fingerprint`: identifies a loaded model
-* `hf`: decoders of `transformers` with our paged KV cache
-* `hf_packed`: their linear layers with quantised weights, on a CPU
+* `hf`: loads decoders of `transformers`, and chooses one of the two ways to our paged KV cache
+* `hf_model`: what both ways have in common
+* `hf_interface`: decoders that call our attention through the attention interface
 * `hf_attention`: the attention function that they call
+* `hf_cache`: decoders that attend themselves, and whose `Cache` is our paged KV cache
+* `hf_packed`: linear layers of decoders of `transformers` with quantised weights, on a CPU
 * `hf_trial`: compares their logits with those of their own attention
 * `loader`: loads a model from a configuration
 """

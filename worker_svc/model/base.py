@@ -14,7 +14,7 @@ import torch
 from kernels.paged_attention import DecodeSchedule, schedule_decode
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, head_dim]`."""
+"""Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, width]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,14 @@ class KVShape:
 
     num_kv_heads: int
     head_dim: int
+    """Elements of a key."""
+    value_dim: int = 0
+    """Elements of a value; 0: as many as those of a key."""
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Elements of a key and of a value."""
+        return self.head_dim, self.value_dim or self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

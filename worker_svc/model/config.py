@@ -1,6 +1,7 @@
 """Properties of a model, read from its config.json."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,16 +71,25 @@ def decoder_config(config: "PretrainedConfig") -> "PretrainedConfig":
     return text
 
 
-def position_limit(config: ModelConfig) -> int:
-    """Return the length of the longest sequence.
+def position_limit(config: ModelConfig, wanted: int) -> int:
+    """Return the length of the longest sequence: `wanted`, or that of config.json if `wanted` is 0.
 
     Raises:
-        ConfigError: config.json gives no limit.
+        ConfigError: `wanted` exceeds the length in config.json, or both are missing. Some models without positions in
+            their weights, such as Bloom, have no length in config.json.
     """
-    limit = getattr(text_config(config), "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit <= 0:
-        raise ConfigError("model: config.json has no max_position_embeddings; use a decoder-only model")
-    return limit
+    text = text_config(config)
+    limit = next(
+        (size for size in map(partial(_size, text), ("max_position_embeddings", "max_seq_len")) if size > 0), 0
+    )
+    if limit and wanted > limit:
+        raise ConfigError(f"max_model_len: {wanted} exceeds the model's {limit} positions; lower it")
+    if not limit and not wanted:
+        raise ConfigError(
+            "model: config.json has no max_position_embeddings; use a decoder-only model, and set max_model_len if its"
+            " class has no limit"
+        )
+    return wanted or limit
 
 
 def fix_long_rope(config: ModelConfig, num_positions: int) -> int:

@@ -1,16 +1,14 @@
-"""Decoders of `transformers` with the paged KV cache.
+"""Decoders of `transformers` over the paged KV cache.
 
-A decoder is supported if its class declares attention-backend support: then earlier tokens affect a token only through
-the attention function. Two checks at load verify the declaration. A *probe* records what each layer stores, and rejects
-layers that a paged KV cache cannot represent. A *trial* (`hf_trial`) computes two short rows and compares the logits
-with those of the model's own attention. A model that would return wrong results is rejected with a one-line message.
-
-A forward hook on the class's base model records the last hidden states. A class without a base model generates tokens
-but no embeddings.
+There are two ways. `hf_interface` replaces the attention of a class that declares attention-backend support. `hf_cache`
+replaces the `Cache` of any other class whose layers keep keys and values. Both are checked at load. A *probe* records
+what each layer stores, and rejects layers that a paged KV cache cannot represent. A *trial* (`hf_trial`) computes two
+short rows and compares the logits with those of the class's own forward pass without a cache. A model that would return
+wrong results is rejected with a one-line message.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,96 +18,19 @@ from transformers.utils import logging as transformers_logging
 
 from shared.config import ConfigError
 from shared.logging import get_logger
-from worker_svc.model import families, hf_packed, hf_trial
-from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model import families, hf_cache, hf_interface, hf_packed, hf_trial
 from worker_svc.model.config import decoder_config
 from worker_svc.model.decoder_config import text_config
-from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
+from worker_svc.model.hf_model import TransformersModel, UnsuitableError
 from worker_svc.model.quantised import log_form
 from worker_svc.model.scheme import read_quantisation
 from worker_svc.model.weights import check_unquantised, read_tensors
 
 _TEXT_OF = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 """Classes for several media; the class of `transformers` for their text part serves it."""
-_STATELESS_LAYERS = {"full_attention", "sliding_attention"}
-
-
-class TransformersModel:
-    """A decoder of `transformers` with paged attention."""
-
-    def __init__(self, decoder: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
-        self._decoder = decoder
-        ordered = sorted(calls, key=lambda call: call.layer or 0)
-        self._windows = tuple(call.sliding_window for call in ordered)
-        self._kv_shapes = tuple(KVShape(call.num_kv_heads, call.head_dim) for call in ordered)
-        self._keeps_logits = "logits_to_keep" in inspect.signature(decoder.forward).parameters
-        self._hidden: torch.Tensor | None = None
-        """Last hidden states of the running forward pass, `[1, T, hidden_size]`."""
-        self._hidden_size = 0
-        if decoder.base_model is not decoder:
-            decoder.base_model.register_forward_hook(self._keep_hidden)
-
-    @property
-    def kv_shapes(self) -> tuple[KVShape, ...]:
-        return self._kv_shapes
-
-    @property
-    def capturable(self) -> bool:
-        """Return False, because only a trial shows whether a decoder of `transformers` supports capture."""
-        return False
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionInputs,
-        caches: Sequence[KVCache],
-        logits_index: torch.Tensor | None,
-    ) -> torch.Tensor:
-        return self._run(input_ids, positions, attention, caches, logits_index)[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """See `Model.hidden_size`; known after the first step, which `load` computes."""
-        return self._hidden_size
-
-    def forward_hidden(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionInputs,
-        caches: Sequence[KVCache],
-        logits_index: torch.Tensor,
-        hidden_index: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, hidden = self._run(input_ids, positions, attention, caches, logits_index)
-        assert hidden is not None, "a model without hidden states must have `hidden_size` 0"
-        return logits, hidden[0, hidden_index]
-
-    def _run(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionInputs,
-        caches: Sequence[KVCache],
-        logits_index: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the logits of `forward`, and the last hidden states of all tokens `[1, T, hidden_size]`.
-
-        The whole class runs, with its head, so that its soft caps or scaling of logits apply.
-        """
-        selection = {"logits_to_keep": logits_index} if self._keeps_logits and logits_index is not None else {}
-        with running(PagedStep(attention, caches, self._windows)):
-            logits: torch.Tensor = self._decoder(
-                input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **selection
-            ).logits[0]
-        hidden, self._hidden = self._hidden, None
-        return logits if selection or logits_index is None else logits[logits_index], hidden
-
-    def _keep_hidden(self, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
-        hidden = getattr(output, "last_hidden_state", None)
-        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
-            self._hidden, self._hidden_size = hidden, hidden.shape[-1]
+_OWN_ATTENTION = "eager"
+_KV_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers whose past is keys and values."""
 
 
 def load(
@@ -152,20 +73,58 @@ def load(
     # `transformers` uses the pad token only to warn about padding, and synchronises with the device for it in every
     # step. Some configurations reject the assignment of None, hence `vars`.
     vars(decoder.config)["pad_token_id"] = None
-    try:
-        with torch.inference_mode():
-            model = TransformersModel(decoder, _probe(architecture, decoder, device))
-            distance = hf_trial.distance(decoder, model, device, num_positions)
-    except ConfigError:
-        raise
-    except Exception as error:  # a class that fails now would fail for a request
-        raise _refusal(architecture, f"its forward pass fails: {_first_line(error)}") from error
-    if not distance <= hf_trial.TOLERANCE:
-        raise _refusal(architecture, f"its logits with a paged KV cache differ from its own logits by {distance:.1%}")
+    model = _choose(architecture, decoder, device, num_positions)
     if kernels is not None:
         hf_packed.pack(decoder, quantization, kernels)
         _try_packed(architecture, decoder, model, quantization, num_positions)
     return model
+
+
+def _choose(architecture: str, decoder: PreTrainedModel, device: torch.device, num_positions: int) -> TransformersModel:
+    """Return the first model over this decoder that passes the trial.
+
+    Raises:
+        ConfigError: none passes; the message has the reason of the last way.
+    """
+    reasons: list[str] = []
+    with torch.inference_mode():
+        for make in _ways(decoder, device):
+            try:
+                model = make()
+            except UnsuitableError as error:
+                reasons.append(str(error))
+                continue
+            except Exception as error:  # a class that fails now would fail for a request
+                reasons.append(f"its forward pass fails: {_first_line(error)}")
+                continue
+            try:
+                distance = hf_trial.distance(decoder, model, device, num_positions)
+            except Exception as error:
+                reasons.append(f"its forward pass fails: {_first_line(error)}")
+            else:
+                if distance <= hf_trial.TOLERANCE:
+                    if isinstance(model, hf_cache.CacheModel):
+                        get_logger().info("model served with its own attention, which is slower", reason=reasons[:1])
+                    return model
+                reasons.append(f"its logits with a paged KV cache differ from its own logits by {distance:.1%}")
+            model.discard()
+    raise _refusal(architecture, reasons[-1])
+
+
+def _ways(decoder: PreTrainedModel, device: torch.device) -> Iterator[Callable[[], TransformersModel]]:
+    """Yield functions that make a model over a decoder, the fastest first.
+
+    A class that takes positions must give the same tokens to rows that are computed together, because its rows would
+    otherwise depend on their neighbours through shared blocks. A class that counts positions may need its rows alone.
+    """
+    takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
+    if _calls_interface(type(decoder), decoder.config):
+        yield lambda: hf_interface.InterfaceModel(decoder, hf_interface.probe(decoder, device))
+    for together in (True,) if takes_positions else (True, False):
+        decoder.set_attn_implementation(_OWN_ATTENTION)
+        yield lambda together=together: hf_cache.CacheModel(  # type: ignore[misc]
+            decoder, hf_cache.probe(decoder, device), together=together
+        )
 
 
 def _try_packed(
@@ -201,16 +160,25 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
         raise _refusal(architecture, "this version of transformers has no decoder of this name")
     if name != architecture and (text is config or architecture not in _TEXT_OF):
         raise _refusal(architecture, f"the decoder of model_type {config.model_type} is {name}")
-    if not known._supports_attention_backend:
-        raise _refusal(architecture, "its class in transformers does not declare attention-backend support")
-    parameters = inspect.signature(known.forward).parameters
-    if "position_ids" not in parameters or getattr(config, "is_encoder_decoder", False):
-        raise _refusal(architecture, "its forward pass does not accept position_ids")
-    others = set(getattr(text, "layer_types", None) or ()) - _STATELESS_LAYERS
+    others = set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS
     if others:
         raise _refusal(architecture, f"its layers keep state that is not paged KV ({', '.join(sorted(others))})")
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise _refusal(architecture, "some of its layers share keys and values")
+    if getattr(text, "attention_type", None) == "block_sparse" and not text.is_encoder_decoder:
+        raise _refusal(architecture, "its attention skips blocks of longer contexts")
+    if known._is_stateful:
+        raise _refusal(architecture, "its layers keep recurrent state")
+    if not _calls_interface(known, text) and "past_key_values" not in inspect.signature(known.forward).parameters:
+        raise _refusal(architecture, "its class in transformers has no KV cache")
+
+
+def _calls_interface(known: type[PreTrainedModel], text: PretrainedConfig) -> bool:
+    """Return whether a class may be served by `hf_interface`, as far as the class and its configuration show."""
+    return (
+        known._supports_attention_backend
+        and "position_ids" in inspect.signature(known.forward).parameters
+        and "chunked_attention" not in (getattr(text, "layer_types", None) or ())
+        and not getattr(text, "num_kv_shared_layers", 0)
+    )
 
 
 def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -231,7 +199,7 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
     decoder, report = loader.from_pretrained(
         **source,
         dtype=dtype,
-        attn_implementation=PAGED,
+        attn_implementation=_OWN_ATTENTION,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
@@ -269,32 +237,9 @@ def _tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def _draw(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(seed)
     maker: Any = AutoModelForCausalLM
-    return cast(PreTrainedModel, maker.from_config(decoder_config(config), dtype=dtype, attn_implementation=PAGED))
-
-
-def _probe(architecture: str, decoder: PreTrainedModel, device: torch.device) -> list[LayerCall]:
-    """Return the attention call of each layer.
-
-    Raises:
-        ConfigError: a paged KV cache cannot represent a layer.
-    """
-    decoder.set_attn_implementation(PROBE)
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    with recording() as recorded:
-        decoder(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
-    decoder.set_attn_implementation(PAGED)
-    calls = recorded.calls
-    num_layers = text_config(decoder.config).num_hidden_layers
-    if sorted(-1 if call.layer is None else call.layer for call in calls) != list(range(num_layers)):
-        raise _refusal(
-            architecture, f"its {num_layers} layers do not each call attention exactly once ({len(calls)} calls)"
-        )
-    for call in calls:
-        if call.unknown:
-            raise _refusal(architecture, f"its attention uses unsupported arguments: {', '.join(call.unknown)}")
-        if call.head_dim != call.value_dim or not call.causal:
-            raise _refusal(architecture, "its attention is not causal, or its keys and values differ in size")
-    return calls
+    return cast(
+        PreTrainedModel, maker.from_config(decoder_config(config), dtype=dtype, attn_implementation=_OWN_ATTENTION)
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -305,6 +250,6 @@ def _first_line(error: Exception) -> str:
 def _refusal(architecture: str, why: str) -> ConfigError:
     return ConfigError(
         f"model: {architecture} is not supported: {why}; use {', '.join(families.ARCHITECTURES)} or a decoder of"
-        " transformers with attention-backend support, such as Gemma2ForCausalLM or Phi3ForCausalLM;"
+        " transformers whose layers keep keys and values, such as Gemma2ForCausalLM or Phi3ForCausalLM;"
         " docs/models.md lists them"
     )

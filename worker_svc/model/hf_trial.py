@@ -1,8 +1,8 @@
 """Trial at load: compares a decoder's logits with a paged KV cache to those of its own attention.
 
-Two short rows are computed together in chunks with a small paged KV cache, and each alone with the attention of the
-decoder's class. The first row has the first positions, the second one the last positions that will be served. So a
-class whose tokens depend on the length of other rows is found.
+Two short rows are computed together with a small paged KV cache, in chunks and then in decode, and each alone with the
+attention of the decoder's class. The first row has the first positions, the second one the last positions that will be
+served. So a class whose tokens depend on the length of other rows is found.
 
 Both sides compute in float32, for every dtype of the weights. In 16 bits, rounding alone can change the logits of a
 deep model, or the experts of a mixture-of-experts model, more than an error does. In float32 rounding changes logits by
@@ -19,37 +19,55 @@ from transformers import PreTrainedModel
 
 from worker_svc.model.base import AttentionInputs, Model
 from worker_svc.model.decoder_config import text_config
-from worker_svc.model.hf_attention import PAGED
+from worker_svc.model.hf_model import TransformersModel
 
 TOLERANCE = 1e-3
 """Largest distance that passes; hundreds of times the distance that rounding causes in models with random weights."""
 
+_ROUNDING = 1e-5
+
 _16_BITS = (torch.bfloat16, torch.float16)
-_TOKENS = 12
+_LENGTHS = (12, 9)
 """Tokens of each row."""
+_TOKENS = max(_LENGTHS)
 _BLOCK_SIZE = 4
-_CHUNKS = (((0, 7), (0, 1)), ((7, _TOKENS), (1, _TOKENS)))
+_CHUNKS = (((0, 7), (0, 1)), ((7, 11), (1, 8)), ((11, 12), (8, 9)))
 """First and last position (exclusive) of each row in each step."""
 
 
-def distance(decoder: PreTrainedModel, model: Model, device: torch.device, num_positions: int) -> float:
+def distance(decoder: PreTrainedModel, model: TransformersModel, device: torch.device, num_positions: int) -> float:
     """Return the largest difference of two logits, relative to the largest logit.
 
     Args:
-        decoder: the decoder of `transformers`; its attention is `PAGED` before and after the call.
+        decoder: the decoder of `transformers`; after the call it has the attention that the model needs.
         model: the same decoder with a paged KV cache.
         device: the device of the weights.
         num_positions: length of the longest sequence in tokens.
     """
     tokens, positions = _rows(decoder, device, num_positions)
     with InFloat32():  # type: ignore[no-untyped-call]
+        decoder.set_attn_implementation(model.attention)
         paged = _paged_logits(model, tokens, positions, device)
         decoder.set_attn_implementation("eager")
-        first = decoder(input_ids=tokens[:1], use_cache=False)
-        last = decoder(input_ids=tokens[1:], position_ids=positions[1:], use_cache=False)
-        own = torch.cat((first.logits[:, -1], last.logits[:, -1]))
-    decoder.set_attn_implementation(PAGED)
+        first, last = (slice(row, row + 1) for row in range(2))
+        placed = {"position_ids": positions[last, : _LENGTHS[1]]} if model.takes_positions else {}
+        own = torch.cat(
+            (
+                decoder(input_ids=tokens[first], use_cache=False).logits[:, -1],
+                decoder(input_ids=tokens[last, : _LENGTHS[1]], use_cache=False, **placed).logits[:, -1],
+            )
+        )
+    decoder.set_attn_implementation(model.attention)
     return float((paged - own).abs().max()) / max(float(own.abs().max()), 1e-6)
+
+
+def sees_later_tokens(decoder: PreTrainedModel, device: torch.device) -> bool:
+    """Return whether the logits of a token depend on the next token, as in an encoder; attention is the class's own."""
+    tokens, _ = _rows(decoder, device, _TOKENS)
+    with InFloat32():  # type: ignore[no-untyped-call]
+        logits = decoder(input_ids=tokens[:, :2], use_cache=False).logits
+        others = decoder(input_ids=torch.stack((tokens[:, 0], tokens[:, 2]), 1), use_cache=False).logits
+        return not bool((logits[:, 0] - others[:, 0]).abs().max() <= _ROUNDING * logits.abs().max())
 
 
 def has_finite_logits(decoder: PreTrainedModel, model: Model, device: torch.device, num_positions: int) -> bool:
@@ -66,11 +84,13 @@ def _rows(decoder: PreTrainedModel, device: torch.device, num_positions: int) ->
 
 
 def _paged_logits(model: Model, tokens: torch.Tensor, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the logits of the last token of each row, `[2, vocab_size]`."""
+    """Return the logits of the last token of each row, `[2, vocab_size]`; some classes ignore `positions`."""
     blocks_per_row = _TOKENS // _BLOCK_SIZE
     caches = [
-        (torch.zeros(size, device=device), torch.zeros(size, device=device))
-        for size in ((2 * blocks_per_row, s.num_kv_heads, _BLOCK_SIZE, s.head_dim) for s in model.kv_shapes)
+        (torch.zeros(*places, keys, device=device), torch.zeros(*places, values, device=device))
+        for places, (keys, values) in (
+            ((2 * blocks_per_row, shape.num_kv_heads, _BLOCK_SIZE), shape.widths) for shape in model.kv_shapes
+        )
     ]
     tables = torch.arange(2 * blocks_per_row, dtype=torch.int32, device=device).view(blocks_per_row, 2).T.contiguous()
     places = torch.arange(_TOKENS, device=device)

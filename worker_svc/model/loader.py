@@ -67,7 +67,7 @@ def load_model(
         quantization=config.quantization,
         group=group,
     )
-    odd = [shape.head_dim for shape in model.kv_shapes if shape.head_dim % 4]
+    odd = [width for shape in model.kv_shapes for width in shape.widths if width % 4]
     if odd and description.kv_dtype in QUANTISED:
         raise ConfigError(
             f"kv_cache_dtype: {config.kv_cache_dtype} needs heads whose size is a multiple of 4, not {odd[0]}; use auto"
@@ -87,10 +87,7 @@ def describe_model(config: WorkerConfig, device: torch.device) -> tuple[ModelCon
     content = read_own(folder) or model_config.read_config(folder)
     architecture = model_config.architecture(content)
     check_supported(architecture, content)
-    limit = model_config.position_limit(content)
-    if config.max_model_len > limit:
-        raise ConfigError(f"max_model_len: {config.max_model_len} exceeds the model's {limit} positions; lower it")
-    max_model_len = config.max_model_len or limit
+    max_model_len = model_config.position_limit(content, config.max_model_len)
     original_length = model_config.fix_long_rope(content, max_model_len)
     if original_length:
         get_logger().info(

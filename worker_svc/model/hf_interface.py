@@ -1,0 +1,66 @@
+"""Decoders of `transformers` that call paged attention through the attention interface.
+
+A class may be served like this if it declares attention-backend support: then earlier tokens affect a token only
+through the attention function. A probe records what each layer passes to that function, and rejects layers that paged
+attention does not compute.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model.decoder_config import text_config
+from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
+from worker_svc.model.hf_model import TransformersModel, UnsuitableError
+
+
+class InterfaceModel(TransformersModel):
+    """A decoder of `transformers` with paged attention."""
+
+    attention = PAGED
+
+    def __init__(self, decoder: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
+        ordered = sorted(calls, key=lambda call: call.layer or 0)
+        super().__init__(decoder, [KVShape(call.num_kv_heads, call.head_dim) for call in ordered])
+        self._windows = tuple(call.sliding_window for call in ordered)
+
+    def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        logits_index: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        selection = {"logits_to_keep": logits_index} if self._keeps_logits and logits_index is not None else {}
+        with running(PagedStep(attention, caches, self._windows)):
+            logits: torch.Tensor = self._decoder(
+                input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **selection
+            ).logits[0]
+        hidden = self._take_hidden()
+        logits = logits if selection or logits_index is None else logits[logits_index]
+        return logits, None if hidden is None else hidden[0]
+
+
+def probe(decoder: PreTrainedModel, device: torch.device) -> list[LayerCall]:
+    """Return the attention call of each layer.
+
+    Raises:
+        UnsuitableError: paged attention does not compute a layer.
+    """
+    decoder.set_attn_implementation(PROBE)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    with recording() as recorded:
+        decoder(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
+    calls = recorded.calls
+    num_layers = text_config(decoder.config).num_hidden_layers
+    if sorted(-1 if call.layer is None else call.layer for call in calls) != list(range(num_layers)):
+        raise UnsuitableError(f"its {num_layers} layers do not each call attention exactly once ({len(calls)} calls)")
+    for call in calls:
+        if call.unknown:
+            raise UnsuitableError(f"its attention uses unsupported arguments: {', '.join(call.unknown)}")
+        if call.head_dim != call.value_dim or not call.causal:
+            raise UnsuitableError("its attention is not causal, or its keys and values differ in size")
+    return calls
