@@ -40,7 +40,7 @@ SERVICES = {
         "--resume-keep-s=0",
         "--swap-space=64MiB",
     ),
-    "many rows": ("--max-num-seqs=64", "--max-num-batched-tokens=128", "--itl-target-ms=0"),
+    "many rows": ("--policy=fcfs", "--max-num-seqs=64", "--max-num-batched-tokens=128", "--itl-target-ms=0"),
     "large steps": ("--max-num-seqs=64", "--max-num-batched-tokens=4096", "--itl-target-ms=0"),
     "little memory": ("--max-num-seqs=16", "--max-tokens-in-paged-kv-cache=2048"),
 }

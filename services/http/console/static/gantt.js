@@ -163,8 +163,8 @@ export class Gantt {
     context.imageSmoothingEnabled = false;
     context.clearRect(0, 0, this.width, this.height);
     context.fillStyle = colour("idle");
-    // Steps that this page has dropped are left out, not shown as idle.
-    const known = steps.first ? Math.max(0, this.x(steps.get(steps.first).start)) : 0;
+    // The time before the first step that this page knows is left blank, not shown as idle.
+    const known = Math.max(0, this.x(steps.get(steps.first).start));
     context.fillRect(known, 0, this.plotWidth - known, bottom);
     const first = Math.max(steps.first, steps.at(this.shown - this.seconds));
     const last = steps.at(this.shown);

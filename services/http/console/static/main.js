@@ -217,6 +217,7 @@ part("settings-details").addEventListener("toggle", (event) => event.target.open
 part("worker").addEventListener("change", (event) => gantt.show(event.target.value));
 part("zoom").addEventListener("input", (event) => {
   gantt.seconds = Number(event.target.value);
+  part("zoom-value").value = event.target.value;
 });
 part("pause").addEventListener("click", (event) => {
   paused = !paused;

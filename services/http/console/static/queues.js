@@ -1,7 +1,7 @@
 // The waiting requests: by what they wait for in the order of the policy, and by tenant.
 
 const TITLES = {
-  room: "Ready: wait for room",
+  room: "Ready: wait for a row, memory or a place in a step",
   assigned_worker: "Wait for the next plan of a worker",
   prefix: "Wait for a prefix that another request computes",
   grammar: "Wait for a grammar",
@@ -66,6 +66,8 @@ function box(queue) {
     list.append(item);
   }
   found.append(list);
+  const more = queue.length - queue.first.length;
+  if (queue.first.length && more > 0) found.append(element("p", `and ${more} more`, "quiet"));
   return found;
 }
 
