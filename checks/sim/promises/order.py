@@ -122,7 +122,8 @@ class AdmissionOrder(Promise):
                 continue
             if other.demand.tenant in self._just_left and self._eligibility.has_quota(other):
                 continue
-            if self._prompts.by_short_part(other, stream, plan, epoch):
+            num_given_back = len(self._just_displaced)
+            if self._prompts.by_short_part(other, stream, plan, epoch, num_given_back=num_given_back):
                 continue
             obstacle = self._eligibility.obstacle(other, epoch, memory, without=stream)
             if obstacle is Obstacle.CREDIT:

@@ -95,8 +95,13 @@ class PromptOrder(Promise):
         tolerance = 1 + len(all_of_them) + dearest if break_even else 0.5
         return sum(each.cost for each in behind) <= budget / 2 + tolerance
 
-    def by_short_part(self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch) -> bool:
-        """Return whether `stream` may be admitted before the waiting `other` because it is short."""
+    def by_short_part(
+        self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch, *, num_given_back: int = 0
+    ) -> bool:
+        """Return whether `stream` may be admitted before the waiting `other` because it is short.
+
+        `num_given_back` is the number of rows that requests have lost in this plan, after its admissions.
+        """
         if not (self.config.serves_short_first and self.has_keys):
             return False  # `fair` and `lpm` have checks of their own
         prompts = self.prompts(plan, epoch)
@@ -107,7 +112,7 @@ class PromptOrder(Promise):
             return False
         # The other half may be unused, or used by prompts behind, if no memory or no row is left.
         budget = most_tokens_of(self, epoch.model) - plan.num_decodes
-        has_no_row = len(epoch.model.rows) >= min(self.config.max_num_seqs, epoch.model.max_rows)
+        has_no_row = len(epoch.model.rows) + num_given_back >= min(self.config.max_num_seqs, epoch.model.max_rows)
         return has_no_row or self.keeps_share(behind, prompts, epoch, budget)
 
     def token_cost(self, prompt: Prompt, epoch: Epoch) -> float:
