@@ -85,7 +85,7 @@ class _Row(Row):
     track: int
     about: dict[str, Value]
     phase: str = ""
-    """Name of the slice that is open inside the request's slice; empty if there is none."""
+    """Name of the slice that is open inside the request's slice; or an empty string."""
 
 
 class Lane:

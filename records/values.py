@@ -107,7 +107,7 @@ class Entry:
     time: float
     """Core time, s."""
     what: What | None
-    """An event or a request for a plan, which a replay repeats; a result or a report; None if there are only facts."""
+    """An event, a request for a plan, a result or a report. None if the entry has only facts."""
     facts: Facts | None = None
     timings: Timings | None = None
     """The worker's timings if `what` is a StepDone; otherwise None."""

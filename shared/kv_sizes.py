@@ -20,11 +20,11 @@ def kv_bytes_per_token(layers: Iterable[tuple[int, int]], kv_type: str) -> int:
     """Return the size in bytes of a token's keys and values in all layers.
 
     Args:
-        layers: number of KV heads of each layer, and elements of a key and a value of one head together.
+        layers: for each layer, the number of KV heads, and the size of a key plus that of a value, in elements.
         kv_type: one of `KV_ELEMENTS`.
     """
-    element, scale = KV_ELEMENTS[kv_type]
-    return sum(num_kv_heads * (elements * element + 2 * scale) for num_kv_heads, elements in layers)
+    element_bytes, scale_bytes = KV_ELEMENTS[kv_type]
+    return sum(num_kv_heads * (size * element_bytes + 2 * scale_bytes) for num_kv_heads, size in layers)
 
 
 def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:

@@ -62,11 +62,11 @@ class Campaign:
     speculation: str = "off"
     """How workers propose draft tokens."""
     minutes: float = 0.0
-    """Time in which kinds of faults follow in turn; 0 if `faults_of_each_kind` ends the campaign."""
+    """Duration of the campaign. 0: `faults_of_each_kind` ends it."""
     busy: int = 0
     """Number of other processes that compute all the time."""
     disk: Path | None = None
-    """Folder of journal and record, whose file system is filled and emptied in turn; None to use neither."""
+    """Folder for the journal and the record, on a file system that is alternately filled and freed; or None."""
 
     @property
     def patience_s(self) -> float:
@@ -238,7 +238,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             *(f"--{name}={campaign.disk}/{name}" for name in folders),
         ) as (served, wires),
         pressure.busy(campaign.busy),
-        pressure.full_disk(campaign.disk),
+        contextlib.nullcontext() if campaign.disk is None else pressure.full_disk(campaign.disk),
     ):
         resumable = campaign.disk is not None
         load = Load(

@@ -29,21 +29,19 @@ def busy(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def full_disk(folder: Path | None) -> Iterator[None]:
-    """Fill the file system of a folder and empty it, in turn; do nothing without a folder."""
+def full_disk(folder: Path) -> Iterator[None]:
+    """Alternately fill the file system of a folder and free the space again."""
     ended = threading.Event()
-    filler = threading.Thread(target=_fill_and_empty, args=(folder, ended)) if folder is not None else None
-    if filler is not None:
-        filler.start()
+    filler = threading.Thread(target=_fill_and_free, args=(folder, ended))
+    filler.start()
     try:
         yield
     finally:
         ended.set()
-        if filler is not None:
-            filler.join()
+        filler.join()
 
 
-def _fill_and_empty(folder: Path, ended: threading.Event) -> None:
+def _fill_and_free(folder: Path, ended: threading.Event) -> None:
     """Keep the disk full for a time, also if others delete files, and then delete the own file."""
     path = folder / "filler"
     while not ended.wait(_FREE_S):

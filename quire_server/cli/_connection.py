@@ -136,7 +136,7 @@ def _tls_context(options: Namespace) -> ssl.SSLContext | None:
 
 
 def token() -> str:
-    """Return the bearer token from the environment; empty if there is none."""
+    """Return the bearer token from the environment, or an empty string."""
     return os.environ.get(TOKEN_VARIABLE, "")
 
 

@@ -33,7 +33,7 @@ def _is_ready(probes: str, workers: int, frontends: int) -> bool:
 
 
 def _get(url: str) -> str:
-    """Return the body of the response; empty if there is none or the status is an error."""
+    """Return the body of a successful response, or an empty string."""
     # The local front end is not behind a proxy.
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED)

@@ -521,6 +521,21 @@ def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> In
     return np.array([worker.pool.count_sole(table) for table in tables], np.int32)
 
 
+def _may_preempt(worker: Worker, backlog: Backlog, config: CoreConfig) -> bool:
+    """Return whether a waiting request may get the row of another."""
+    is_off = config.policy_preemption == "off" or config.capacity == "guaranteed_no_evict"
+    return not is_off and not worker.draining and backlog.num_ready > 0
+
+
+def _lacks_only_room(
+    worker: Worker, request: Request, placement: Placement | None, tenants: Tenants, now: float
+) -> bool:
+    """Return whether a request could start here with more room, and has no room on another worker either."""
+    if request.unsettled or not worker.grammars.is_ready(request.grammar_key) or not tenants.may_run(request, now):
+        return False
+    return placement is None or placement.with_room(worker, request, assign=False) is None
+
+
 def victim_for_tenant(
     worker: Worker, backlog: Backlog, placement: Placement | None, tenants: Tenants, config: CoreConfig, now: float
 ) -> tuple[Request | None, list[int]]:
@@ -528,11 +543,10 @@ def victim_for_tenant(
 
     The request lacks a row, and its tenant would still have at most an eighth of the rows of the tenant that loses one.
     So a tenant with long requests cannot hold all rows. A preemption may cost the recomputation of what is not in full
-    cached blocks. The pause after it bounds these costs to a ninth of the worker's time.
+    cached blocks. While these blocks stay cached, the pause after it bounds the costs to a ninth of the worker's time.
     """
     rows = worker.rows
-    is_off = config.policy_preemption == "off" or config.capacity == "guaranteed_no_evict"
-    if is_off or worker.draining or not backlog.num_ready or now < worker.next_row_for_tenant:
+    if not _may_preempt(worker, backlog, config) or now < worker.next_row_for_tenant:
         return None, []
     if not backlog.policy.is_by_turns or rows.num_running < min(config.max_num_seqs, rows.max_rows):
         return None, []
@@ -542,13 +556,11 @@ def victim_for_tenant(
     backlog.put_back(request)
     most = rows.num_running / ROWS_PER_ROW
     num_mine = tenants.num_running(request.spec.tenant) + 1
-    if num_mine > most or config.policy_of(request.spec.request_class) != "fair" or request.unsettled:
-        return None, []
-    if not worker.grammars.is_ready(request.grammar_key) or not tenants.may_run(request, now):
+    if num_mine > most or config.policy_of(request.spec.request_class) != "fair":
         return None, []
     if find_room(worker, request, worker.match(request)) is None:
         return None, []
-    if placement is not None and placement.with_room(worker, request, assign=False) is not None:
+    if not _lacks_only_room(worker, request, placement, tenants, now):
         return None, []
     has_progress = rows.committed - rows.num_prompt > rows.preempted_at
     place, victims = backlog.policy.place(request), []
@@ -575,8 +587,7 @@ def victims_for_urgent(
     worker: Worker, backlog: Backlog, placement: Placement | None, tenants: Tenants, config: CoreConfig, now: float
 ) -> tuple[Request | None, list[int]]:
     """Return the next waiting request and the rows to preempt for it; no rows if too few rank far enough behind."""
-    preempts = config.policy_preemption != "off" and config.capacity != "guaranteed_no_evict"
-    if not preempts or worker.draining or not backlog.num_ready or backlog.num_assigned(worker):
+    if not _may_preempt(worker, backlog, config) or backlog.num_assigned(worker):
         return None, []
     policies = {config.policy, *(each.policy for each in config.classes.values())}
     if policies.isdisjoint(PREEMPTIVE_POLICIES):
@@ -594,10 +605,7 @@ def victims_for_urgent(
     # Retired blocks become available without a preemption when the result arrives.
     num_available = pool.num_available - pool.count_idle(cached) + pool.num_retired
     need_blocks = max(0, num_new + worker.capacity.reserve(rows) - num_available)
-    may_run = worker.grammars.is_ready(request.grammar_key) and tenants.may_run(request, now)
-    if request.unsettled or not (need_row or need_blocks) or not may_run:
-        return None, []
-    if placement is not None and placement.with_room(worker, request, assign=False) is not None:
+    if not (need_row or need_blocks) or not _lacks_only_room(worker, request, placement, tenants, now):
         return None, []
     behind = backlog.policy.rank(request) + config.preempt_threshold
     difference = config.preempt_priority_difference
