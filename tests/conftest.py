@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,17 +24,31 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("quire", max_examples=examples(100), deadline=None)
 settings.load_profile("quire")
 
+_PID = os.getpid()
+_SAME_INTERRUPT_S = 1.0
+"""Time within which several signals are one: a terminal signals the whole group, and `tests.run` passes its own on."""
+_interrupted_at = float("-inf")
+
+
+def _interrupted(_number: int, _frame: FrameType | None) -> None:
+    """Interrupt the run once, so that a second signal does not interrupt the teardown of the fixtures."""
+    global _interrupted_at
+    now = time.monotonic()
+    is_same, _interrupted_at = now - _interrupted_at < _SAME_INTERRUPT_S, now
+    if not is_same:
+        raise KeyboardInterrupt
+
+
 # Started in the background by a shell without job control, this process ignores SIGINT, and so would every process that
 # a test starts and then interrupts. A handler of our own becomes the default again in those.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
-_PID = os.getpid()
+signal.signal(signal.SIGINT, _interrupted)
 
 
 def _terminated(number: int, _frame: FrameType | None) -> None:
     """End the run in order, so that no service, process or folder of it is left."""
     if os.getpid() == _PID:
-        raise KeyboardInterrupt
+        _interrupted(number, _frame)
+        return
     # A child that a test has forked.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -65,6 +65,7 @@ class TimeTable:
         """By test: seconds, with set-up and tear-down."""
         self.left_out: list[str] = []
         """Node ids of the tests that were found and not selected."""
+        self.is_interrupted = False
         self._failed: set[str] = set()
         self._started = time.monotonic()
         self._collected_s = 0.0
@@ -73,6 +74,10 @@ class TimeTable:
         """Collecting imports torch and transformers; that time belongs to no folder."""
         if not self._collected_s:
             self._collected_s = time.monotonic() - self._started
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Note the interruption."""
+        self.is_interrupted = True
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         """Note the tests that a run in this process leaves out."""
@@ -148,7 +153,13 @@ def run_tests(arguments: list[str]) -> int:
         print(f"drawn by QUIRE_SEED={SEED}", flush=True)
     # Every process of the run draws the same, even if the date changes meanwhile.
     os.environ["QUIRE_SEED"] = str(SEED)
-    code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
+    try:
+        code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
+    except BaseException as error:
+        # The fixtures of an interrupted test may fail in their teardown.
+        if not (table.is_interrupted or isinstance(error, KeyboardInterrupt)):
+            raise
+        code = int(pytest.ExitCode.INTERRUPTED)
     left = [process for process in _descendants(os.getppid()) if process.pid != os.getpid()]
     commands = [_command(process) for process in left]
     _end_processes(left)

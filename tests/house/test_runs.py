@@ -31,6 +31,7 @@ def test_passes():
 def test_waits(service, tmp_path):
     assert os.environ["XDG_STATE_HOME"].startswith(os.environ["TMPDIR"])
     os.kill(int(os.environ["TESTED_RUN"] or os.getppid()), {signal})
+    os.kill(os.getpid(), {signal})  # as a terminal does
     signal.pause()
 """
 """A test whose run is signalled while a fixture holds a process, which no tear-down ends, and a folder."""
