@@ -13,7 +13,7 @@ from typing import Any, cast
 import httptools
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.access.shares import Shares
 from services.access.tls import ServerTls, http_names
@@ -106,6 +106,8 @@ class _Protocol(HttpToolsProtocol):
         self._shares = shares
         self._address = ""
         """Set while the connection holds a part of the share of connections."""
+        self._unfinished: list[RequestResponseCycle] = []
+        """Requests whose responses are not complete, in order. uvicorn knows only the last one of a pipeline."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a connection, after the TLS handshake."""
@@ -141,6 +143,10 @@ class _Protocol(HttpToolsProtocol):
         if self._shares is not None and self._address:
             self._shares.connections.give_back(self._address)
             self._address = ""
+        for cycle in self._unfinished:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._unfinished.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -254,6 +260,8 @@ class _Protocol(HttpToolsProtocol):
             self._refuse(400, f"request head: {num_hosts} Host headers; send one")
             raise _StopParsingError
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle not in self._unfinished:
+            self._unfinished.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body; uvicorn gets the parts of a read together."""
@@ -271,6 +279,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """End an answer; the body of its request may not be complete."""
+        self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         super().on_response_complete()
         in_body = self._in_message and not self._in_head
         if in_body and self.cycle.response_complete and not self.transport.is_closing():

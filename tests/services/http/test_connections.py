@@ -12,7 +12,7 @@ from grpc import aio
 from services import frontend
 from services.http import server
 from services.http.server import _owner
-from tests.services.stack import PATIENCE_S, Stack, running_stack
+from tests.services.stack import PATIENCE_S, Stack, TestCore, running_stack
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -83,6 +83,26 @@ def test_a_short_pipeline_is_answered_in_order(tmp_path: Path) -> None:
             said = await sent(stack, GET * 5 + last)
             assert [said.count(each) for each in (b"HTTP/1.1 200", b"HTTP/1.1 404")] == [5, 1]
             assert said.rindex(b"HTTP/1.1 200") < said.index(b"HTTP/1.1 404")
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_ends_every_request_of_its_pipeline(tmp_path: Path) -> None:
+    """The running request is cancelled, the next one does not start, and no task of the connection is left."""
+    content = b'{"prompt": [5, 6, 7], "max_tokens": 4000}'
+    request = POST + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=20)) as stack:
+            before = asyncio.all_tasks()
+            async with connected(stack) as (_, writer):
+                writer.write(request * 2)
+                await stack.core.saw(lambda core: bool(core.submissions))
+            await stack.core.saw(lambda core: bool(core.cancelled))
+            if left := asyncio.all_tasks() - before:
+                _, left = await asyncio.wait(left, timeout=PATIENCE_S)
+            assert not left
+            assert len(stack.core.submissions) == 1
 
     asyncio.run(main())
 
