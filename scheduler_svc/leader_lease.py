@@ -4,15 +4,18 @@ The leader holds an exclusive lock on the file (flock). The kernel releases the 
 whatever reason, so two schedulers never lead at once, and no timeout decides. A leader that is stopped (SIGSTOP) or
 hangs keeps its lock until it continues or is killed.
 
-The file names the process of its last leader. A new leader waits for the end of that process, because the kernel
-releases its other files, such as the lock of the journal, shortly before or after the lease.
+The file names the process of its last leader and the addresses of the service, in a line each. A new leader waits for
+the end of that process, because the kernel releases its other files, such as the lock of the journal, shortly before or
+after the lease. A scheduler with other addresses belongs to another service and is refused.
 
 Each standby holds a shared lock on a second file, by which the leader learns that a standby waits.
 """
 
 import fcntl
 import os
+import re
 import select
+import stat
 import threading
 from pathlib import Path
 
@@ -20,7 +23,9 @@ from shared.config import ConfigError
 from shared.logging import get_logger
 from shared.process_watch import ProcessWatch, own_process
 
-_MOST_NAME_BYTES = 256
+_MOST_BYTES = 4096
+_CONTENT = re.compile(r"[^/\s]+/[^/\s]+/\d+/\d+\n.*\n")
+"""Content of the file: a process as named by `shared.process_watch`, and addresses."""
 _END_TIMEOUT_S = 10.0
 """Maximum wait for the end of the last leader's process after it has lost the lease, in seconds."""
 
@@ -32,12 +37,13 @@ class LeaderLease:
 
     Args:
         path: the file; created if it does not exist.
+        addresses: the addresses of the service, one line.
 
     Raises:
         ConfigError: the file cannot be used.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, addresses: str) -> None:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -47,15 +53,22 @@ class LeaderLease:
             raise ConfigError(
                 f"leader_lease (--leader-lease): {error}; use a file that all schedulers of this service can write to"
             ) from None
-        self._path = path
+        self._path, self._addresses = path, addresses
+        if not stat.S_ISREG(os.fstat(self._file).st_mode) or not self._is_lease():
+            raise ConfigError(f"leader_lease (--leader-lease): {path} is no lease file; use a new file")
         self._decided = threading.Event()
         self._cancelled = False
 
     def acquire(self) -> bool:
-        """Wait until this scheduler leads; return False if `cancel` was called before."""
+        """Wait until this scheduler leads; return False if `cancel` was called before.
+
+        Raises:
+            ConfigError: a scheduler with other addresses leads.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._check_addresses()
             log.info("standby: another scheduler leads", lease=str(self._path))
             # A lock that blocks the main thread would delay its signal handlers.
             threading.Thread(target=self._wait, name="leader-lease", daemon=True).start()
@@ -64,13 +77,13 @@ class LeaderLease:
             fcntl.flock(self._standbys, fcntl.LOCK_UN)
         if self._cancelled:
             return False
-        last_leader = os.pread(self._file, _MOST_NAME_BYTES, 0).decode(errors="replace")
+        last_leader = self._content().partition("\n")[0]
         if last_leader:
             _await_end(last_leader)
             log.warning("took over from another scheduler", lease=str(self._path))
-        name = own_process().encode()
-        os.pwrite(self._file, name, 0)
-        os.ftruncate(self._file, len(name))
+        content = f"{own_process()}\n{self._addresses}\n".encode()
+        os.pwrite(self._file, content, 0)
+        os.ftruncate(self._file, len(content))
         return True
 
     def cancel(self) -> None:
@@ -93,6 +106,26 @@ class LeaderLease:
         os.ftruncate(self._file, 0)
         os.close(self._standbys)
         os.close(self._file)
+
+    def _content(self) -> str:
+        return os.pread(self._file, _MOST_BYTES, 0).decode(errors="replace")
+
+    def _is_lease(self) -> bool:
+        content = self._content()
+        return not content or _CONTENT.fullmatch(content) is not None
+
+    def _check_addresses(self) -> None:
+        leader, _, rest = self._content().partition("\n")
+        watch = ProcessWatch.open(leader)
+        if watch is None:
+            return  # The new leader has not written the file yet.
+        watch.close()
+        addresses = rest.rstrip("\n")
+        if addresses != self._addresses:
+            raise ConfigError(
+                f"leader_lease (--leader-lease): {self._path} is used by a scheduler at {addresses}, not at"
+                f" {self._addresses}; use the same addresses, or another file for another service"
+            )
 
     def _wait(self) -> None:
         fcntl.flock(self._file, fcntl.LOCK_EX)

@@ -29,7 +29,7 @@ def run(config: SchedulerConfig) -> int:
         telemetry = Telemetry("quire-scheduler")
         admission = load_admission(config.admission_file)
         if config.leader_lease:
-            lease = LeaderLease(Path(config.leader_lease))
+            lease = LeaderLease(Path(config.leader_lease), f"{config.frontend_address} {config.worker_address}")
             if not _lead(lease):
                 return 0
         incarnation = draw_incarnation()

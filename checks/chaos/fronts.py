@@ -173,7 +173,7 @@ def _victims(kill: Kill, served: Served, rng: random.Random, lease: Path | None)
 def leader_pid(lease: Path) -> int:
     """Wait until one of the schedulers with this lease file leads; return its process id."""
     end = time.monotonic() + PATIENCE_S
-    while (watch := ProcessWatch.open(process := lease.read_text())) is None or watch.is_dying():
+    while (watch := ProcessWatch.open(process := lease.read_text().partition("\n")[0])) is None or watch.is_dying():
         if time.monotonic() > end:
             raise AssertionError("no scheduler leads")
         time.sleep(0.02)

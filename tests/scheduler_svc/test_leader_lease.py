@@ -24,7 +24,7 @@ class Scheduler(Stand):
 
     def leader(self) -> int:
         """Return the process that leads, or led last."""
-        return int(self.lease.read_text().split("/")[-2])
+        return int(self.lease.read_text().split("/")[2])
 
     def until_standby_ready(self, ready: int) -> None:
         """Wait until the leader's metrics say whether a standby waits."""
@@ -39,7 +39,6 @@ class Scheduler(Stand):
         frontend, worker = self.frontend(), self.worker()
         frontend.hello()
         worker.hello()
-        frontend.until("state")
         frontend.submit(7, identity=os.urandom(16))
         for _ in range(4):
             worker.answer(worker.until("plan"), [0], [11])
@@ -108,4 +107,29 @@ def test_a_standby_ends_at_once_on_sigterm(pair: tuple[Scheduler, Scheduler]) ->
 def test_a_file_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     """The message names the setting and the remedy."""
     with pytest.raises(ConfigError, match=r"leader_lease \(--leader-lease\): .*Is a directory.*; use a file"):
-        LeaderLease(tmp_path)
+        LeaderLease(tmp_path, "a b")
+
+
+def test_a_file_of_another_kind_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    """A file of the user is not emptied; what is no file is no lease."""
+    notes, pipe = tmp_path / "notes.toml", tmp_path / "pipe"
+    notes.write_text("[section]\nkey = 1\n")
+    os.mkfifo(pipe)
+
+    for path in (notes, pipe):
+        with pytest.raises(ConfigError, match=r"leader_lease \(--leader-lease\): .* is no lease file; use a new file"):
+            LeaderLease(path, "a b")
+
+    assert notes.read_text() == "[section]\nkey = 1\n"
+
+
+def test_a_service_at_other_addresses_is_refused_while_the_leader_lives(tmp_path: Path) -> None:
+    """Otherwise a scheduler of one service would take the place of another service's."""
+    leader = LeaderLease(tmp_path / "leader", "a b")
+    assert leader.acquire()
+
+    with pytest.raises(ConfigError, match=r"is used by a scheduler at a b, not at a c; use the same addresses"):
+        LeaderLease(tmp_path / "leader", "a c").acquire()
+
+    leader.release()
+    assert LeaderLease(tmp_path / "leader", "a c").acquire()
