@@ -407,7 +407,7 @@ JOURNAL_WRITES = Metric("quire.journal_writes", _G, "1 while the journal can be 
 JOURNAL_FAILURES = Metric("quire.journal_failures", _C, "Writes to the journal that failed")
 JOURNAL_FORGOTTEN = Metric("quire.journal_forgotten", _C, "Requests dropped from the journal because it is full")
 STANDBY_READY = Metric(
-    "quire.standby_ready", _G, "1 while a standby scheduler waits to take over, else 0; absent without --leader-lease"
+    "quire.standby_ready", _G, "1 while a standby scheduler waits to take over, else 0; absent without a leader lease"
 )
 RECORD_SIZE = Metric("quire.record_bytes", _G, "Bytes of the flight record on disk", unit="By")
 RECORD_WRITES = Metric(

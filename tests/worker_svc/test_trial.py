@@ -1,5 +1,6 @@
 """The trial at load accepts what rounding alone moves, in bfloat16 too, and finds every mistake over pages."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from checks.driver import CPU, Driver, make_engine
 from kernels.kv_cache import read_kv
 from kernels.paged_attention import paged_attention
 from shared.config import ConfigError
-from worker_svc.model import hf, hf_attention, hf_cache
+from worker_svc.model import hf, hf_attention, hf_cache, hf_trial
 from worker_svc.model.hf_cache import CacheModel
 from worker_svc.model.hf_interface import InterfaceModel
 from worker_svc.model.hf_model import TransformersModel
@@ -166,3 +167,19 @@ def test_a_fault_in_reads_of_a_context_is_refused(fault: str, monkeypatch: pytes
 
     with pytest.raises(ConfigError, match=r"its logits with a paged KV cache differ from its own logits by \d"):
         hf.load("GPTJForCausalLM", config, Path("none"), seed=0, dtype=torch.float32, device=CPU, num_positions=256)
+
+
+def test_falcon_with_alibi_computes_what_generate_does() -> None:
+    """The class's `eager` attention adds ALiBi twice. The default, which `generate` uses, adds it once."""
+    config = transformers.FalconConfig(
+        vocab_size=384, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, alibi=True, multi_query=False
+    )
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+
+    model = hf.load(
+        "FalconForCausalLM", config, Path("none"), seed=0, dtype=torch.float32, device=CPU, num_positions=64
+    )
+
+    with torch.inference_mode():
+        assert hf_trial.distance(reference, model, CPU, 64) < 1e-5

@@ -28,7 +28,6 @@ from worker_svc.model.weights import check_unquantised, read_tensors
 
 _TEXT_OF = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 """Classes for several media; the class of `transformers` for their text part serves it."""
-_OWN_ATTENTION = "eager"
 _KV_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose past is keys and values."""
 
@@ -121,7 +120,7 @@ def _ways(decoder: PreTrainedModel, device: torch.device) -> Iterator[Callable[[
     if _calls_interface(type(decoder), decoder.config):
         yield lambda: hf_interface.InterfaceModel(decoder, hf_interface.probe(decoder, device))
     for together in (True,) if takes_positions else (True, False):
-        decoder.set_attn_implementation(_OWN_ATTENTION)
+        decoder.set_attn_implementation(hf_cache.CacheModel.attention)
         yield lambda together=together: hf_cache.CacheModel(  # type: ignore[misc]
             decoder, hf_cache.probe(decoder, device), together=together
         )
@@ -199,7 +198,6 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
     decoder, report = loader.from_pretrained(
         **source,
         dtype=dtype,
-        attn_implementation=_OWN_ATTENTION,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
@@ -237,9 +235,7 @@ def _tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def _draw(config: PretrainedConfig, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(seed)
     maker: Any = AutoModelForCausalLM
-    return cast(
-        PreTrainedModel, maker.from_config(decoder_config(config), dtype=dtype, attn_implementation=_OWN_ATTENTION)
-    )
+    return cast(PreTrainedModel, maker.from_config(decoder_config(config), dtype=dtype))
 
 
 def _first_line(error: Exception) -> str:

@@ -31,6 +31,7 @@ class CacheModel(TransformersModel):
     """A decoder of `transformers` whose past is in the paged KV cache, and whose attention is its own."""
 
     attention = "eager"
+    """Old classes ignore it and keep the default. For Falcon with ALiBi this matters: its `eager` adds ALiBi twice."""
 
     def __init__(self, decoder: PreTrainedModel, layers: "Layers", *, together: bool) -> None:
         """Create the model.
