@@ -16,19 +16,23 @@ from google.protobuf.message import DecodeError, Message
 
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
-from records.explain.answers import answer
-from records.whatif.predict import predict
-from records.whatif.strategies import compare_strategies
 from scheduler_svc.frontend.link import error_reply
 from scheduler_svc.recorder.segments import UnreadableRecordError
 from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, QuireError
 
 
 def _answer(call: AnyMessage, place: Path, ends_at: float) -> Message:
+    # Each kind of question loads only its own modules: the caller waits for the imports, too.
     if call.Is(admin.CompareStrategiesRequest.DESCRIPTOR):
+        from records.whatif.strategies import compare_strategies
+
         return compare_strategies(admin.CompareStrategiesRequest.FromString(call.value), place, ends_at)
     if call.Is(admin.PredictRequest.DESCRIPTOR):
+        from records.whatif.predict import predict
+
         return predict(admin.PredictRequest.FromString(call.value), place, ends_at)
+    from records.explain.answers import answer
+
     return answer(admin.ExplainRequest.FromString(call.value), place).message()
 
 

@@ -1,11 +1,12 @@
 """Operators' questions about a running service's recording: explanations, and comparisons of strategies.
 
 Reading a recording takes seconds, so a short-lived process of low priority does it (`records.answer`). The process gets
-the question as an argument and writes the reply to a file. The loop only starts the process and checks whether it has
+the question as an argument and writes the reply to a file. The loop only starts the process, and wakes up when it has
 exited. The process is killed when its caller leaves.
 """
 
 import base64
+import os
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,8 @@ class _Process:
     question: _Question
     child: "subprocess.Popen[bytes]"
     output: IO[bytes]
+    descriptor: int
+    """Readable once the process has exited: the read end of a pipe that only the process can write to."""
     is_killed: bool = False
     is_wanted: bool = True
     """Whether the caller still waits."""
@@ -77,6 +80,11 @@ class LiveExplanations:
             return error_reply(request.number, error)
         self._waiting.append(_Question(peer, request.number, request.call.SerializeToString(), now + _MAX_S))
         return None
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """File descriptors that become readable when `replies` has a new reply."""
+        return () if self._process is None else (self._process.descriptor,)
 
     def replies(self, now: float) -> list[tuple[Peer, link_pb2.OperatorReply]]:
         """Return the replies that have become ready, and start the next question."""
@@ -116,6 +124,7 @@ class LiveExplanations:
         if self._process is not None:
             self._process.child.kill()
             self._process.child.wait()
+            os.close(self._process.descriptor)
 
     def _start(self, question: _Question, now: float) -> _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -123,8 +132,12 @@ class LiveExplanations:
         # A point in time and not a duration, because on a busy machine the process takes long to load its modules.
         ends_at = time.monotonic() + question.ends_at - now
         command += [base64.b64encode(question.payload).decode(), f"{ends_at:.1f}"]
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
-        return _Process(question, child, output)
+        exited, alive = os.pipe()
+        try:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, pass_fds=[alive])
+        finally:
+            os.close(alive)
+        return _Process(question, child, output, exited)
 
 
 def _kill(process: _Process) -> None:
@@ -139,6 +152,7 @@ def _reply(process: _Process) -> link_pb2.OperatorReply:
     process.output.seek(0)
     written = process.output.read()
     process.output.close()
+    os.close(process.descriptor)
     reply = link_pb2.OperatorReply()
     if process.child.returncode == 0:
         reply.ParseFromString(written)

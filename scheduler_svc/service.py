@@ -127,14 +127,15 @@ class SchedulerService:
     def run(self) -> None:
         """Serve until `stop`. Then live requests are left to the front ends, or end with SHUTDOWN."""
         sockets = (self._workers.socket, self._frontends.socket)
-        descriptors: tuple[int, ...] = ()
+        journal_descriptors: tuple[int, ...] = ()
         if self._journal is not None:
-            descriptors = self._journal.descriptors
+            journal_descriptors = self._journal.descriptors
             now = time.monotonic()
             self._apply(self._journal.restored, now)
         more = False
         while not self._stopping:
             if not more:
+                descriptors = journal_descriptors + self._explanations.descriptors
                 wait_readable(sockets, self._wake_at() - time.monotonic(), descriptors)
             began = time.monotonic()
             more = self._turn()
@@ -192,6 +193,8 @@ class SchedulerService:
             self._ticked_at = now
             self._tick(now)
             self._pulse.beat()
+        for peer, reply in self._explanations.replies(now):
+            self._frontends.outgoing(peer).add_reply(reply)
         self._planned_at = now
         for peer in self._core.due_workers(now):
             self._plan(peer)
@@ -392,8 +395,6 @@ class SchedulerService:
         for peer in self._frontends.expired(now):
             self._lose_frontend(peer, "its lease expired", now)
         self._gone |= dict.fromkeys(self._workers.ping(now), "its connection was closed")
-        for peer, reply in self._explanations.replies(now):
-            self._frontends.outgoing(peer).add_reply(reply)
         self._views.publish(now)
         if self._kv_events is not None:
             self._kv_events.publish(self._metrics.model, self._frontends.names(), self._core.epochs())
