@@ -6,20 +6,20 @@
          STARVED, STRANDED
 
 A running request returns to QUEUED when it is preempted, its row failed, or its worker was lost. A STARVED request
-returns when its reader grants credit, and a STRANDED one when a worker serves it.
+returns when its client grants credit, and a STRANDED request when a worker can serve it.
 
-`TRANSITIONS` names every valid transition. Any other one is a bug in the core and fails an assertion. No other module
-writes the state of a request, or the fields that change only with it.
+`TRANSITIONS` lists every valid transition. Any other transition is a bug and fails an assertion. No other module writes
+the state of a request, or the fields that change only with the state.
 
 A transition has two parts. First the request leaves its place by the action in the table. Then the method for the event
 (`wait`, `strand`, `admit`, `last_step_planned`, `end`) puts the request into its new place:
 
 * QUEUED: in the backlog;
-* STARVED and STRANDED: waiting outside the backlog, until the reader has credit or a worker serves the request;
+* STARVED and STRANDED: outside the backlog, until the stream has credit or a worker can serve the request;
 * RUNNING: in a row of a worker;
-* ENDING: without a row, until the answer to its last step arrives.
+* ENDING: without a row, until the result of its last step arrives.
 
-This module does not decide which event happens. It reads no row and knows no end reason: see `registry`.
+This module does not decide which event happens; `registry` does. It reads no row and knows no end reason.
 """
 
 import enum
@@ -38,12 +38,12 @@ from scheduler_svc.core.workers.worker import Worker
 class RequestEvent(enum.Enum):
     """Events that change the state of a request."""
 
-    QUEUE = "it waits, and its reader has credit"
-    STARVE = "it waits, and its reader has no credit"
-    STRAND = "planning took it from the queue: no worker of the fleet serves it"
-    ADMIT = "planning took it from the queue and gave it a row"
-    REFUSE = "it is refused on arrival, or planning took it from the queue and refused it"
-    LAST_STEP = "its last step was planned, and it has left its row"
+    QUEUE = "it begins to wait, and its stream has credit"
+    STARVE = "it begins to wait, and its stream has no credit"
+    STRAND = "the planner removed it from the queue, because no worker of the fleet can serve it"
+    ADMIT = "the planner took it from the queue and assigned a row"
+    REFUSE = "it is refused on arrival or by the planner"
+    LAST_STEP = "its last step was planned, and its row was released"
     END = "it ends for any other reason"
 
     # Each member is one object, so identity suffices. `Enum` hashes the member's name, which takes five times as long.
@@ -65,7 +65,7 @@ class Transition(NamedTuple):
 
 
 class RequestStates:
-    """The places of one core's live requests; appends its effects to `effects`."""
+    """Holds the live requests of a core by state, and appends its effects to `effects`."""
 
     def __init__(self, backlog: Backlog, tenants: Tenants, effects: list[Effect]) -> None:
         self._backlog = backlog
@@ -99,7 +99,7 @@ class RequestStates:
     # ---------------------------------------------------------------- events
 
     def wait(self, request: Request, wait: Wait, outcome: str = "") -> None:
-        """Move a request from any place to the waiting ones.
+        """Move a request from any state to a waiting state.
 
         Args:
             request: a request that has left its row, if it had one.
@@ -178,26 +178,26 @@ class RequestStates:
         self._backlog.discard(request)
 
     def _leave_starved(self, request: Request, outcome: str) -> None:
-        """Remove a request from the starved ones."""
+        """Remove a request from the starved requests."""
         del self._starved[request.key]
 
     def _leave_stranded(self, request: Request, outcome: str) -> None:
-        """Remove a request from the stranded ones."""
+        """Remove a request from the stranded requests."""
         del self._stranded[request.key]
 
     def _leave_worker(self, request: Request, outcome: str) -> None:
-        """Forget its row, and end its attempt."""
+        """Drop its row and end its attempt."""
         del self._running[request.key]
         self._end_attempt(request, outcome)
 
     def _vacate_row(self, request: Request, outcome: str) -> None:
-        """Vacate its row, and end its attempt."""
+        """Vacate its row and end its attempt."""
         worker, row = self._running.pop(request.key)
         worker.vacate(row)
         self._end_attempt(request, outcome)
 
     def _forget_row(self, request: Request, outcome: str) -> None:
-        """Forget its row."""
+        """Drop its row."""
         del self._running[request.key]
 
     def _end_attempt(self, request: Request, outcome: str) -> None:

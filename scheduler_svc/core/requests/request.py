@@ -37,12 +37,12 @@ class RequestKey(NamedTuple):
 class RequestState(enum.Enum):
     """State of a request; only `lifecycle.states` changes it."""
 
-    ARRIVED = "is not accepted yet"
+    ARRIVED = "has not been accepted yet"
     QUEUED = "waits in the backlog"
-    STARVED = "waits until its reader has credit"
-    STRANDED = "waits until a worker of the fleet serves it"
-    RUNNING = "has a row of a worker"
-    ENDING = "waits for the answer to its last step"
+    STARVED = "waits until its stream has credit"
+    STRANDED = "waits for a worker that can serve it"
+    RUNNING = "occupies a row of a worker"
+    ENDING = "waits for the result of its last step"
     FINISHED = "has ended"
 
     # Each member is one object, so identity suffices. `Enum` hashes the member's name, which takes five times as long.
