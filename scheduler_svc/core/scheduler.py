@@ -1,6 +1,6 @@
 """State machine of the scheduler: `handle` takes events, `plan` returns the next step of a worker.
 
-`Scheduler` only routes. Each event goes to the module that owns the state:
+`Scheduler` only routes events to the modules that own the state:
 
 * `registry` owns the requests and `fleet` owns the workers;
 * `delivery` distributes tokens to front ends;
@@ -80,7 +80,7 @@ class Scheduler:
         self._schedule = PlanSchedule(config.max_plans_in_flight)
         self._quarantine = Quarantine()
         self._untidy: list[tuple[Worker, list[int]]] = []
-        """Workers that got a plan since the last call of `tidy`, with the rows whose requests end with that plan."""
+        """Workers that got a plan since the last call of `tidy`, with the rows whose requests end with this plan."""
 
     # ---------------------------------------------------------------- the two entry points
 
@@ -154,7 +154,7 @@ class Scheduler:
         return outcome.plan
 
     def tidy(self) -> None:
-        """Do the deferred work of the last plan, so that the worker does not wait for it.
+        """Do the work that was deferred from the last plan so that the worker does not wait for it.
 
         Requests whose last step was planned leave their rows, which publishes their blocks. Cached blocks that the next
         plan may need are evicted. The time of the call does not affect results, because the next event or plan calls it
@@ -308,7 +308,7 @@ class Scheduler:
         if reason is not None:
             self._effects.append(WorkerRefused(worker=event.worker, reason=reason))
         else:
-            # A process that cannot serve replaces no worker, even if it uses a worker's name.
+            # A refused process does not replace a worker, even if it uses the worker's name.
             replaced = self._fleet.named(event.worker_id)
             if replaced is not None:
                 self._lose(replaced, f"a worker of its name connected: {event.reason.value}", now, fatal=not survived)
@@ -340,7 +340,7 @@ class Scheduler:
         left_behind = self._fleet.leave(worker, now)
         self._requests.doubt_grammars()
         self._schedule.remove(worker)
-        # First, because `displace` puts suspects into their own queue.
+        # Determine suspects first, because `displace` puts suspects into a separate queue.
         rejected = (
             self._quarantine.worker_lost(worker.worker_id, requests_in_flight, alone=is_alone, now=now) if fatal else []
         )
@@ -364,7 +364,7 @@ class Scheduler:
         self._fleet_changed(now)
         if not event.move:
             return
-        # A request that no other worker can carry as far as this one finishes here.
+        # A request stays if no other worker has room for as many of its tokens.
         for row in worker.rows.occupied():
             request = worker.rows.requests[row]
             assert request is not None
@@ -452,13 +452,16 @@ class Scheduler:
             self._requests.end(request, EndReason.EMBEDDED, now, embedding=values)
 
     def _charge(self, worker: Worker, settled: Settled, now: float) -> None:
-        """Charge the step's tokens to the accounts of their requests; this is the only place that does."""
+        """Charge the step's tokens to the accounts of their requests. No other code charges tokens."""
         charges = worker.rows.charge(settled.rows, settled.counts)
         charges += [(request.account, 1) for request, _, _ in settled.late]
         self._requests.backlog.charge(charges, now)
 
     def _at_limit(self, worker: Worker, request: Request, now: float) -> None:
-        """End a request at its own limit; at the end of the worker's context it waits for a longer worker."""
+        """End a request at its limit.
+
+        If only the worker's context is full, requeue it for a worker with a longer context.
+        """
         if request.limit <= worker.max_model_len:
             self._requests.end(request, EndReason.LENGTH, now)
             return
@@ -493,7 +496,7 @@ class Scheduler:
         worker.pool.distrust(verdict.invalid)
 
     def _compute_again(self, worker: Worker, failed: FailedRequest, now: float, *, alone: bool) -> None:
-        """Requeue a request that failed because of other requests' KV; with `alone`, it shares no KV any more."""
+        """Requeue a request that failed because of other requests' KV; with `alone`, it no longer shares KV."""
         request = failed.request
         if request.state is RequestState.FINISHED:
             return
@@ -525,7 +528,7 @@ class Scheduler:
         """Report a changed service to front ends, and update the set of workers that accept requests."""
         self._requests.backlog.fleet_changed(self._fleet, now)
         self._placement.set_fleet([worker for worker in self._fleet if not worker.draining])
-        # Stranded requests may have a worker now.
+        # A worker may now be able to serve stranded requests.
         self._requests.fleet_changed(now)
         service = self._fleet.service()
         if service != self._announced:

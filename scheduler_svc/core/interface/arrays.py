@@ -1,7 +1,7 @@
 """Array types of the core.
 
-Row and block numbers are `IndexArray`s inside the core and int32 on the wire. numpy converts other index types first,
-so its own type is several times faster.
+Row and block numbers are `IndexArray`s inside the core and int32 on the wire. `IndexArray` uses numpy's native index
+type, because numpy first converts other index types, which is several times slower.
 """
 
 import numpy as np
@@ -14,11 +14,11 @@ BoolArray = npt.NDArray[np.bool_]
 NO_INDICES: IndexArray = np.zeros(0, np.intp)
 
 ONE = np.array(1, np.int32)
-"""Arithmetic with this array takes half the time of arithmetic with the number 1, which numpy converts every time."""
+"""The number 1 as an array. Arithmetic with it takes half the time, because numpy need not convert the number."""
 
 
 def any_of(mask: BoolArray) -> bool:
-    """Return `mask.any()`, computed over the mask's bytes, an eighth of the time for a few hundred values."""
+    """Return `mask.any()`. Searching the mask's bytes takes an eighth of the time for a few hundred values."""
     return 1 in mask.tobytes()
 
 

@@ -9,7 +9,7 @@ POLICIES = ("balanced", "fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm")
 BY_ARRIVAL = ("balanced", "fcfs")
 """Policies that admit requests in order of arrival, for which the wait of a request can be forecast."""
 PREEMPTIVE_POLICIES = ("priority", "edf")
-"""Policies under which a waiting request may preempt a running one of much lower rank."""
+"""Policies under which a waiting request may preempt a running request of much lower rank."""
 PREFIX_CACHES = ("radix", "hash", "off")
 CAPACITY_MODES = ("max_utilization", "guaranteed_no_evict")
 BATCHING_MODES = ("continuous", "static", "dynamic")
@@ -59,15 +59,13 @@ class CoreConfig:
     capacity: str = "max_utilization"
     batching: BatchingLimits = field(default_factory=BatchingLimits)
     policy_preemption: str = "auto"
-    """"on" if a waiting request may preempt running ones of lower rank; "auto" if only where policy and capacity
-    allow.
-    """
+    """"on" if a waiting request may preempt running requests of lower rank; "auto" if policy and capacity decide."""
     preempt_threshold: float = 5.0
-    """Least difference in rank for a preemption, in the policy's seconds."""
+    """Minimum difference in rank for a preemption, in seconds of the policy's key."""
     preempt_priority_difference: float = 0.0
-    """Least difference in priority for a preemption under `priority`; 0 for any difference."""
+    """Minimum difference in priority for a preemption under `priority`; 0 for any difference."""
     slo_ttft_s: float = 2.0
-    """Under `slo`, TTFT target in seconds for requests without their own."""
+    """Under `slo`, TTFT target in seconds for requests without `ttft_target`."""
     slo_ttft_token_s: float = 125e-6
     """Under `slo`, time added to this target per prompt token, in seconds."""
     victim_rule: str = "fewest"

@@ -56,7 +56,7 @@ class ResumeAnswered:
 
 @dataclass(slots=True, kw_only=True)
 class LogBegun:
-    """A request with an identity is live; a journal should record its tokens and log-probabilities from now on."""
+    """A request with an identity has begun; the journal records its tokens and log-probabilities from now on."""
 
     frontend: Peer
     stream: int

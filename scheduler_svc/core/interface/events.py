@@ -1,10 +1,10 @@
 """Events: all inputs of the scheduler core.
 
-Events contain only values. The sender has checked their form, such as equal column lengths and the ranges of ids. It
-has not checked their meaning. The core must handle a stale epoch, an unknown stream or an unexpected row.
+Events contain only values. The sender has validated their form, such as equal column lengths and the ranges of ids, but
+not their meaning. The core must handle a stale epoch, an unknown stream or an unexpected row.
 
-Events, effects and plans are never changed. Those created for every step or request are not frozen, because creating a
-frozen dataclass takes three times as long.
+Events, effects and plans are never modified after creation. Classes that are instantiated for every step or request are
+not frozen, because creating a frozen instance takes three times as long.
 """
 
 import enum
@@ -27,7 +27,7 @@ class FrontendJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendLost:
-    """A front end has left, its lease expired, or its connection is lost. Its streams have no reader."""
+    """A front end has left, its lease expired, or its connection is lost. The clients of its streams are gone."""
 
     frontend: Peer
 
@@ -101,9 +101,8 @@ class ModelFacts:
     hidden_size: int = 0
     """Size of an embedding in elements; 0 if the worker makes no embeddings."""
     break_even_context: int = 0
-    """Context, in tokens, at which a token's attention costs as much as its products with the weights.
-
-    0 if the cost of attention does not grow with the context.
+    """Context length in tokens at which a token's attention costs as much as its products with the weights. 0 if the
+    cost of attention does not grow with the context.
     """
 
 
@@ -148,7 +147,7 @@ class WorkerLost:
     worker: Peer
     reason: str
     orderly: bool = False
-    """Whether it said goodbye. Then none of its requests is to blame."""
+    """Whether the worker signed off. If so, none of its requests is blamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +165,7 @@ class FailureKind(enum.Enum):
     NOT_FINITE = enum.auto()
     """Logits or hidden states contain NaN or infinity, so KV that the row wrote or read may contain them too."""
     NO_TOKEN_ALLOWED = enum.auto()
-    """The request's own constraints leave no token to choose."""
+    """The request's constraints allow no token."""
     GRAMMAR_TOO_COSTLY = enum.auto()
     """The request's grammar needs more work for one token than is allowed."""
     INTERNAL = enum.auto()
@@ -198,7 +197,7 @@ class GrammarReported:
 
 @dataclass(slots=True, kw_only=True)
 class RowScores:
-    """Log-probabilities for a row's tokens. The core forwards them to the front end as opaque bytes."""
+    """Log-probabilities for a row's tokens, as bytes that the core forwards to the front end without decoding them."""
 
     row: int
     generation: int
@@ -209,7 +208,7 @@ class RowScores:
 
 @dataclass(slots=True, kw_only=True)
 class RowEmbedding:
-    """The embedding from a pooling row. The core forwards it to the front end as opaque bytes."""
+    """The embedding from a pooling row, as bytes that the core forwards to the front end without decoding them."""
 
     row: int
     generation: int
@@ -250,7 +249,7 @@ class DrainRequested:
 
     worker_id: str
     move: bool
-    """Whether running requests move to another worker if there is one. Otherwise they finish where they are."""
+    """Whether running requests move to other workers if possible. Otherwise they finish on the drained worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

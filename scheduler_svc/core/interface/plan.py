@@ -1,6 +1,6 @@
-"""Plan: one step for one worker, as differences from the previous one. It has the values of `quire.plan.v1.Plan`.
+"""Plan: one step for one worker, as differences from the worker's previous step.
 
-The module does not know the wire format.
+A plan has the same fields as `quire.plan.v1.Plan`. This module does not know the wire format.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class RowAdmission:
     attempt: int
     """Number of earlier attempts to run the request."""
     queued_since: float
-    """Core time at which it began to wait for this attempt, s."""
+    """Core time at which the request began to wait for this attempt, s."""
 
 
 @dataclass(slots=True, kw_only=True)

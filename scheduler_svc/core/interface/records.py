@@ -29,7 +29,7 @@ class RequestArrived:
     token_ids: Int32Array
     """The prompt, followed by the tokens that were already delivered, `[n]`."""
     credit: int
-    """Buffer space at the reader, in bytes of output."""
+    """Buffer space for the client's output, bytes."""
     deadline: float | None = None
     """Core time by which the request must be complete, s; None for no deadline."""
     ttft_deadline: float | None = None
@@ -40,9 +40,9 @@ class RequestArrived:
     """Joined keys of the leading full blocks of `block_size` tokens; empty if the front end has not computed them."""
     block_size: int = 0
     again: bool = False
-    """Whether the core may already know the request, which is then taken over."""
+    """Whether the core may already have the request. If so, this submission takes the request over."""
     accepted: bool = False
-    """Whether a core accepted it before. Queue limits and forecasts then do not refuse it."""
+    """Whether an earlier core accepted the request. If so, queue limits and forecasts do not refuse it."""
 
 
 class EndReason(enum.Enum):
@@ -93,7 +93,7 @@ class WaitReason(enum.Enum):
     """Reason why a request waits; a member's value completes the sentence "it waits for"."""
 
     TURN = "its turn"
-    """Other requests rank before it, or no plan was made since it began to wait."""
+    """Other requests rank before this one, or no plan was made since it began to wait."""
     MEMORY = "memory"
     ROWS = "a free row"
     TENANT_LIMIT = "its tenant's limit of running requests"
@@ -105,7 +105,7 @@ class WaitReason(enum.Enum):
     ANSWER = "the answer to its last step"
     ELSEWHERE = "the next plan of another worker"
     ALONE = "a step of its own"
-    """Workers died while they computed it, so it must run alone until it is cleared."""
+    """Workers died while they computed the request, so it must run alone until it is cleared."""
     NO_WORKER = "a worker that can serve it"
     BUDGET = "room in a step that other prompts fill"
 
@@ -120,7 +120,7 @@ class NoteKind(enum.Enum):
     FORECAST = "forecast"
     """Forecast for it at its arrival."""
     WAITS = "waits"
-    """It waits for a different reason than before. The text is a `WaitReason`."""
+    """The request waits for a new reason. The text is a `WaitReason`."""
     ADMITTED = "admitted"
     FIRST_TOKEN = "first token"
     HELD = "held out"
@@ -135,11 +135,11 @@ class NoteKind(enum.Enum):
     FAULT = "fault"
     ENDED = "ended"
     SCHEDULER_LOST = "scheduler lost"
-    """Its scheduler exited, and the next one took it over. Only readers of records make this note."""
+    """The scheduler exited, and the next scheduler took the request over. Only readers of records make this note."""
     SUBMITTED_AGAIN = "submitted again"
-    """Its front end lost the scheduler and resubmitted it. Only readers of records make this note."""
+    """The front end lost the scheduler and resubmitted the request. Only readers of records make this note."""
     SILENT = "worker silent"
-    """Its worker was lost, and the same process reconnected. Only readers of records make this note."""
+    """The worker was lost, and the same process reconnected. Only readers of records make this note."""
     UNRECORDED = "not recorded"
     """The record lacks entries from here on. Only readers of records make this note."""
 
@@ -158,7 +158,7 @@ class Note:
     text: str
     """The line for operators. For WAITS and HELD, the value of a `WaitReason`."""
     by: tuple[Peer, int] | None = None
-    """For PREEMPTED and SWAPPED, (front end, stream) of the request that needed the room."""
+    """For PREEMPTED and SWAPPED, (front end, stream) of the request that needed the memory or the row."""
 
     @property
     def line(self) -> str:
@@ -174,9 +174,10 @@ class Note:
 
 @dataclass(slots=True, kw_only=True)
 class QueueNote:
-    """Why a plan admits none of the requests that still compete for the worker.
+    """Reason why a plan admits none of the requests that still compete for the worker.
 
-    It holds for all of them until the next note of the same worker, so planning costs the same for every queue length.
+    A note applies to all of these requests until the next note for the same worker. The cost of planning therefore does
+    not depend on the queue length.
     """
 
     worker: Peer

@@ -1,4 +1,4 @@
-"""AdmissionControl: whether a new request may wait, and when to retry one that may not.
+"""Decides whether a new request may wait, and when to retry a request that may not.
 
 A request is refused if one of these conditions holds:
 
@@ -8,16 +8,16 @@ A request is refused if one of these conditions holds:
 * Requests of its tenant wait, and with this one they would exceed the tenant's *share* of the queue.
 * By forecast, it would miss its deadline with a probability of 95 percent.
 
-A tenant may hold at most eight times as many requests, and tokens of requests, as the queue still has room for. So one
-tenant may hold 8/9 of the queue, and the rest is left to others. While several tenants send more than is served, they
-come to hold equal parts. The front end divides its resources by the same rule (`services/access/shares.py`). A queue
-of up to eight requests is too small to divide.
+The requests and tokens of a tenant may be at most eight times the free room of the queue. A single tenant can therefore
+use 8/9 of the queue. Several overloading tenants converge to equal parts. The front end divides its resources by the
+same rule (`services/access/shares.py`). A queue of up to eight requests is too small to divide.
 
 The retry time is the forecast wait. Requests that are held for their tenant's quota do not count, so the backlog of a
-tenant at its limit changes nothing for other tenants.
+tenant at its limit does not affect other tenants.
 
-A request that an earlier core accepted is not refused for lack of room or by a forecast. The queue may then exceed its
-limits by the requests that front ends hold. New requests are refused until it is within its limits again.
+A request that an earlier core accepted is not refused for lack of room or because of a forecast. After a restart, the
+queue may therefore exceed its limits by the requests that front ends resubmit. New requests are refused until the queue
+is within its limits again.
 """
 
 import math
@@ -32,7 +32,7 @@ from scheduler_svc.core.requests.request import Request
 _SHORTEST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 30.0
 _SHARE = 8
-"""A tenant may hold this many times as much of the queue as is free."""
+"""Maximum ratio of a tenant's part of the queue to the free part."""
 
 
 class TurnedAway(NamedTuple):
@@ -48,7 +48,7 @@ class AdmissionControl:
     """Decides which new requests a core accepts."""
 
     def __init__(self, config: CoreConfig, tenants: Tenants, predict: Callable[[Request, float], None]) -> None:
-        """Create the decision of a core; `predict` forecasts the times of a request that arrives at a time."""
+        """Create the admission control; `predict` forecasts the times of a request that arrives at a given time."""
         self._config = config
         self._tenants = tenants
         self._predict = predict
@@ -78,9 +78,9 @@ class AdmissionControl:
         return None
 
     def _forecast_retry_ms(self, request: Request, now: float) -> int:
-        """Return when to retry a request for which there is no room.
+        """Return the time after which to retry a request for which there is no room, ms.
 
-        There is one forecast for all requests that arrive at the same time. A forecast is most of the cost of a
+        All requests that arrive at the same time share one forecast. Computing a forecast is most of the cost of a
         refusal, and a front end may submit hundreds of such requests in one message.
         """
         if self._retry_at != now:
@@ -126,8 +126,8 @@ class AdmissionControl:
     def _misses_its_deadline(self, request: Request, num_competing: int, now: float) -> bool:
         """Return whether a new request would not be complete in time, with a probability of 95 percent.
 
-        A request without competing ones is always accepted. The measurements may be out of date, and only running
-        requests produce new ones. Under another order than that of arrival, the wait does not count.
+        A request without competing requests is always accepted, because the measurements may be outdated and only
+        running requests update them. If the policy does not admit requests in order of arrival, the wait is ignored.
         """
         if request.deadline is None or request.num_generated or not num_competing:
             return False
@@ -140,6 +140,6 @@ class AdmissionControl:
 
 
 def _retry_ms(request: Request) -> int:
-    """Return the retry time, within which half of such requests would have started."""
+    """Return the forecast median time until such a request starts, ms."""
     wait_s = request.prediction.wait.median if request.prediction is not None else 0.0
     return int(1000 * min(_LONGEST_RETRY_S, max(_SHORTEST_RETRY_S, wait_s)))

@@ -29,7 +29,7 @@ class WorkerPressure:
     prefilling: int = 0
     """Rows whose prompt is not yet computed."""
     starved: int = 0
-    """Decode rows whose readers have no room for another token."""
+    """Decode rows without credit for another token."""
     obstacle: WaitReason | None = None
     """Why the worker's last plan admitted none of the requests that still compete for it."""
 
@@ -41,7 +41,7 @@ class Pressure:
     workers: tuple[WorkerPressure, ...] = ()
     waiting: int = 0
     lacking: "Counter[WaitReason]"
-    """Waiting requests by what they lack. Those that compete for a worker count as TURN."""
+    """Waiting requests by what they lack. Requests that compete for a worker count as TURN."""
     oldest_s: float = 0.0
     """Age of the oldest waiting request, s."""
     tenant: str = ""
@@ -51,7 +51,7 @@ class Pressure:
 _COMPETING = frozenset(
     (WaitReason.ROWS, WaitReason.MEMORY, WaitReason.BUDGET, WaitReason.BATCH, WaitReason.ELSEWHERE, WaitReason.ANSWER)
 )
-"""Reasons that the planner notes only for the first of the competing requests."""
+"""Reasons that the planner notes only for the first competing request."""
 
 
 def pressure(workers: Iterable[Worker], live: Iterable[Request], config: CoreConfig, now: float) -> Pressure:

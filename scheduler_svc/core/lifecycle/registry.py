@@ -1,9 +1,8 @@
 """Registry of all live requests, from arrival to end.
 
-The registry accepts or refuses requests, and decides which state event applies to each. `states` contains the event
-table and the places of the requests. Every request ends exactly once, in `end`.
-
-The registry does not choose which request runs next: see `batch_selection`.
+The registry accepts or refuses requests, and decides which state event applies to each. `states` contains the table of
+transitions and the requests by state. Every request ends exactly once, in `end`. The registry does not choose which
+request runs next; `batch_selection` does.
 """
 
 from collections.abc import Iterator
@@ -42,7 +41,7 @@ _DUPLICATE = TurnedAway(EndReason.DUPLICATE, "request_id: in use by a live or re
 
 
 class RequestRegistry:
-    """The live requests of one core; appends its effects to `effects`."""
+    """Owns the live requests of one core; appends effects to `effects`."""
 
     def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect], notes: Notes | None = None) -> None:
         self.policy = make_policy(config.policy, config.tenant_weights, config.classes)
@@ -85,9 +84,9 @@ class RequestRegistry:
         return None if running is None else running[1]
 
     def find(self, request_id: str) -> list[Request]:
-        """Return the live requests with this id, see `meant`.
+        """Return the live requests with this id, as defined by `meant`.
 
-        Several choices share one id, and several principals may use the same one.
+        Several choices share one id, and several principals may use the same id.
         """
         ids = meant(request_id, (request.spec.request_id for request in self._requests.values()))
         return [request for request in self._requests.values() if request.spec.request_id in ids]
@@ -99,7 +98,7 @@ class RequestRegistry:
         return self.history.get(key) if request is None else story_of(request)
 
     def stories(self, request_id: str) -> list[Story]:
-        """Return the histories of the requests with this id, see `meant`, whether live or ended recently."""
+        """Return the histories of the live and recently ended requests with this id, as defined by `meant`."""
         known = [*self.history, *map(story_of, self._requests.values())]
         ids = meant(request_id, (story.request_id for story in known))
         return [story for story in known if story.request_id in ids]
@@ -136,7 +135,7 @@ class RequestRegistry:
         """Queue a new request, or refuse it."""
         key = RequestKey(event.frontend, event.stream)
         if key in self._requests:
-            return  # The front end got no response and submitted it twice. Keep the first one.
+            return  # The front end got no response and submitted the request twice. Keep the first submission.
         is_duplicate = False
         identity = event.spec.identity
         if identity:
@@ -193,7 +192,7 @@ class RequestRegistry:
             request.prediction = self.forecast.predict(request, uncached, queue, now)
 
     def grant(self, request: Request, credit: int, now: float) -> None:
-        """Add `credit` bytes to the buffer space at the request's reader."""
+        """Add `credit` bytes to the request's credit."""
         request.grant(credit)
         running = self._states.row_of(request.key)
         if running is not None:
@@ -220,11 +219,11 @@ class RequestRegistry:
             self.end(request, reason, now, message=message, field=field)
 
     def _grammar_failure(self, request: Request) -> GrammarFailure | None:
-        """Return why no worker can serve a request with its grammar, or None while one may."""
+        """Return the reason why no worker can compile a request's grammar; None while a worker may still compile it."""
         return self._fleet.grammar_failure(request.grammar_key, lambda worker: self.backlog.can_serve(worker, request))
 
     def doubt_grammars(self) -> None:
-        """Queue failed grammars for another check: a worker has left, and perhaps no other can compile them."""
+        """Queue failed grammars for another check, because a worker that could compile them may have left."""
         failed = (key for worker in self._fleet for key in worker.grammars.failed())
         self._doubtful_grammars |= dict.fromkeys(key for key in failed if key in self._by_grammar)
 
@@ -233,7 +232,7 @@ class RequestRegistry:
         self._states.last_step_planned(request)
 
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
-        """Make a request wait for a worker; `outcome` is why it left its previous one."""
+        """Make a request wait for a worker; `outcome` is the reason why it left its previous worker."""
         is_new = request.state is RequestState.ARRIVED
         uncached = request.wait.uncached if is_new else self.forecast.uncached_tokens(request)
         wait = Wait(since=now, tokens=len(request.tokens), uncached=uncached)
@@ -243,7 +242,7 @@ class RequestRegistry:
             wait.latest_start = self.forecast.latest_start(request, uncached)
             wait.must_start = self.forecast.must_start(request, uncached)
             if request.late_rank is not None and wait.latest_start is not None and wait.latest_start < now:
-                wait.latest_start = None  # it keeps its rank among the late ones
+                wait.latest_start = None  # The request keeps its rank among the late requests.
             else:
                 request.late_rank = None
         if request.grammar_key and self._grammar_failure(request) is not None:
@@ -253,17 +252,17 @@ class RequestRegistry:
             self._timeouts.watch_reader(request, now)
 
     def strand(self, request: Request, now: float) -> None:
-        """Move a request that no worker serves out of the queue until the fleet changes."""
+        """Move a request that no worker can serve out of the queue until the fleet changes."""
         self._states.strand(request, now)
 
     def fleet_changed(self, now: float) -> None:
-        """Put stranded requests that a worker now serves into the backlog, which already knows the new fleet."""
+        """Put stranded requests that a worker can now serve into the backlog, which already knows the new fleet."""
         for request in list(self._states.stranded):
             if self.backlog.is_served(request):
                 self.requeue(request, now)
 
     def preempted(self, request: Request, by: Request, worker: Worker, now: float) -> None:
-        """Requeue a request that the planner preempted for another one, or because it ranks last.
+        """Requeue a request that the planner preempted for another request, or because it ranks last.
 
         The request is not preempted again before it has a new token.
         """
@@ -305,7 +304,7 @@ class RequestRegistry:
         field: str = "",
         event: RequestEvent = RequestEvent.END,
     ) -> None:
-        """End a request in any state. All requests end here.
+        """End a request in any state. Every request ends through this method.
 
         Args:
             request: the live request.
@@ -361,7 +360,7 @@ class RequestRegistry:
         self._effects.append(ended)
 
     def resume(self, event: ev.ResumeAsked, now: float) -> None:
-        """Respond with a request's retained log. A live request with this identity ends for its former client."""
+        """Respond with a request's retained log. If the request is still live for an earlier client, end it there."""
         live = self.identified.live(event.identity)
         if live is not None:
             self.end(
@@ -399,7 +398,7 @@ class RequestRegistry:
             self.end(request, reason, now, message=message)
 
     def validate(self) -> None:
-        """Check that every request is in the place of its state."""
+        """Check that every request is in the container for its state."""
         for worker in self._fleet:
             for row in worker.rows.occupied():
                 request = worker.rows.requests[row]

@@ -160,7 +160,7 @@ class RequestStates:
         self._tenants.queue_tokens(request.spec.tenant, change)
 
     def _apply(self, request: Request, event: RequestEvent, outcome: str = "") -> None:
-        """Write a request's new state, and remove it from its old place. The backlog drops requests that have ended."""
+        """Write a request's new state, and remove the request from the container for its old state."""
         transition = self.TRANSITIONS.get((request.state, event))
         assert transition is not None, (
             f"request {request.spec.request_id}: {event.name} is not possible in {request.state.name}"
@@ -230,12 +230,12 @@ class RequestStates:
         (_S.ENDING, _E.STARVE): Transition(_S.STARVED, _end_attempt),
         (_S.ENDING, _E.END): Transition(_S.FINISHED, _end_attempt),
     }
-    """By (state, event): every transition that exists."""
+    """All valid transitions, by (state, event)."""
 
     # ----------------------------------------------------------------
 
     def validate(self, live: Mapping[RequestKey, Request]) -> None:
-        """Check that every live request is in the place of its state, and in no other."""
+        """Check that every live request is in the container for its state, and in no other container."""
         places: dict[RequestState, list[RequestKey]] = {
             RequestState.QUEUED: [request.key for request in self._backlog],
             RequestState.STARVED: list(self._starved),

@@ -56,7 +56,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class ForecastStats:
-    """How often one kind of forecast was right."""
+    """Accuracy of one kind of forecast."""
 
     of: str
     """"wait", "first_token" or "end"."""
@@ -106,7 +106,7 @@ def request_stats(request: Request, running: tuple[Worker, int] | None) -> Reque
 
 
 def forecast_stats(forecast: Forecast) -> list[ForecastStats]:
-    """Return how often forecasts held."""
+    """Return the accuracy of each kind of forecast."""
     kinds = (("wait", forecast.waits), ("first_token", forecast.first_tokens), ("end", forecast.ends))
     return [ForecastStats(of, each.count, each.within_median, each.within_p90) for of, each in kinds]
 

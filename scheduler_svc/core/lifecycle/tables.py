@@ -23,7 +23,7 @@ MAX_QUEUED = 64
 """Maximum number of waiting requests shown per reason."""
 
 FREE_STATE, CACHED_STATE, RETIRED_STATE, HELD_STATE, SHARED_STATE = range(5)
-"""States of shown blocks. The last two are for the first owner. For each next owner they are two higher."""
+"""States of shown blocks. The last two refer to the first owner; each further owner adds 2 to both numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Blocks:
 
     total: int
     stride: int
-    """One block is shown for this many."""
+    """Every how many blocks one block is shown."""
     lengths: IndexArray
     states: IndexArray
 
@@ -51,7 +51,7 @@ class BlockMap:
     device: Blocks
     host: Blocks
     owners: list[RequestKey]
-    """The requests that hold blocks. Those on the device come first."""
+    """The requests that hold blocks. Requests with blocks on the device come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap
 
 
 def _obstacle(workers: Iterable[Worker]) -> WaitReason | None:
-    """Return what holds back the queues on most workers; None if nothing does."""
+    """Return the most frequent obstacle to admission among the workers; None if there is none."""
     found = Counter(worker.obstacle for worker in workers if worker.obstacle is not None)
     return max(found, key=found.__getitem__, default=None)
 
@@ -168,7 +168,7 @@ def _blocks(pool: BlockPool, tables: list[IndexArray], first_owner: int, num_own
         return Blocks(0, 1, NO_INDICES, NO_INDICES)
     owners = np.full(total, num_owners, np.intp)
     if tables:
-        # Backwards, so that a shared block shows its first owner.
+        # In reverse order, so that a shared block shows its first owner.
         numbers = np.arange(first_owner, first_owner + len(tables))[::-1]
         owners[np.concatenate(tables[::-1])] = np.repeat(numbers, [len(table) for table in tables[::-1]])
     references, owners = pool.references(stride), owners[::stride]

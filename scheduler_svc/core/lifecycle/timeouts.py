@@ -1,4 +1,4 @@
-"""Timeouts: deadlines that have passed, readers that take no output, and requests without a worker.
+"""Timeouts: deadlines that have passed, clients that do not read, and requests without a worker.
 
 Timeouts are checked a few times per second, not in every step. This module only finds the requests; the registry ends
 them.
@@ -35,7 +35,7 @@ class Timeouts:
         self._requests = requests
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._stalling: dict[RequestKey, Request] = {}
-        """Requests that were seen without credit; some may have credit again."""
+        """Requests that had no credit at the last check; some may have credit again."""
 
     def watch_deadline(self, request: Request) -> None:
         """Watch the request's deadline, if it has one."""
@@ -48,13 +48,13 @@ class Timeouts:
             heapq.heapify(self._deadlines)
 
     def watch_reader(self, request: Request, now: float) -> None:
-        """Watch a request whose reader has no buffer space. It ends if that lasts too long."""
+        """Watch a request without credit. It ends if its client does not read for too long."""
         if request.starved_since is None:
             request.starved_since = now
         self._stalling[request.key] = request
 
     def overdue(self, waiting: Iterable[Request], stranded: Iterable[Request], now: float) -> Iterator[Overdue]:
-        """Yield the requests to end; the caller ends each one before it asks for the next.
+        """Yield the requests to end; the caller ends each request before it asks for the next.
 
         Args:
             waiting: requests that wait for a worker and have credit.

@@ -1,20 +1,20 @@
-"""Reference counts of one worker's KV blocks, and when a block may be reused. The KV itself is in the worker.
+"""Block pool: reference counts of one worker's KV blocks, and the decision when a block may be reused.
 
 A block is in exactly one of four states:
 
 * *free*;
 * *held* by block tables, with a reference count;
-* *retired*: no table holds it any more, but a plan in flight may still read or write it. The public count of held
-  blocks includes retired ones. (Freeing too early is the classic bug of asynchronous scheduling.)
+* *retired*: no table holds it any more, but a plan in flight may still read or write it. (Freeing too early is the
+  classic bug of asynchronous scheduling.) The public count of held blocks includes retired blocks.
 * *cached*: only the prefix cache refers to it. (A held block may be in the cache too.) When no free block is left, the
-  least recently used cached block is taken. `keep_reserve` evicts what the next plan may need, while no worker waits
-  for a plan.
+  least recently used cached block is reused. `keep_reserve` evicts the blocks that the next plan may need, at a time
+  when no worker waits for a plan.
 
 Invariant: free + cached + retired + held == total.
 
-Prompts have hundreds of blocks. So a block's state is one number, its *claim*, and every operation takes many blocks at
-once. Blocks that are retired together form one queue entry, which their claim names. A block that was taken again since
-then no longer matches its entry. Cached blocks are queued by last use (`recency`).
+Prompts have hundreds of blocks, so every operation works on arrays of blocks. The state of a block is one number, its
+*claim*. Blocks that are retired together form one queue entry, and their claim is the number of this entry. If a block
+was reused since then, its claim no longer matches the entry. Cached blocks are queued by last use (`recency`).
 """
 
 from collections import deque
@@ -27,14 +27,14 @@ from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.recency import RecencyQueue
 
 _RESERVE_PART = 32
-"""Maximum share of all blocks to evict before the memory is needed: one in this many."""
+"""At most one block in this many is evicted before its memory is needed."""
 CACHED, RETIRED = -1, -2
 """Results of `BlockPool.references` for cached and for retired blocks."""
 _CACHED = CACHED
 _FREE = 0
 _RETIRED = 1 << 40
-"""Boundary between kinds of claims: smaller positive claims are reference counts, larger ones name an entry of retired
-blocks.
+"""Boundary between the kinds of claims: smaller positive claims are reference counts; larger claims are numbers of
+entries with retired blocks.
 """
 _NONE = np.array(0)
 _ONE = np.array(1)
@@ -170,7 +170,7 @@ class BlockPool:
             self.num_retired += len(blocks)
 
     def step_answered(self, step: int) -> None:
-        """Make the blocks available that waited for `step`."""
+        """Make the blocks that waited for `step` available."""
         while self._read_in and self._read_in[block := next(iter(self._read_in))] <= step:
             del self._read_in[block]
         while self._retired and self._retired[0][0] <= step:
@@ -222,11 +222,12 @@ class BlockPool:
         """Free at least `count` cached blocks, least recently used first."""
         wanted = self.num_free + count
         while (short := wanted - self.num_free) > 0:
-            # Evict a few more in large pools, because blocks that were cached together are mostly evicted together.
+            # In large pools, evict a few more, because evicting blocks that were cached together costs little more than
+            # one.
             self._forget(self._cached.oldest(short + self._eviction_batch))
 
     def _forget(self, blocks: IndexArray) -> None:
-        """Evict blocks and all blocks that can only be found through them. Idle ones become free."""
+        """Evict blocks and all blocks that can only be found through them. Blocks without references become free."""
         gone = self.cache.forget(blocks)
         idle = self._claims[gone] < _NONE
         if not all_of(idle):

@@ -1,22 +1,23 @@
 """Partial matches: cached blocks whose beginning is worth a copy (`--prefix-cache radix`).
 
-Prefixes are shared by full blocks (`prefix_cache`). This module adds the last step of a radix tree over tokens. If a
-request's tokens differ from the cached ones in the middle of a block, the equal tokens are shared by a copy. The worker
-copies that block to one of the request's own before the forward pass, and only the rest is computed. RadixAttention
-(SGLang, Zheng et al., NeurIPS 2024) shares at every token because its pages hold one token. Copying does so with pages
-that suit the attention kernels.
+Prefixes are shared by full blocks (`prefix_cache`). This module adds sharing at token granularity. If a request's
+tokens diverge from the cached tokens in the middle of a block, the equal tokens are shared by a copy. Before the
+forward pass, the worker copies the cached block to a block of the request, and only the remaining tokens are computed.
+RadixAttention (SGLang, Zheng et al., NeurIPS 2024) shares at every token because its pages hold one token. Copying
+allows the same with the larger blocks that attention kernels need.
 
-Within a run of the cache, the run's next block is the only full block that can follow. At the end of a run, candidates
-are found by the key of the block before them (the root's key for first blocks). That key depends on all tokens before,
-on the model and on the scope. So a request of another scope finds nothing, not even a first token. Candidates with the
-same predecessor are sorted by their tokens: the longest match is a neighbour of the tokens looked for.
+Within a run of the cache, only the run's next block can follow. At the end of a run, candidates are found by the key of
+their predecessor (for first blocks, the root's key). This key depends on all earlier tokens, the model and the scope,
+so a request of another scope matches nothing, not even a first token. Candidates with the same predecessor are sorted
+by their tokens, so the longest match is next to the position of the searched tokens.
 
-Besides full blocks, the last, partly filled block of an ended sequence is kept. It can be copied but not shared, so it
-is called a *tail*.
+In addition to full blocks, the cache retains the last, partly filled block of an ended sequence, the *tail*. A tail can
+be copied but not shared.
 
-Only *proven* blocks are copied from: a finite token was sampled from a sequence that reads them. KV written by a failed
-row is NaN and would have made that token NaN. So a copy never spreads invalid KV, and need not be traced back when a
-row fails. It also means that the step that wrote the blocks was answered before any copy is planned.
+Only *proven* blocks are copied. A block is proven if a token with finite logits was sampled from a sequence that
+contains the block; NaN in the block would have reached these logits. A copy therefore never spreads invalid KV, and
+need not be traced when a row fails. In addition, the result of the step that wrote a proven block has arrived before
+any copy is planned.
 """
 
 from bisect import bisect_left, insort
@@ -38,7 +39,7 @@ class PartialMatch(NamedTuple):
 
 
 class PartialBlocks:
-    """Index of one worker's proven blocks: those that begin runs and tails, by the key before them."""
+    """Index of one worker's proven blocks that begin runs, and of tails, by the key of the preceding block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.least_tokens = max(1, block_size // 4)
@@ -54,9 +55,9 @@ class PartialBlocks:
         self.proven = np.zeros(num_blocks, np.bool_)
         """Blocks that can be copied from; do not write to it."""
         self.tails = np.zeros(num_blocks, np.bool_)
-        """Those of them that are not full; do not write to it."""
+        """Proven blocks that are not full; do not write to it."""
         self.listed = np.zeros(num_blocks, np.bool_)
-        """Those of them that `find` can return; do not write to it."""
+        """Proven blocks that `find` can return; do not write to it."""
 
     def find(self, before: BlockKey, tokens: bytes) -> PartialMatch | None:
         """Return the block after `before` that shares the most leading tokens (int32), or None if no copy pays."""

@@ -1,17 +1,17 @@
-"""Prefix sharing by hash-chained full blocks (vLLM's automatic prefix caching), held as a radix tree (SGLang).
+"""Prefix cache: shares full blocks with hash-chained keys (as in vLLM), stored as a radix tree (as in SGLang).
 
 The key of a block identifies all tokens up to its end, so the cached keys form a tree. A node is a run of keys without
-a branch, with the blocks that hold their KV. Prompts have hundreds of blocks. One look-up finds a run, one `memcmp`
-compares it, and no block has a Python object of its own.
+a branch, with the blocks that hold their KV. Prompts have hundreds of blocks. A run needs one lookup and one `memcmp`,
+and blocks have no Python objects.
 
 A block is shareable as soon as the step that writes it has been sent. Plans are executed in order, and within a step
 every layer writes the KV of the whole batch before it attends. A block without holders stays in the cache until its
 memory is needed. The least recently used block is evicted first, and the end of a chain before its beginning (see
-`BlockPool`). Blocks after an evicted block could not be found any more, so they are evicted as well.
+`BlockPool`). Blocks after an evicted block can no longer be found, so they are evicted too.
 
 While a prompt is being computed, the key of the block that its row computes next is *pending*. A request with the same
-prefix finds all blocks before it in the cache. It waits at exactly that key instead of computing the block a second
-time.
+prefix finds all earlier blocks in the cache. It waits for the block with the pending key instead of computing this
+block again.
 """
 
 from collections import Counter
@@ -32,15 +32,15 @@ _ROOT = 0
 
 
 class _Node:
-    """A run of joined keys and their blocks; with their tokens if parts of blocks are shared."""
+    """A run of joined keys and their blocks, and their tokens if parts of blocks are shared."""
 
     __slots__ = ("blocks", "children", "keys", "number", "parent", "tokens")
 
     def __init__(self, number: int, parent: int, keys: bytes, blocks: IndexArray, tokens: bytes) -> None:
         self.number = number
         self.parent = parent
-        """A number instead of a reference, because a cycle would keep a lost worker's tree until the next garbage
-        collection.
+        """Number of the parent. A reference would create a cycle that keeps a lost worker's tree alive until the next
+        GC.
         """
         self.keys = keys
         self.blocks = blocks
@@ -95,7 +95,7 @@ class PrefixCache:
         self.holds = np.zeros(num_blocks, np.bool_)
         """Whether a block is shareable, or is a tail to copy from; read-only."""
         self.doubted = np.zeros(num_blocks, np.bool_)
-        """Shareable blocks that a failed request has read, see `row_failures`; read-only."""
+        """Shareable blocks that a failed request has shared (`row_failures`); read-only."""
 
     def leave_directory(self) -> None:
         """Remove this cache's keys from the directory, because its worker is lost."""
@@ -226,7 +226,7 @@ class PrefixCache:
         return PartialMatch(int(node.blocks[offset]), num_tokens)
 
     def _list(self, block: int, root: BlockKey) -> None:
-        """Index a proven block that begins a run: several such blocks can follow one predecessor."""
+        """Index a proven block that begins a run, because several such blocks can follow the same predecessor."""
         node = self._nodes[self._places.item(block) // _RUN]
         assert self.partial is not None
         assert node is not None
@@ -235,7 +235,7 @@ class PrefixCache:
         self.partial.list(parent.keys[-KEY_BYTES:] or root, node.tokens[: self._width], block)
 
     def doubt(self, blocks: IndexArray) -> None:
-        """Mark these blocks as doubted while they are shareable: a request that read them has failed."""
+        """Mark shareable blocks as doubted, because a request that shared them has failed."""
         self.doubted[blocks[self.holds[blocks]]] = True
 
     def computes_next(self, row: int, key: BlockKey) -> None:
@@ -250,7 +250,7 @@ class PrefixCache:
             self._pending[key] = self._pending.get(key, 0) + 1
 
     def is_pending(self, key: BlockKey) -> bool:
-        """Return whether a row computes the block with this key next."""
+        """Return whether a row is about to compute the block with this key."""
         return key in self._pending
 
     def validate(self) -> None:
@@ -330,8 +330,8 @@ class PrefixCache:
     def _cut(self, node: _Node, offset: int, gone: list[IndexArray]) -> None:
         """Remove all blocks from index `offset` of `node` on, with the nodes below; append them to `gone`.
 
-        Without recursion: prompts that branch off a long one at every block make the tree as deep as that prompt is
-        long.
+        This is not recursive, because prompts that branch off a long prompt at every block make the tree as deep as the
+        long prompt has blocks.
         """
         below = [node]
         if offset:

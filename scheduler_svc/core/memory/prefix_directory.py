@@ -1,7 +1,7 @@
 """Prefix directory: which workers have the beginning of a prompt in their prefix caches.
 
-Each worker's cache registers the key of the first block of every prompt that it holds. So the workers that hold the
-first block of a prompt are found without a search of all workers.
+Each worker's cache registers the first block of every cached prompt. The scheduler can therefore find the workers that
+have the first block of a prompt without searching all workers.
 """
 
 from collections.abc import Iterable
@@ -10,10 +10,9 @@ from shared.prefix_keys import BlockKey
 
 
 class PrefixDirectory:
-    """By the key of a first block: the epochs of the workers that have it."""
+    """Epochs of the workers that have a first block, by the block's key."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._epochs: dict[BlockKey, dict[int, None]] = {}
 
     def epochs(self, key: BlockKey) -> Iterable[int]:

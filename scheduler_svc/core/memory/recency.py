@@ -1,8 +1,8 @@
 """Blocks in order of last use; memory depends on the number of blocks, not on the number of uses.
 
-A request has hundreds of blocks, which are mostly used and evicted together. So blocks that were used together form one
-*group*, and an operation costs a few array operations per group that it touches. A block that is used again moves to a
-new group. When more than half of a group's blocks have moved, the array of the group is compacted.
+A request has hundreds of blocks, which are mostly used and evicted together. Blocks that were last used together
+therefore form one *group*, and each operation takes a few array operations per affected group. A block that is used
+again moves to a new group. When more than half of its blocks have moved, a group is compacted.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ class _Group:
     blocks: IndexArray
     """Blocks in order of their positions in a sequence. Some may have left the group."""
     num_left: int
-    """Number of blocks that have not left."""
+    """Number of blocks that have not left the group."""
 
 
 class RecencyQueue:
@@ -57,8 +57,7 @@ class RecencyQueue:
     def oldest(self, most: int) -> IndexArray:
         """Return some least recently used blocks, at least one and at most `most`; the queue is not empty.
 
-        The end of a chain comes before its beginning, because blocks after an evicted block could not be found any
-        more.
+        The end of a chain comes before its beginning, because blocks after an evicted block can no longer be found.
         """
         number, group = next(iter(self._groups.items()))
         return self._present(number, group)[-most:]

@@ -1,9 +1,9 @@
-"""Swapping: a preempted request's KV moves to the worker's host memory instead of being computed again.
+"""Swapping: the KV of a preempted request is copied to the worker's host memory instead of being recomputed.
 
-The remedy is chosen per victim. *Swap* is chosen when the host pool has room, and copying the blocks out and in is
-expected to be cheaper than computing the tokens again (`cost_model`).
+The scheduler decides for each victim. It swaps if the host pool has room and copying the blocks out and back is
+expected to be faster than recomputing the tokens (`cost_model`).
 
-Host blocks are reused like device blocks: only when every step that names them has been answered.
+Like device blocks, host blocks are reused only after the results of all steps that use them have arrived.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class SwappedKV:
     """A request's KV in host memory."""
 
     epoch: int
-    """Epoch of the worker that has it; unusable in any other."""
+    """Epoch of the worker that has the KV; the KV is unusable in other epochs."""
     host_blocks: IndexArray
     num_tokens: int
     """Number of leading tokens that it holds."""
@@ -37,7 +37,7 @@ class SwapSpace:
         self._next_id = 1
 
     def has_room(self, num_blocks: int) -> bool:
-        """Return whether there are blocks to swap out, and host blocks for them."""
+        """Return whether `num_blocks` is above 0 and the host has as many free blocks."""
         return 0 < num_blocks <= self.pool.num_available
 
     def out(self, blocks: IndexArray) -> BlockCopy:

@@ -1,4 +1,4 @@
-"""Token facts: everything that the core's decisions derive from token ids."""
+"""Token facts: all information that the core derives from token ids for its decisions."""
 
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.memory.partial_blocks import PartialMatch

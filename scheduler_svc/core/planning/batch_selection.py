@@ -1,13 +1,11 @@
-"""Batch selection: which waiting requests get a row in the plan being made, and when an urgent one preempts a row.
+"""Batch selection: which waiting requests get a row in the current plan, and when an urgent request preempts a row.
 
 `admission_control` decides earlier which requests may wait; `victims` chooses the rows to preempt.
 
-Smaller requests may overtake a request that lacks memory. At most `MAX_OVERTAKEN` of them do so over its whole wait;
-after that, no request is admitted before it. So a large request neither blocks the others forever nor starves. The same
-bound holds for a suspect, which waits to run alone.
-
-A request that cannot start for another reason is held separately (see `backlog`). Requests admitted meanwhile do not
-count as overtaking it.
+Smaller requests may overtake a request that lacks memory, but only `MAX_OVERTAKEN` times. After that, no request is
+admitted before it. A large request therefore neither blocks other requests forever nor starves. The same bound holds
+for a suspect, which waits to run alone. A request that cannot start for another reason is held separately (`backlog`);
+requests that are admitted in the meantime do not count as overtaking it.
 """
 
 from collections.abc import Callable
@@ -39,11 +37,10 @@ _OVERHEAD = 256
 MAX_ADMITTED = 128
 """Maximum number of requests that one plan admits. It bounds the planning time."""
 MAX_OVERTAKEN = 16
-"""Maximum number of later requests admitted before one that lacks memory. Small ones count less."""
+"""Maximum number of later requests admitted before a request that lacks memory. Small requests count less."""
 SMALL = 32
-"""A request counts less if it has less than this share of the tokens of the overtaken request.
-
-So the small requests that overtake a large one together take at most half of the memory that it needs.
+"""A request counts less if it has fewer than 1 / SMALL of the tokens of the overtaken request. All small requests that
+overtake a large request therefore take at most half of the memory that it needs.
 """
 MAX_OVERTAKING_TRIES = 8
 """Maximum number of requests that lack memory and are skipped in one plan."""
@@ -59,7 +56,7 @@ _RECOMPUTE_PAUSE = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A waiting request that no worker can run, or not in time."""
+    """A waiting request that no worker can run, or that cannot finish in time."""
 
     request: Request
     reason: EndReason
@@ -125,21 +122,21 @@ class Admission:
         """The first request that has room. A shorter request overtakes it only if this room remains free."""
 
     def next(self) -> tuple[Request, Room] | None:
-        """Return the next request to admit and the memory for its KV, or None.
+        """Return the next request to admit and the room for its KV, or None.
 
-        A draining worker takes back its former requests, see `Backlog.returns_to`.
+        A draining worker may take back its former requests (`Backlog.returns_to`).
         """
         return self._next(self._take)
 
     def next_ahead(self, place: Place) -> tuple[Request, Room] | None:
-        """Like `next`, with requests ahead of `place` only. The policy has keys."""
+        """Like `next`, but only for requests ahead of `place`. The policy must have keys."""
         return self._next(lambda: self._backlog.take_ahead(self._worker, place), all_of_them=False)
 
     def next_short(self, rest: int | None) -> tuple[Request, Room] | None:
         """Return the shortest request if it has fewer tokens than `rest`, and the memory for its KV; otherwise None.
 
-        This request overtakes others that rank ahead. So it must leave a row and the memory that the first of them
-        needs. Requests that lack memory anyway are found first, because they must not be overtaken too often.
+        This request overtakes requests that rank ahead. It must therefore leave a row and the memory that the first of
+        them needs. Requests that lack memory are determined first, because they must not be overtaken too often.
         """
         is_half_full = self._num_admitted >= MAX_ADMITTED // 2 or self._num_bytes >= MAX_ADMITTED_BYTES // 2
         if is_half_full or self._worker.rows.num_running >= self._max_running:
@@ -215,7 +212,7 @@ class Admission:
         return None
 
     def _find_first(self) -> None:
-        """Find the first requests that lack memory, up to the first that does not."""
+        """Find the first request that has room, and the requests before it that lack memory."""
         self._has_found_first = True
         while self._may_look_further():
             request = self._backlog.take(self._worker, self._cached_tokens)
@@ -255,7 +252,7 @@ class Admission:
     def next_suspect(self) -> tuple[Request, Room] | None:
         """Return a suspect that can start now and the memory for its KV; the other suspects keep their places.
 
-        The gate was open when the trial became due. In batch modes, a suspect is a batch of its own.
+        The gate was open when the trial became due. In batch modes, a suspect forms a separate batch.
         """
         num_running = self._worker.rows.num_running
         if self._worker.draining or num_running >= self._max_running:
@@ -303,9 +300,9 @@ class Admission:
         return request
 
     def _cached_tokens(self, request: Request) -> int:
-        """Return the request's cached tokens, looked up at most once per plan.
+        """Return the number of the request's cached tokens.
 
-        An order by cached prefixes ranks by this number.
+        It is looked up at most once per plan, because `lpm` ranks requests by this number.
         """
         num_tokens = self._ranked.get(request.sequence)
         if num_tokens is None:
@@ -347,8 +344,8 @@ class Admission:
         if not self._tenants.may_run(request, self._now):
             self._backlog.hold_for_tenant(request, self._now)
         elif request.wait.behind is not None and request.wait.behind in self._overtakable:
-            # Its blocks are reserved for the request that preempted it. Requests that rank behind must not take them
-            # either.
+            # The blocks that this request released are reserved for the request that preempted it. Requests that rank
+            # behind it must not take these blocks either.
             self._looked_past.append(request)
             self._serves_urgent = True
         elif request.unsettled or not can_serve:
@@ -398,7 +395,7 @@ class Admission:
         return room
 
     def _look_for_suspects(self) -> None:
-        """Schedule a trial if a suspect fits now. The next plan then contains it alone. Others may overtake it."""
+        """Schedule a trial if a suspect fits now, so that the next plan contains it alone. Others may overtake it."""
         self._looked_for_suspects = True
         if self._worker.draining:
             return
@@ -436,7 +433,7 @@ class Admission:
             each.wait.overtaken += min(1.0, SMALL * len(request.tokens) / len(each.tokens))
 
     def _refusal(self, request: Request, *, is_served: bool) -> Refusal | None:
-        """Return why a request can never run, or cannot finish in time.
+        """Return the reason why a request can never run or cannot finish in time; None if there is no such reason.
 
         A request that has started is only checked for invalid tokens.
         """
@@ -485,9 +482,9 @@ def grammars_to_compile(worker: Worker, backlog: Backlog) -> list[Request]:
 
 
 def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
-    """Requeue a request that has missed its target; return whether it had one.
+    """Requeue a request that has missed its target; return False if it has not.
 
-    The request then ranks behind those that can still meet their targets.
+    The request then ranks behind requests that can still meet their targets.
     """
     if request.wait.latest_start is None or now <= request.wait.latest_start:
         return False
@@ -506,7 +503,7 @@ def admission_bytes(request: Request, block_size: int) -> int:
 
 
 def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> Int32Array:
-    """Return for each row how many blocks become available if only that row leaves, without those in `shared`.
+    """Return the number of blocks that each row alone would release, without the blocks in `shared`.
 
     Args:
         worker: the worker.
@@ -522,7 +519,7 @@ def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> In
 
 
 def _may_preempt(worker: Worker, backlog: Backlog, config: CoreConfig) -> bool:
-    """Return whether a waiting request may get the row of another."""
+    """Return whether a waiting request may preempt a running request."""
     is_off = config.policy_preemption == "off" or config.capacity == "guaranteed_no_evict"
     return not is_off and not worker.draining and backlog.num_ready > 0
 
@@ -541,9 +538,10 @@ def victim_for_tenant(
 ) -> tuple[Request | None, list[int]]:
     """Return the next waiting request under `fair` and the row to preempt for it; no row if it may get none this way.
 
-    The request lacks a row, and its tenant would still have at most an eighth of the rows of the tenant that loses one.
-    So a tenant with long requests cannot hold all rows. A preemption may cost the recomputation of what is not in full
-    cached blocks. While these blocks stay cached, the pause after it bounds the costs to a ninth of the worker's time.
+    The request lacks a row, and its tenant would still have at most an eighth of the rows of the victim's tenant. A
+    tenant with long requests therefore cannot hold all rows. After a preemption, tokens that are not in full cached
+    blocks must be recomputed. The pause after each preemption limits this cost to a ninth of the worker's time, as long
+    as the blocks stay cached.
     """
     rows = worker.rows
     if not _may_preempt(worker, backlog, config) or now < worker.next_row_for_tenant:

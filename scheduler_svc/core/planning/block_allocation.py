@@ -1,7 +1,7 @@
 """Blocks for rows that continue to decode, and preemption when no block is free.
 
-If blocks will be freed by a pending result, rows wait for them. Otherwise the request that ranks last under the policy
-is preempted. It releases its blocks, keeps its tokens and its place in the queue, and continues later.
+If a pending result will free blocks, rows wait for these blocks. Otherwise the request that ranks last under the policy
+is preempted: it releases its blocks, retains its tokens and its place in the queue, and continues later.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Preemption(NamedTuple):
 
     request: Request
     by: Request
-    """When memory runs out, a request may be preempted for itself."""
+    """Equal to the preempted request if that request itself needed memory and ranked last."""
 
 
 class BlockAllocation:

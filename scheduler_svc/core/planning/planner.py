@@ -3,16 +3,16 @@
 A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 
 * Every decode row that can continue gets one token, and the drafts that it may verify (`speculation`).
-* Prompts get chunks (`prompt_chunks`): first the shortest ones, up to half of the remaining budget, then all in policy
-  order. Chunks take less than the rest of the budget if the step would exceed its target time (`chunks`).
+* Prompts get chunks (`prompt_chunks`): first the shortest prompts, up to half of the remaining budget, then all prompts
+  in policy order. Chunks use only a part of the budget if the step would otherwise exceed its target time (`chunks`).
 * Waiting requests are admitted in their turn while rows, blocks and budget last (iteration-level batching, Orca, OSDI
   2022).
 
 There are no phases: a step may contain prompt chunks and decodes.
 
-A decode row is *held out* of a step when its reader's credit is used up, or when it needs a block and none is free
-(`block_allocation`). Holding out is not a failure: the row continues later. If another request lacks only a row, a
-request whose reader takes no output gives its row back. It continues when its reader has taken some.
+A decode row is *held out* of a step when its credit is used up, or when it needs a block and none is free
+(`block_allocation`). The row continues later. If another request lacks only a row, a request whose client does not read
+loses its row. It continues when its client reads again.
 
 The planner changes only the rows and blocks of its worker, and takes requests from the backlog. It does not write
 request states (see `states`) or apply results (see `results`). It may assign a request to another worker, which
@@ -55,9 +55,9 @@ class Outcome:
     ending: list[int]
     """Rows whose last step was planned. `Scheduler.tidy` vacates them after the plan was sent."""
     starved: list[Request]
-    """Waiting requests whose readers have lost their credit."""
+    """Waiting requests that no longer have credit."""
     stranded: list[Request]
-    """Waiting requests that no worker of the fleet serves."""
+    """Waiting requests that no worker of the fleet can serve."""
     wanted: list[Request]
     """Waiting requests whose grammar the worker must compile."""
     obstacle: WaitReason | None = None
@@ -117,7 +117,7 @@ class Planner:
         worker.judge()
         if worker.in_flight and worker.in_flight[-1].solo is not None:
             self._note_obstacle(WaitReason.ALONE)
-            return self._outcome  # A trial step contains no other request, even after its own request has left.
+            return self._outcome  # A trial step contains no other request, even after the suspect has left.
         if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
             self._note_obstacle(WaitReason.ALONE)
             return self._outcome
@@ -146,7 +146,7 @@ class Planner:
         return self._outcome
 
     def _try_suspect(self) -> bool:
-        """Plan a step for a suspect alone; return False without a suspect to try."""
+        """Plan a step for a suspect alone; return False if no suspect can be tried."""
         decodes = self._schedule_trial()
         if self._worker.trial is None:
             return False
@@ -265,7 +265,7 @@ class Planner:
         return decodes
 
     def _note_held(self, held: IndexArray, reason: WaitReason) -> None:
-        """Note why rows are paused, once per row until it gets what it lacks."""
+        """Note the reason why rows are held out, once per row until the row gets credit or a block."""
         new = held[~self._rows.hold_noted[held]]
         for row in new.tolist():
             request = self._rows.requests[row]
@@ -305,7 +305,7 @@ class Planner:
         return self._queued_tokens + int(uncached.sum())
 
     def _prompts_under_way(self) -> list[int]:
-        """Return the rows in prefill whose readers have credit, in order of admission."""
+        """Return the rows in prefill that have credit, in order of admission."""
         rows = self._rows
         return [row for row in self._worker.prefilling if rows.length[row] < rows.allowed[row]]
 
@@ -359,7 +359,7 @@ class Planner:
                 return
             cost = self._add_chunk(longest_first.pop(), most=left)
             if not cost:
-                return  # The rest does not pay for one token of the shortest prompt.
+                return  # The remaining budget is too small for one token of the shortest prompt.
             left -= cost
 
     def _admit(self, under_way: list[int]) -> None:
@@ -395,7 +395,7 @@ class Planner:
         return self._add_chunk(admission.row, most)
 
     def _note_obstacle(self, reason: WaitReason) -> None:
-        """Record what holds back the requests that compete for the worker, and note it for the first of them."""
+        """Record the obstacle for the requests that compete for the worker, and note it for the first of them."""
         if self._worker.draining or not self._backlog.has_for(self._worker):
             return
         self._outcome.obstacle = reason
@@ -404,9 +404,9 @@ class Planner:
             first.waits_for(reason, self._now)
 
     def _give_back_row(self) -> None:
-        """Preempt a request whose reader takes no output, because another request lacks only a row.
+        """Preempt a request whose client does not read, because another request lacks only a row.
 
-        Its reader had no credit in an earlier plan either, and it has no step in flight.
+        The preempted request also had no credit in an earlier plan, and has no step in flight.
         """
         rows = self._rows
         idle = rows.hold_noted & (rows.length >= rows.allowed) & (rows.length == rows.committed)
@@ -568,7 +568,7 @@ class Planner:
     def _set_draft_limits(
         self, decodes: IndexArray, of_limits: IndexArray, limits: Int32Array
     ) -> tuple[IndexArray, IndexArray]:
-        """Set the draft limits, count the step's drafts; return the changed rows and their limits."""
+        """Set the draft limits and count the step's drafts; return the changed rows and their limits."""
         rows = self._rows
         changed = (limits != rows.draft_limit[of_limits]) & (rows.state[of_limits] == DECODE)
         draft_rows: IndexArray = of_limits[changed]
@@ -577,7 +577,7 @@ class Planner:
         return draft_rows, limits[changed].astype(np.intp)
 
     def _update_held(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Return the rows that this step pauses, and the rows that it resumes."""
+        """Return the rows that this step begins to hold out, and the rows that it resumes."""
         rows = self._rows
         if len(decodes) == len(rows.decoding) and not any_of(rows.held):
             return NO_INDICES, NO_INDICES

@@ -3,12 +3,12 @@
 The prompt tokens of a step are shared in two parts:
 
 * The *short part*, half of the tokens, goes to the started or waiting prompts with the fewest tokens left (shortest
-  remaining processing time). So a short prompt starts with the next plan even if long prompts are in progress.
+  remaining processing time). A short prompt therefore starts with the next plan even if long prompts are in progress.
 * The rest, including the unused short part, goes in policy order.
 
-The first prompts in the policy's order get at least half of all prompt tokens. So a prompt gets its first token after
-at most `1 / (1 - SHORT_SHARE)` = 2 times the time for itself and all prompts before it. That holds regardless of the
-short prompts that arrive.
+The first prompts in the policy's order get at least half of all prompt tokens. A prompt therefore gets its first token
+after at most `1 / (1 - SHORT_SHARE)` = 2 times the time for itself and all prompts before it, regardless of the short
+prompts that arrive.
 
 Under `fcfs` there is no short part: all prompt tokens go in order of arrival.
 """
@@ -27,8 +27,8 @@ _FLOAT_BYTES = 4
 def short_part(budget: int, step: int) -> int:
     """Return the budget tokens of the short part.
 
-    In odd steps an odd token goes to one part, in even steps to the other. So both advance even if a step has one
-    token.
+    If the budget is odd, the extra token goes to the two parts alternately, so that both parts advance even if a step
+    has only one token.
     """
     return (budget + step % 2) // 2
 
@@ -89,12 +89,13 @@ class StepChunks:
             affordable = max(1, affordable)
         added = min(rest, affordable, self._longest - chunk)
         if added == rest and added > 0 and not self._has_room_for_result(row):
-            added -= 1  # The last token waits for a step whose result has room for the embedding.
+            added -= 1  # Compute the last token in a later step, whose result has room for the embedding.
         if added <= 0:
             if most is None and affordable <= 0:
-                self.budget = 0  # The rest does not pay for one more token, and goes to no later prompt.
+                # The remaining budget is too small for another token, and later prompts must not use it.
+                self.budget = 0
             return 0
-        # If the budget ends the chunk, the rest cannot pay for one more token of this prompt. So charge the rest too.
+        # If the budget limits the chunk, the remainder is too small for another token of this prompt. Charge it too.
         ends_budget = budget == self.budget and added == affordable
         cost = budget if ends_budget else chunk_cost(chunk + added, computed, self._break_even) - charged
         if at is None:

@@ -1,8 +1,8 @@
 """Applies a step result: appends tokens to each request, and finds the requests that have ended.
 
-Tokens of rows that their request still occupies are handled as arrays. A request that has left its row is found in the
-worker's departures. It left because its last step was planned, it was preempted, or it ended. Tokens for an ended
-request are discarded and counted, because planning ahead causes them.
+Tokens of rows that their request still occupies are handled as arrays. A request that has left its row (because its
+last step was planned, it was preempted, or it ended) is found in the worker's departures. Tokens for an ended request
+are discarded and counted as a cost of planning ahead.
 """
 
 from collections import Counter
@@ -69,7 +69,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     record = worker.in_flight[0]
     answered, generations, limits = record.rows, record.generations, record.draft_limits
     if event.failures:
-        # A failure from another generation does not belong to this step, so the result lacks a row then.
+        # A failure with another generation does not belong to this step. The result then lacks a row.
         failed = {(failure.row, failure.generation) for failure in event.failures}
         uses = zip(answered.tolist(), generations.tolist(), strict=True)
         kept = np.array([use not in failed for use in uses], np.bool_)
@@ -82,7 +82,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         drafts = _drafts(event, limits)
     elif len(event.tokens) != len(event.rows):
         raise ProtocolViolationError(f"answer to step {event.step}: {len(event.tokens)} tokens for its rows")
-    # As unsigned numbers, negative ids are large. So one comparison checks both bounds.
+    # Read as unsigned numbers, negative ids are large, so one comparison checks both bounds.
     if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size)):
         raise ProtocolViolationError(f"answer to step {event.step}: a sampled token is outside the vocabulary")
 
@@ -160,7 +160,7 @@ def _measure(worker: Worker, record: StepInFlight, event: StepDone, num_drafts: 
 
 @dataclass(slots=True)
 class _Drafts:
-    """The checked part of a result about drafts. Columns are in the order of the result's rows."""
+    """The validated draft columns of a result, in the order of the result's rows."""
 
     counts: Int32Array
     verified: Int32Array
@@ -349,7 +349,7 @@ def _scores(
 
     Args:
         worker: the worker, after the step's tokens were applied.
-        event: the answer.
+        event: the result.
         before: what `_find` returned before the tokens were applied, by row and generation.
     """
     found = []

@@ -1,21 +1,24 @@
 """Handling of failed rows: which requests end, which are recomputed, and which KV is invalid.
 
-Most failures concern one request only: its constraints leave no token, or its grammar cannot be followed. The request
-ends. Its KV is valid, and no other request is touched.
+Most failures concern only one request, for example because its constraints allow no token or its grammar cannot be
+followed. The request ends. Its KV is valid, and no other request is affected.
 
 Non-finite logits come from non-finite KV, which other requests may share. `judge` examines all such failures in one
 result together, in one pass over the rows and their blocks:
 
 * A block is *sound* if a row that holds it got a token in the same step, because the token was computed from it.
 * A block that is not sound is *invalid* if a failed request has written it. It is also invalid if two failed requests
-  have read it and nothing else explains their failures; the first one, perhaps in an earlier step, puts it in *doubt*.
-* Invalid blocks leave the prefix cache. A request that shares one is computed again, whether it has failed or not.
-* A failed request that has read other blocks which are not sound is computed again, too, and shares nothing then.
-* Any other failed request has failed by its own KV. It is at fault and ends.
+  have shared it and their failures have no other explanation. The first of these requests, perhaps in an earlier step,
+  puts the block in *doubt*.
+* Invalid blocks leave the prefix cache. Every request that shares an invalid block is recomputed, whether it has failed
+  or not.
+* A failed request that has shared blocks which are neither sound nor invalid is recomputed without sharing.
+* Any other failed request has failed because of its own KV, and ends.
 
-Consequences: a request that fails by itself ends at its second attempt at the latest, and its neighbours continue to
-decode. A wrong block leaves the cache after at most two readers, even if its writer ended long ago. A request loses
-shared KV at most `MAX_LOST_PREFIXES` times. Then it shares nothing, so no other request can invalidate its KV.
+Consequences: a faulty request ends at its second attempt at the latest, and the other requests of the step continue to
+decode. A bad block leaves the cache after at most two requests have shared it, even if its writer ended long ago. A
+request loses shared KV at most `MAX_LOST_PREFIXES` times. After that, it shares no blocks, so no other request can
+invalidate its KV.
 """
 
 from collections.abc import Sequence
@@ -58,7 +61,7 @@ class FailedRequest:
 
 @dataclass(slots=True)
 class Verdict:
-    """The consequences of the failures in one answer."""
+    """The consequences of the failures in one result."""
 
     ends: list[FailedRequest]
     """Failed requests that end."""

@@ -9,8 +9,8 @@ by more than the threshold. Of those
   is missing, it is the largest, because the rest of a small one would soon be needed too;
 * if no single one frees enough, the largest of all are taken until it is enough.
 
-`youngest` (vLLM's recompute order) and `lowest_priority` take victims in their order until it is enough. They are here
-for comparison, see docs/scheduling.md.
+`youngest` (vLLM's recompute order) and `lowest_priority` select victims in the respective order until enough is freed.
+They exist for comparison; see docs/scheduling.md.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def choose_victims(candidates: Candidates, *, need_blocks: int, rule: str, thres
         "lowest_priority": (-candidates.sequences, -ranks),
     }
     worst_first = np.lexsort(order[rule])
-    # Take at least one victim: only a row may be missing.
+    # Select at least one victim, because only a row may be missing.
     freed_before = np.cumsum(num_blocks[worst_first]) - num_blocks[worst_first]
     count = max(1, int(np.count_nonzero(freed_before < need_blocks)))
     victims: list[int] = candidates.rows[worst_first[:count]].tolist()

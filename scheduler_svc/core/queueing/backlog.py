@@ -1,8 +1,8 @@
-"""Backlog: all waiting requests that have credit, whether they compete for a worker or cannot start yet.
+"""Backlog: all waiting requests that have credit: competing, held or assigned.
 
-A request *competes* while it may start wherever there is room. It is in a queue of the policy. Usually that is the
-common queue. If only some kinds of workers can serve the request, it is in a queue that the other workers skip. A
-suspect competes to run alone (see `quarantine`).
+A request *competes* while it may start as soon as there is room. It is then in a queue of the policy: usually in the
+common queue, or, if only some kinds of workers can serve it, in a queue that the other workers skip. A suspect competes
+to run alone (see `quarantine`).
 
 A request that cannot start even with enough room is *held* until an event:
 
@@ -10,12 +10,12 @@ A request that cannot start even with enough room is *held* until an event:
 * its grammar is being compiled: until a worker reports it;
 * another request computes its prefix: until that request has advanced.
 
-No plan looks at a held request, and it blocks no other request. It does not count as waiting for the service that
-`fair` accounts. Otherwise a tenant whose only request waits for its grammar would keep its old service, and other
-tenants that return would be lifted to that only.
+Plans do not consider held requests, and a held request blocks no other request. For `fair`, it does not count as
+waiting. Otherwise a tenant whose only request waits for its grammar would keep its low service, and returning tenants
+would be lifted only to this level.
 
-A request that runs better on another worker is *assigned* to it. It waits for that worker's next plan, which takes
-assigned requests first. Requests that the plan does not take compete again.
+If another worker can serve a request sooner, the request is *assigned* to this worker. It waits for the worker's next
+plan, which considers assigned requests first. Requests that the plan does not admit compete again.
 """
 
 import heapq
@@ -40,13 +40,13 @@ MAX_PREFIX_WAITS = 256
 MAX_ASSIGNED_S = 0.25
 """Maximum time that a request waits for the next plan of the worker that it is assigned to, s."""
 _MAX_LOOKS = 16
-"""Maximum number of grammars or prefixes that one plan checks without success. The next plan continues after them."""
+"""Maximum number of unsuccessful checks of grammars or prefixes per plan. The next plan continues after them."""
 _REFILL_S = 0.01
 """Minimum time between two checks of a tenant's token rate, s."""
 
 
 class Backlog:
-    """The waiting requests of one core, without those whose reader has no credit."""
+    """The waiting requests of one core that have credit."""
 
     def __init__(self, policy: Policy, tenants: Tenants) -> None:
         """Start empty, in the order of `policy`, within the limits of `tenants`."""
@@ -96,7 +96,7 @@ class Backlog:
         """By tenant, the time of its current heap entry."""
 
     def __len__(self) -> int:
-        """Count the requests."""
+        """Return the number of requests."""
         return self._num_requests
 
     def __contains__(self, request: Request) -> bool:
@@ -121,7 +121,7 @@ class Backlog:
     def first_by_reason(self, most: int) -> dict[str, list[Request]]:
         """Return the first requests that wait for each reason, at most `most` each.
 
-        Those that compete are in the order of the policy; suspects, which run alone, come first. Held ones are in the
+        Competing requests are in the order of the policy, after the suspects, which run alone. Held requests are in the
         order in which they were held.
         """
         queues = [self._common, *self._restricted.values()]
@@ -178,19 +178,19 @@ class Backlog:
         return False
 
     def can_serve(self, worker: Worker, request: Request) -> bool:
-        """Return whether the worker may run the request: it serves requests of this kind, or takes this one back."""
+        """Return whether the worker serves requests of this kind, or takes this request back."""
         if worker.draining:
             return self.returns_to(request) is worker
         return self.kinds.serves(worker.kind, request)
 
     def is_served(self, request: Request) -> bool:
-        """Return whether some worker serves the request, or takes it back."""
+        """Return whether a worker can serve the request or takes it back."""
         return self.kinds.serve(request) or self.returns_to(request) is not None
 
     def returns_to(self, request: Request) -> Worker | None:
         """Return the draining worker that takes back the request, because it ran there and no other worker serves it.
 
-        So a request that is preempted on a draining worker is not lost.
+        As a result, a request that is preempted on a draining worker is not lost.
         """
         worker = self._draining.get(request.home)
         if worker is None or self.kinds.serve(request):
@@ -258,7 +258,7 @@ class Backlog:
         self.withdraw(request)
 
     def tenant_changed(self, tenant: str, now: float) -> None:
-        """Let as many requests of a tenant compete as the tenant may run now."""
+        """Let held requests of a tenant compete, as many as the tenant may run now."""
         if not len(self._over_quota):
             return
         for started in (True, False):
@@ -281,7 +281,7 @@ class Backlog:
                 self._tenants.charged(account.tenant, num_tokens, now)
 
     def time_passed(self, now: float) -> None:
-        """Let requests compete whose tenant's token rate allows it now."""
+        """Let requests compete if their tenant's token rate allows it now."""
         while self._refills and self._refills[0][0] <= now:
             time, tenant = heapq.heappop(self._refills)
             if self._refilling.get(tenant) == time:
@@ -304,7 +304,7 @@ class Backlog:
         return request
 
     def take_ahead(self, worker: Worker, place: Place) -> Request | None:
-        """Take out the first request that the worker can serve if it is ahead of `place`, or return None.
+        """Take out the first request that the worker can serve if this request is ahead of `place`, or return None.
 
         The policy has keys.
         """
@@ -360,7 +360,8 @@ class Backlog:
         for key in self._compiled.pop(worker, ()) if num_free_rows else ():
             if not worker.grammars.is_ready(key):
                 continue
-            # Release only as many as the worker can take. A worker without the grammar would hold them again.
+            # Release only as many requests as the worker can take. A worker without the grammar would hold the others
+            # again.
             self._compete_again(islice(self._for_grammar.release(key), num_free_rows), now)
             if self._for_grammar.count(key):
                 self._compiled.setdefault(worker, {})[key] = None
@@ -370,14 +371,14 @@ class Backlog:
                 self._prefix_advanced(worker, key, now)
 
     def recall(self, worker: Worker, now: float) -> None:
-        """Let requests compete again that were assigned to a worker and not taken by its plan."""
+        """Let requests compete again that were assigned to a worker but not admitted by its plan."""
         if self._assigned_since.pop(worker, None) is not None:
             for request in self._assigned.release(worker):
                 request.waits_for(WaitReason.TURN, now)
                 self._place(request)
 
     def recall_late(self, now: float) -> list[Worker]:
-        """End old assignments, so that their requests compete again; return the workers that made no plan."""
+        """Cancel old assignments, so that their requests compete again; return the workers that made no plan."""
         late = [worker for worker, since in self._assigned_since.items() if now - since > MAX_ASSIGNED_S]
         for worker in late:
             self.recall(worker, now)
@@ -511,7 +512,7 @@ class Backlog:
     def _await_refill(self, tenant: str, now: float) -> None:
         """Schedule a check of a tenant's held requests for the time when its token rate may allow one.
 
-        That time comes sooner when a running request ends with less output than it has reserved.
+        The check happens earlier if a running request ends with less output than it has reserved.
         """
         if not self._over_quota.count((tenant, False)):
             return
@@ -568,12 +569,12 @@ class Backlog:
         if self._shortest is None:
             return
         if queue is self._suspects:
-            self._shortest.discard(request)  # it may have become a suspect while it waited
+            self._shortest.discard(request)  # The request may have become a suspect while it waited.
         else:
             self._shortest.push(request)
 
     def _takers(self, request: Request) -> Scope | Worker | None:
-        """Return the workers that may take the request, or take it back while draining; None for all, or none."""
+        """Return the workers that may take the request, or the draining worker to which it returns; None for any."""
         scope = self.kinds.scope(request)
         return self.returns_to(request) if scope is None and self._draining else scope
 
@@ -629,7 +630,7 @@ class Backlog:
     def _prefix_advanced(self, worker: Worker, key: BlockKey, now: float) -> None:
         """Release the first request that waits for this block, which was computed or abandoned.
 
-        That request looks up the prefix for all others that wait for it.
+        This request looks up the prefix for all requests that wait for it.
         """
         del self._prefixes[worker][key]
         first = self._for_prefix.first((worker, key))
@@ -651,7 +652,7 @@ class Backlog:
 
 
 class _GrammarTurns:
-    """Round-robin over tenants for compilation, regardless of how many grammars each needs."""
+    """Round-robin over tenants for compilation, regardless of the number of grammars per tenant."""
 
     def __init__(self, waiting: Holding[bytes]) -> None:
         """Start empty; `waiting` are the requests that wait for a grammar, by its key."""
@@ -682,7 +683,7 @@ class _GrammarTurns:
         return None
 
     def _drop_unused(self, tenant: str, most: int) -> list[bytes]:
-        """Drop those of a tenant's oldest `most` grammars that no request waits for; return the others."""
+        """Of a tenant's oldest `most` grammars, drop those that no request waits for; return the others."""
         keys, used = self._keys[tenant], []
         for key in list(islice(keys, most)):
             if self._waiting.count(key):
@@ -696,7 +697,7 @@ class _GrammarTurns:
 
 
 def waits_for_prefix(worker: Worker, request: Request, match: Match) -> bool:
-    """Return whether a request waits for the block after its cached prefix; count how often it does."""
+    """Return whether a request waits for the block after its cached prefix, and count these waits."""
     if match.swapped is not None or not worker.pool.cache.is_pending(match.next_key):
         return False
     request.prefix_waits += 1

@@ -1,10 +1,10 @@
 """Calibration: turns rough time estimates into quantiles with the correct coverage.
 
-An estimate from queue and costs is rough, because it ignores memory, other policies, and later requests. So the ratio
-of the true time to the estimate is tracked. Each quantile of the ratio moves up when the true time was above it and
-down when it was below, by steps whose ratio is that of the shares (stochastic approximation, Robbins and Monro, 1951).
-In the long run, the share of times below the quantile is its own share, whatever the distribution is. Ratios are
-tracked apart for estimates of different size, and for requests that must wait until others end (*regimes*).
+An estimate from queue and costs is rough, because it ignores memory, other policies, and later requests. Therefore the
+quantiles of the ratio of actual time to estimate are tracked (stochastic approximation, Robbins and Monro, 1951). A
+quantile moves up if the actual time was above it, and down otherwise. The steps are chosen such that, for any
+distribution, the right share of times is below the quantile in the long run. Ratios are tracked separately for
+estimates of different size and for requests that must wait until others end (*regimes*).
 
 The achieved coverage is exported as metrics.
 """
@@ -18,7 +18,7 @@ _FIRST = (-1.1, 0.0, 0.7)
 """Logarithms of the ratios before the first measurement."""
 _GAIN = 0.05
 _EARLY = 15
-"""Number of requests in a regime after which its gain is final, and other regimes are no longer initialised like it."""
+"""Number of requests in a regime after which its gain is constant and other regimes no longer start from its values."""
 _LEAST_DISTANCE, _MOST_DISTANCE = 0.01, 3.0
 _OFFSET_S = 0.001
 """Added to measured and estimated times, so that no ratio divides by zero."""
@@ -51,7 +51,7 @@ class _Ratios:
 
 
 class Calibration:
-    """Quantiles of one kind of time, and how often they held."""
+    """Quantiles of one kind of time, and their accuracy."""
 
     def __init__(self) -> None:
         """Start without measurements."""

@@ -1,14 +1,16 @@
-"""Forecast: when a request will start, have its first token and end, and how long it computes.
+"""Forecast: the times of a request's start, first token and end, and its computing time.
 
-Times come from the cost models of the workers, lengths from finished requests like this one (`output_lengths`). Only
-tokens count that are in no prefix cache, and only requests that compete: requests that wait for the quota of their
-tenant delay no other. The rough times are corrected by how earlier ones came true (`calibration`).
+Times are estimated with the workers' cost models, and lengths from similar finished requests (`output_lengths`). Only
+uncached tokens and competing requests count; requests that are held for their tenant's quota delay no other request.
+The estimates are corrected by the errors of earlier estimates (`calibration`).
 
-A request that must wait until others end waits for the requests before it, at the rate at which blocked requests were
-admitted in the last `_WINDOW_S`. At first, that rate is the number of running requests over the time that each takes.
+If a request must wait until others end, its wait is the number of requests before it divided by the rate at which
+blocked requests were admitted in the last `_WINDOW_S`. Initially, this rate is the number of running requests divided
+by the time of a request.
 
-Before the first measurement, times are 0 and lengths unknown. A limit is no forecast of a length, because most clients
-set none and may then generate the rest of the context. So no request is rejected for its limit.
+Before the first measurement, times are 0 and lengths are unknown. `max_tokens` is not used as a forecast, because most
+clients do not set it and the limit is then the rest of the context. No request is therefore rejected because of
+`max_tokens`.
 """
 
 from collections import deque
@@ -31,7 +33,7 @@ _MAX_ADMISSIONS = 256
 _MAX_LOOKS = 4
 """Maximum number of workers considered per forecast."""
 _CAUTION = 0.8
-"""Share of the expected service time that certainly passes."""
+"""Share of the expected service time that every request is assumed to take."""
 
 
 class Queue(NamedTuple):
@@ -88,7 +90,7 @@ class Forecast:
     # ---------------------------------------------------------------- service
 
     def uncached_tokens(self, request: Request) -> int:
-        """Return how many of the request's tokens are in no open worker's cache."""
+        """Return the number of the request's tokens that no available worker has cached."""
         return len(request.tokens) - max((worker.cached_tokens(request) for worker in self._likely(request)), default=0)
 
     def service_s(self, request: Request, uncached: int, num_outputs: float) -> float:
@@ -101,7 +103,7 @@ class Forecast:
     def must_start(self, request: Request, uncached: int) -> float | None:
         """Return the latest start at which the request may complete by the client's deadline; None without one.
 
-        The estimate is optimistic: nearly all similar requests generate more tokens and take longer.
+        The estimate is optimistic: nearly all similar requests take longer and generate more tokens.
         """
         if request.deadline is None:
             return None
@@ -176,12 +178,12 @@ class Forecast:
             self._admissions.clear()
 
     def had_first_token(self, prediction: Prediction | None, seconds: float) -> None:
-        """Record the first token of a request, so many seconds after its arrival."""
+        """Record the first token of a request, `seconds` after its arrival."""
         if prediction is not None:
             self.first_tokens.happened(prediction.first_token, seconds)
 
     def finished(self, request: Request, prediction: Prediction | None, seconds: float) -> None:
-        """Record the end of a completed request, so many seconds after its arrival."""
+        """Record the end of a completed request, `seconds` after its arrival."""
         self.lengths.finished(request)
         if prediction is not None and prediction.end is not None:
             self.ends.happened(prediction.end, seconds)
@@ -189,7 +191,7 @@ class Forecast:
     # ----------------------------------------------------------------
 
     def _likely(self, request: Request) -> list[Worker]:
-        """Return workers that may run the request, first those that have the beginning of its prompt cached."""
+        """Return workers that may run the request; workers that have cached the beginning of its prompt come first."""
         workers = [worker for worker in self._fleet if not worker.draining]
         if len(workers) > _MAX_LOOKS:
             with_prefix = set(self._fleet.directory.epochs(next(iter(request.keys.values()), b"")[:KEY_BYTES]))
@@ -227,7 +229,7 @@ class Forecast:
         while times and now - times[0] > _WINDOW_S:
             times.popleft()
         step_s = worker.decode_step_s + worker.mean_chunks * worker.costs.prompt_token_s
-        # Running requests have proven their length so far.
+        # A running request is at least as long as it is now.
         held_s = step_s * max(1.0, self.learned_output_tokens(request), worker.rows.mean_generated())
         rows = max(1, worker.rows.num_running)
         # Weight the prior like the admission of one batch of rows.

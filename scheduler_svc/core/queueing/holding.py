@@ -1,4 +1,4 @@
-"""Waiting requests that are held under a key until an event for that key."""
+"""Holding: waiting requests under a key, until an event for this key releases them."""
 
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
@@ -20,7 +20,7 @@ class _Group(Generic[Key]):
 
 
 class Holding(Generic[Key]):
-    """Requests by key, in the policy's order within a key; a key without requests takes no memory."""
+    """Requests by key, in the policy's order within each key; a key without requests takes no memory."""
 
     def __init__(self, rank: Callable[[Request], float]) -> None:
         """Start empty; `rank` is the order of the policy."""
@@ -29,7 +29,7 @@ class Holding(Generic[Key]):
         self._members: dict[Request, _Group[Key]] = {}
 
     def __len__(self) -> int:
-        """Count the requests."""
+        """Return the number of requests."""
         return len(self._members)
 
     def __contains__(self, request: Request) -> bool:
@@ -45,7 +45,7 @@ class Holding(Generic[Key]):
         return iter(self._groups)
 
     def count(self, key: Key) -> int:
-        """Count the requests of a key."""
+        """Return the number of requests for a key."""
         group = self._groups.get(key)
         return 0 if group is None else len(group.queue)
 

@@ -2,12 +2,10 @@
 
 The scheduler reads no text. It identifies an application by the key of the prompt's first block, because applications
 begin their prompts with the same system prompt. It also knows the tenant, the class, the sizes of the prompt and of
-`max_tokens`, and whether a grammar constrains the output. Lengths of finished requests are kept for every combination
-in `_likenesses`, the last `_SAMPLES` of each. A request is forecast from the most specific combination with enough of
-them.
-
-A request that has generated tokens already is compared only with those that generated more: a conversation that has
-survived the usual length is likely to be a long one.
+`max_tokens`, and whether a grammar constrains the output. For every combination in `_likenesses`, the lengths of the
+last `_SAMPLES` finished requests are stored. The forecast uses the most specific combination with enough samples. A
+request that has generated tokens is compared only with requests that generated more, because a request that has
+exceeded the usual length is likely to be long.
 """
 
 from bisect import bisect_right
@@ -20,7 +18,7 @@ _SAMPLES = 64
 _ENOUGH = 8
 """Minimum number of finished requests for using a combination."""
 _ENOUGH_LONGER = 4
-"""Minimum number of them that must have generated more than the request has."""
+"""Minimum number of these requests that must have generated more tokens than the request."""
 _MAX_KEYS = 4096
 """Maximum number of stored combinations. The least recently used one is dropped."""
 

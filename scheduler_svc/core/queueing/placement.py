@@ -1,18 +1,15 @@
 """Placement: on which worker a waiting request runs.
 
-A worker takes requests from the backlog when its next plan is made. The request goes to another worker if that one has
-room too and would do less work for it.
-
-The cost of a worker is a number of prompt tokens:
+A worker takes requests from the backlog when its next plan is made. The request is assigned to another worker if that
+worker has room too and a lower cost. The cost of a worker is a number of prompt tokens:
 
 * the part of the prompt that is not in its prefix cache,
 * the prompts under way there,
 * `DECODE_COST` for every running request.
 
-So a cached prefix attracts requests to its worker until the load there outweighs the saving. That bounds hot spots (the
-cost model of Preble, ICLR 2025, in tokens).
-
-If more requests wait than all other workers have rows for, every row will be taken anyway. Then only prefixes matter.
+Requests therefore go to the worker with their cached prefix until its additional load exceeds the saving, which limits
+hot spots (the cost model of Preble, ICLR 2025, in tokens). If more requests wait than all other workers have rows,
+every row will be used, so only prefixes are compared.
 """
 
 from dataclasses import dataclass
@@ -30,10 +27,9 @@ from scheduler_svc.core.workers.worker import Match, Worker
 from shared.prefix_keys import KEY_BYTES
 
 DECODE_COST = 512
-"""Cost of one running request, in prompt tokens.
-
-A running request lengthens several hundred steps of its neighbours by about the time for one prompt token each. In the
-arena with 16 devices, 32 packs requests onto few devices and 2,048 scatters common prefixes.
+"""Cost of one running request, in prompt tokens. A running request lengthens several hundred steps by about the time of
+one prompt token each. In the arena with 16 devices, 32 packs requests onto few devices and 2,048 scatters common
+prefixes.
 """
 MAX_ASSIGNED = 4
 """Number of failed assignments after which any worker takes a request."""
@@ -82,7 +78,7 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
 class Placement:
     """Loads of the workers that take requests; used only if there are at least two.
 
-    Loads follow events: `changed` marks a worker whose load is computed again before the next use.
+    Loads are updated lazily: `changed` marks a worker whose load is recomputed before the next use.
     """
 
     def __init__(self, backlog: Backlog, directory: PrefixDirectory, max_num_seqs: int) -> None:
@@ -243,7 +239,7 @@ class Placement:
     def _least_loaded(self, worker: Worker, request: Request, bound: int | None) -> Worker | None:
         """Return the least loaded other worker that can take the request, if its load is below `bound`.
 
-        Only the first few are checked for room: if they have none, others rarely have.
+        Only the first few workers are checked, because if they have no room, other workers rarely have room.
         """
         heap, found = self._by_load, None
         passed: list[tuple[int, int, Worker]] = []

@@ -1,15 +1,16 @@
 """Policies: the orders in which waiting requests are admitted.
 
-A `Policy` defines an order and keeps the state that the order needs, such as the service of each tenant. It makes
-queues. All queues of a policy share its state and have none of their own. `take` returns the first request of a queue.
-A request that cannot start is put back with `push` and keeps its place.
+A `Policy` defines an order, holds the state for this order, such as the service of each tenant, and creates queues. All
+queues of a policy share its state. `take` returns the first request of a queue. A request that cannot start is put back
+with `push` and keeps its place.
 
-A request that ends while it waits stays in the heap until later. When half of a heap consists of such entries it is
-rebuilt, so memory follows the number of live requests.
+If a request ends while it waits, its entry remains in the heap. When half of the entries are of this kind, the heap is
+rebuilt, so its memory is proportional to the number of live requests.
 
-Most policies are a *key*: seconds per request, fixed when it is queued, smallest first. Ties go by order of arrival.
-Ageing then needs no clock: an order by "arrival minus a bonus" equals one by "bonus plus time waited" at every moment.
-So no request starves, because only requests that arrive within their key's advantage can overtake it.
+Most policies order requests by a *key*, a time in seconds that is fixed when the request is queued. The smallest key is
+first, and ties are broken by order of arrival. Ageing needs no clock, because "arrival minus bonus" always yields the
+same order as "time waited plus bonus". No request starves, because only requests that arrive within a limited time,
+their advantage in the key, can overtake it.
 
 | policy | key | overtaken only by requests that arrive at most |
 |---|---|---|
@@ -19,13 +20,13 @@ So no request starves, because only requests that arrive within their key's adva
 | edf | latest start that still meets the deadline | its slack later; without one, `EDF_SLACK_S` later |
 | slo | as edf; each request has a target for its first token | its slack later; once missed, `SLO_LATE_S` later |
 
-Under `edf`, a request that has missed its target ranks behind all requests that were there at that moment with no more
-slack than it had, and with no more than `EDF_SLACK_S`. So it delays none of those that can still be in time, and it
-does not starve.
+Under `edf`, a request that has missed its target ranks behind all requests that were waiting at that time with no more
+slack than it had initially, or with at most `EDF_SLACK_S`. It therefore does not delay requests that can still be in
+time, and it does not starve.
 
 `fair` (virtual token counter, Sheng et al., OSDI 2024) serves the tenant with the least service. `lpm` (longest prefix
 match, SGLang) ranks a window of the oldest requests by their cached tokens. If request classes are configured, each
-class has a policy of its own, and the classes take turns as tenants do under `fair`.
+class has its own policy, and classes take turns like tenants under `fair`.
 """
 
 import bisect
@@ -58,7 +59,7 @@ can.
 CachedTokens = Callable[[Request], int] | None
 """Returns the number of a request's cached tokens; None if they do not matter."""
 Place = tuple[float | str, ...]
-"""Place of a request among the first ones of several queues of one policy; smallest first."""
+"""Rank of a request among the first requests of several queues of a policy; smallest first."""
 
 
 class WaitingQueue(ABC):
@@ -82,7 +83,7 @@ class WaitingQueue(ABC):
         """
 
     def admitted(self, request: Request) -> None:
-        """Record that a request was admitted that this queue, or another one of the policy, had before."""
+        """Record that a request from this queue, or from another queue of the policy, was admitted."""
         return
 
     @abstractmethod
@@ -95,11 +96,11 @@ class WaitingQueue(ABC):
 
     @abstractmethod
     def remove(self, requests: AbstractSet[Request]) -> None:
-        """Remove those of `requests` that are in the queue, because they wait in another one from now on."""
+        """Remove `requests` from this queue if they are in it, because they now wait in another queue."""
 
     @abstractmethod
     def first_ones(self, most: int) -> list[Request]:
-        """Return at most `most` requests in the present order, without taking them; the cost depends on `most` only.
+        """Return at most `most` requests in the current order without taking them; the cost depends only on `most`.
 
         The order may change until they are taken, if it depends on service or on the worker.
         """
@@ -121,14 +122,14 @@ class Policy(ABC):
 
     @abstractmethod
     def rank(self, request: Request) -> float:
-        """Return the urgency of a request; smaller is more urgent. The last one is preempted when memory runs out."""
+        """Return the urgency of a request; smaller is more urgent. The largest is preempted when memory runs out."""
 
     @abstractmethod
     def place(self, request: Request) -> Place:
         """Return the request's place among the first requests of this policy's queues."""
 
     def late_s(self, request: Request) -> float:
-        """Return by how much, at least, a request that misses its target now is moved back, s."""
+        """Return the minimum time by which a request that misses its target now is moved back, s."""
         return EDF_SLACK_S
 
     def enter(self, account: Account) -> None:
@@ -261,7 +262,7 @@ class FairPolicy(Policy):
     def __init__(
         self, group_of: Callable[[Account], str], weights: Mapping[str, float], policies: Mapping[str, Policy]
     ) -> None:
-        """Group accounts by `group_of`; `policies` order the requests within each group, "" within unlisted ones."""
+        """Group accounts by `group_of`; `policies` order the requests in each group ("" for unlisted groups)."""
         self.ledger = ServiceLedger(weights)
         self.group_of = group_of
         self._policies = policies
@@ -394,8 +395,8 @@ class LongestPrefixPolicy(Policy):
 class LongestPrefixQueue(WaitingQueue):
     """A queue in which, of the `WINDOW` oldest requests, the one with the most cached tokens is next.
 
-    A request that `MAX_PASSED` admissions have passed over is next, regardless of cached tokens. So a request waits for
-    at most MAX_PASSED admissions more than under first come, first served.
+    After `MAX_PASSED` admissions of other requests, a request is next regardless of cached tokens. It therefore waits
+    for at most MAX_PASSED admissions more than under first come, first served.
     """
 
     WINDOW = 64
@@ -510,7 +511,7 @@ _KEYS = {"balanced": fcfs_key, "fcfs": fcfs_key, "priority": priority_key, "sjf"
 
 
 def make_policy(name: str, tenant_weights: Mapping[str, float], classes: Mapping[str, RequestClass]) -> Policy:
-    """Make a policy by its name, or one with request classes that have their own policies.
+    """Make a policy by name, or a policy with request classes that have their own policies.
 
     Args:
         name: one of `POLICIES`. With classes, the policy of requests without a known class.

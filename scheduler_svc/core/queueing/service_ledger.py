@@ -1,9 +1,9 @@
-"""Service ledger: how much service each group of requests has received, and which groups are backlogged.
+"""Service ledger: the service that each group of requests has received, and the set of backlogged groups.
 
 These are the virtual token counters of VTC (Sheng et al., OSDI 2024). A group is *backlogged* while it has waiting
-requests. A group that becomes backlogged again is lifted to the least served backlogged group. If there is none, it is
-lifted to the group that was backlogged last. So idle time earns no credit. One ledger serves all queues of a policy, so
-a group's service is one number wherever its requests wait.
+requests. When a group becomes backlogged again, its service is raised to that of the least served backlogged group, or,
+if there is none, of the group that was backlogged last. Idle time therefore earns no credit. All queues of a policy
+share one ledger, so a group has one service for all of its requests.
 """
 
 import heapq
@@ -14,7 +14,7 @@ class ServiceLedger:
     """Service per weight of all backlogged groups, and of the most served idle groups."""
 
     MAX_IDLE = 10_000
-    """Number of idle groups whose service is remembered; beyond that, the least served one is dropped."""
+    """Maximum number of idle groups whose service is stored; beyond that, the least served group is dropped."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Start without groups; `weights` are their shares, 1 for groups that are not named."""
@@ -30,7 +30,7 @@ class ServiceLedger:
         """The service of that group when its backlog ended."""
 
     def __len__(self) -> int:
-        """Count the groups whose service is remembered."""
+        """Return the number of groups whose service is stored."""
         return len(self._service)
 
     def service(self, group: str) -> float:
@@ -70,7 +70,7 @@ class ServiceLedger:
         return max(self._last_service, self.service(self._last))
 
     def _remember_idle(self, group: str) -> None:
-        """Store the service of an idle group, and drop the least served one if there are too many."""
+        """Store the service of an idle group, and drop the least served idle group if there are too many."""
         self._idle.add(group, self._service[group])
         while len(self._idle) > self.MAX_IDLE and (least := self._idle.least(self._service)) is not None:
             self._idle.discard(least)
@@ -78,10 +78,10 @@ class ServiceLedger:
 
 
 class _LeastServed:
-    """A set of groups that knows its least served one.
+    """A set of groups with fast access to the least served group.
 
-    Service only grows, so a heap entry is a lower bound. It is corrected when it gets to the top. An entry of a group
-    that left the set is dropped there, or when such entries make up more than half of the heap.
+    Service only grows, so a heap entry is a lower bound. The entry is corrected when it reaches the top of the heap.
+    Entries of groups that have left the set are dropped at the top, or when they make up more than half of the heap.
     """
 
     def __init__(self) -> None:

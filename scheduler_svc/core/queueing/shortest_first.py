@@ -1,7 +1,7 @@
 """Waiting requests by their number of tokens, shortest first. Ties are broken by policy order.
 
-A request stays in its queue of the policy meanwhile. It leaves this order without a notice: an entry counts only while
-the request competes and still has the length and the rank of the entry. Other entries are dropped when they get to the
+A request is in its policy queue at the same time. It is not explicitly removed from this order: an entry is valid only
+while the request competes and has the length and the rank of the entry. Stale entries are dropped when they reach the
 top, or when they make up more than half of the heap.
 """
 

@@ -1,15 +1,14 @@
-"""Limits per tenant: how many requests may wait and run at once, and how many tokens per second they may take.
+"""Limits per tenant: the number of waiting and running requests, and the rate of tokens.
 
 Waiting requests and their tokens are counted for every tenant, because the waiting queue has a share for each (see
-`AdmissionControl`). All other limits are those of the admission file.
+`AdmissionControl`). The admission file sets all other limits.
 
 The rate is a token bucket that holds ten seconds' worth. A request's prompt is deducted once, when it starts, and each
-generated token when it is delivered. From its start on, it also *reserves* the output that it will probably generate,
-as learned from finished requests, or its `max_tokens` before the first of them. A request starts only while the bucket
-holds what running requests have reserved, so many requests that start at once do not overdraw it. One long request may
-overdraw it, and the tenant pays the debt before the next one starts.
-
-A started request is never held for the rate, even after an interruption.
+generated token when it is delivered. When it starts, a request also *reserves* its expected output, as learned from
+finished requests (or its `max_tokens` if no request has finished). A request starts only while the bucket covers the
+reservations of running requests, so that many simultaneous starts do not overdraw the bucket. A single long request may
+overdraw it; the tenant's next request then starts only after the bucket is refilled. A started request is never held
+for the rate, even after an interruption.
 """
 
 import math
@@ -36,7 +35,7 @@ class _Tenant:
     """Tokens of the queued requests."""
     running: int = 0
     competing: int = 0
-    """Those of the queued requests that compete for admission."""
+    """Number of queued requests that compete for admission."""
     tokens: float = 0.0
     """Tokens in the bucket; negative for a debt."""
     refilled: float = 0.0
@@ -50,10 +49,10 @@ class _Tenant:
 
 
 class Tenants:
-    """Present use of every tenant with live requests or an unfilled bucket.
+    """Current use of every tenant with live requests or a bucket that is not full.
 
-    A tenant with neither equals a new one. Such tenants are dropped whenever the table has doubled, because clients
-    may choose their tenants' names.
+    All other tenants are equal to new tenants. They are dropped whenever the table has doubled, because clients may
+    choose arbitrary tenant names.
     """
 
     def __init__(self, limits: dict[str, TenantLimits]) -> None:

@@ -7,7 +7,7 @@ from scheduler_svc.core.interface.records import Note
 from scheduler_svc.core.requests.request import Request, RequestKey
 
 MAX_ENDED = 1024
-"""Number of histories that are kept; each has at most as many lines as a live request's."""
+"""Number of stored histories; each has at most as many lines as that of a live request."""
 
 
 class Story(NamedTuple):

@@ -1,15 +1,15 @@
 """Retained logs of requests whose clients may reconnect: tokens and ends, bounded in time and bytes.
 
 A request with an *identity* leaves its log here when it ends, or when its client is lost. Nothing is computed for an
-absent client. A client that resumes submits the request again with the tokens of the log. The random
-noise depends only on seed, choice and position, so the request continues as if it had not been interrupted. The prefix
+absent client. When the client resumes, the request is submitted again with the tokens of the log. Because the random
+noise depends only on seed, choice and position, the request continues as if it had not been interrupted. The prefix
 cache saves most of the computation.
 
 A log stays until one of these events:
 
 * it is older than `keep_s`;
 * a newer log of the same request replaces it;
-* the memory for logs is used up, and it is the oldest one.
+* the memory for logs is full, and the log is the oldest.
 """
 
 from collections import OrderedDict

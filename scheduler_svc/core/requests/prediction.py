@@ -1,10 +1,10 @@
-"""Prediction: when a request will start, have its first token and end, as it was forecast at its arrival."""
+"""Prediction: the times of a request's start, first token and end that were forecast at its arrival."""
 
 import re
 from typing import NamedTuple
 
 SHARES = (0.05, 0.5, 0.9)
-"""Shares of requests for which the quantiles of a time hold."""
+"""Shares of requests whose times are within the respective quantile."""
 
 
 _TEXT = "forecast: row within %.3f s (90 %%: %.3f s), first token within %.3f s (90 %%: %.3f s)"
@@ -38,10 +38,10 @@ class Estimate(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Times of one request as they were forecast at its arrival, from its arrival on."""
+    """Times of one request, forecast at its arrival and relative to it."""
 
     is_blocked: bool
-    """Whether it had to wait for others to end."""
+    """Whether the request had to wait for others to end."""
     wait: Estimate
     """Time until it has a row."""
     first_token: Estimate

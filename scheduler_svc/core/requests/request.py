@@ -1,7 +1,7 @@
 """One request: its tokens, its limits and its state; see `lifecycle.states` for the transitions.
 
-Steps in flight may still name a request that has left its worker. Until their results arrive, the request is
-*unsettled*. It is not readmitted before, because its newest tokens are unknown.
+Steps in flight may still name a request that has left its worker. Until the results of these steps arrive, the request
+is *unsettled*. It is not readmitted in this state, because its newest tokens are unknown.
 """
 
 import enum
@@ -22,9 +22,7 @@ from shared.request_spec import Pooling, RequestSpec
 
 _STORY_LENGTH = 64
 _MAX_REASONS = 16
-"""Maximum number of noted reasons per wait, because two workers that hold a request for two reasons add one per
-plan.
-"""
+"""Maximum number of noted reasons per wait. Without it, two workers with alternating reasons would add one per plan."""
 
 
 class RequestKey(NamedTuple):
@@ -67,7 +65,7 @@ class Wait:
     latest_start: float | None = None
     """Latest start that meets the request's deadlines and targets, by forecast; None without any, or once missed."""
     behind: "Request | None" = None
-    """The more urgent request for which it was preempted. It does not overtake that request."""
+    """The more urgent request for which this request was preempted, and which it must not overtake."""
     overtaken: float = 0.0
     """Number of admissions that overtook the request while it did not fit."""
     passed_over: int = 0
@@ -87,7 +85,7 @@ class Faults:
     fatal_steps: int = 0
     """Number of steps containing this request during which a worker died."""
     fatal_alone: int = 0
-    """Number of them that contained no other request."""
+    """Number of fatal steps that contained no other request."""
     fatal_at: int = 0
     """Generated tokens at the last fatal step."""
     suspect: bool = False
@@ -116,11 +114,11 @@ class Request:
     highest_token: int = 0
     """Largest token id that it arrived with.
 
-    Negative ids are read as unsigned numbers, which exceed any vocabulary. Generated tokens are checked when they are
-    committed.
+    Negative ids are read as large unsigned numbers, which exceed any vocabulary. Generated tokens are checked when they
+    are committed.
     """
     accepted: bool = False
-    """Whether an earlier core, or this one, accepted it before it arrived this time."""
+    """Whether this core or an earlier core had accepted the request before its current arrival."""
     is_logged: bool = False
     """Whether a log is kept for it, because it has an identity and was accepted."""
     scores: list[tuple[int, bytes]] = field(default_factory=list)
@@ -185,8 +183,8 @@ class Request:
     def under_way(self) -> bool:
         """Whether its acceptance is final.
 
-        Only completion, its client, its deadline, a lack of workers that serve it, or a fault of its own may then end
-        it.
+        After that, the request ends only by completion, its client, its deadline, a lack of suitable workers, or its
+        own fault.
         """
         return self.accepted or self.attempts > 0 or self.num_generated > 0
 
@@ -197,9 +195,9 @@ class Request:
 
     @property
     def starts_over(self) -> bool:
-        """Whether it must be recomputed from the start when it continues elsewhere.
+        """Whether it must be recomputed from the start when it continues on another worker.
 
-        That holds for mean pooling, because the running mean of its hidden states is lost.
+        This is the case for mean pooling, because the running mean of the hidden states is lost.
         """
         return self.spec.pooling == Pooling.MEAN
 
@@ -219,7 +217,7 @@ class Request:
             self.notes.append(note)
 
     def waits_for(self, reason: WaitReason, now: float) -> None:
-        """Record what the request waits for. A note is added only when that changes."""
+        """Record the reason why the request waits. A note is added only when the reason changes."""
         wait = self.wait
         if wait.reason is not reason and wait.num_reasons < _MAX_REASONS:
             wait.reason = reason
@@ -228,7 +226,7 @@ class Request:
 
 
 def to_request(event: RequestArrived, sequence: int, now: float, notes: Notes | None = None) -> Request:
-    """Make the request of an arrival; it is the `sequence`-th one, and its notes are added to `notes`."""
+    """Make a request from an arrival, with number `sequence` in the order of arrival; add its notes to `notes`."""
     spec, token_ids = event.spec, event.token_ids
     num_tokens, num_prompt = len(token_ids), spec.num_prompt_tokens
     assert 0 < num_prompt <= num_tokens, "the front ends' codec refuses such a submission"

@@ -1,6 +1,6 @@
 """Requests with an identity, whose clients may reconnect: the live ones, and the retained logs of the others.
 
-Effects report the life of a log to a journal: begun with the request, ended with it, and dropped when it is deleted.
+Effects tell a journal when a log begins (with the request), ends (with the request) and is dropped.
 """
 
 from scheduler_svc.core.interface.effects import Effect, LogBegun, LogDropped, LogEnded, ResumeAnswered
@@ -36,7 +36,7 @@ class IdentifiedRequests:
         request.is_logged = True
         if log is not None:
             request.accepted = True
-            # The client may have fewer tokens than the log. The others are generated again.
+            # The client may have fewer tokens than the log. The missing tokens are generated again.
             request.scores = [each for each in log.scores if each[0] < request.num_generated]
             request.prompt_charged |= log.charged_tokens > 0
         self._live[identity] = request

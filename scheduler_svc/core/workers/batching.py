@@ -2,10 +2,10 @@
 
 * `continuous` (Orca): at every step.
 * `static`: only into an empty worker, once `max_batch_size` requests wait or the first of them has waited `max_wait_s`.
-  No request is taken after that until all of the batch have finished.
+  After that, no request is admitted until all requests of the batch have finished.
 * `dynamic`: like static, but a batch is also full at `max_tokens_per_batch` prompt tokens.
 
-These are the modes that the literature compares. All three run on the same engine and differ only in the gate.
+All three modes run on the same engine and differ only in this gate.
 
 `scheduler_delay_factor` (vLLM) delays admission under continuous batching. While requests run, the time since the last
 admission must reach the expected time of the newest prefill step, times the factor.
@@ -34,7 +34,7 @@ class BatchGate:
     ) -> bool:
         """Return whether a request may be admitted now; at least one request waits.
 
-        Assigned requests come from the batch of another worker. They have waited long enough and open the gate.
+        Assigned requests open the gate, because they have already waited in the batch of another worker.
 
         Args:
             num_running: requests that run on the worker.

@@ -1,26 +1,26 @@
-"""Capacity: how much free memory the admission of a request requires.
+"""Capacity: the free memory that the admission of a request requires.
 
 * `guaranteed_no_evict`: the blocks of its longest possible sequence, together with those of every running request. A
   started request is never preempted for memory.
-* `max_utilization`: the blocks of its present tokens, and a *headroom* in which running requests can grow.
+* `max_utilization`: the blocks of its current tokens, and a *headroom* for the growth of running requests.
 
-Too much headroom leaves blocks empty that could hold running requests. Too little costs preemptions, whose tokens are
-computed again. The headroom is set by this model:
+With too much headroom, fewer requests run. With too little, requests are preempted and recomputed. This model
+determines the headroom:
 
-* Running requests take blocks until one of them ends and releases its own. The blocks taken in such an interval follow
-  roughly an exponential distribution; its mean `g` is measured.
-* So a headroom of `h` blocks is too small in a share `exp(-h / g)` of the intervals, and each time a preemption costs
-  `c` steps.
-* On the other side, `h` of `n` blocks are empty for the `d` steps of an interval.
+* Running requests take blocks until one of them ends and releases its blocks. The number of blocks taken in such an
+  interval follows roughly an exponential distribution, whose mean `g` is measured.
+* A headroom of `h` blocks is too small in a share `exp(-h / g)` of the intervals. Each time, a preemption costs `c`
+  steps.
+* In return, `h` of `n` blocks are unused for the `d` steps of an interval.
 * The loss `c * exp(-h / g) + d * h / n` is least for `h = g * log(c * n / (g * d))`, the newsvendor's order quantity.
-* Near the optimum the loss hardly changes, and preemptions also interrupt streams. So `c` is taken as twice the
-  measured cost.
+* Near the optimum, the loss hardly changes, and preemptions also interrupt streams. Therefore `c` is twice the measured
+  cost.
 
-Intervals depend on each other: where memory ran out in one, it is likely to run out in the next. So each preemption
-adds to the headroom for some tens of steps.
+Intervals are correlated: if memory ran out in one, it is likely to run out in the next. Each preemption therefore
+increases the headroom for several tens of steps.
 
-The headroom is never more than running requests can still take until they reach their limits. If no running request can
-continue, because no reader has credit, the headroom is 0: it would only keep the worker idle.
+The headroom is at most the number of blocks that running requests can still take before they reach their limits. It is
+0 if no running request can continue for lack of credit, because it would only keep the worker idle.
 """
 
 import math

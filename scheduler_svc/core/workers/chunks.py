@@ -1,39 +1,37 @@
-"""Chunk lengths for which the steps of a long prompt take equally long.
+"""Chunk lengths such that all steps of a long prompt take equally long.
 
-The token budget of a step counts products with the weights, which are the same for every token. The cost of attention
-comes on top and grows with the context. With chunks of equal length, the last steps of a long prompt would take
-longest, and the readers of other rows would wait for them.
-
-So a token is charged for its context too, and chunks shrink as the context grows (Medha, arXiv 2409.17264).
+The products with the weights cost the same for every token, but the cost of attention grows with the context. With
+chunks of equal length, the last steps of a long prompt would take longest and delay the other rows. The token budget
+therefore also charges a token for its context, and chunks shrink as the context grows (Medha, arXiv 2409.17264).
 *Break-even* is the context at which attention costs as much as the products. The worker reports it for its model, 0 if
 the cost of attention does not grow.
 
-A step with a chunk takes longer than one without, and the readers of the decode rows wait for it. Small chunks keep
-this gap short. Large chunks compute more tokens per second, so prompts finish sooner. So a step has a target time, and
-its chunks are as long as the worker's `cost_model` allows.
+A step with a chunk takes longer than a decode step, which increases the ITL of the decode rows. Small chunks keep the
+ITL short. With large chunks, more tokens per second are computed, so prompts finish sooner. A step therefore has a
+target time, and its chunks are as long as this target allows by the worker's `cost_model`.
 """
 
 from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 
 FIRST_CHUNKS = 128
-"""Budget tokens of a step's chunks before the first measurement: enough for a useful one."""
+"""Budget tokens of a step's chunks before the first measurement, enough for a useful measurement."""
 PREFILL_FACTOR = 2.0
-"""Factor on the target for a step without decode rows. No reader waits for its next token then, but arriving requests
-wait for the step to end.
+"""Factor on the target for a step without decode rows. Such a step delays no token, but arriving requests wait for its
+end.
 """
 
 PACE_S = 0.04
-"""Target time in seconds for a step with chunks and decode rows while few prompt tokens wait: readers get 25 tokens per
-second.
+"""Target time in seconds for a step with chunks and decode rows while few prompt tokens wait: 25 tokens per second and
+stream.
 """
 STEPS_TO_DRAIN = 192
 """Number of steps in which the started and waiting prompts should be computed, if the target allows it.
 
-The more prompt tokens wait, the longer the steps are. So a busy worker loses no throughput to short chunks.
+The more prompt tokens wait, the longer the steps are, so a busy worker loses no throughput through short chunks.
 """
 
 _LEAST_SHARE = 0.25
-"""Least counted share of a chunkless step's expected time, however uncertain it is."""
+"""Minimum share of the expected time of a step without chunks that is counted, regardless of its uncertainty."""
 
 
 def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | None:
@@ -54,7 +52,7 @@ def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | N
     without = costs.expected_s(shape)
     target_s = target_s if shape.rows else PREFILL_FACTOR * target_s
     if target_s < 2.0 * without:
-        # If all steps had chunks of the same size, the fixed time cannot be separated from the time per token.
+        # As long as all measured steps had chunks of the same size, the fixed time is not known separately.
         without *= max(_LEAST_SHARE, 1.0 - costs.uncertainty(shape))
     return affordable_tokens(target_s, without, token_s)
 
@@ -62,8 +60,8 @@ def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | N
 def affordable_tokens(target_s: float, decode_s: float, token_s: float) -> int:
     """Return how many budget tokens fit into the step's time, at least 1.
 
-    The step may take `target_s`. Where decode rows alone take more than half of that, it may take twice as long as
-    they do, so that prompts get at least half of the worker's time.
+    The step may take `target_s`, or, if this is longer, twice the time of its decode rows, so that prompts get at least
+    half of the worker's time.
 
     Args:
         target_s: longest time that the step should take.

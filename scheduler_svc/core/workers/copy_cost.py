@@ -1,12 +1,13 @@
 """Copy cost: the time that a worker takes to copy a block between device and host.
 
-The worker measures its copies separately. While copies cost more than recomputing tokens, none are made or measured.
-But the last measured copy may have been slow by chance. So the worker makes a copy from time to time, after
-increasingly long pauses.
+The worker measures its copies separately. While copying is slower than recomputing tokens, no copies are made or
+measured. Because the last measured copy may have been slow by chance, the worker still makes a copy from time to time,
+after increasingly long pauses.
 """
 
 _RISE, _FALL = 0.2, 0.5
-"""Weights of a new copy that took more, or less, time than expected. A copy may be disturbed."""
+"""Weights of a new copy that was slower or faster than expected. A slow copy counts less, because it may be disturbed.
+"""
 _MOST_CHANGE = 2.0
 """Largest factor between the learned time of a block and a sample of it."""
 _KNOWN = 3

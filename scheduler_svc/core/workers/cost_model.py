@@ -1,4 +1,4 @@
-"""Cost model: how long a step of one worker takes, learned from its answered steps.
+"""Cost model: the time of a step of one worker, learned from its completed steps.
 
 The expected time of a step is a sum: a fixed part, and a part for each decode row, each prompt token, each token of
 context that decode rows read, each copied block and each draft. No part is negative. Every decision that depends on the
@@ -7,13 +7,13 @@ placement and forecasts.
 
 * Fixed part, rows, prompt tokens and context are fitted together by a Kalman filter (`step_line`). The filter also
   gives the uncertainty for steps that were never measured.
-* Before the first steps, the coefficients are those of a typical device. The first step gives the scale.
-* A step that is far from its expected time counts as one at `_MOST_SURPRISE` standard deviations, because most such
-  steps were disturbed. When several follow each other, the speed has changed. Then the coefficients become uncertain
-  again, and follow at once.
-* Copied blocks are measured by the worker on their own (`copy_cost`). Drafts are fitted to the time by which steps with
-  drafts exceed the expected time without them (`draft_cost`). Their steps do not change the other coefficients, so
-  drafts cannot hide their cost there.
+* Initially, the coefficients are those of a typical device, scaled by the time of the first step.
+* Deviations of a step from its expected time are clipped to `_MOST_SURPRISE` standard deviations, because most such
+  steps were disturbed. Several consecutive such steps mean that the speed has changed. The coefficients then become
+  uncertain again and adapt immediately.
+* The worker measures the time of copied blocks separately (`copy_cost`). The cost of drafts is fitted to the difference
+  between steps with drafts and the expected time without drafts (`draft_cost`). Steps with drafts do not change the
+  other coefficients, so that these do not absorb the cost of drafts.
 
 The model depends only on the times of the core's events, so the same events give the same plans. An update is a few
 microseconds of plain arithmetic.
@@ -30,9 +30,8 @@ _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02, 0.1, 0.3
 """Bounds on the assumed relative noise of a step's time, and its initial value."""
 _MOST_SURPRISE = 3.0
 _RISES, _FALLS = 3, 2
-"""Consecutive surprising steps, slower or faster than expected, after which the speed counts as changed.
-
-A step may be disturbed, but no step is faster than the device.
+"""Consecutive surprising steps, slower or faster than expected, after which the speed counts as changed. Fewer fast
+steps suffice, because a disturbance can only slow a step down.
 """
 _MOST_FALL = 0.5
 """A step that is faster than expected by more than this share is a surprise, regardless of the noise."""
@@ -82,14 +81,14 @@ class _Kind:
         """Record the ratio of a step's time to its expected time."""
         distance = ratio - 1.0 if ratio > 1.0 else 1.0 - ratio
         gain = 0.25 if self.count < _EARLY_STEPS else 0.125
-        # A disturbed step counts little more than the others while there are few.
+        # Limit the weight of a disturbed step while only few steps were measured.
         self.deviation += gain * (min(distance, 2.0 * self.deviation + 0.05, 1.0) - self.deviation)
         peak = self.peak * _PEAK_DECAY
         self.peak = ratio if ratio > peak else max(peak, 1.0)
         self.count += 1
 
     def usual(self, distance: float, number: int) -> None:
-        """Record several steps near their expected time; `distance` is their mean distance from it, relative to it."""
+        """Record several steps near their expected time; `distance` is their mean relative distance from it."""
         self.surprises = 0
         self.count += number
         self.deviation += (1.0 - 0.875**number) * (distance - self.deviation)
@@ -183,17 +182,17 @@ class CostModel:
         return seconds + self.draft_cost(rows).added_s(drafts) if drafts else seconds
 
     def uncertainty(self, shape: StepShape) -> float:
-        """Return the standard deviation of the expected time without drafts and without noise, relative to it."""
+        """Return the relative standard deviation of the expected time, without drafts and noise."""
         column = shape[:3]
         expected = self._line.expected_s(column)
         return sqrt(self._line.variance(column)) / expected if expected > 0 else 1.0
 
     def noise(self, shape: StepShape) -> float:
-        """Return the mean relative distance between the times of such steps and the expected time."""
+        """Return the mean relative distance between actual and expected times of such steps."""
         return self._kind(shape).deviation
 
     def bounds(self, shape: StepShape, ceiling: float) -> tuple[float, float, float]:
-        """Return a step's lower bound that nearly all such steps exceed, its expected time, and its hang timeout.
+        """Return a lower bound that nearly all such steps exceed, the expected time, and the timeout for a hang.
 
         Args:
             shape: the step.
@@ -230,8 +229,8 @@ class CostModel:
     def recompute_steps(self, num_tokens: int, num_running: int) -> float:
         """Return the cost of recomputing tokens, in steps of one row.
 
-        Only the part of a step's time that does not depend on the number of rows is lost when a row stays empty for a
-        step, so it is the unit of the cost. Before the first measurement, a preemption costs one step.
+        The unit is the part of a step's time that does not depend on the number of rows, because only this part is lost
+        when a row is empty for a step. Before the first measurement, a preemption costs one step.
 
         Args:
             num_tokens: tokens of the preempted request.
@@ -250,7 +249,7 @@ class CostModel:
         return not self.has_chunks or self._copies.pays(num_blocks, num_tokens * self.prompt_token_s)
 
     def draft_cost(self, num_rows: int) -> DraftCost:
-        """Return the learned cost of drafts in steps with about so many rows."""
+        """Return the learned cost of drafts in steps with about `num_rows` rows."""
         size = num_rows.bit_length()
         found = self.steps_with_drafts.get(size)
         if found is None:
@@ -312,8 +311,8 @@ class CostModel:
     def _decoded(self, rows: int, context: int, expected: float, duration: float) -> None:
         """Record a step that only decodes.
 
-        Consecutive steps with the same number of rows and about the expected time correct the coefficients together,
-        as their mean, because most steps of a busy worker are such steps.
+        Most steps of a busy worker are of this kind. To save time, consecutive steps with the same number of rows and
+        about the expected time correct the coefficients together, by their mean.
         """
         kind, error = self._decodes, duration - expected
         usual = (2.0 * kind.deviation + _LEAST_NOISE) * expected

@@ -1,7 +1,7 @@
 """Draft cost: the time that draft tokens add to a decode step, by approximate number of rows.
 
-The first draft of a step adds more than the others, because proposing, building and verifying it takes host work. So a
-line is fitted to the time by which steps with drafts exceed the expected time without them.
+The first draft of a step adds more than the others, because proposing, building and verifying it takes host work.
+Therefore a line is fitted to the difference between the time of steps with drafts and the expected time without drafts.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ _FloatArray = npt.NDArray[np.float64]
 _RECENT = 9
 """Number of recent steps with drafts that are stored."""
 _SAMPLES = 4
-"""Steps with drafts to measure before their time is known. The first one warms up and is not used."""
+"""Steps with drafts to measure before their time is known. The first step is a warm-up and not used."""
 _MOST_OF_EXPECTED = 2.0
 """Cap on a step's time as a multiple of the expected time. A longer step was disturbed."""
 _MOST_UNKNOWN = 3.0

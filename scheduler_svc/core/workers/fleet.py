@@ -1,14 +1,14 @@
-"""Fleet: which workers may join, the epoch of each worker, and when to declare a worker lost.
+"""Fleet: decides which workers may join, and when a worker is lost; numbers their epochs.
 
 One model is served at a time, so every worker must have the same model fingerprint as the workers that are present.
-Without a worker, live requests decide: a worker must have the model of one of them. After `worker_wait_s` without a
-worker, the next one decides, whatever requests still wait.
+While no worker is present, a worker must have the model of a live request. After `worker_wait_s` without a worker, the
+next worker determines the model, regardless of waiting requests.
 
-After a restart of the core, a worker of another model may connect first. The waiting requests then exclude it, and are
-not lost. Each of them excludes another model only while it waits. The requests of a lost worker return to the queue.
+After a restart of the core, a worker with another model may connect first. It is refused while requests for the earlier
+model wait, so that these requests are not lost. The requests of a lost worker return to the queue.
 
-An epoch is the time from one worker's Hello to its loss. Epochs count up from the scheduler's random incarnation, so no
-message of an earlier scheduler or connection counts as a present one.
+An epoch is the time from one worker's Hello to its loss. Epochs count up from the scheduler's random incarnation, so
+messages from an earlier scheduler or connection are recognised as stale.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -61,14 +61,14 @@ class Fleet:
         self._next_epoch = incarnation
         self._workers: dict[ev.Peer, Worker] = {}
         self._drained: dict[str, None] = {}
-        """Names of lost workers that were drained. A process that reconnects is still drained."""
+        """Names of lost workers that were drained. When such a process reconnects, it is still drained."""
         self.directory = PrefixDirectory()
         self._model: ev.ModelFacts | None = None
         self._max_model_len = 0
         self._block_size = 0
         self._last_time: float | None = None
         self.empty_since: float | None = None
-        """Time since which no worker accepts requests; None while one does, or before the first event."""
+        """Time since which no worker accepts requests; None while a worker does, or before the first event."""
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
@@ -98,7 +98,7 @@ class Fleet:
         return Service(self._is_usable(), self._model, self._max_model_len, self._block_size)
 
     def refusal(self, hello: ev.WorkerHello, *, models_in_use: Collection[str], now: float) -> str | None:
-        """Return why a worker cannot serve here, or None.
+        """Return the reason why a worker is refused, or None.
 
         Args:
             hello: the description of the worker.
@@ -178,7 +178,7 @@ class Fleet:
         )
         was_drained = hello.worker_id in self._drained
         self._drained.pop(hello.worker_id, None)
-        # A new process under the name of a drained worker replaces it and takes requests.
+        # A new process with the name of a drained worker replaces that worker and is not drained.
         worker.draining = was_drained and hello.reason is not ev.HelloReason.STARTED
         if not worker.draining:
             self.empty_since = None
@@ -187,7 +187,8 @@ class Fleet:
     def grammar_failure(self, key: bytes, serves: Callable[[Worker], bool]) -> GrammarFailure | None:
         """Return the reason why no worker that takes requests can use a grammar, or None while one may.
 
-        If one worker reports that the grammar itself is invalid, it fails on all workers that have not compiled it.
+        If a worker reports that the grammar itself is invalid, it counts as failed on all workers that have not
+        compiled it.
 
         Args:
             key: key of the grammar.
@@ -250,7 +251,7 @@ class Fleet:
 
 
 def _contradiction(served: ev.ModelFacts, found: ev.ModelFacts) -> str | None:
-    """Return where a worker's model description contradicts the served one, or None.
+    """Return the difference between a worker's model description and that of the served model, or None.
 
     The fingerprint determines the compared fields. The operator chooses the name, and the longest sequence depends on
     the worker's memory.

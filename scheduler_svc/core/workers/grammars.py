@@ -1,8 +1,8 @@
-"""The grammars that a worker has compiled, or cannot compile.
+"""Grammars that a worker has compiled or cannot compile.
 
 A request with a grammar is planned only on a worker that has reported the grammar as compiled. The scheduler decides
-which compiled grammars a worker keeps: `make_room` returns the ones to drop for the next one. So both sides always
-agree, and a grammar that a running row uses is never dropped.
+which compiled grammars a worker retains: `make_room` returns the grammars to drop. Scheduler and worker therefore
+always agree, and a grammar that a running row uses is never dropped.
 
 A grammar goes through these states, on each worker and in each epoch separately:
 
@@ -21,7 +21,7 @@ from shared.frames import MAX_GRAMMARS
 MAX_ASKED = 8
 """Maximum number of grammars that a worker compiles at a time; the backlog keeps the order of the others."""
 MAX_FAILED = 1024
-"""Maximum number of grammars remembered as failed. The oldest one is dropped and may be asked for again."""
+"""Maximum number of grammars stored as failed. The oldest is dropped, and may then be tried again."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Grammars:
     """Failed grammars, oldest first; at most MAX_FAILED."""
 
     def is_ready(self, key: bytes) -> bool:
-        """Return whether a request with this grammar may be planned; counts as a use of the grammar."""
+        """Return whether a request with this grammar may be planned, and mark the grammar as recently used."""
         if not key or key in self._users:
             return True
         if key in self._unused:
@@ -65,8 +65,8 @@ class Grammars:
     def ask(self, key: bytes) -> bool:
         """Record that the grammar is needed; return whether to send it to the worker.
 
-        False means that the worker is already compiling it, cannot compile it, or has MAX_ASKED others to compile. In
-        the last case the caller asks again after one of them was reported.
+        False means that the worker is already compiling the grammar, cannot compile it, or is compiling MAX_ASKED
+        others. In the last case, the caller asks again after one of them was reported.
         """
         if key in self._asked or key in self._failed or len(self._asked) >= MAX_ASKED:
             return False

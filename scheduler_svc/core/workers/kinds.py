@@ -1,9 +1,9 @@
 """Kinds of workers: which of them can serve a request.
 
-A request goes to a worker that can carry its whole length, while one exists. Without such a worker, it goes to the
-workers with the longest context, if they can carry at least one more token. It then leaves the worker when it has
-filled the context, and continues on a longer worker as soon as there is one. So no response is truncated because its
-worker was smaller than another one.
+A request runs on a worker whose context fits its whole length, if there is one. Otherwise it runs on a worker with the
+longest context, if at least one more token fits. When this context is full, the request leaves the worker and continues
+as soon as a worker with a longer context is available. No response is therefore truncated because its worker has a
+shorter context than another worker.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from scheduler_svc.core.requests.request import Request
 
 LONGEST = 0
-"""Stands for the longest available context, in the scope of requests that no worker can carry completely."""
+"""Stands for the longest available context, in the scope of requests that are too long for every worker."""
 
 
 class Demand(NamedTuple):
@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """The workers that serve a request, if not all do: those that meet the demand with this context length."""
+    """Identifies the workers that can serve a request, if not all can, by demand and context length."""
 
     demand: Demand
     min_model_len: int
@@ -74,7 +74,7 @@ class Kinds:
         return length is not None and self.contains(Scope(demand, length), kind)
 
     def scope(self, request: Request) -> Scope | None:
-        """Return the scope of the request; None if all workers serve it, or none."""
+        """Return the scope of the request; None if all workers or no worker can serve it."""
         demand = _demand(request)
         if request.limit <= self._shortest and demand in self._met_by_all:
             return None
@@ -95,7 +95,7 @@ class Kinds:
         return self._lengths.get(_demand(request), (0,))[-1]
 
     def _min_model_len(self, request: Request, demand: Demand) -> int | None:
-        """Return the shortest context of a worker that serves the request; None if no worker does."""
+        """Return the shortest context of the workers that can serve the request; None if no worker can."""
         lengths = self._lengths.get(demand)
         if lengths is None:
             return None

@@ -1,7 +1,7 @@
 """Plan schedule: when each worker's next plan is due.
 
-A worker with work is due immediately, or just before its current step ends (see `plan_timing`). Finding the due workers
-takes time in proportion to their number, not to the size of the fleet.
+A worker with work is due immediately, or just before its current step ends (see `plan_timing`). The time to find the
+due workers is proportional to their number, not to the size of the fleet.
 """
 
 import heapq
@@ -50,7 +50,7 @@ class PlanSchedule:
 
         Args:
             now: the time, s.
-            for_any: whether requests wait that a worker without work may take, whichever it is.
+            for_any: whether requests wait that any worker without work may take.
             for_each: the workers that may take a request in any case.
         """
         self._advance(now + EARLY_S)

@@ -1,10 +1,9 @@
 """Plan timing: how long after the start of a step to send the next plan.
 
-A plan goes out *just in time*: late enough that arrivals and cancels catch the next step, early enough that the worker
-never waits. `cost_model` gives a lower bound on the step's time.
-
-The right margin depends on the unpredictable load of scheduler, link and machine. So the margin is learned from
-failures. It grows by the time that the worker had to wait, and shrinks slowly otherwise.
+A plan is sent *just in time*: late enough to include recent arrivals and cancellations, and early enough that the
+worker never waits. `cost_model` gives a lower bound on the step's time. The margin before this time depends on the
+unpredictable load of scheduler, link and machine, so it is learned: it increases by the time for which the worker had
+to wait, and otherwise decreases slowly.
 """
 
 LEAD_S = 0.002
@@ -33,8 +32,8 @@ class PlanTiming:
         """
         self._margin += _MARGIN_DECAY * (LEAD_S - self._margin)
         if expected_s > 0 and idle > TOLERATED_IDLE * expected_s:
-            # A margin equal to the step's time sends the next plan immediately. A longer one would only take longer to
-            # shrink.
+            # With a margin equal to the step's time, the next plan is sent immediately. A larger margin would have no
+            # effect and would only take longer to shrink.
             self._margin = max(LEAD_S, min(self._margin + idle, expected_s))
 
     def lead(self, least_s: float) -> float:

@@ -1,19 +1,20 @@
 """Quarantine: finds a request that kills workers by running suspects alone, and ends only that request, with POISON.
 
-A request that crashes a kernel would take down one worker after the other, because the requests of a lost worker
-continue elsewhere. A step during which a worker dies is *fatal* for every request in it. A request in two fatal steps
-becomes a *suspect* and gets a trial: it runs in steps that hold no other request. If it survives its prompt and one
-decode alone, it is cleared.
+A request that crashes a kernel would crash one worker after the other, because the requests of a lost worker continue
+on other workers. A step during which a worker dies is *fatal* for every request in it. A request in two fatal steps
+becomes a *suspect* and gets a trial: it runs in steps without other requests. If the worker survives its prompt and one
+decode, the suspect is cleared.
 
-A death in such a step may still be a coincidence in a fleet that loses workers every minute. Two deaths in succession
-are taken as proof. Only then is the request rejected: after `FATAL_STEPS` fatal steps with others and `FATAL_ALONE`
+In a fleet that loses workers every minute, a single death during a trial may be a coincidence, but two consecutive
+deaths count as proof. A request is therefore rejected after `FATAL_STEPS` fatal steps with others and `FATAL_ALONE`
 alone.
 
 A worker that reconnects because it lost the scheduler did not die. The fatal step is then withdrawn from its requests.
-Before that, a lost connection does not show whether the worker died or the network was partitioned.
+Until the worker reconnects, a death and a network partition look the same.
 
-Workers also die for other reasons. A request with `PROVEN_BY` new tokens since its last fatal step was computed again
-up to that point and beyond. Its count starts over, so a series of unrelated losses makes few suspects.
+Workers also die for other reasons. If a request has `PROVEN_BY` new tokens since its last fatal step, it has survived
+the computation that preceded the loss. Its count then restarts at 0, so that a series of unrelated losses makes few
+suspects.
 """
 
 from scheduler_svc.core.requests.request import Request, RequestState
@@ -35,7 +36,7 @@ REJECTED = (
 
 
 def record_fatal_step(request: Request, *, alone: bool) -> bool:
-    """Record a fatal step of a request that has left its row with every delivered token.
+    """Record a fatal step of a request that has left its row.
 
     Returns:
         True if the request must be rejected.
@@ -65,7 +66,7 @@ def clear_suspect(request: Request) -> None:
 
 
 class Quarantine:
-    """Fatal steps of lost workers. They are withdrawn from their requests if the worker comes back."""
+    """Fatal steps of lost workers. If a worker reconnects, its fatal step is withdrawn from the requests."""
 
     def __init__(self) -> None:
         """Start without lost workers."""

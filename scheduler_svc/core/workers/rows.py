@@ -1,15 +1,15 @@
-"""The running requests of one worker as a struct of arrays.
+"""Row table: the running requests of one worker as a struct of arrays.
 
 The cost of a steady decode step must depend on what changes, not on the number of rows. So all data read in every step
 is in numpy arrays indexed by row. Python objects are used only for rows that arrive, leave or need a new block.
 
-The central array is `length`: the number of tokens that a row has at least *as planned*, that is, when all steps in
-flight have been answered. A decode step of a row writes the KV of its token `length - 1` and adds one token.
+The central array is `length`: the minimum number of tokens that a row will have when the results of all steps in flight
+have arrived. A decode step of a row writes the KV of its token `length - 1` and adds one token.
 
-A step with draft tokens may add more: one for each accepted draft. `drafts` counts the tokens that the steps in flight
-may add in this way, so a row has at most `length + drafts` tokens. A worker verifies no draft without a place in a
-block, so the row also has at most `capacity + 1` tokens. `reach` is the smaller bound. Credit and blocks are compared
-with it. It equals `length` in a table whose worker does not speculate.
+A step with draft tokens may add more: one for each accepted draft. `drafts` counts the tokens that steps in flight may
+add in this way, so a row has at most `length + drafts` tokens. A draft is verified only if a block has space for it, so
+the row also has at most `capacity + 1` tokens. `reach` is the smaller of these two bounds, and is compared with credit
+and blocks. Without speculation, `reach` equals `length`.
 
 Invariants, for rows that are not free:
     num_prompt <= committed <= length <= limit;  0 <= drafts;  0 <= draft_limit
@@ -41,14 +41,16 @@ _LINE = 64
 Addresses a power of two apart map to the same few cache lines, so each table row is one line longer.
 """
 _RECENT = 1024 + _LINE // 4
-"""Places per row for tokens that are not yet in the request's own log."""
+"""Places per row for tokens that were not yet moved to the request."""
 _FLUSH_EVERY = _RECENT // 2
-"""Steps over which every row's tokens are moved to its log. No single step moves all of them."""
+"""Number of steps in which each row's tokens are moved once to its request, so that no step moves the tokens of all
+rows.
+"""
 _ONE_BLOCK = np.array(1, np.intp)
 _ACCEPTANCE_DECAY = np.float32(0.9)
 """Weight of earlier steps in a row's measured acceptance, per step with drafts."""
 _STOPS = 4
-"""Stop tokens per row that are compared as arrays. Requests with more are compared one by one."""
+"""Stop tokens per row that are compared as arrays. Requests with more stop tokens are compared one by one."""
 _NO_TOKEN = -1
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -62,7 +64,7 @@ class RowTable:
         self.block_size = block_size
         self._block = np.array(block_size, np.int32)
         self.requests: list[Request | None] = [None] * max_rows
-        # Pages that no sequence was long enough to touch take no memory.
+        # Memory pages beyond the longest sequence so far are never touched, so they take no memory.
         self._tables = np.zeros((max_rows, max_blocks + _LINE // 8), np.intp)
         self._num_blocks = np.zeros(max_rows, np.intp)
         self.shared = np.zeros(max_rows, np.int32)
@@ -79,7 +81,7 @@ class RowTable:
         self.capacity = np.zeros(max_rows, np.int32)
         self.held = np.zeros(max_rows, np.bool_)
         self.hold_noted = np.zeros(max_rows, np.bool_)
-        """Rows whose request was noted as paused and has received neither credit nor a block since."""
+        """Rows whose request was noted as held out, and has received neither credit nor a block since then."""
         self.draft_limit = np.zeros(max_rows, np.int32)
         """Maximum draft tokens per step for the row; change it with `set_draft_limits`."""
         self.drafts_allowed = False
@@ -295,7 +297,7 @@ class RowTable:
 
     def stopped(self, rows: IndexArray, tokens: Int32Array) -> IndexArray:
         """Return the positions within `rows` at which the token ends the row's request."""
-        # Compare one array at a time: comparing a matrix with a column takes many times as long.
+        # Compare one array at a time, because comparing a matrix with a column takes many times as long.
         hits: BoolArray | None = None
         for stops in self._stops[: self._most_stops]:
             matches = stops[rows] == tokens

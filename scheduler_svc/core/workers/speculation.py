@@ -2,24 +2,24 @@
 
 The worker proposes draft tokens and verifies them in the step that it computes anyway (speculative decoding, Leviathan
 et al., ICML 2023). A row advances by the accepted drafts plus one token. Each draft makes the step longer, so it pays
-only if it is likely enough to be accepted. The acceptance of each row is learned from answered steps: the probability
-that a draft is accepted if those before it were.
+only if it is likely enough to be accepted. The acceptance of each row is learned from completed steps: the probability
+that a draft is accepted if the drafts before it were accepted.
 
 The worker's cost model knows the time of a step without drafts, the time that the first draft of a step adds, and the
 time that each draft adds, by the number of rows. On few rows, a step waits for weights from memory and drafts are
-nearly free. On many rows, a draft costs about as much as any other token. Steps without drafts are measured first, and
-again when their time has become uncertain, because rows have come or gone or the last such step is long ago.
+nearly free. On many rows, a draft costs about as much as any other token. Steps without drafts are measured first. They
+are measured again when their time has become uncertain, because rows have changed or the last measurement is old.
 
-`choose_limits` finds the limits that give the most tokens per second. Limits have few distinct values and change every
-few steps, so that plans remain small differences. Old measurements are dropped, so a row whose drafts were rejected
-gets drafts again later.
+`choose_limits` finds the limits with the most expected tokens per second. Limits have few distinct values and change
+only every few steps, so that plans remain small. Old measurements are dropped, so a row whose drafts were rejected gets
+drafts again later.
 
-The learned values may be wrong. So the *balance* compares each step with the time that its tokens would have taken
-without drafts, in steps. Every step adds `TOLERATED_LOSS`, and at most `_MOST_SAVED` is kept. While the balance is
-negative, all limits are 0. So, over any n decode steps, drafts lose at most `TOLERATED_LOSS` * n + `_MOST_SAVED` steps,
-and the loss of the steps in flight when the balance became negative. The bound is as accurate as the expected time of a
-step without drafts. It excludes steps with prompt chunks and the first steps with drafts for each number of rows, which
-measure their time.
+The learned values may be wrong, so a *balance* limits the loss. It sums up the time that drafts have saved, measured in
+steps. Every step adds `TOLERATED_LOSS`, and the balance is at most `_MOST_SAVED`. While it is negative, all limits are
+0. Over any n decode steps, drafts therefore lose at most `TOLERATED_LOSS` * n + `_MOST_SAVED` steps, plus the loss of
+the steps in flight when the balance became negative. The bound is as accurate as the expected time of a step without
+drafts. It excludes steps with prompt chunks and the first steps with drafts for each number of rows, which measure
+their time.
 
 While all limits are 0, a plan needs no more array operations than without speculation.
 
@@ -43,15 +43,16 @@ IDLE_PERIOD = 32
 TOLERATED_LOSS = 0.01
 """Share of decode step time that drafts may lose."""
 _MOST_SAVED = 4.0
-"""Maximum balance, in steps without drafts: how much drafts that begin to be rejected may lose of earlier gains."""
+"""Maximum balance, in steps without drafts. When drafts begin to be rejected, they may lose this much of earlier gains.
+"""
 _HALF_LIFE = 90.0
 """Steps after which half of the measured acceptance of a row without drafts is dropped."""
 _PRIOR_HITS, _PRIOR_TRIES = 0.7, 1.0
-"""Initial acceptance of a row, as this many accepted drafts out of this many."""
+"""Initial acceptance of a row: accepted drafts, and verified drafts."""
 _LEAST_GAIN = 1.03
-"""Minimum factor on tokens per second that drafts must promise."""
+"""Minimum expected speedup in tokens per second for which drafts are used."""
 _LEAST_ACCEPTANCE = 0.1
-"""Minimum acceptance probability for a draft, however little time it takes."""
+"""Minimum acceptance probability for a draft, even if it takes almost no time."""
 _PLAIN_SAMPLES = 9
 """Number of steps without drafts to measure first."""
 _MEASURED_PART = 0.5

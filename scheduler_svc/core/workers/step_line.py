@@ -1,8 +1,8 @@
 """Step line: a step's time as a linear function of its work, fitted as steps are measured.
 
-A Kalman filter, which is recursive least squares in which every coefficient may drift by `_DRIFT` per step. A
-coefficient whose column does not vary keeps its value. No coefficient is negative. The covariance gives the uncertainty
-for steps that were never measured.
+The coefficients are fitted by a Kalman filter: recursive least squares in which every coefficient may drift by `_DRIFT`
+per step. A coefficient keeps its value while its column does not vary. No coefficient is negative. The covariance
+yields the uncertainty for steps that were never measured.
 """
 
 from math import sqrt
@@ -36,7 +36,7 @@ class StepLine:
         self._covariance = [0.0] * 10
         """Upper triangle, in the order of the coefficients above."""
         self._limits = [0.0] * 4
-        """Variances up to which drift raises the coefficients' variances."""
+        """Upper bounds on the coefficients' variances due to drift."""
         self._floors = [0.0] * 4
         """Minimum values for determining the coefficients' drift."""
 

@@ -1,7 +1,7 @@
 """The scheduler's view of one worker in one epoch: block pool, rows, steps in flight, timing.
 
-A vacated row can be reused immediately, because a plan's leaves come before its admissions. But steps in flight may
-still sample the row. The row's generation identifies the request for such a token. `departed` retains these requests
+A vacated row can be reused immediately, because a plan vacates rows before it admits requests. Steps in flight may
+still sample a token for the former request, which the row's generation identifies. `departed` holds these requests
 until the last such result arrives.
 """
 
@@ -45,7 +45,7 @@ class StepInFlight:
     draft_limits: Int32Array | None
     """Maximum drafts that each of `rows` verifies; None if no row verifies any."""
     prefilled: list[int]
-    """Those of `rows` that sample the first token of this attempt."""
+    """Subset of `rows` that sample the first token of this attempt."""
     pooled: list[tuple[int, int]]
     """(row, generation) of embeddings that this step completes. Their requests have left the rows."""
     shape: StepShape
@@ -105,7 +105,7 @@ class Match(NamedTuple):
     partial: PartialMatch | None = None
     """A block whose beginning the request can copy to its next block."""
     swapped: SwappedKV | None = None
-    """The whole KV, in the worker's host memory. The other fields then do not count."""
+    """The whole KV in the worker's host memory. If it is present, the other fields are ignored."""
     next_key: BlockKey = b""
     """Key of the first missing full block; empty if no further block can be cached."""
 
@@ -177,7 +177,7 @@ class Worker:
     compiling_until: float = 0.0
     trial: Trial | None = None
     suspended_trials: list[Trial] = field(default_factory=list)
-    """Trials of suspects in rows here whose readers have no credit."""
+    """Trials of suspects in this worker's rows that have no credit."""
     trial_due: bool = False
     """Whether a waiting suspect would fit. The next plan then contains it alone, once nothing is in flight."""
     next_row_for_tenant: float = -math.inf
@@ -389,13 +389,16 @@ class Worker:
         return self.rows.requests[row] if self.rows.generation.item(row) == generation else None
 
     def lone_suspect(self) -> Request | None:
-        """Return the suspect if the only step in flight contains it alone. It is then to blame if the worker dies."""
+        """Return the suspect if the only step in flight contains no other request.
+
+        The suspect is then to blame if the worker dies.
+        """
         return self.in_flight[0].solo if len(self.in_flight) == 1 else None
 
     def judge(self) -> None:
         """End the trial of a suspect that has passed or left its row.
 
-        If no trial runs, first resume a suspended one whose reader has credit.
+        If no trial runs, first resume a suspended trial that has credit again.
         """
         rows = self.rows
         if self.trial is None and self.suspended_trials:
@@ -413,7 +416,7 @@ class Worker:
             self.end_trial()
 
     def suspend_trial(self) -> None:
-        """Suspend the trial until the suspect's reader has credit again, because it shows nothing without credit."""
+        """Suspend the trial until the suspect has credit again, because a row without credit computes nothing."""
         assert self.trial is not None
         self.suspended_trials.append(self.trial)
         self.trial = None
@@ -424,7 +427,7 @@ class Worker:
         return rows.requests[row] is trial.request and bool(rows.generation[row] == trial.generation)
 
     def end_trial(self) -> None:
-        """Clear the suspect, which has passed its trial as far as possible, so that it runs with others again."""
+        """Clear the suspect, so that it runs with others again."""
         assert self.trial is not None
         clear_suspect(self.trial.request)
         self.trial = None
