@@ -89,7 +89,7 @@ def _check_keys(where: str, table: dict[str, Any], known: set[str]) -> None:
 
 
 def _number(where: str, value: object) -> float:
-    # A bool is an int in Python; every comparison with NaN is False.
+    # A bool is an int in Python, and every comparison with NaN is False.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ValueError(f"{where}: {value!r} is not a finite number ≥ 0; correct it")
     return value

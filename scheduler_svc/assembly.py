@@ -69,7 +69,7 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
 
 
 def shown_settings(core: CoreConfig) -> dict[str, str]:
-    """Return the core's settings as text, without limits of tenants and classes."""
+    """Return the core's settings as text, without tenant limits and request classes."""
     values = {each.name: getattr(core, each.name) for each in dataclasses.fields(core)}
     shown = {name: value for name, value in values.items() if isinstance(value, str | int | float | bool)}
     shown |= {f"batching.{name}": value for name, value in dataclasses.asdict(core.batching).items()}
@@ -103,7 +103,7 @@ def open_journal(config: SchedulerConfig) -> Journal | None:
 
 
 def open_recorder(config: SchedulerConfig, core: CoreConfig, incarnation: int) -> Recorder | None:
-    """Start the flight recorder; return None if it is off, or if its folder cannot be used, which is logged."""
+    """Start the flight recorder; return None if it is off. Log a warning and return None if its folder is unusable."""
     if config.record_dir in ("", "off"):
         return None
     folders = [Path(config.record_dir)]

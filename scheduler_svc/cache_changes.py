@@ -1,11 +1,12 @@
-"""Changes of the prefix caches of all workers for endpoint pickers: the blocks that were added and removed.
+"""Cache changes: blocks that were added to or removed from the workers' prefix caches, for endpoint pickers.
 
-An endpoint picker routes a request to the service that has most of its prompt in cache. It reads tokens, so this module
-reports blocks of the shared scope only. The prompts of principals and of requests with a scope of their own are never
-reported. A block on several workers counts once.
+An endpoint picker routes a request to the service that has most of its prompt in cache. Events for endpoint pickers
+contain tokens, so this module reports only blocks of the shared scope. Prompts of principals, and of requests with a
+separate scope, are never reported. A block on several workers counts once.
 
-This module does not change the core. `observe` reads a worker's rows after a plan, and `collect` finds blocks that left
-the caches. Both take time in proportion to the changes. `collect` also checks all reported blocks once.
+This module only reads the core. `observe` reads a worker's rows after a plan, and `collect` finds blocks that have left
+the caches. Both take time proportional to the number of changes. In addition, `collect` checks all reported blocks
+once.
 """
 
 from collections import Counter
@@ -46,9 +47,9 @@ class _Cache:
 
     worker: Worker
     rows: dict[int, tuple[Request, int]] = field(default_factory=dict)
-    """By row, its request and the number of its blocks at the last check."""
+    """Request and number of blocks of each row at the last check, by row."""
     keys: dict[int, BlockKey] = field(default_factory=dict)
-    """By block, the key under which it was reported."""
+    """Reported key of each block, by block."""
 
 
 class CacheChanges:
@@ -60,7 +61,7 @@ class CacheChanges:
         """By epoch."""
         self._holders: Counter[BlockKey] = Counter()
         self._stored: dict[BlockKey, Stored] = {}
-        """By key, how the single block was reported, in the order of the reports."""
+        """Report of each block, by key, in the order of the reports."""
         self._changes: list[Change] = []
 
     def observe(self, worker: Worker, admitted: Iterable[int]) -> None:
@@ -108,11 +109,11 @@ class CacheChanges:
         return changes
 
     def present(self) -> Iterator[Change]:
-        """Yield all cached blocks for a reader that connects; parents come first."""
+        """Yield all cached blocks for a new subscriber; parents come first."""
         return iter(self._stored.values())
 
     def _look_at_ended(self, known: _Cache) -> None:
-        """Report the blocks of requests that have left their rows, because a departure publishes the last blocks."""
+        """Report the blocks of requests that have left their rows. Leaving a row publishes the last blocks."""
         requests = known.worker.rows.requests
         for row, (request, seen) in list(known.rows.items()):
             if requests[row] is not request:

@@ -1,8 +1,8 @@
-"""Settings of Python's cyclic garbage collector, which keep it out of the hot path.
+"""Settings that keep Python's cyclic garbage collector out of the hot path.
 
 The scheduler's objects form no cycles (`tests/scheduler_svc/test_collector.py`), so collections free nothing. With the
-default thresholds they would still traverse all live requests every few hundred allocations. Objects that exist after
-the start are therefore frozen, and collections are rare.
+default thresholds, collections would still traverse all live requests after every few hundred allocations. The objects
+that exist after the start are therefore frozen, and the thresholds are raised.
 """
 
 import gc

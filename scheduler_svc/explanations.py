@@ -1,8 +1,8 @@
-"""Operators' questions about a running service's recording: explanations, and comparisons of strategies.
+"""Answers operators' questions about the recording of a running service: explanations and comparisons of strategies.
 
-Reading a recording takes seconds, so a short-lived process of low priority does it (`records.answer`). The process gets
-the question as an argument and writes the reply to a file. The loop only starts the process, and wakes up when it has
-exited. The process is killed when its caller leaves.
+Reading a recording takes seconds, so a short-lived process with low priority reads it (`records.answer`). The process
+gets the question as an argument and writes the reply to a file. The loop only starts the process, and wakes up when it
+has exited. The process is killed when its caller leaves.
 """
 
 import base64
@@ -56,21 +56,21 @@ class _Process:
 
 
 class LiveExplanations:
-    """Questions about one record, which are answered one at a time."""
+    """Questions about one record, processed one at a time."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Create without questions; `folder` is where the record is, or None if there is none."""
+        """Start without questions; `folder` contains the record, or is None if there is no record."""
         self._folder = folder
         self._waiting: deque[_Question] = deque()
         self._process: _Process | None = None
 
     @staticmethod
     def asked(request: link_pb2.OperatorRequest) -> bool:
-        """Return whether an operator requests an explanation or a comparison."""
+        """Return whether the request asks for an explanation or a comparison."""
         return request.HasField("call") and any(request.call.Is(each.DESCRIPTOR) for each in _QUESTIONS)
 
     def ask(self, peer: Peer, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply | None:
-        """Accept a question; return a reply only if it is refused."""
+        """Accept a question; return a reply only if the question is refused."""
         try:
             if self._folder is None:
                 raise UnsupportedMethodError("explain: the scheduler keeps no record; start it with --record-dir")
@@ -120,7 +120,7 @@ class LiveExplanations:
             _kill(process)
 
     def close(self) -> None:
-        """Terminate the process that reads."""
+        """Terminate the reading process."""
         if self._process is not None:
             self._process.child.kill()
             self._process.child.wait()
@@ -129,7 +129,7 @@ class LiveExplanations:
     def _start(self, question: _Question, now: float) -> _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "records.answer", str(self._folder)]
-        # A point in time and not a duration, because on a busy machine the process takes long to load its modules.
+        # Pass a point in time instead of a duration, because loading modules takes long on a busy machine.
         ends_at = time.monotonic() + question.ends_at - now
         command += [base64.b64encode(question.payload).decode(), f"{ends_at:.1f}"]
         exited, alive = os.pipe()
@@ -148,7 +148,7 @@ def _kill(process: _Process) -> None:
 
 
 def _reply(process: _Process) -> link_pb2.OperatorReply:
-    """Return what the exited process has written, or an error if it was killed or has failed."""
+    """Return the reply that the exited process has written, or an error if the process failed or was killed."""
     process.output.seek(0)
     written = process.output.read()
     process.output.close()

@@ -1,10 +1,10 @@
-"""KV events: reports changes of the prefix caches to endpoint pickers, in the form of vLLM's `kv_events`.
+"""KV events: reports changes of the prefix caches to endpoint pickers, in the format of vLLM's `kv_events`.
 
-A publishing socket connects to the endpoint picker's SUB socket. A message has three frames: the topic
-`kv@FRONTEND@MODEL`, a number of 8 bytes that grows by one (big-endian), and a batch in msgpack. Every front end of the
-cell is an endpoint to an endpoint picker, so each gets the same events under its own name. The events start over for a
-new front end, and for all front ends when an endpoint picker subscribes: AllBlocksCleared, then all cached blocks.
-Hashes are the last 8 bytes of the block's key.
+A PUB socket connects to the endpoint picker's SUB socket. A message has three frames: the topic `kv@FRONTEND@MODEL`, a
+sequence number (8 bytes, big-endian), and a batch in msgpack. To an endpoint picker, every front end of the cell is an
+endpoint, so all events are sent under the name of each front end. For a new front end, and for all front ends when an
+endpoint picker subscribes, the events begin with AllBlocksCleared and all cached blocks. Hashes are the last 8 bytes of
+the block's key.
 """
 
 import time
@@ -22,7 +22,7 @@ _HASH_BYTES = 8
 _SUBSCRIBED = b"\x01"
 """First byte of a subscription message."""
 _MAX_QUEUED = 10_000
-"""Maximum number of messages queued for a slow or absent endpoint picker. Later ones are lost, as in vLLM."""
+"""Maximum number of messages queued for a slow or absent endpoint picker. Further messages are lost, as in vLLM."""
 
 
 class KvEvents:
@@ -36,7 +36,7 @@ class KvEvents:
             address: address of the endpoint picker's SUB socket.
         """
         self.changes = CacheChanges()
-        # It reports every subscription, so that an endpoint picker that reconnects gets all blocks.
+        # Report every subscription, so that an endpoint picker gets all blocks after it reconnects.
         self._socket = context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)
@@ -46,7 +46,7 @@ class KvEvents:
         """By front end: the number of its next message."""
 
     def publish(self, model: str, frontends: Iterable[str], epochs: set[int]) -> None:
-        """Send what has changed since the last call.
+        """Send the changes since the last call.
 
         Args:
             model: the served model's name.

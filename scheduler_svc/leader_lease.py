@@ -1,14 +1,13 @@
-"""Leader lease: of several schedulers on one machine that share a file, one leads and the others wait as standbys.
+"""Leader lease: a file through which one of several schedulers on a machine leads, while the others are standbys.
 
-The leader holds an exclusive lock on the file (flock). The kernel releases the lock when the leader's process ends, for
-whatever reason, so two schedulers never lead at once, and no timeout decides. A leader that is stopped (SIGSTOP) or
-hangs keeps its lock until it continues or is killed.
+The leader holds an exclusive lock on the file (flock). The kernel releases the lock when the leader's process exits for
+any reason. Two schedulers therefore never lead at the same time, and no timeout is involved. A leader that is stopped
+(SIGSTOP) or hangs retains its lock until it is killed or exits.
 
-The file names the process of its last leader and the addresses of the service, in a line each. A new leader waits for
-the end of that process, because the kernel releases its other files, such as the lock of the journal, shortly before or
-after the lease. A scheduler with other addresses belongs to another service and is refused.
-
-Each standby holds a shared lock on a second file, by which the leader learns that a standby waits.
+The file has two lines: the process of the last leader, and the addresses of the service. A new leader waits until this
+process has exited, because the kernel may release its other locks, such as the lock on the journal, slightly later than
+the lease. A scheduler with other addresses belongs to another service and is refused. Each standby holds a shared lock
+on a second file, which shows the leader that a standby is waiting.
 """
 
 import fcntl
@@ -70,7 +69,7 @@ class LeaderLease:
         except BlockingIOError:
             self._check_addresses()
             log.info("standby: another scheduler leads", lease=str(self._path))
-            # A lock that blocks the main thread would delay its signal handlers.
+            # Do not block in the main thread while waiting for the lock, because this would delay signal handlers.
             threading.Thread(target=self._wait, name="leader-lease", daemon=True).start()
             fcntl.flock(self._standbys, fcntl.LOCK_SH)
             self._decided.wait()
@@ -87,7 +86,7 @@ class LeaderLease:
         return True
 
     def cancel(self) -> None:
-        """Make `acquire` return False if it waits. May be called from a signal handler."""
+        """Make a waiting `acquire` return False. May be called from a signal handler."""
         self._cancelled = True
         self._decided.set()
 
@@ -102,7 +101,7 @@ class LeaderLease:
         return False
 
     def release(self) -> None:
-        """Let a standby lead after an orderly end of this scheduler, whose sockets and folders are closed."""
+        """Let a standby lead. Call this after the sockets and folders of this scheduler are closed."""
         os.ftruncate(self._file, 0)
         os.close(self._standbys)
         os.close(self._file)

@@ -1,11 +1,11 @@
-"""Live views: the recorded steps, streamed in parts to operators who watch.
+"""Live views: streams of the recorded steps to watching operators, in parts.
 
-The recorder's thread makes the parts; the loop passes them on at its ticks, with the present load. A slow front end
-gets no part. Its steps are counted, and the next part contains the number of dropped steps. Without views, no part is
-made.
+The recorder's thread builds the parts, and the loop forwards them at its ticks together with the current load. If a
+front end is slow, the part is dropped; the next part contains the number of dropped steps. Without views, no parts are
+built.
 
-The queues and the KV blocks belong to the core. So the loop itself takes a bounded snapshot of them twice per second,
-only for views that requested it.
+Queues and KV blocks belong to the core, so the loop takes bounded snapshots of them, twice per second and only for
+views that requested them.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ from shared.errors import (
 MAX_VIEWS = 8
 _TABLES_INTERVAL_S = 0.5
 _SLACK_S = 0.05
-"""Snapshots are taken at ticks, which may come a little early."""
+"""Tolerance for ticks that come early, because snapshots are taken only at ticks, s."""
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class LiveViews:
             for (peer, number), view in self._views.items():
                 response = data
                 if view.dropped:
-                    # Concatenated messages are merged. A number replaces the previous one.
+                    # Protobuf merges concatenated messages, and the last value of a number replaces the earlier values.
                     dropped = part.dropped_steps + view.dropped
                     response += admin.WatchStepsResponse(dropped_steps=dropped).SerializeToString()
                 message = link_pb2.View(number=number, response=response, steps=steps + view.dropped)
@@ -128,7 +128,7 @@ class LiveViews:
         self._publish_tables(now)
 
     def _publish_tables(self, now: float) -> None:
-        """Send a snapshot to the views that requested it, if it is due. The next one replaces a dropped one."""
+        """Send a snapshot to the views that requested it, if it is due. A dropped snapshot is not repeated."""
         if now < self._tables_due - _SLACK_S:
             return
         asking = [key for key, view in self._views.items() if view.tables]
@@ -168,7 +168,7 @@ class LiveViews:
 
 
 def to_tables(tables: Tables, numbers: RequestNumbers, policy: str, now: float) -> admin.SchedulerTables:
-    """Return a snapshot of the core as operators get it.
+    """Convert a snapshot of the core to the message for operators.
 
     Args:
         tables: the snapshot.

@@ -21,7 +21,8 @@ from shared.telemetry import Telemetry
 def run(config: SchedulerConfig) -> int:
     """Run the scheduler until SIGTERM or SIGINT; return the exit code.
 
-    With a leader lease, it is a standby until it holds the lease: it listens on no address and opens no folder.
+    With a leader lease, the scheduler is a standby until it holds the lease. A standby does not listen on any address
+    and does not open any folder.
     """
     configure_logging("quire-scheduler")
     lease: LeaderLease | None = None

@@ -30,9 +30,9 @@ class _WorkerTimes:
     sample_ns: int = 0
     idle_ns: int = 0
     sent: dict[int, float] = field(default_factory=dict)
-    """When the plans in flight were sent, by step."""
+    """Send times of the plans in flight, by step."""
     answered: float = 0.0
-    """When the newest answer arrived."""
+    """Arrival time of the newest result."""
 
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Return the sum of each phase, in ns."""
@@ -45,13 +45,13 @@ class _WorkerTimes:
 
 
 class SchedulerMetrics:
-    """Metrics that the core does not have, and the export of all metrics as families."""
+    """Metrics from outside the core, and the export of all metrics as families."""
 
     def __init__(self, spans_dropped: Callable[[], int] = lambda: 0) -> None:
         self.malformed_frames = 0
         self.workers_joined = 0
         self.workers_lost = 0
-        """Workers lost without a goodbye."""
+        """Workers that were lost without signing off."""
         self.model = ""
         """Name of the served model; "" before a worker has joined."""
         registry = self._registry = Registry()
@@ -76,7 +76,7 @@ class SchedulerMetrics:
         self._of(worker_id).sent[plan.step] = now
 
     def observe_step(self, worker_id: str, step: int, timings: plan_pb2.StepTimings, now: float) -> None:
-        """Add a worker's timings of one step, whose answer arrived at `now`."""
+        """Add a worker's timings of one step, whose result arrived at `now`."""
         times = self._of(worker_id)
         prepare, forward, sample = timings.prepare_ns, timings.forward_ns, timings.sample_ns
         seconds = (prepare + forward + sample) / 1e9

@@ -46,7 +46,7 @@ log = get_logger()
 
 
 class Operator:
-    """Handles operator requests from the core's state. Changes the core through events only."""
+    """Answers operator requests from the core's state. It changes the core only through events."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Operator:
         return admin.CancelRequestResponse(cancelled=len(events))
 
     def _drop(self, identities: tuple[bytes, ...], now: float) -> None:
-        """End resumable requests and drop their logs, as their client asked."""
+        """End resumable requests and drop their logs, as requested by their client."""
         if not any(map(self._core.knows, identities)):
             raise RequestNotFoundError("request_id: no resumable request with this id is running or stored")
         self._apply(ev.RequestsDropped(identities=identities), now)
@@ -163,7 +163,7 @@ def _unpacked(call: AnyMessage) -> Message:
 
 
 def to_worker(worker: WorkerStats) -> admin.Worker:
-    """Return a worker's numbers as operators get them."""
+    """Convert a worker's statistics to the message for operators."""
     return admin.Worker(
         worker_id=worker.worker_id,
         draining=worker.draining,

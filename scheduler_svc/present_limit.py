@@ -1,10 +1,10 @@
-"""The present limit of the service in one sentence: what holds it back now, what would help, and who waits.
+"""Present limit: the current bottleneck of the service in one sentence, with the remedy and the waiting requests.
 
 The module is a pure function of the core's pressure. Like request explanations, it reads the reason that the planner
 noted for each worker, and uses the same remedies.
 
-The majority of waiting requests decides. If more of them wait for their tenant's limit than for a row, the tenant's
-limit is reported.
+The majority of waiting requests determines the limit. For example, if more requests wait for their tenant's limit than
+for a row, the tenant's limit is reported.
 """
 
 import enum
@@ -61,7 +61,7 @@ class Limit:
 
 
 def present_limit(found: Pressure, itl_s: float = 0.0) -> Limit:
-    """Return what holds the service back.
+    """Return the current bottleneck of the service.
 
     Args:
         found: the pressure on the service.
@@ -93,7 +93,7 @@ def _groups(found: Pressure) -> "Counter[WaitReason]":
 
 
 def _queue_kind(found: Pressure) -> LimitKind:
-    """Return what holds back the requests that compete for workers, by majority over the workers."""
+    """Return the most frequent obstacle for competing requests among the workers."""
     open_ones = [each for each in found.workers if not each.draining]
     obstacles = Counter(each.obstacle for each in open_ones if each.obstacle is not None)
     if not obstacles:
@@ -105,7 +105,7 @@ def _queue_kind(found: Pressure) -> LimitKind:
 
 
 def _running_kind(found: Pressure) -> LimitKind:
-    """Return what the running requests spend their time on."""
+    """Return the main activity of the running requests."""
     if not any(each.rows for each in found.workers):
         return LimitKind.NONE if found.waiting else LimitKind.IDLE if found.workers else LimitKind.NO_WORKER
     if _most_starve(found.workers):
@@ -167,7 +167,7 @@ def _words(kind: LimitKind, found: Pressure, itl_s: float) -> tuple[str, str]:
 
 
 def _rows_remedy(rows: int, held: int, total: int) -> str:
-    """Return what helps when all rows are busy; more rows only while they would have memory."""
+    """Return the remedy when all rows are in use. More rows are suggested only if memory for them is available."""
     if total and held > _MUCH_MEMORY * total:
         return "add a worker; more rows would soon lack memory"
     if rows and held:

@@ -1,4 +1,4 @@
-"""Remedies for each limit of the service: the same words in explanations of requests and in the present limit.
+"""Remedies for each limit of the service, used in explanations of requests and in the present limit.
 
 Each text completes "what helps: …" and names settings or actions.
 """
@@ -23,6 +23,6 @@ ALONE = "see the workers' logs: workers died while they computed these requests,
 
 
 def tenant(name: str, setting: str) -> str:
-    """Return what helps a tenant that has reached its limit."""
+    """Return the remedy for a tenant that has reached its limit."""
     whose = f"tenant {name!r}" if name else "the tenant"
     return f"raise {setting} of {whose} in the admission file, or spread its requests over time"

@@ -1,7 +1,7 @@
 """Segments: numbered files of checksummed frames, in a folder that one process has locked.
 
-The journal and the flight record both consist of segments. A frame is written with one call and has a checksum, so a
-reader finds the first incomplete frame of a file. After a failed write, the writer does not continue the file.
+The journal and the flight record both consist of segments. A frame is written with one call and has a checksum, so that
+a reader detects the first incomplete frame of a file. After a failed write, the writer begins a new file.
 """
 
 import errno

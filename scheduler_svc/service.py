@@ -1,8 +1,8 @@
 """Scheduler service: one loop around the core.
 
 Each turn reads all frames that have arrived, advances the core's clock, plans for every worker whose plan is due, and
-sends the results of the turn. Sockets are drained before deadlines are checked, so that results in the socket's buffer
-after a pause do not count as missing. Only the poll blocks.
+sends the results of the turn. Sockets are read before deadlines are checked, so that results which arrived during a
+pause do not count as missing. Only the poll blocks.
 """
 
 import math
@@ -115,7 +115,8 @@ class SchedulerService:
         self._planned_at = 0.0
         """Time of the last planning."""
         self._gone: dict[ev.Peer, str] = {}
-        """Unreachable workers and the reasons; dropped in the next turn, unless their Goodbye is read before."""
+        """Unreachable workers with the reasons. They are dropped in the next turn, unless their Goodbye is read first.
+        """
         self._stopping = False
         self._log_level = ""
         """Log level set by an operator; empty for none."""
@@ -125,7 +126,7 @@ class SchedulerService:
         self._stopping = True
 
     def run(self) -> None:
-        """Serve until `stop`. Then live requests are left to the front ends, or end with SHUTDOWN."""
+        """Serve until `stop`. After that, front ends keep live requests, or the requests end with SHUTDOWN."""
         sockets = (self._workers.socket, self._frontends.socket)
         journal_descriptors: tuple[int, ...] = ()
         if self._journal is not None:
@@ -145,7 +146,7 @@ class SchedulerService:
             self._apply(ev.ShutdownRequested(), now)
         if self._journal is not None:
             self._journal.close()
-        # Send computed tokens to their clients before writing the end of the record.
+        # Send the computed tokens first, because writing the end of the record takes time.
         self._frontends.drain(SHUTDOWN_FLUSH_S)
         if self._recorder is not None:
             self._recorder.close()
@@ -160,7 +161,7 @@ class SchedulerService:
         self._workers.close()
         if self._kv_events is not None:
             self._kv_events.close()
-        # The frames just flushed are still being sent.
+        # ZeroMQ is still sending the frames that were just flushed.
         self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
         if self._allowed is not None:
             self._allowed.close()
@@ -179,7 +180,7 @@ class SchedulerService:
         return self._looked_at + (IDLE_INTERVAL_S if self._core.is_idle else LOOK_INTERVAL_S)
 
     def _turn(self) -> bool:
-        """Run one turn; return whether the next turn must follow at once."""
+        """Run one turn; return whether the next turn must follow immediately."""
         if self._recorder is not None:
             self._recorder.turn(self._core, time.monotonic())
         more = self._take_in(self._workers.socket, self._worker_frame)
@@ -211,7 +212,7 @@ class SchedulerService:
         return more or bool(self._gone)
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
-        if not is_readable(socket):  # cheaper than the exception of an empty receive
+        if not is_readable(socket):  # This check is cheaper than the exception from receiving on an empty socket.
             return False
         started = now = time.monotonic()
         while now - started < RECEIVING_S:
@@ -278,8 +279,8 @@ class SchedulerService:
             try:
                 frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
             except FrameTooLargeError as error:
-                # The core assumes that the plan is executed, so the worker must start over. A request that fails twice
-                # is then planned alone.
+                # The core assumes that the plan is executed, so the worker must begin a new epoch. If the plan was too
+                # large because of a request, this request is planned alone after two failures.
                 log.error("plan not sent: it is too large", worker=self._workers.worker_id(peer), error=str(error))
                 self._workers.try_send(peer, worker_link.UNKNOWN)
                 self._gone[peer] = str(error)
@@ -314,7 +315,7 @@ class SchedulerService:
         self._metrics.workers_lost += worker_id is not None and not orderly
         self._workers.forget(peer, reason, orderly=orderly)
         self._tracing.worker_lost(peer, now)
-        # Another process may use the worker's name by now.
+        # Another process may have taken the worker's name.
         if worker_id is not None and not self._workers.knows(worker_id):
             self._metrics.forget_worker(worker_id)
 

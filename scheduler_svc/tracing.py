@@ -1,12 +1,12 @@
-"""Spans of the scheduler: waits and attempts of each traced request, and a trace per step with such a request.
+"""Spans of the scheduler: waits and attempts of traced requests, and a trace for each step with a traced request.
 
 Request trace (the client's): a `quire.queue` span per wait and a `quire.attempt` span per placement on a worker, with
 `quire.prefill` and `quire.decode` as children. The scheduler records attempts, because a worker that dies does not
 export its spans.
 
-Step trace (its own trace): `quire.step` from plan to answer; the worker continues its traceparent. Steps and
-attempts link to each other. A span has at most 128 links; further links go to continuation spans. Steps are most of
-all spans, so only a share of the steps with a traced request gets a span (`trace_steps`).
+Step trace (its own trace): `quire.step` from plan to answer; the worker continues its traceparent. Steps and attempts
+link to each other. A span has at most 128 links; further links go to continuation spans. Most spans are step spans, so
+only a share of the steps with a traced request gets a span (`trace_steps`).
 
 The spans of a request that was not sampled can be made after its end, from its history (`rebuild`). They have no steps.
 """
@@ -27,7 +27,7 @@ from shared.telemetry import MAX_LINKS, Telemetry, from_traceparent, to_tracepar
 StreamKey = tuple[Peer, int]
 
 _ROUNDING = 1e-9
-"""Tolerance for sums of shares, because ten times 0.1 must reach 1."""
+"""Tolerance for rounding, because ten additions of 0.1 must reach 1."""
 
 
 _OUTCOMES = {
@@ -110,8 +110,8 @@ class SchedulerTracing:
             trace_steps: share of the steps with a traced request that get a span, from 0 to 1.
         """
         self._trace_steps = trace_steps
-        # Each such step adds the share, and a step is traced when the sum reaches 1. Starts at 1, so that the first is
-        # traced.
+        # Each such step adds the share, and a step is traced when the sum reaches 1. The sum starts at 1, so that the
+        # first step is traced.
         self._step_share = 1.0
         self._exports = telemetry.exports
         self._tracer = telemetry.tracer

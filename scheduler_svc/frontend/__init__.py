@@ -1,1 +1,1 @@
-"""The front ends: `link` encodes and decodes their frames, `hub` owns their ZeroMQ ROUTER."""
+"""Connection to the front ends: `link` encodes and decodes frames, `hub` owns the ZeroMQ ROUTER socket."""

@@ -1,7 +1,7 @@
 """Front-end hub: all connected front ends, with their leases, metrics and outgoing messages.
 
-The core never waits for a front end. Frames that a socket does not accept wait in a backlog, in order. A front end is
-lost if it sends nothing until its lease expires, or if it does not read and its backlog exceeds `MAX_BACKLOG`.
+The core never waits for a front end. Frames that the socket does not accept are queued in a backlog. A front end is
+lost if it sends nothing until its lease expires, or if its backlog exceeds `MAX_BACKLOG` because it does not read.
 """
 
 import math
@@ -103,7 +103,7 @@ class FrontendHub:
         send_to(self.socket, peer, message.SerializeToString())
 
     def outgoing(self, peer: ev.Peer) -> Outgoing:
-        """Return this turn's messages for `peer`, or a throw-away object if the front end is disconnected."""
+        """Return the object that collects this turn's messages for `peer`; if `peer` is gone, they are dropped."""
         frontend = self._frontends.get(peer)
         if frontend is None:
             return Outgoing()
@@ -121,7 +121,7 @@ class FrontendHub:
             yield peer.decode(errors="replace").partition("/")[0]
 
     def offer(self, peer: ev.Peer, view: link_pb2.View) -> bool:
-        """Add a part of a live view to the messages for `peer`; return False if the front end does not keep up."""
+        """Add a part of a live view to the messages for `peer`; return False if the front end reads too slowly."""
         frontend = self._frontends.get(peer)
         size = len(view.response)
         if (
@@ -177,7 +177,7 @@ class FrontendHub:
         return [peer for peer, f in self._frontends.items() if now - f.last_heard > self._lease_s]
 
     def forget(self, peer: ev.Peer, reason: str, *, orderly: bool = False) -> None:
-        """Drop a front end; `orderly` if it said Goodbye, which is logged at a lower level."""
+        """Drop a front end. If it has sent Goodbye (`orderly`), the log level is lower."""
         if self._frontends.pop(peer, None) is not None:
             write = partial(log.info, "front end left") if orderly else partial(log.warning, "front end lost")
             write(frontend=peer.decode(errors="replace"), reason=reason)

@@ -1,8 +1,8 @@
-"""Codec of the frames between the scheduler and front ends: bytes to events, effects to bytes.
+"""Codec for frames between the scheduler and front ends: converts bytes to events and effects to bytes.
 
 `Outgoing` collects the messages of one turn for a front end, and encodes them in as few frames as possible. Malformed
-submissions are rejected here with INVALID. The other requests of the frame are not affected. The core receives only
-well-formed requests and checks them against its limits and the model.
+submissions are rejected here with INVALID, without affecting other requests in the frame. The core receives only
+well-formed requests, and checks them against its limits and the model.
 """
 
 from collections.abc import Iterable
@@ -87,7 +87,7 @@ def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
 
 
 def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> Incoming:
-    # Most frames have only submissions, or only credit, so only the fields that are set are read.
+    # Read only the fields that are set, because most frames contain only submissions or only credit.
     parts: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     incoming = Incoming(report=parts.get("report"), snapshot_request=parts.get("snapshot_request", 0))
     events = incoming.events
@@ -132,7 +132,7 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
         MalformedColumnError: a column is malformed.
     """
     spec = read_spec(submission)
-    # Each access to a message field costs a look-up, and a copy if the field is long.
+    # Read each field once, because every access costs a lookup, and a copy if the field is long.
     stream, token_ids, block_keys, block_size = _COLUMNS_OF(submission)
     num_tokens, num_prompt_tokens = len(token_ids) // TOKEN_BYTES, spec.num_prompt_tokens
     if stream > _INT32_MAX:
@@ -151,7 +151,7 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
     num_keys, rest = divmod(len(block_keys), KEY_BYTES)
     if rest or (num_keys and not 0 < num_keys * block_size <= num_tokens):
         raise UnusableSubmissionError("block_keys: not a whole number of keys, or more keys than full blocks")
-    # Includes the tokens that may be generated: a preempted or resumed request is sent again with all its tokens.
+    # Count the tokens that may be generated, because a preempted or resumed request is sent with all of its tokens.
     longest = min(max(num_tokens, num_prompt_tokens + spec.max_tokens), MAX_SERVED_SEQUENCE)
     weight = _OVERHEAD + TOKEN_BYTES * longest + len(block_keys) + size_of(spec)
     if weight > MAX_PART_BYTES:
@@ -259,7 +259,7 @@ class Outgoing:
         self._message.protocol_version = version
 
     def set_snapshot(self, request: int, families: Iterable[link_pb2.MetricFamily]) -> None:
-        """Set the response to a snapshot request, with as many metric families as fit into a frame."""
+        """Set the reply to a snapshot request, with as many metric families as fit into a frame."""
         self._message.snapshot.CopyFrom(link_pb2.Snapshot(request=request, families=fitting(families)))
 
     def add_reply(self, reply: link_pb2.OperatorReply) -> None:
@@ -276,7 +276,7 @@ class Outgoing:
             FrameTooLargeError: a part does not fit into a frame.
         """
         self._message.incarnation = incarnation
-        # Entries from two steps of one stream stay in order, because the reader appends them one by one.
+        # Keep entries from different steps of a stream in order, because the receiver appends them one by one.
         streams, first_indices, tokens = (
             b"".join([to_column(getattr(effect, name)) for effect in self._tokens]) for name in _TOKEN_COLUMNS
         )
@@ -344,7 +344,7 @@ def _is_part(size: int, what: str) -> bool:
 
 
 def error_reply(number: int, error: QuireError) -> link_pb2.OperatorReply:
-    """Return the reply that an operator request has failed."""
+    """Return the reply for a failed operator request."""
     reply = link_pb2.OperatorReply(number=number)
     reply.error.reason, reply.error.message = error.reason, error.message
     if isinstance(error, InvalidRequestError):

@@ -1,8 +1,8 @@
 """Book: the state of the journal, built from its batches: resumable requests and their generated tokens.
 
-The module is pure: batches in, entries out. A batch that does not fit the state does not change its request. Tokens
-that leave a gap are ignored, and so is an end that depends on them. The client then gets fewer tokens, but never wrong
-ones.
+The module is pure: batches in, entries out. A batch that contradicts the state does not change its request. Tokens
+after a gap are ignored, and so is an end that depends on them. The client then gets fewer tokens, but never wrong
+tokens.
 """
 
 from array import array
@@ -31,7 +31,7 @@ class Entry:
     tokens: "array[int]"
     """Prompt and generated tokens."""
     num_prompt_tokens: int
-    """Copy of the submission's field, because it is read for every token."""
+    """Copy of the submission's field for fast access, because every token needs it."""
     scores: list[tuple[int, bytes]] = field(default_factory=list)
     """(index among the generated tokens, log-probabilities); see `add_scores`."""
     score_bytes: int = 0
@@ -85,7 +85,7 @@ class Book:
     """Entries by number, ordered by the time when each was last written completely, oldest first."""
 
     def __init__(self) -> None:
-        # An OrderedDict, because finding the first entry of a dict skips all removed entries before it.
+        # An OrderedDict, because finding the first entry of a dict iterates over all removed entries before it.
         self._entries: OrderedDict[int, Entry] = OrderedDict()
         self._by_identity: dict[bytes, int] = {}
         self.last_ms = 0

@@ -4,12 +4,12 @@ The records of a turn are one frame and one write. `fsync` sets when messages ma
 they are sent after the write, which survives a crash of the processes. With "step" they are sent when `durable` shows
 that the disk has the data, which survives a crash of the machine.
 
-The journal is a sequence of segments. A segment is deleted when no entry was last written as a whole in it or in an
-older one. Compaction makes this happen: if much of the space is stale or the oldest segment is old, each commit writes
-some entries of the oldest segment again. If the live entries exceed the limit, the oldest ones are dropped.
+The journal is a sequence of segments. A segment can be deleted when every entry was later written completely to a newer
+segment. Compaction ensures this: if much of the space is stale or the oldest segment is old, each commit rewrites some
+entries of the oldest segment. If the live entries exceed the limit, the oldest entries are dropped.
 
-A failed write does not end requests: they are served without the journal, as shown in the log and the metrics. From
-time to time the journal tries a new segment, which starts with all live entries.
+After a failed write, requests are served without the journal, which the log and the metrics report. The journal
+periodically tries to write a new segment, which starts with all live entries.
 """
 
 import itertools
@@ -227,7 +227,7 @@ class Journal:
     # ---------------------------------------------------------------- commits
 
     def commit(self) -> None:
-        """Write the effects noted since the last commit, and compact a little. Never raises."""
+        """Write the effects since the last commit, and do a small part of the compaction. Never raises."""
         now_ms = self._clock_ms()
         if self._syncer is not None:
             self._syncer.acknowledge()
@@ -363,14 +363,14 @@ class Journal:
             del self._segments[number]
 
     def _is_wasteful(self) -> bool:
-        """Return whether much of the space is stale."""
+        """Return whether so much of the space is stale that compaction is needed."""
         total = self.num_bytes
         if total <= self._max_bytes // 2:
             return False
         return total - self._book.num_bytes >= self._max_bytes // 4
 
     def _write_again(self, oldest: int, now_ms: int) -> None:
-        """Write some entries of the oldest segment again to the newest one."""
+        """Copy some entries of the oldest segment to the newest segment."""
         batch = journal_pb2.Batch(unix_ms=now_ms)
         size = 0
         for entry in self._book:
@@ -394,7 +394,7 @@ class Journal:
 
 
 def _as_restored(book: Book) -> Book:
-    """Mark all recovered entries as ended, as the core will do."""
+    """Mark all recovered entries as ended, because the core treats them as ended."""
     for entry in book:
         if entry.live:
             entry.live, entry.ended_ms = False, book.last_ms

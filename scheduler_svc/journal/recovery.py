@@ -76,7 +76,7 @@ def to_log(entry: Entry) -> Log | None:
 
 
 def to_event(book: Book, now_ms: int) -> ev.LogsRestored:
-    """Return the event with all requests. Live ones ended with the earlier process and may be resumed."""
+    """Return the event with all requests. Requests that were live in the earlier process may be resumed."""
     aged = []
     for entry in book:
         log = to_log(entry)

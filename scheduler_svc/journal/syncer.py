@@ -1,8 +1,8 @@
 """Syncer: flushes files to the disk (fsync) in its own thread, so that the scheduler's loop does not wait.
 
 All data written before an fsync starts is on the disk when it returns. In each round the thread takes the newest
-position, syncs, and stores that position. Data written meanwhile waits for the next round. This is a group commit: the
-slower the disk, the more data one sync covers.
+position, syncs, and stores that position. Data that is written during a sync waits for the next round (group commit).
+The slower the disk is, the more data each sync covers.
 """
 
 import contextlib
@@ -34,8 +34,9 @@ class Syncer:
         self._ending = False
         self.woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.synced = 0
-        """Position up to which all data is on the disk. Does not advance between a failure and `start_over`, because
-        the kernel reports a lost write only once, and the next fsync of the file succeeds without it."""
+        """Position up to which all data is on the disk. It does not advance between a failure and `start_over`, because
+        the kernel reports a lost write only once and the next fsync of the file succeeds.
+        """
         self.failure: OSError | None = None
         """First error since `start_over`."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -99,7 +100,8 @@ class Syncer:
                 self.failure = self.failure or failure
                 if self.failure is None:
                     self.synced = position
-            with contextlib.suppress(BlockingIOError):  # The pipe is full of pending bytes. Another one is not needed.
+            # The pipe is full, so its reader will wake up without another byte.
+            with contextlib.suppress(BlockingIOError):
                 os.write(self._wake, b"1")
             with self._condition:
                 self._condition.wait_for(lambda: self._ending, self._interval_s)

@@ -29,7 +29,7 @@ class Encoder:
         self._peers: dict[Peer, int] = {}
         self._workers: dict[Peer, WorkerState] = {}
         self._live: dict[tuple[Peer, int], pb.RequestArrived] = {}
-        """Arrivals of live requests, without what only the core keeps: tokens and block keys."""
+        """Arrivals of live requests, without tokens and block keys."""
         self._ns = 0
         self.num_entries = 0
         """Entries since the core began."""
@@ -118,7 +118,7 @@ class Encoder:
         self._give(self._show_load, now)
 
     def _give(self, show: Callable[..., None], *arguments: Any) -> None:
-        """Call a function with the view, if there is one. An error ends the view, so that the recording continues."""
+        """Call a function with the view, if one is open. An error closes the view but not the recording."""
         if self.view is None:
             return
         try:
@@ -285,7 +285,7 @@ class Encoder:
 
     def _step_done(self, message: pb.StepDone, event: ev.StepDone, timings: plan_pb2.StepTimings | None) -> None:
         message.worker = self._peer(event.worker)
-        # An unknown worker has no earlier values to encode differences to.
+        # Results of an unknown worker cannot be encoded as differences.
         worker = self._workers.get(event.worker) or WorkerState(_STRANGER)
         write_answer(message, event, timings, worker, with_tokens=self._with_tokens)
 
@@ -308,7 +308,7 @@ class Encoder:
         if event.total_deadline is not None:
             message.total_deadline = event.total_deadline
         key = (event.frontend, event.stream)
-        if key not in self._live:  # Of a request that is submitted twice, the core keeps the first.
+        if key not in self._live:  # If a request is submitted twice, the core keeps the first submission.
             live = self._live[key] = pb.RequestArrived()
             live.CopyFrom(message)
             live.arrival = now

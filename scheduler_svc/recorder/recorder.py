@@ -1,14 +1,14 @@
 """Recorder: the thread that writes the tape of a core into the ring of segments.
 
-The loop only appends to the tape. The thread wakes twice per second, encodes what is there, and writes one frame, so a
-killed process loses less than a second. When a segment is full, the loop forks a process that has a consistent copy of
-the core's state and writes it out. The thread copies that output into the new segment. A fork takes milliseconds, or
-more if the state is large. After a fork that was too long, segments that begin while requests are live have no
-snapshot. The next segment then begins as soon as the core is idle.
+The loop only appends to the tape. The thread wakes up twice per second, encodes the new items and writes one frame, so
+a killed process loses less than a second. When a segment is full, the loop forks a process, which writes its consistent
+copy of the core's state to a pipe. The thread copies this output into the new segment. A fork takes milliseconds, or
+longer if the state is large. After a fork that took too long, segments that begin while requests are live have no
+snapshot, and a new segment begins as soon as the core is idle.
 
-Recorder failures never affect the service. While writes to disk fail, calls are encoded and discarded, and a new
-segment is tried every minute. If the thread falls too far behind, recording ends until the next start. An error in a
-live view ends the live views, and never the recording.
+Failures of the recorder never affect the service. While writes to the disk fail, calls are encoded and discarded, and
+the recorder tries to begin a new segment every minute. If the thread falls too far behind, recording stops until the
+next start. An error in a live view closes the live views but does not stop the recording.
 """
 
 import contextlib
@@ -49,11 +49,11 @@ _SNAPSHOT_INTERVAL_S = 0.02
 """The same while a snapshot is being copied."""
 _RETRY_S = 60.0
 _MAX_BEHIND = 200_000
-"""Number of items on the tape above which the thread is too slow."""
+"""Maximum number of items on the tape. Above it, the thread is too slow and recording stops."""
 _BATCH_ITEMS = 2_000
 """Maximum number of items per frame. It bounds the frame's size and the time to serialise it."""
 _MAX_FORK_S = 0.02
-"""CPU time of a fork above which forks wait until the core is idle."""
+"""Maximum CPU time of a fork. After a longer fork, the recorder forks only while the core is idle."""
 _MAX_PARTS = 64
 """Maximum number of live view parts that wait for the loop."""
 _PIPE_BYTES = 1 << 20
@@ -74,7 +74,7 @@ class RecorderStats:
     entries: int = 0
     """Entries written."""
     failures: int = 0
-    """Failed writes, and times that the thread fell behind."""
+    """Failed writes, and the number of times that the thread fell behind."""
     snapshots: int = 0
     """Snapshots begun."""
     longest_fork_s: float = 0.0
@@ -125,7 +125,7 @@ class Recorder:
         self._retry_at = 0.0
         self._wants_cut = False
         self._cut_asked = True
-        """Whether a segment is due that has not begun. Only the thread uses it."""
+        """Whether the thread has requested a new segment that has not begun. Only the thread uses it."""
         self._full_at = self._ring.segment_bytes
         """Size of the segment, without its snapshot, at which the next one begins."""
         self._snapshot_pid, self._snapshot_pipe = 0, -1
@@ -177,7 +177,7 @@ class Recorder:
             yield self._parts.popleft()
 
     def close(self) -> None:
-        """Write what is left and stop the thread."""
+        """Write the remaining items and stop the thread."""
         self._ending.set()
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
@@ -233,7 +233,7 @@ class Recorder:
         if self._is_watched is (encoder.view is None) and not (self._is_watched and self.views_failed):
             encoder.view = StepView(self._unix_offset_ns, self.numbers) if self._is_watched else None
             self._parts.clear()
-        # Calls that arrive meanwhile are for the next round, so that a busy loop cannot keep a segment open.
+        # Leave calls that arrive during encoding for the next round, so that a busy loop cannot keep a segment open.
         pending = len(tape)
         while pending:
             items: list[Item] = []
@@ -368,7 +368,7 @@ def _write_snapshot(pipe: int, core: Scheduler, tagger: Tagger, *, with_tokens: 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(_SNAPSHOT_S)
-        # Sockets, and the locks of folders, belong to the parent.
+        # Sockets and folder locks belong to the parent process.
         os.closerange(3, pipe)
         os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 20 else 1 << 20)
         os.nice(10)

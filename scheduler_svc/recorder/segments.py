@@ -22,7 +22,7 @@ _LEVEL = 1
 _MAX_BATCH = 1 << 28
 """Largest batch that a reader decompresses, bytes."""
 _MAX_SEGMENT_BYTES = 8 << 20
-"""Reading 8 MiB takes about 20 s of CPU time, and a comparison of recent minutes reads at least the newest segment."""
+"""Maximum size of a segment. Reading 8 MiB takes about 20 s, and explaining recent requests reads a whole segment."""
 
 
 class UnreadableRecordError(ValueError):
@@ -124,7 +124,7 @@ class Ring:
         return sum(self._sizes.values())
 
     def begin(self, previous: SegmentWriter | None) -> SegmentWriter:
-        """Close the previous segment and create the next; delete the oldest ones so that the ring stays bounded."""
+        """Close the previous segment and create the next; delete the oldest segments beyond the limit."""
         if previous is not None:
             previous.close()
         if self._current is not None and self._current.exists():
@@ -136,7 +136,7 @@ class Ring:
         return SegmentWriter(file)
 
     def make_room(self, num_bytes: int) -> None:
-        """Delete the oldest segments until this many bytes fit in addition to the closed ones."""
+        """Delete the oldest segments until `num_bytes` more bytes fit."""
         while self._sizes and self.num_bytes + num_bytes > self._max_bytes:
             oldest = next(iter(self._sizes))
             oldest.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from scheduler_svc.core.interface.records import EndReason, Peer
 
 _SERVED = frozenset({EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH, EndReason.EMBEDDED})
 _MAX_SAMPLES = 4096
-"""Maximum number of samples per interval. Later ones are missing in its quantiles."""
+"""Maximum number of samples per interval. Further samples are not included in the quantiles."""
 
 Key = tuple[Peer, int]
 

@@ -1,11 +1,11 @@
-"""Snapshot: the state of a core as JSON, from which an equal core can be made.
+"""Snapshot: the state of a core as JSON, from which an equal core can be created.
 
-The state is a graph of plain values and of objects of the core's own classes. Every object is written once, by number,
-so that shared objects stay shared. Only core classes are instantiated, and none of their code runs, so an untrusted
-file is harmless. A snapshot is compatible only with the code that wrote it.
+The state is a graph of plain values and of objects of the core's own classes. Every object is written once and
+referenced by number, so that shared objects stay shared. Loading instantiates only classes of the core without running
+their code, so an untrusted file is harmless. A snapshot is compatible only with the code that wrote it.
 
-Without token ids, everything that came from text is replaced as in the record: token ids and opaque bytes by zeros,
-secrets by tags. Bytes of unknown meaning become zeros.
+If token ids are not recorded, everything derived from text is replaced as in the record: token ids and opaque bytes by
+zeros, and secrets by tags. Bytes of unknown meaning become zeros.
 """
 
 import array
@@ -70,7 +70,7 @@ def dump(core: Scheduler, tagger: Tagger, *, with_tokens: bool) -> bytes:
 
 
 def load(data: bytes, facts: TokenFacts) -> Scheduler:
-    """Return a core with the state of a snapshot, which asks `facts` about tokens.
+    """Return a core with the state of a snapshot. The core uses `facts` for information about tokens.
 
     Raises:
         SnapshotError: the snapshot is incompatible with this code.
@@ -92,7 +92,8 @@ class _Writer:
         self._with_tokens = with_tokens
         self._numbers: dict[int, int] = {}
         self._found: list[tuple[Any, tuple[str, str]]] = []
-        """Objects in order of their numbers, with the class and field that hold them. Keeps them alive."""
+        """Objects in order of their numbers, with the class and field that hold them. The list keeps the objects alive.
+        """
 
     def write(self, core: Scheduler) -> list[Any]:
         nodes = []
@@ -166,7 +167,7 @@ class _Writer:
         if isinstance(value, Scheduler):
             kind = Scheduler
         names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-        # A method of one object that a simulation watches is not part of the state.
+        # Skip methods that a simulation has replaced on an object, because they are not part of the state.
         names += [name for name in getattr(value, "__dict__", {}) if not callable(getattr(kind, name, None))]
         found: list[Any] = [_name(kind)]
         for name in names:

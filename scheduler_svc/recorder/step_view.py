@@ -1,7 +1,7 @@
-"""Live view of the steps, built by the recorder's thread while an operator watches.
+"""Step view: builds the parts of live views in the recorder's thread while an operator watches.
 
-The recorder's encoder knows which request occupies each row, so a view can begin at any time. No code here runs in the
-scheduler's loop, or without watchers.
+The recorder's encoder knows the request in each row, so a view can begin at any time. This code never runs in the
+scheduler's loop, and only while a view is open.
 """
 
 import itertools
@@ -49,7 +49,7 @@ class About:
 
 
 class RequestNumbers:
-    """Numbers that identify requests in all live views of one scheduler. Two threads may use it."""
+    """Numbers that identify requests in all live views of one scheduler. Thread-safe."""
 
     def __init__(self) -> None:
         self._frontends: dict[Peer, int] = {}
@@ -77,9 +77,9 @@ class _Worker:
     end: float = 0.0
     """End of the last step, core time."""
     decodes: tuple[list[int], list[int]] | None = None
-    """Rows that decode and their requests; None if the rows have changed."""
+    """Decode rows and their requests; None if the rows have changed."""
     waiting: tuple[list[int], list[int]] = ([], [])
-    """Paused rows and their requests, valid together with `decodes`."""
+    """Held-out rows and their requests, valid together with `decodes`."""
 
 
 class StepView:

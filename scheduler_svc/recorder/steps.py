@@ -209,5 +209,5 @@ def _add_copies(into: Any, copies: Sequence[BlockCopy]) -> None:
 
 
 def _signed(number: int) -> int:
-    """Return a row or a generation as a signed 32-bit number. A faulty worker may send any 32 bits."""
+    """Return a row or a generation as a signed 32-bit number, because a faulty worker may send any 32 bits."""
     return number - (1 << 32) if number >= 1 << 31 else number

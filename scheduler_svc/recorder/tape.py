@@ -1,7 +1,7 @@
 """Tape: the calls of a core in order, with all facts about token ids.
 
-`RecordedScheduler` is the core with a tape. Recording only appends references: events, plans and effects are never
-changed, so they can be encoded later, in another thread.
+`RecordedScheduler` is a core with a tape. Recording only appends references. Events, plans and effects are never
+modified, so another thread can encode them later.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class Facts:
     partial: Sequence[PartialMatch | None] = ()
     stopped: Sequence[int] = ()
     held: Sequence[int] = ()
-    """For each rare condition that held, the number of failed conditions since the previous one."""
+    """For each rare condition that was true, the number of failed checks since the previous true condition."""
 
 
 class Handled(NamedTuple):
@@ -67,7 +67,7 @@ class Reported(NamedTuple):
 
 
 class Stray(NamedTuple):
-    """Facts outside of a call, because the core tidied up before returning its state."""
+    """Facts from outside a call: the core did deferred work before it returned its state."""
 
     facts: Facts
     now: float
@@ -137,7 +137,7 @@ class FactsTaken(TokenFacts):
 
 
 class Tape:
-    """The calls of one core that are not written yet."""
+    """The calls of one core that have not been written yet."""
 
     def __init__(self) -> None:
         self.facts = FactsTaken()
@@ -197,7 +197,7 @@ class RecordedScheduler(Scheduler):
 
     def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
         if not self.is_due(peer, now):
-            # There is nothing to record, and the next call would tidy up.
+            # Recording is off, and the next call does the deferred work.
             self.tidy()
             return None, []
         plan: Plan | None = None

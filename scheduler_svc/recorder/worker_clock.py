@@ -1,11 +1,11 @@
 """Alignment of a worker's clock with the core's."""
 
 _DRIFT = 2e-5
-"""How much two machines' clocks may drift apart, s per s."""
+"""Maximum drift between the clocks of two machines, s per s."""
 
 
 class WorkerClock:
-    """Alignment of a worker's clock with the core's: bounds on the difference, which every step narrows."""
+    """Alignment of a worker's clock with the core's clock, by bounds on their difference that every step narrows."""
 
     def __init__(self) -> None:
         self._lowest, self._highest = -float("inf"), float("inf")
@@ -30,8 +30,8 @@ class WorkerClock:
             answered: when its result arrived, on the core's clock.
             received: when the worker received the plan, on its clock.
             forward_began: when the forward pass began, on its clock.
-            before_s: how long the worker was busy with the step before the forward pass.
-            busy_s: the same from the beginning of the forward pass on.
+            before_s: time that the worker spent on the step before the forward pass.
+            busy_s: time that the worker spent on the step from the beginning of the forward pass on.
         """
         self.learn(planned, answered, received, forward_began + busy_s)
         start = self.to_core(forward_began - before_s)

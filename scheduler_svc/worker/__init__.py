@@ -1,1 +1,1 @@
-"""The workers: `link` encodes and decodes their frames, `hub` owns their ZeroMQ ROUTER."""
+"""Connection to the workers: `link` encodes and decodes frames, `hub` owns the ZeroMQ ROUTER socket."""

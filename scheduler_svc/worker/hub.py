@@ -1,9 +1,9 @@
 """Worker hub: all connected workers, by routing ID, and their heartbeats.
 
-A ROUTER socket's monitor does not identify the disconnected peer, but a send to that peer fails. The hub therefore
-sends at least a ping to every worker every `PING_INTERVAL_S`, which bounds the delay to detect a lost connection. A
-process that dies keeps its connection until the kernel has freed its memory, so the hub also polls the state of local
-worker processes every `LOOK_INTERVAL_S`. While no request is live, the service does both less often.
+The monitor of a ROUTER socket does not identify a disconnected peer, but sending to this peer fails. The hub therefore
+sends every worker at least a ping every `PING_INTERVAL_S`, so that a lost connection is detected in time. When a
+process dies, its connection is closed only after the kernel has freed its memory. The hub therefore also polls the
+state of local worker processes every `LOOK_INTERVAL_S`. While no request is live, both intervals are longer.
 """
 
 import math
@@ -72,7 +72,7 @@ class WorkerHub:
         return any(worker.worker_id == worker_id for worker in self._workers.values())
 
     def forget(self, peer: ev.Peer, reason: str, *, orderly: bool = False) -> None:
-        """Drop a worker; `orderly` if it said Goodbye, which is logged at a lower level."""
+        """Drop a worker. If it has sent Goodbye (`orderly`), the log level is lower."""
         self._close_watch(peer)
         worker = self._workers.pop(peer, None)
         if worker is not None:
@@ -96,9 +96,9 @@ class WorkerHub:
         send_to(self.socket, peer, frame)
 
     def dying(self) -> list[ev.Peer]:
-        """Poll the worker processes; return workers whose process was also dying at the last poll.
+        """Poll the worker processes; return the workers whose process was also dying at the previous poll.
 
-        By then, every message that such a process sent before it died has arrived.
+        At this time, all messages that such a process sent before it died have arrived.
         """
         found = []
         for peer, worker in self._workers.items():

@@ -1,4 +1,4 @@
-"""Codec of the frames between the scheduler and workers: bytes to events, plans to bytes.
+"""Codec for frames between the scheduler and workers: converts bytes to events and plans to bytes.
 
 A frame that cannot be parsed, or whose columns differ in length, raises `MalformedFrameError`. The service counts these
 errors; the core handles the events.
@@ -85,14 +85,14 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
         FrameTooLargeError: the frame exceeds the limit. Admission bounds the size of plans, so this is a bug.
     """
     frame = plan_pb2.SchedulerMessage(epoch=plan.epoch)
-    # Filled in place, because adding a message to another one copies it.
+    # Fill the submessage in place, because adding a finished message copies it.
     message = frame.plan
     message.step = plan.step
     message.traceparent = step_traceparent
     for admission in plan.admissions:
         traceparent = attempt_traceparents.get((admission.frontend, admission.stream), "")
         _encode_admission(message.admissions.add(), admission, traceparent)
-    # Most columns of most plans are empty, and an unset field costs nothing.
+    # Set only columns with content, because an unset field costs nothing and most columns are empty.
     if len(plan.leaves):
         message.leaves = to_column(plan.leaves)
     if len(plan.append_rows):
@@ -166,7 +166,7 @@ def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, trac
 
 
 def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.StepDone:
-    # Nearly all results have none of these fields; checking each one would double the cost.
+    # Nearly all results have none of these fields, and checking each field would double the cost.
     parts: dict[str, Any] = {field.name: value for field, value in result.ListFields()}
     counts = draft_counts = None
     try:
@@ -220,7 +220,7 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
 def _grammar_failure(report: plan_pb2.GrammarReport) -> ev.GrammarFailure | None:
     if not report.failure and report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED:
         return None
-    # A worker from an earlier release does not send the cause. Other workers may then try.
+    # A worker of an earlier release does not send the cause, so other workers may try the grammar.
     is_invalid = report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_GRAMMAR
     return ev.GrammarFailure(" ".join(report.failure.split())[:500] or "no reason given", is_invalid)
 
