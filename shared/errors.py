@@ -5,7 +5,7 @@ The code that detects the problem raises them, and one place per protocol conver
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,15 @@ class QuireError(Exception):
         super().__init__(message)
         self.message = message
         self.retry_ms = retry_ms
+
+    def without_frames(self) -> Self:
+        """Drop the traceback and the context, and return the error.
+
+        A variable with the error is in a frame of its traceback. That cycle would retain everything in these frames,
+        such as the body of the request, until the next garbage collection.
+        """
+        self.__traceback__ = self.__context__ = self.__cause__ = None
+        return self
 
 
 class InvalidRequestError(QuireError):

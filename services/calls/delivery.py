@@ -79,18 +79,8 @@ class Delivery:
         is_gone, is_complete, is_error = True, False, False
         reference = span_ref(span)
         try:
-            # gRPC waits forever for a client that does not read. While a stream is live, the core handles that, because
-            # no credit returns. After the end, the remaining output has a time limit.
-            async with asyncio.timeout(None) as patience:
-                for stream in streams:
-                    stream.on_end = partial(self._limit, patience, streams)
-                await begin()
-                await self._pass_on(choices, wakeup, patience, send, reference)
-                finished = choices.finished(span)
-                written = time.monotonic()
-                await send(finished)
-                choices.watches[-1].client_s += time.monotonic() - written
-                is_complete = True
+            await self._serve(choices, wakeup, span, send, begin, reference)
+            is_complete = True
         except TimeoutError:
             is_error = True
             raise failure_of(streams) or StalledReaderError(
@@ -102,8 +92,13 @@ class Delivery:
         except Exception:
             is_error = True
             raise
+        except asyncio.CancelledError as cancelled:
+            # The task refers to this error. The frames of its traceback refer to the task, through the timeout, and to
+            # the request, which would live until the next garbage collection.
+            raise cancelled.with_traceback(None) from None
         finally:
             for stream, watch in zip(streams, choices.watches, strict=True):
+                stream.on_end = None  # It refers to the stream.
                 now = time.monotonic()
                 stalled_s = services.link.stalled_s(stream.request.arrival, now)
                 services.link.report_call(watch.report(stream, now, stalled_s))
@@ -114,6 +109,30 @@ class Delivery:
                 output = choices.output(stream, reason, reference)
                 services.metrics.output_ended(output)
                 note_stream(span, stream.number, output)
+
+    async def _serve(
+        self,
+        choices: "Choices",
+        wakeup: Wakeup,
+        span: Span,
+        send: Send,
+        begin: Callable[[], Awaitable[None]],
+        reference: SpanRef | None,
+    ) -> None:
+        """Submit the streams and deliver their output, with a time limit for the reader once all streams have ended.
+
+        gRPC waits forever for a client that does not read. While a stream is live, the core handles that, because no
+        credit returns. After the end, the remaining output has a time limit.
+        """
+        async with asyncio.timeout(None) as patience:
+            for stream in choices.streams:
+                stream.on_end = partial(self._limit, patience, choices.streams)
+            await begin()
+            await self._pass_on(choices, wakeup, patience, send, reference)
+            finished = choices.finished(span)
+            written = time.monotonic()
+            await send(finished)
+            choices.watches[-1].client_s += time.monotonic() - written
 
     def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
         """Limit the time that the reader of an ended request has for its next message."""

@@ -112,7 +112,7 @@ class Batch:
             )
             return
         except QuireError as error:
-            failure = error
+            failure = error.without_frames()
         except asyncio.CancelledError:
             failure = RequestCancelledError("the request was cancelled")
         except Exception as unexpected:

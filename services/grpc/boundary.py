@@ -134,7 +134,7 @@ class Boundary(aio.ServerInterceptor):
                 code = "OK"
                 return response
             except QuireError as error:
-                failure = error
+                failure = error.without_frames()
             except NotImplementedError:
                 failure = UnsupportedMethodError(f"{name}: not supported by this version")
             except Exception as unexpected:

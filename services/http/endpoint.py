@@ -445,7 +445,7 @@ class Endpoints:
         except ClientGoneError:
             raise
         except QuireError as error:
-            failure = error
+            failure = error.without_frames()
         except TimeoutError:
             failure = DeadlineError("the deadline passed before the answer was complete")
         except asyncio.CancelledError:

@@ -148,6 +148,7 @@ class _Protocol(HttpToolsProtocol):
             cycle.message_event.set()
         self._unfinished.clear()
         super().connection_lost(exc)
+        self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
         """Parse received data, at once or when the address may take more time of the event loop."""
