@@ -68,17 +68,21 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the template rejects the conversation or fails on it.
         """
+        fields = {
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        context = self._template.new_context(self._special_tokens | conversation.variables | fields)
         try:
-            text = self._template.render(
-                self._special_tokens | conversation.variables,
-                messages=conversation.messages,
-                tools=conversation.tools,
-                add_generation_prompt=conversation.add_generation_prompt,
-            )
+            text = "".join(self._template.root_render_func(context))
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from None
         except Exception as error:  # A template may run any Python operator: None + str, 1 / 0, …
             raise ChatTemplateError(f"chat template failed with {type(error).__name__}") from None
+        finally:
+            # The template's macros refer to the context: a cycle with the conversation, which is freed late.
+            context.vars.clear()
         return _cut_after_last_message(text, conversation) if conversation.continue_final_message else text
 
 

@@ -24,6 +24,7 @@ from services.text.detokenizer import Detokenizer, detokenizer_factory, token_re
 from shared.config import ConfigError
 from shared.grammars import is_special
 from shared.json_text import describe_json_error
+from shared.memory import return_free_memory
 
 INLINE_CHARACTERS = 512
 """Maximum length of texts that are encoded on the event loop: about 0.25 ms, the cost of a thread under load."""
@@ -33,6 +34,9 @@ MAX_BYTES = 64 << 20
 
 _THREADS = 2
 """Threads for long texts."""
+
+_LARGE_BYTES = 64 << 10
+"""Size of a text from which the memory of its tokenization is returned. Each byte of text takes some 200 bytes."""
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -165,8 +169,15 @@ class TextTokenizer:
             if not work.cancelled():
                 work.exception()  # the caller may have been cancelled
 
+        def run() -> Result:
+            try:
+                return function(*arguments)
+            finally:
+                if size >= _LARGE_BYTES:
+                    return_free_memory()
+
         # A cancelled call counts until its thread has finished with the text.
-        work = asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        work = asyncio.get_running_loop().run_in_executor(self._pool, run)
         work.add_done_callback(ended)
         return await asyncio.shield(work)
 

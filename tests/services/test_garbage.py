@@ -30,9 +30,11 @@ def _post(status: int, path: str, body: dict[str, Any], **headers: str) -> Call:
 
 async def _leave(stack: Stack) -> None:
     before = len(stack.core.cancelled)
-    async with httpx.AsyncClient(base_url=stack.http.base_url) as client:
-        async with client.stream("POST", CHAT, json={**LONG, "stream": True}) as response:
-            await anext(response.aiter_bytes())
+    async with (
+        httpx.AsyncClient(base_url=stack.http.base_url) as client,
+        client.stream("POST", CHAT, json={**LONG, "stream": True}) as response,
+    ):
+        await anext(response.aiter_bytes())
     await stack.core.saw(lambda core: len(core.cancelled) > before)
 
 

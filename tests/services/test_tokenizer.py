@@ -1,9 +1,13 @@
 """Loading a model's tokenizer, encoding off the loop, and chat templates in their sandbox."""
 
 import asyncio
+import gc
 import itertools
 import json
+import subprocess
+import sys
 import time
+import weakref
 from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
@@ -12,7 +16,7 @@ import pytest
 
 from quire.v1 import generation_pb2 as v1
 from services.access.principals import CURRENT, Principal
-from services.text.chat import chat_size, template_input
+from services.text.chat import TemplateInput, chat_size, template_input
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.tokenizer import INLINE_CHARACTERS, load_tokenizer
 from shared.config import ConfigError
@@ -192,6 +196,60 @@ def test_a_final_message_can_be_continued() -> None:
     )
 
     assert ChatTemplate(source, {}).render(template_input(chat)) == "<user>Hi</s><assistant>Hello,"
+
+
+def test_a_rendered_conversation_is_freed_at_once() -> None:
+    """Macros make cycles, which would retain megabytes of messages until the next garbage collection."""
+
+    class Messages(list[dict[str, str]]):
+        """A list with weak references."""
+
+    source = "{% macro show(m) %}{{ m.content }}{{ eos }}{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}"
+    template, messages = ChatTemplate(source, {}), Messages([{"role": "user", "content": "Hi"}])
+    conversation = TemplateInput(
+        messages=messages, variables={}, add_generation_prompt=True, continue_final_message=False
+    )
+    freed = weakref.ref(messages)
+    gc.disable()
+    try:
+        assert template.render(conversation) == "Hi"
+        del conversation, messages
+
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+TOKENIZE_AND_PRINT_GROWTH = """
+import asyncio
+import resource
+import sys
+from pathlib import Path
+from services.text.tokenizer import load_tokenizer
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+async def main():
+    tokenizer = load_tokenizer(Path(sys.argv[1]))
+    await tokenizer.encode("x " * 1000)
+    before = resident()
+    await tokenizer.encode("some words " * 200_000)
+    print(resident() - before)
+
+asyncio.run(main())
+"""
+
+
+def test_the_memory_of_a_long_text_is_returned(tmp_path: Path) -> None:
+    """Tokens of a text of 2 MB take some 400 MB in small blocks. The last 64 MB of a thread's heap may remain."""
+    model = write_model(tmp_path, byte_level())
+
+    command = [sys.executable, "-c", TOKENIZE_AND_PRINT_GROWTH, str(model)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+
+    assert int(result.stdout) < 96 << 20
 
 
 @pytest.mark.parametrize(
