@@ -1,4 +1,4 @@
-"""Front end: gRPC and HTTP servers that tokenise requests, pass them to the scheduler core and stream text back.
+"""Front end: gRPC and HTTP servers that tokenise requests, send them to the scheduler and stream text to clients.
 
 Read the packages in this order; each imports only those before it:
 
@@ -11,14 +11,14 @@ Read the packages in this order; each imports only those before it:
 * `requests` – one request: checked fields, scheduling options, prompts as token ids.
 * `streams` – one stream between the core and its reader, without I/O.
 * `link` – the socket to the core and its protocol.
-* `calls` – calls, independent of their protocol: generate, embed, resume, tokenise; its span; delivery to a reader.
+* `calls` – protocol-independent calls (generate, embed, resume, tokenise), their spans, and delivery to the client.
 * `grpc` – the gRPC services.
 * `http` – OpenAI's API, probes and metrics over HTTP.
 * `frontend` – the process around all of this: start and shutdown.
 
-One request passes them as follows: `grpc.boundary` (bytes to message) → `grpc.generation` → `calls.generation` →
-`requests.validation` → `requests.prompts` → `streams.stream` → `link.core_link` → the core. Its tokens come back
-through `link.core_link` → `streams.stream` → `calls.delivery` → `grpc.generation` → the client.
+A request passes these modules: `grpc.boundary` (bytes to message) → `grpc.generation` → `calls.generation` →
+`requests.validation` → `requests.prompts` → `streams.stream` → `link.core_link` → the core. Its tokens return through
+`link.core_link` → `streams.stream` → `calls.delivery` → `grpc.generation` → the client.
 
 The front end imports neither torch nor transformers.
 """

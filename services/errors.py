@@ -1,6 +1,7 @@
-"""Maps errors to google.rpc.Status with ErrorInfo, BadRequest and RetryInfo, and the core's end reasons to errors.
+"""Maps errors to google.rpc.Status (with ErrorInfo, BadRequest, RetryInfo), and the core's end reasons to errors.
 
-Both mappings are only here. `grpc.boundary` applies the first one to every call; `http.errors` maps errors to HTTP.
+Both mappings exist only here. `grpc.boundary` applies the first mapping to every call; `http.errors` maps errors to
+HTTP.
 """
 
 import grpc
@@ -110,7 +111,7 @@ def error_of(end: link_pb2.StreamEnd) -> QuireError:
 
 
 def operator_error(error: link_pb2.OperatorError) -> QuireError:
-    """Return the error that the core sent to an operator in place of a result."""
+    """Convert the core's error reply to an operator request into an exception."""
     if error.field:
         return InvalidRequestError(FieldViolation(error.field, error.message))
     return _OPERATOR_ERRORS.get(error.reason, QuireError)(error.message)

@@ -1,7 +1,7 @@
 """Front-end process: gRPC and HTTP listeners, the link to the core, start and shutdown.
 
-Start: tokenizer, listeners, link. The core need not be running: the process listens at once and is not ready until a
-worker is available. Shutdown, on SIGTERM or SIGINT: report not ready → reject new calls → let live streams finish
+Start: tokenizer, listeners, link. The core need not be running: the process listens immediately, but is not ready until
+a worker is available. Shutdown, on SIGTERM or SIGINT: report not ready → reject new calls → let live streams finish
 within the grace period, then cancel them → send the last cancellations to the core → export spans → exit 0.
 """
 
@@ -59,7 +59,7 @@ from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 
 _MAX_REQUEST_BYTES = 2 * MAX_TEXT
-"""Maximum size of a gRPC request: 4 MiB of text and the other fields. gRPC rejects larger ones."""
+"""Maximum size of a gRPC request: 4 MiB of text and the other fields. gRPC rejects larger requests."""
 
 _GC_THRESHOLD = 50_000
 """Allocations between two collections of the youngest generation."""
@@ -68,7 +68,7 @@ _FINAL_CANCEL_TIMEOUT_S = 1.0
 _REPORT_EVERY_S = 1.0
 """Interval of load reports, seconds."""
 _BEAT_EVERY_S = 0.5
-"""Interval of the pulse, seconds."""
+"""Interval of the checks for a stalled event loop, s."""
 
 
 class Frontend:
@@ -227,11 +227,12 @@ class Frontend:
             interceptors=[Boundary(self._metrics.rpc_ended, shares, principals, self._reports)],
             options=[
                 ("grpc.so_reuseport", 1),
-                # Detects a client whose machine has died before the core considers its reader stalled.
+                # Pings detect that a client's machine has died earlier than the core detects that the client does not
+                # read.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.ping_timeout_ms", 10_000),
-                # Clients ping the server in the same way while a stream is quiet. gRPC's default is one ping in five
+                # Allow clients to ping the server while a stream is quiet. gRPC's default allows one ping in five
                 # minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
@@ -258,7 +259,7 @@ class Frontend:
 
 
 def _max_connections() -> int:
-    """Return the limit on HTTP connections: half of the file descriptors. gRPC gets half of the rest."""
+    """Return the limit on HTTP connections: half of the file descriptors. gRPC may use a quarter."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(soft // 2, 1)
 
@@ -269,8 +270,8 @@ def run(config: FrontendConfig) -> int:
     return_large_blocks()
     try:
         tokenizer = load_tokenizer(resolve_model(config.model, weights=False), max_bytes=config.max_tokenizing_bytes)
-        # Exclude long-lived objects from garbage collection, and collect rarely. The tens of thousands of short-lived
-        # messages per second form no cycles.
+        # Exclude long-lived objects from GC, and collect rarely, because the tens of thousands of short-lived messages
+        # per second form no cycles.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)

@@ -8,9 +8,9 @@ from shared import metric_names as names
 from shared.metrics import Distribution, Histogram, Registry, SpanRef
 
 MAX_TENANTS = 100
-"""Maximum number of tenants with series of their own, because clients may choose their tenants' names."""
+"""Maximum number of tenants with separate series. A limit is needed because clients may choose tenant names."""
 OTHER_TENANTS = "(other)"
-"""Label of all further tenants together."""
+"""Label for all further tenants."""
 PROVIDER = "quire"
 """Value of `gen_ai.provider.name`."""
 
@@ -48,7 +48,7 @@ class Output:
         return (self.last - self.first) / (self.output_tokens - 1)
 
     def targets(self) -> Iterator[tuple[str, bool]]:
-        """Yield each target and whether it was met, without those of a client that left before them."""
+        """Yield each target and whether it was met, without targets after the client has left."""
         ended = self.reason in ("stop", "length")
         for name, target, reached in (
             ("first_token", self.first_target, self.first),
@@ -117,7 +117,7 @@ class FrontendMetrics:
         silence_s: Callable[[], float],
         restarts: Callable[[], int],
     ) -> None:
-        """Report what this front end knows about the scheduler, so that a silent scheduler also has metrics."""
+        """Export the front end's view of the scheduler, so that metrics exist even if the scheduler sends nothing."""
         self._registry.computed(names.SCHEDULER_CONNECTED, connected)
         self._registry.computed(names.SCHEDULER_READY, ready)
         self._registry.computed(names.SCHEDULER_SILENCE, silence_s)
@@ -146,12 +146,12 @@ class FrontendMetrics:
         self.of(names.HTTP_DURATION).labels(*labels).observe(seconds)
 
     def request_ended(self, operation: str, model: str, error_type: str, seconds: float, span: SpanRef | None) -> None:
-        """Count one request for a model, whatever its protocol."""
+        """Count one request for a model, for all protocols."""
         labels = (operation, PROVIDER, model, error_type)
         self.of(names.REQUEST_DURATION).labels(*labels).observe(seconds, span=span)
 
     def prompt_submitted(self, model: str, tenant: str, count: int) -> None:
-        """Count the prompt tokens of one call, whatever its number of choices."""
+        """Count the prompt tokens of one call once for all of its choices."""
         self._prompt_tokens.add(count, model)
         self._tenant_tokens.add(count, self._tenant(tenant), "prompt")
 
@@ -193,7 +193,7 @@ class FrontendMetrics:
         return self._registry.families(frontend=self._frontend_id)
 
     def own_families(self) -> list[link_pb2.MetricFamily]:
-        """Return the current values without the front end's name, which the resource of an OTLP export has."""
+        """Return the current values without the front end's name, because an OTLP export has it in the resource."""
         return self._registry.families()
 
     def _tenant(self, name: str) -> str:

@@ -1,8 +1,8 @@
-"""Tail rule: traces of slow and failed calls that head sampling did not choose.
+"""Tail rule: exports traces of slow and failed calls that head sampling did not select.
 
-A `TailSpan` stands for the span of such a call and only stores values. At the end of the call, `TailRule` decides. If
-it selects the call, the spans are created with their recorded times. The scheduler does the same for the call's
-streams, from its histories of ended requests. A fast call costs a few small objects.
+During an unsampled call, a `TailSpan` only stores values, which is cheap. At the end of the call, `TailRule` decides
+whether to export the call. If so, the spans are created with the stored times, and the scheduler creates the spans of
+the call's streams from its histories of ended requests.
 
 The rule selects a call if
 
@@ -10,7 +10,7 @@ The rule selects a call if
 * it missed a target of its own;
 * its time to the first token, or its mean time per further token, was above the 99th percentile of recent calls.
 
-The rate of taken calls is limited, because most calls may fail during an incident.
+The rate of selected calls is limited, because most calls may fail during an incident.
 """
 
 import time
@@ -32,9 +32,9 @@ MIN_VALUES = 100
 RENEW_EVERY = 50
 """Number of values after which the percentile is recomputed."""
 PER_S = 5.0
-"""Calls taken per second in the long run, for each front end."""
+"""Maximum long-term rate of selected calls in one front end, 1/s."""
 BURST = 10
-"""Calls taken at once."""
+"""Maximum number of calls selected in a burst."""
 MAX_STREAMS = 4
 """Number of streams of a call whose spans are rebuilt."""
 MAX_PARTS = 32
@@ -50,7 +50,7 @@ class Recent:
         self._limit = float("inf")
 
     def exceeds(self, value: float) -> bool:
-        """Return whether a value is above the percentile of those before it, and add it."""
+        """Return whether a value is above the percentile of the earlier values, and add the value."""
         is_above = value > self._limit
         self._values.append(value)
         self._num_new += 1
@@ -69,7 +69,7 @@ class TailRule:
         self._refilled_at = 0.0
 
     def reason(self, outputs: Iterable[Output], *, is_failed: bool, now: float) -> str:
-        """Return why a call is taken: "failed", "target" or "slow"; "" if it is not.
+        """Return the reason why a call is selected: "failed", "target" or "slow"; "" if it is not selected.
 
         Args:
             outputs: the outputs of the call.
@@ -93,7 +93,7 @@ class TailRule:
 
 
 class TailSpan(NonRecordingSpan):
-    """Span of a call that is exported only if the tail rule takes the call."""
+    """Span of a call that is exported only if the tail rule selects the call."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class TailSpan(NonRecordingSpan):
 
 
 class TailTracing:
-    """The tail rule with what it needs of a front end."""
+    """The tail rule of a front end, with the tracer and the connection to the scheduler."""
 
     def __init__(self, tracer: Tracer, ids: ReusableIds, report: Callable[[int, str], None]) -> None:
         """Start with no recent calls.
@@ -209,7 +209,7 @@ def part_span(tracer: Tracer, name: str) -> Iterator[Span]:
 
 
 def note_stream(span: Span, number: int, output: Output | None = None) -> None:
-    """Record a call's stream, whose number is 0 if it was not submitted, and its outcome, for the tail rule."""
+    """Record a stream of a call and its outcome for the tail rule; `number` is 0 if it was not submitted."""
     if isinstance(span, TailSpan):
         if number:
             span.streams.append(number)

@@ -13,12 +13,13 @@ random. `quire keys token` generates a token.
     [anonymous]                            # serve callers without a known token or certificate, too
     tenants = ["*"]
 
-The file is read again when it changes; if that fails, the previous principals stay valid. Without a file every caller
-is `anonymous`: it may act for every tenant, and it is an operator if only this machine can connect. With a file, other
-callers are refused, or served with the permissions in the table `[anonymous]`, but never as operators.
+The file is reloaded when it changes. If reloading fails, the previous principals remain valid. Without a file, every
+caller is `anonymous` and may act for every tenant. Such callers are operators if only this machine can connect. With a
+file, callers without known credentials are refused, or get the permissions in the table `[anonymous]`, but never those
+of an operator.
 
-API keys are a simpler alternative: a caller that sends one as bearer token has the permissions of `anonymous`, and
-other callers are refused. File and keys may be used together.
+API keys are a simpler alternative: a caller with an API key as bearer token has the permissions of `anonymous`, and
+other callers are refused. A file and API keys can be combined.
 """
 
 import hashlib
@@ -96,7 +97,7 @@ class Principal:
 
 _ANONYMOUS = Principal(ANONYMOUS_NAME)
 CURRENT: ContextVar[Principal] = ContextVar("principal", default=_ANONYMOUS)
-"""Principal of the call that the current task serves. The boundary sets it before any other work."""
+"""Principal of the call that the current task serves. The boundary sets it before the call is processed."""
 
 
 def read_api_keys(variable: str, path: str) -> list[str]:
@@ -198,7 +199,7 @@ class Principals:
             raise UnauthenticatedError("authorization: not a bearer token; send 'authorization: Bearer TOKEN'")
         digest = hashlib.sha256(encoded).digest()
         found = None
-        # Compare with all digests in constant time, so that the duration reveals nothing about them.
+        # Compare with all digests in constant time, so that the duration reveals nothing about the digests.
         for known in self._api_keys:
             if hmac.compare_digest(known, digest):
                 found = self._anonymous

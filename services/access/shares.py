@@ -1,15 +1,14 @@
-"""Shares of a front end's limited resources: how much one principal may hold.
+"""Shares: limits on the part of a front end's resource that one principal may hold.
 
-`Share` is the only owner of such a limit. A principal may hold at most `weight` times the free amount ("dynamic
-thresholds", Choudhury and Hahne, 1998). So one principal may hold most of an idle resource, and several greedy ones
-hold equal parts. Some is always free for principals that hold nothing. No reservations or settings are needed. A
-resource with at most `weight` units is too small to divide, so one principal may hold all of it.
+Each `Share` owns the limit of one resource. A principal may hold at most `weight` times the free amount ("dynamic
+thresholds", Choudhury and Hahne, 1998). A single principal may therefore hold most of an idle resource, while several
+principals with high demand hold equal parts. A part is always free for principals that hold nothing. No reservations or
+settings are needed. A resource with at most `weight` units is too small to divide, so one principal may hold all of it.
 
-`Turns` gives out places to principals in turn. A principal with many waiting tasks delays another principal by at most
+`Turns` grants places to principals in turn, so a principal with many waiting tasks delays another principal by at most
 one task.
 
-Connections are counted, and heads are parsed, before their principals are known. Their shares belong to the clients'
-addresses.
+Connections are counted and heads are parsed before the principal is known, so their shares are per client address.
 """
 
 import asyncio
@@ -25,9 +24,9 @@ from shared.errors import OverloadedError
 from shared.logging import get_logger
 
 SMALL_REQUEST_BYTES = 64 << 10
-"""Maximum size of a request that is parsed and checked at once, in bytes. Larger ones may take a tenth of a second."""
+"""Maximum size of a request that is parsed immediately, bytes. Larger requests may take a tenth of a second."""
 _PAUSE = 8.0
-"""Pause after work that blocks the event loop, in units of its time."""
+"""Ratio of the pause to the preceding work that blocks the event loop."""
 
 Result = TypeVar("Result")
 
@@ -36,7 +35,7 @@ _LOG_EVERY_S = 60.0
 
 
 class Share:
-    """A resource of this process with a total limit and a limit per principal. Used from the event loop only."""
+    """A resource of this process with a total limit and a limit per principal. Not thread-safe."""
 
     def __init__(self, name: str, limit: int, *, weight: int) -> None:
         """Create the resource; nothing is held.
@@ -44,7 +43,7 @@ class Share:
         Args:
             name: for errors, logs and metrics.
             limit: the total, in units of the resource.
-            weight: a principal may hold this many times the free amount.
+            weight: maximum ratio of a principal's amount to the free amount.
         """
         self.name = name
         self.limit = limit
@@ -52,7 +51,7 @@ class Share:
         self._refusals = 0
         self._weight = weight
         self._of: dict[str, int] = {}
-        """Shares in use by principal; principals that hold nothing have no entry."""
+        """Held amount of each principal; principals that hold nothing have no entry."""
         self._logged = -_LOG_EVERY_S
 
     def take(self, principal: str, amount: int = 1) -> bool:
@@ -139,20 +138,20 @@ class Turns:
             if turn.cancelled():
                 self._leave(principal, turn)
             else:
-                self.release()  # The task got the place and was cancelled before it ran.
+                self.release()  # The task was cancelled after it had got the place.
             raise
 
     async def begin_work(self, principal: str) -> None:
-        """Wait for a place to block the event loop.
+        """Wait for permission to block the event loop.
 
-        The place is held until the calling task next waits, and then eight times as long as the task has worked. Other
-        work runs in that pause.
+        The place is held until the calling task waits again, and then for a pause eight times as long as the work.
+        Other tasks run in this pause.
         """
         await self.acquire(principal)
         self.release_after_work()
 
     def release_after_work(self) -> None:
-        """Release a place a pause after the calling task has next waited; see `begin_work`."""
+        """Release the place as described in `begin_work`."""
         loop, began = asyncio.get_running_loop(), time.monotonic()
         loop.call_soon(lambda: loop.call_later(_PAUSE * (time.monotonic() - began), self.release))
 
@@ -183,7 +182,7 @@ class Slices:
 
     SLICE_S = 0.002
     _PAUSE = 3.0
-    """Pause after a slice, in units of its time."""
+    """Ratio of the pause to the duration of the preceding slice."""
 
     def __init__(self) -> None:
         self._turns = Turns()
@@ -211,7 +210,7 @@ class Slices:
 
 
 class Pace:
-    """Event loop time that each address may use: a quarter of the time, and a burst."""
+    """Limits the event loop time of each address to a quarter of the time, after a burst."""
 
     _PART = 0.25
     _BURST_S = 0.05
@@ -221,7 +220,7 @@ class Pace:
         self.num_unparsed = 0
         """Bytes that wait until their address may use more time."""
         self._paid: dict[str, float] = {}
-        """By address, when the time that it used will be paid off."""
+        """Time at which each address has paid off the event loop time that it used, by address."""
         self._many = self._FEW
         """Number of addresses above which those without debt are dropped."""
 
@@ -267,9 +266,9 @@ _MAX_BODY_BYTES = 512 << 20
 _MAX_TRIALS = 64
 _MAX_COSTLY_TRIALS = 16
 MOST = 8
-"""Weight with which a single principal may hold eight ninths of a resource."""
+"""Weight that allows a single principal to hold eight ninths of a resource."""
 _HALF = 1
-"""Weight with which a single principal may hold half of a resource."""
+"""Weight that allows a single principal to hold half of a resource."""
 
 
 def make_shares(max_calls: int, max_connections: int) -> Shares:

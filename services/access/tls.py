@@ -1,9 +1,9 @@
-"""TLS of both listeners: certificates that are reloaded when they change on disk, and names of client certificates.
+"""TLS for both listeners: certificates that are reloaded after changes on disk, and names in client certificates.
 
 The certificates are renewed externally (ACME, cert-manager, an operator). A handshake checks, at most once a second,
-whether the files have changed. If so, new connections use the new certificates; open connections keep theirs. If the
-files do not match each other, for example in the middle of a renewal, the previous certificates stay in use. A log line
-reports the failure, and a later handshake checks again.
+whether the files have changed. If so, new connections use the new certificates, and open connections are not affected.
+If the files do not match each other, for example during a renewal, the previous certificates remain in use, the failure
+is logged, and a later handshake checks again.
 """
 
 import os
@@ -134,7 +134,8 @@ def _load(files: TlsFiles) -> _Loaded:
     client_ca = _content("tls_client_ca", files.client_ca) if files.client_ca else None
     loaded = _Loaded(
         stamp,
-        # The context for HTTP checks that key and certificate match; gRPC would fail only in the handshake.
+        # Create a context for HTTP to check that key and certificate match, because gRPC would fail only in the
+        # handshake.
         http=_http_context(files),
         grpc=grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=client_ca),
     )

@@ -27,7 +27,7 @@ from shared.logging import get_logger
 from shared.metrics import span_ref
 
 _MARKER_TOKENS = 12
-"""Number of tokens at the end of a prompt that are searched for the reasoning marker, which is one token or a few."""
+"""Number of tokens at the end of a prompt that are searched for the reasoning marker, which may have several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Caller:
     """Monotonic time in seconds; None for no deadline."""
 
     def cancel_code(self) -> str:
-        """Return the status code of a cancelled request: the deadline passed, or the client disconnected."""
+        """Return the status code for a cancelled request, depending on whether its deadline has passed."""
         passed = self.deadline is not None and self.deadline <= time.monotonic()
         return "DEADLINE_EXCEEDED" if passed else "CANCELLED"
 

@@ -1,8 +1,8 @@
-"""Delivers the streams of one request to its reader, with flow control.
+"""Delivers the streams of one request to the client, with flow control.
 
-Each protocol provides a `Send`, which writes one message and returns when the message has left. A slow reader is
-therefore noticed in the same way for all protocols. The streams of a request end together: when one fails or the caller
-disconnects, all end.
+Each protocol provides a `Send`, which writes one message and returns when the message has been sent. Slow clients are
+therefore detected in the same way for all protocols. When one stream of a request fails or the caller disconnects, all
+streams of the request end.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from shared.errors import QuireError, StalledReaderError
 from shared.metrics import SpanRef, span_ref
 
 FINAL_WRITE_TIMEOUT_S = 1.0
-"""Time limit for a reader to take the messages before an error, in seconds."""
+"""Maximum time for which a client may take to read the last messages before an error, s."""
 Send = Callable[[v1.GenerateResponse], Awaitable[object]]
-"""Writes a message; returns when the message has left, so that the writer waits for a slow reader."""
+"""Writes a message; returns when the message has been sent, so that the writer waits for a slow client."""
 
 
 def without_output(send: Send) -> Send:
@@ -74,7 +74,7 @@ class Delivery:
         *,
         keep: bool,
     ) -> None:
-        """Call `begin` to submit the streams, then deliver their output; `keep`: the client may resume later."""
+        """Call `begin` to submit the streams, then deliver their output; with `keep`, the client may resume later."""
         services, streams = self._services, choices.streams
         is_gone, is_complete, is_error = True, False, False
         reference = span_ref(span)
@@ -135,7 +135,7 @@ class Delivery:
             choices.watches[-1].client_s += time.monotonic() - written
 
     def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
-        """Limit the time that the reader of an ended request has for its next message."""
+        """Limit the time for which the client of an ended request may take to read its next message."""
         failure = failure_of(streams)
         if failure is None and not all(stream.over for stream in streams):
             return
@@ -181,7 +181,7 @@ class Delivery:
                     latencies.first_token(now - stream.request.arrival, span)
                 watch.last = now
                 if len(batch.token_ids) > 1:
-                    # The reader gets all tokens in a message at the same time.
+                    # All tokens of a message arrive at the client at the same time.
                     gaps.observe(0.0, len(batch.token_ids) - 1)
             if not idle:
                 continue
@@ -219,7 +219,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class Watch:
-    """Times at which output was sent, and time spent in the front end, s; see `quire.link.v1.RequestReport`."""
+    """Send times of the output, and time spent in the front end, s; see `quire.link.v1.RequestReport`."""
 
     detokenise_s: float = 0.0
     client_s: float = 0.0
@@ -227,7 +227,7 @@ class Watch:
     first: float = 0.0
     """Monotonic time when the first token was written; 0 if none was."""
     last: float = 0.0
-    """When the last token was written."""
+    """Monotonic time when the last token was written."""
 
     def sent(self, began: float, written: float, sent: float, ended_at: float) -> None:
         """Count a message by the times when taking it began, when it was written, and when it was sent.
@@ -312,7 +312,7 @@ class Choices:
             choice=stream.request.choice, reason=reason, completion_tokens=end.completion_tokens
         )
         if stream.stop_string is not None:
-            # The core may have ended the stream for another reason before it received the match.
+            # The core may have ended the stream for another reason before it received the stop match.
             finished.reason = v1.FINISH_REASON_STOP
             finished.stop_string = stream.stop_string
             finished.completion_tokens = stream.keep_tokens

@@ -1,8 +1,8 @@
 """Embeddings: one vector per input prompt.
 
-Each prompt is a request to the core that generates nothing. It is queued, computed and preempted like others, and ends
-with its vector. At most `MAX_IN_PROGRESS` prompts of a call are submitted at a time, so that one call does not fill the
-queue. They end together: when one fails or the caller disconnects, all end.
+Each prompt becomes a request to the core that generates no tokens. It is queued, computed and preempted like other
+requests, and its end contains the vector. At most `MAX_IN_PROGRESS` prompts of a call are submitted at a time, so that
+one call does not fill the queue. When one prompt fails or the caller disconnects, all prompts of the call end.
 """
 
 from collections.abc import Iterator, Sequence

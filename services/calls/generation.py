@@ -49,7 +49,7 @@ from shared.request_spec import RequestSpec
 from shared.telemetry import to_traceparent
 
 MAX_CHOICES_AT_ONCE = 8
-"""Maximum number of choices of a request that is submitted without waiting for a turn."""
+"""Maximum number of choices for which a request is submitted without waiting for a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Generator:
             request: the request, into which the model's sampling defaults are filled.
             caller: its caller.
             send: writes a message.
-            begun: called with the request's id before the first message.
+            begun: called with the id of the request before the first message.
             prompt_encoded: called once with the prompt's token ids, before the first message.
             shorten: reduce `max_tokens` to what fits into the context after the prompt, instead of raising an error.
 
@@ -180,7 +180,7 @@ class Generator:
     async def _first_choice(
         self, accepted: _Accepted, prompt: Sequence[int], tokenise_s: float, *, reasons: bool
     ) -> StreamRequest:
-        """Return the request to the core for the first choice; the others differ in few fields.
+        """Return the request to the core for the first choice. The requests for other choices differ in few fields.
 
         Raises:
             QuireError: the prompt does not fit, the grammar is not usable, or the core is not connected.

@@ -1,10 +1,9 @@
-"""ORCA load reports: the load of the service, in responses, for load balancers (`--load-reports`).
+"""ORCA load reports: adds the load of the service to responses, for load balancers (`--load-reports`).
 
 gRPC carries `xds.data.orca.v3.OrcaLoadReport` in the trailer `endpoint-load-metrics-bin`. HTTP carries the same numbers
 in the header `endpoint-load-metrics`, as `TEXT name=value,...` or, if the request's `endpoint-load-metrics-format` says
-so, as `JSON {...}` or in `endpoint-load-metrics-bin`. The names of the numbers are those of vLLM.
-
-The numbers are those of the whole cell, not of one front end, and at most a second old.
+so, as `JSON {...}` or in `endpoint-load-metrics-bin`. The metrics have vLLM's names. They describe the whole cell, not
+one front end, and are at most one second old.
 """
 
 import base64
@@ -57,7 +56,7 @@ class LoadReport:
         return b"".join(parts) + _double(_APPLICATION_UTILIZATION, self.utilization)
 
     def header(self, wanted: str) -> tuple[str, str]:
-        """Return the name and value of the HTTP header in a format: TEXT, JSON or BIN; others count as TEXT."""
+        """Return the name and value of the HTTP header in the format TEXT (the default), JSON or BIN."""
         match wanted.strip().upper():
             case "JSON":
                 report = {"application_utilization": self.utilization, "named_metrics": self.named_metrics()}
@@ -83,7 +82,7 @@ def to_report(families: Iterable[link_pb2.MetricFamily]) -> LoadReport:
 
 
 class LoadReports:
-    """The front end's newest report; none until the scheduler has responded, or if reports are off."""
+    """Holds the front end's newest report. There is none before the scheduler has responded, or if reports are off."""
 
     def __init__(self) -> None:
         """Start without a report."""

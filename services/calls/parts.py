@@ -1,4 +1,4 @@
-"""Events of a parser as parts of public messages."""
+"""Conversion of parser events to parts of public messages."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Resumes requests whose client lost its connection, on any front end and from any token on.
+"""Resumes a request after its client lost the connection, on any front end and at any token.
 
 The core keeps a log of each resumable request: tokens, log-probabilities, finish reason. A front end that resumes a
 request restores its streams from the log, skips the output that the client already has, and resubmits unfinished
@@ -45,7 +45,7 @@ def resume_info(request: v1.GenerateRequest) -> bytes:
         info.chat.tools_json = request.chat.tools_json
         info.chat.tool_choice.CopyFrom(request.chat.tool_choice)
     if request.output.parse and request.HasField("grammar"):
-        info.grammar.json_object = True  # The grammar itself no longer matters.
+        info.grammar.json_object = True  # Only the presence of a grammar matters from here on.
     return info.SerializeToString()
 
 

@@ -1,11 +1,11 @@
-"""Relevance of documents for queries, by one of two methods; the setting `score_method` selects it.
+"""Scores the relevance of documents for queries, with the method that the setting `score_method` selects.
 
 * embedding: the cosine of the embeddings of query and document.
 * yes-no: the model is asked whether the document matches the query. The score is the probability of "yes" relative to
   "no" as the first output token. Qwen3-Reranker is trained for this question.
 
-Every text of the first method and every pair of the second is a request to the core. They end together: when one fails
-or the caller disconnects, all end.
+In the first method, every text is a request to the core; in the second, every pair. When one of these requests fails or
+the caller disconnects, all requests of the call end.
 """
 
 import math
@@ -137,7 +137,7 @@ class Scorer:
             raise _renamed(error, name) from None
         vectors = embedded.vectors.astype(np.float64)
         queries, documents = vectors[: len(request.queries)], vectors[len(request.queries) :]
-        # The vectors have the length 1 in float32 only, so their products may exceed 1.
+        # The vectors have length 1 only up to float32 rounding, so their products may exceed 1.
         lengths = np.linalg.norm(queries, axis=1) * np.linalg.norm(documents, axis=1)
         cosines = np.sum(queries * documents, axis=1) / np.maximum(lengths, np.finfo(np.float64).tiny)
         return Scores(
@@ -185,7 +185,7 @@ class Scorer:
             return scores, response.usage
 
         scores, usage = await answer("", judge.yes, judge.no)
-        # The log-probability of the likelier answer is always present. The other may not be among the top ones.
+        # The log-probability of the more likely word is always present. The other word may not be among the top tokens.
         for token in {judge.yes, judge.no} - scores.keys():
             scores |= (await answer("-other", token))[0]
         difference = scores[judge.no] - scores[judge.yes]

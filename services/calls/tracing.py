@@ -1,12 +1,12 @@
 """Server span of a request, following OpenTelemetry's conventions for RPC, HTTP and generative AI.
 
-The conventions for RPC are those of the release candidate. `OTEL_SEMCONV_STABILITY_OPT_IN` is a list that may contain
+RPC spans follow the release candidate of the conventions. `OTEL_SEMCONV_STABILITY_OPT_IN` is a list that may contain
 `rpc/dup`, which adds the attributes of the earlier conventions, and `gen_ai_latest_experimental`, which adds the
-attributes `gen_ai.*`. They are experimental, so they are not set by default.
+attributes `gen_ai.*`. The latter are experimental and therefore off by default.
 
-The span is a child of the client's W3C traceparent. Its own traceparent goes to the core with the request, so that one
-trace leads from the client to the steps on the device. A call with several requests to the core has one server span
-with a child span for each. Prompts and outputs are never recorded. `services.tail` may still export a call that
+The span is a child of the client's W3C traceparent. The span's traceparent is sent to the core with the request, so
+that one trace leads from the client to the steps on the device. A call with several requests to the core has one server
+span with a child span for each. Prompts and outputs are never recorded. `services.tail` may still export a call that
 was not sampled.
 """
 
@@ -36,7 +36,7 @@ OPT_INS = frozenset(each.strip() for each in os.environ.get("OTEL_SEMCONV_STABIL
 
 _GRPC_CODES = {code.name: code.value[0] for code in grpc.StatusCode}
 _SERVER_FAULTS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
-"""gRPC status codes that make a server span an error. The others are caused by the client."""
+"""gRPC status codes that make a server span an error. The client causes all other codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def request_span(
         context = span.get_span_context()
         span = tail.begin(context, operation.name, operation.kind, operation.attributes, traceparent)
     try:
-        # The text of an unexpected exception may contain anything, so it is not recorded.
+        # Do not record the text of an unexpected exception, because it may contain confidential data.
         with trace.use_span(span, record_exception=False, set_status_on_exception=False):
             yield span
         if operation.success is not None:
@@ -152,7 +152,7 @@ def describe_request(span: Span, request: ValidRequest, *, operation: str, promp
 def describe_answer(
     span: Span, answer: v1.Finished, finish_reasons: Sequence[str], ends: Sequence[link_pb2.StreamEnd]
 ) -> None:
-    """Record the response attributes; `ends` are those of its choices."""
+    """Record the response attributes; `ends` are the ends of the choices."""
     if not span.is_recording():
         return
     usage, timings = answer.usage, answer.timings
@@ -199,7 +199,7 @@ def describe_embedding(span: Span, request_id: str, *, model: str, num_tokens: i
 
 
 def _mark(span: Span, operation: Operation, status: str | int | None, reason: str) -> None:
-    """Record an error. An error of the client is not an error of the server span."""
+    """Record an error. The span itself is marked as an error only if the server caused it."""
     span.set_attribute("error.type", reason)
     if status is not None and operation.status_key:
         _set_status(span, operation, status)

@@ -4,9 +4,10 @@ import asyncio
 
 
 class Wakeup:
-    """Signal from producers to one reader. The reader checks for data first and waits only if there is none.
+    """Signal from producers to one consumer.
 
-    To lose no signal, the reader must not await anything else between that check and awaiting `rung`.
+    The consumer first checks for data and waits only if there is none. It must not await anything between this check
+    and awaiting `rung`; otherwise it may miss a signal.
     """
 
     __slots__ = ("_loop", "_waiting")
@@ -17,7 +18,7 @@ class Wakeup:
         self._waiting: asyncio.Future[None] | None = None
 
     def ring(self) -> None:
-        """Wake the reader if it waits."""
+        """Wake the consumer if it waits."""
         waiting = self._waiting
         if waiting is not None:
             self._waiting = None

@@ -1,8 +1,8 @@
 """Grammar checks: compiles each new grammar on trial before its request is queued.
 
 Compilation runs in a separate process that can be killed (`trial_compiler`): first with a small CPU time limit, then
-again with a five times larger one. The result is cached, including rejections, so that a schema sent with every request
-is compiled once.
+again with a limit five times as large. Results are cached, including rejections, so that a schema which is sent with
+every request is compiled once.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class _Check:
 
     task: "asyncio.Task[bytes | str]"
     principal: str
-    """Principal whose share includes the trial."""
+    """Principal to whose share the trial is charged."""
     num_requests: int = 0
     """Number of requests that wait for it."""
 
@@ -57,7 +57,7 @@ class GrammarChecker:
         Args:
             tokenizer_file: tokenizer.json of the model.
             trials: limits the grammars on trial of each principal.
-            costly_trials: limits those that need a second trial, so that they do not block the others.
+            costly_trials: limits the grammars that need a second trial, so that they do not block other grammars.
         """
         self._trials, self._costly_trials = trials, costly_trials
         self._file = tokenizer_file
@@ -103,7 +103,7 @@ class GrammarChecker:
     async def _checked(self, key: bytes, serialized: bytes, model: link_pb2.ServedModel) -> bytes | str:
         """Wait for the trial of a grammar, shared by all requests with the same grammar.
 
-        When the last waiting request is cancelled, the trial is cancelled too unless it has begun.
+        If all waiting requests are cancelled before the trial has begun, the trial is cancelled too.
         """
         check = self._checks.get(key)
         if check is None:

@@ -1,8 +1,8 @@
 """Client of the process that compiles grammars on trial (`services.grammars.trial_process`).
 
-The first grammar starts the process. It has two lanes, each of which runs one trial at a time. A trial in the first
-lane has a small CPU time limit; a grammar that exceeds it is tried again in the second lane. So cheap grammars never
-wait long behind expensive ones, and no cost estimate is needed.
+The first grammar starts the process. The process has two lanes, each of which runs one trial at a time. Trials in the
+first lane have a small CPU time limit; a grammar that exceeds it is tried again in the second lane. Cheap grammars
+therefore never wait long for expensive grammars, and no cost estimate is needed.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Lane:
     async def run(self, grammar: bytes, cpu_s: float, principal: str) -> Trial:
         """Compile a serialized quire.v1.Grammar within `cpu_s` seconds of CPU time.
 
-        A caller that is cancelled while waiting causes no work.
+        If the caller is cancelled while it waits, no trial is started.
 
         Raises:
             TrialUnavailableError: see the class.
@@ -53,7 +53,8 @@ class Lane:
         await self._turns.acquire(principal)
         work = asyncio.ensure_future(self._exchange(grammar, cpu_s))
         work.add_done_callback(self._ended)
-        return await asyncio.shield(work)  # A cancelled caller must not leave this result to the next one.
+        # Finish the trial even if the caller is cancelled. Otherwise the next caller would receive this result.
+        return await asyncio.shield(work)
 
     async def _exchange(self, grammar: bytes, cpu_s: float) -> Trial:
         try:
@@ -67,7 +68,7 @@ class Lane:
     def _ended(self, work: "asyncio.Future[Trial]") -> None:
         self._turns.release()
         if not work.cancelled():
-            work.exception()  # the caller may have been cancelled
+            work.exception()  # Retrieve the exception, because the caller may have been cancelled.
 
     def close(self) -> None:
         """Close the connection."""

@@ -1,12 +1,12 @@
-"""Process that compiles grammars on trial, so that no grammar can harm the front end.
+"""Process that compiles grammars on trial, so that no grammar can block or crash the front end.
 
 It reads the tokenizer, which takes about 7 µs per token, and then forks one child per lane. A child runs the trials of
 its lane one after the other. A grammar that exceeds its CPU time, overflows the stack or exhausts memory kills the
-child. The parent then answers in its place and forks the next child. All processes end when the front end closes the
-sockets of the lanes, which also happens when it dies.
+child. The parent then sends the result in place of the child and forks the next child. All processes exit when the
+front end closes the sockets of the lanes, or dies.
 
 Frames on a lane, little-endian. Trial: CPU time in seconds (f32), a length (u32) and that many bytes of a serialized
-quire.v1.Grammar. Answer: a verdict (u8), a length (u32) and that many bytes: the serialized quire.plan.v1.Grammar of a
+quire.v1.Grammar. Result: a verdict (u8), a length (u32) and that many bytes: the serialized quire.plan.v1.Grammar of a
 usable grammar, or the reason for its rejection.
 """
 
@@ -79,11 +79,11 @@ def main() -> None:
         lanes[0].sendall(READY)
         _supervise(lanes, tokenizer)
     except ConnectionError:
-        return  # the front end has closed the lanes
+        return  # The front end has closed the lanes.
 
 
 def _supervise(lanes: list[socket.socket], tokenizer: GrammarTokenizer | GrammarError) -> None:
-    """Keep one child per lane alive until all have ended by themselves."""
+    """Keep one child per lane alive until all children have exited normally."""
     busy = mmap.mmap(-1, len(lanes))
     """By lane: 1 while its child has a trial."""
     children = {_fork(lanes, number, busy, tokenizer): number for number in range(len(lanes))}
@@ -109,7 +109,7 @@ def _fork(lanes: list[socket.socket], number: int, busy: mmap.mmap, tokenizer: G
         for other in lanes:
             if other is not lanes[number]:
                 other.close()
-        # Discard stderr: the library reports its own crashes there.
+        # Discard stderr, because the library reports its own crashes there.
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)
         memory = (
             int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * os.sysconf("SC_PAGE_SIZE") + _MEMORY_BYTES

@@ -1,8 +1,8 @@
 """Batches: many generation requests on one bidirectional call, with interleaved responses.
 
-The client gives each request a key, and each response carries that key. Each request runs as under `Generate`. A slow
-reader slows down only its own call. At most `MAX_IN_PROGRESS` requests run at a time; further ones wait in gRPC's
-buffer.
+The client assigns a key to each request, and each response contains this key. Each request runs like a request of
+`Generate`. A client that reads slowly slows down only its own call. At most `MAX_IN_PROGRESS` requests run at a time;
+further requests wait in gRPC's buffer.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Batch:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self, requests: AsyncIterator[v1.GenerateBatchRequest | MalformedRequest]) -> None:
-        """Run all requests. Return when the client has closed its side and every request has been answered.
+        """Run all requests. Return when the client has closed its side and every request has ended.
 
         Raises:
             InvalidRequestError: a message is malformed as a whole; all requests are cancelled.
@@ -80,7 +80,8 @@ class Batch:
         key = request.key
         match request.WhichOneof("action"):
             case "cancel":
-                await asyncio.sleep(0)  # Let a new task start first. A task cancelled before its start sends no end.
+                # Let a new task start first, because a task that is cancelled before its start sends no end.
+                await asyncio.sleep(0)
                 task = self._running.get(key)
                 if task is not None:
                     task.cancel()
@@ -122,12 +123,12 @@ class Batch:
             await self._send(v1.GenerateBatchResponse(key=key, error=to_error(failure)))
 
     async def _send(self, message: v1.GenerateBatchResponse) -> None:
-        # A gRPC write cannot be cancelled: once begun it finishes, even when its request is cancelled.
+        # A gRPC write cannot be cancelled. It finishes even if its request is cancelled.
         writing = asyncio.ensure_future(self._write_alone(message))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            # No task awaits this write any more, and an error only means that the client has disconnected.
+            # No task awaits this write, and an error only means that the client has disconnected.
             writing.add_done_callback(_retrieve_exception)
             raise
 

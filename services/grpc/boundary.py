@@ -3,7 +3,7 @@
 gRPC returns INTERNAL or UNKNOWN, without details, if a request does not parse or a handler raises. Therefore
 `tolerant_parser` yields a `MalformedRequest` instead of raising, and a guard wraps every handler. Only the guard
 authenticates callers, maps errors to statuses, logs unexpected errors and counts calls. It rejects calls beyond a
-principal's share before it does any other work for them.
+principal's share before any other work.
 """
 
 import contextlib
@@ -139,15 +139,14 @@ class Boundary(aio.ServerInterceptor):
                 failure = UnsupportedMethodError(f"{name}: not supported by this version")
             except Exception as unexpected:
                 if context.cancelled():
-                    return None  # A write to a disconnected client fails in several ways.
+                    return None  # Ignore errors, because a write to a disconnected client fails in several ways.
                 failure = InternalError(draw_error_id())
                 get_logger().error("handler failed", method=name, error_id=failure.error_id, exc_info=unexpected)
             finally:
                 code = code or (failure.code if failure else cancel_code(context))
                 error_type = failure.reason if failure else code if code != "OK" else ""
                 self._on_outcome(method.removeprefix("/"), code, error_type, time.monotonic() - began)
-            # The call is over. But gRPC retains it, with its request, until the client has read everything before the
-            # status.
+            # gRPC retains the finished call and its request until the client has read all messages before the status.
             if isinstance(request, Message):
                 request.Clear()
             await context.abort_with_status(to_status(failure))
@@ -175,7 +174,7 @@ def cancel_code(context: Context) -> str:
 
 
 def tolerant_parser(message_type: type[Message]) -> Callable[[bytes], Message | MalformedRequest]:
-    """Return a deserializer that returns a MalformedRequest where the generated one raises."""
+    """Return a deserializer that returns a MalformedRequest where the generated deserializer raises an exception."""
 
     def parse(serialized: bytes) -> Message | MalformedRequest:
         try:

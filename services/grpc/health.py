@@ -24,7 +24,7 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # no stubs
-    """Health service that answers from the last reported state."""
+    """Health service that returns the last reported state."""
 
     def __init__(self) -> None:
         self._ready = False
@@ -65,7 +65,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         """Stream the status of one name whenever it changes."""
         last = None
         while True:
-            # Read all three before the write, because they may change during it.
+            # Read all three values before the write, because they may change during the write.
             changed, stopping = self._changed, self._stopping
             status = self._status(request.service)
             if status is None:

@@ -1,8 +1,8 @@
 """`vllm.grpc.engine.VllmEngine`: the protocol between routers and vLLM's engines, so that a router can use Quire.
 
 The messages come from the package smg-grpc-proto; without it the service is not offered. Generate, Embed, Abort,
-HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer are supported. Transfers of KV cache or media and
-profiling are not, and are rejected.
+HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer are supported. Transfers of KV cache, media and
+profiling are not supported and are rejected.
 """
 
 import asyncio
@@ -59,7 +59,8 @@ class VllmEngine:
         self._folder = resolve_model(services.config.model, weights=False).resolve()
         self._started = time.time()
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Running requests by principal and id. A router uses one connection, hence one process."""
+        """Running requests by principal and id. A router uses one connection and therefore reaches only this process.
+        """
 
     async def Generate(self, request: Any, context: Context) -> None:
         """Generate; send chunks if `stream` is set, and each complete choice at its end."""
@@ -103,7 +104,7 @@ class VllmEngine:
         )
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:
-        """Return whether requests would be served now."""
+        """Return whether requests can be served now."""
         ready = self._services.link.ready
         return pb.HealthCheckResponse(
             healthy=ready, message="ready" if ready else "not ready: no usable worker or no connection to the scheduler"
@@ -113,7 +114,7 @@ class VllmEngine:
         """Return the description of the served model."""
         model = self._services.served_model()
         return pb.GetModelInfoResponse(
-            # A router on this machine reads the tokenizer from this folder; others call GetTokenizer.
+            # A router on this machine reads the tokenizer from this folder. Other routers call GetTokenizer.
             model_path=str(self._folder),
             tokenizer_path=str(self._folder),
             served_model_name=model.name,

@@ -1,15 +1,16 @@
 """HTTP on the front end: OpenAI-compatible API, probes, metrics.
 
 An HTTP request becomes the same `GenerateRequest` that gRPC clients send, and the same `Generator` validates, runs and
-streams it. Nothing here generates, queues or limits. In reading order:
+streams it. This package does not generate, queue or limit requests. In reading order:
 
   * `server` and `app`: uvicorn on the front end's event loop, and the routes;
   * `cross_origin`: allowed hosts and origins;
   * `endpoint`: one exchange from its body to its end: limits, deadlines, disconnects, errors;
   * `schema` and `bodies`: fields of a request body; `identity`: model and request id;
   * `sampling` and `prompts`: body to `GenerateRequest`;
-  * `answers`, with `logprobs`: `GenerateResponse` to OpenAI's chunks; `whole_answer`: their sum;
-  * `runner`: runs requests of completions, chat completions, Responses and Messages; `output`: what the last two share;
+  * `answers` and `logprobs`: `GenerateResponse` to OpenAI's chunks; `whole_answer`: joins all chunks;
+  * `runner`: runs requests of completions, chat completions, Responses and Messages; `output`: shared by Responses and
+    Messages;
   * `generation`, `embeddings`, `scoring`, `texts`, `probes`: the endpoints;
   * `errors` and `openapi`: errors in OpenAI's form, and the description of the API.
 """

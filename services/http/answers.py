@@ -1,7 +1,7 @@
 """Converts the generator's messages to OpenAI's chunks.
 
-An `Answer` belongs to one HTTP request, whatever the number of its prompts and choices. It takes every message of every
-stream and returns the resulting chunks. A `WholeAnswer` adds them up for requests that do not stream.
+An `Answer` belongs to one HTTP request with any number of prompts and choices. It converts every message of every
+stream to chunks. For requests that do not stream, a `WholeAnswer` joins all chunks.
 """
 
 import time
@@ -20,7 +20,7 @@ SYSTEM_FINGERPRINT = f"quire-{__version__}"
 """Shows clients that results may differ after an upgrade, even with the same seed."""
 
 Json = dict[str, Any]
-"""An object of the answer, as `openapi` describes it."""
+"""A JSON object in a response, as described in `openapi`."""
 
 
 class UsageAnswer(TypedDict):
@@ -72,7 +72,7 @@ class Answer:
         model: name of the model.
         n: choices per prompt.
         prompts: number of prompts.
-        logprobs: form of log-probabilities; None for none.
+        logprobs: format of log-probabilities; None for none.
         prompt_logprobs: whether log-probabilities of the prompt are requested separately.
         echo: the prompt is part of the text.
         return_token_ids: return token ids in addition to texts.
@@ -121,7 +121,7 @@ class Answer:
                 yield from self._end(prompt, 0, finished)
 
     async def read_prompt(self, prompt: int, event: v1.Prompt, slices: Slices) -> None:
-        """Read the log-probabilities of a prompt, of which there may be very many; call it before `events`."""
+        """Read the log-probabilities of a prompt in slices, because there may be very many; call before `events`."""
         read, principal = self._read[prompt], CURRENT.get().name
         if self.echo and self.logprobs is not None and event.logprobs:
             read.echo["logprobs"] = joined_steps(await slices.run(principal, self.logprobs.echo_steps(event)))
@@ -212,7 +212,7 @@ class Answer:
 
     @staticmethod
     def _noted(state: ChoiceState, contents: list[Json]) -> list[Json]:
-        """Note the contents in the state of their choice; the first of a choice has the role."""
+        """Record the contents in the state of their choice, and add the role to the first content of a choice."""
         state.called = state.called or any("tool_calls" in content for content in contents)
         if contents and not state.role_sent:
             state.role_sent = True
@@ -248,7 +248,7 @@ class Answer:
 
 
 def _contents_of(parts: Iterable[v1.OutputPart]) -> Iterator[Json]:
-    """Yield the contents of deltas. The end of a call has none."""
+    """Yield the contents of deltas. The end of a call has no content."""
     for part in parts:
         match part.WhichOneof("kind"):
             case "content":

@@ -1,4 +1,4 @@
-"""Parses and checks request bodies; errors name the field as the client wrote it."""
+"""Parses and validates request bodies. Errors use the client's field names."""
 
 import difflib
 import re
@@ -16,13 +16,13 @@ from shared.errors import FieldViolation, InvalidRequestError
 MAX_VIOLATIONS = 8
 """Maximum number of violations in one answer."""
 _MAX_ERRORS = 64
-"""Maximum number of errors that are described. Schema lists and objects also stop at their first errors."""
+"""Maximum number of errors that are described. In addition, lists and objects stop at their first error."""
 _MAX_VALUES = MAX_TOKEN_IDS + (1 << 18)
 """Maximum number of values in a body: the longest possible prompt and the other fields."""
 _MAX_QUOTES = 1 << 18
 """Maximum number of quotes around the strings of a body. Each string has two."""
 
-# Messages by pydantic's type of error. Its own messages name Python types and validators.
+# Messages by pydantic's error type, because pydantic's messages contain names of Python types and validators.
 _TYPES = {
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
@@ -64,7 +64,7 @@ _DUPLICATE = re.compile(r'key "(.*)" at (line \d+ column \d+)$', re.DOTALL)
 """Matches the message of the parser about a duplicate key."""
 _JSON_WORDS = {"True": "true", "False": "false"}
 _SHOWN_KEY = 64
-"""Characters of an unknown or duplicate key that an error repeats."""
+"""Maximum number of characters of an unknown or duplicate key in an error."""
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -94,9 +94,10 @@ def checked(kind: type[BodyT], document: object, *, many_values: bool = False) -
 
 
 def _document(raw: bytes) -> object:
-    """Return the JSON value of a body. Repeated keys are refused, because pydantic would silently use the last one.
+    """Return the JSON value of a body.
 
-    Commas and quotes are counted first, because small values take far longer to parse than a text of the same size.
+    Repeated keys are refused, because pydantic would silently use the last value. Commas and quotes are counted first,
+    because many small values take far longer to parse than one text of the same size.
     """
     if raw.count(b",") >= _MAX_VALUES or raw.count(b'"') - raw.count(b'\\"') > _MAX_QUOTES:
         what = f"more than {_MAX_VALUES} values or {_MAX_QUOTES // 2} strings; split the request"
@@ -116,8 +117,9 @@ def _violations(kind: type[Body], document: object, errors: Sequence[ErrorDetail
     found: dict[str, list[ErrorDetails]] = {}
     for each in errors:
         found.setdefault(_path(each, document), []).append(each)
-    # For a field with several alternatives, pydantic reports the errors of all of them. The alternative with the
-    # deepest errors is the intended one. An alternative with the right type and the wrong size takes precedence.
+    # For a field with several alternatives, pydantic reports the errors of all alternatives. The client most likely
+    # intended the alternative with the deepest errors. An alternative with the right type but the wrong size has
+    # precedence.
     sized = tuple(f"{path}[" for path, each in found.items() if any(error["type"] in _SIZES for error in each))
     found = {path: each for path, each in found.items() if not path.startswith(sized)}
     vague = {path for path in found for other in found if other.startswith((f"{path}[", f"{path}."))}

@@ -1,16 +1,16 @@
 """Allowed hosts and origins: protection against requests from foreign web pages.
 
-A browser sends requests for every page that its user visits, also to services on the user's own machine and in the
-private network around it. Two headers, which a page cannot choose, identify such requests:
+Any page that a user visits can make the browser send requests to services on the user's machine and in the private
+network. Two headers that a page cannot set identify such requests:
 
-  * **Host**. A page may let the name of its own server resolve to another address (DNS rebinding); its browser then
-    treats the service at that address as the page's own. The host of such a request is not a name of the service. Only
-    names can be rebound, so IP addresses, which probes and scrapes use, and localhost are always accepted.
-  * **Origin**. A page can send a request even where it cannot read the answer. Browsers name the page's origin in all
-    of these except plain GETs, which change nothing here. Accepted are the origins on the list and, as in Go's
-    `http.CrossOriginProtection`, the service's own. Other clients send no Origin.
-
-A page of a listed origin may also read the answers, which Starlette's CORS middleware permits. Starlette's check of the
+  * **Host**. The owner of a page can change the address of the page's host name (DNS rebinding). The browser then
+    treats the service at the new address as the page's own server. Such requests are detected because their Host is not
+    a name of the service. Only names can be rebound, so IP addresses (which probes and scrapers use) and localhost are
+    always accepted.
+  * **Origin**. A page can send a request even if it cannot read the response. Browsers send the page's origin with all
+    such requests except plain GETs, which have no side effects here. The service accepts the configured origins and,
+    like Go's `http.CrossOriginProtection`, its own origin. Clients other than browsers send no Origin. Pages of a
+    configured origin may also read the responses, through Starlette's CORS middleware. Starlette's check of the
 host is not used, because it rejects every address that is not on its list.
 """
 
@@ -34,7 +34,7 @@ _LOCAL = ("localhost", "*.localhost")
 _READABLE_HEADERS = ("x-request-id", "retry-after")
 """Response headers that a page may read beyond the CORS defaults."""
 _SHOWN = 100
-"""Maximum number of characters of a header that an error repeats."""
+"""Maximum number of characters of a header in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class CrossOriginPolicy:
     def _accepts_origin(self, origin: str, host: str, fetch_site: str) -> bool:
         if ANY in self.origins or origin in self.origins:
             return True
-        # Either check suffices: a proxy may change Host, and browsers send Sec-Fetch-Site only to HTTPS and loopback.
+        # One successful check suffices, because a proxy may change Host, and browsers send Sec-Fetch-Site only to HTTPS
+        # and loopback.
         return fetch_site == "same-origin" or (bool(host) and origin.partition("://")[2].lower() == host.lower())
 
 
@@ -112,7 +113,7 @@ def middleware_of(policy: CrossOriginPolicy) -> list[Middleware]:
 
 
 class _CrossOriginCheck:
-    """Middleware that rejects requests after it has read only their head."""
+    """Middleware that rejects requests before their body is read."""
 
     def __init__(self, app: ASGIApp, policy: CrossOriginPolicy) -> None:
         self._app = app

@@ -1,8 +1,8 @@
 """One HTTP exchange from its body to its end.
 
-`Endpoints` is the counterpart of the gRPC boundary. Only here are errors converted to responses, unexpected errors
-logged, and calls counted. A client that disconnects cancels its request at any stage. A deadline in the header
-`X-Request-Timeout` (seconds) cancels it with 504. The size of a body and the time to receive it are limited.
+`Endpoints` is the counterpart of the gRPC boundary. Only this module converts errors to responses, logs unexpected
+errors and counts calls. If the client disconnects at any stage, its request is cancelled. A deadline in the header
+`X-Request-Timeout` (seconds) cancels the request with 504. The size of a body and the time to receive it are limited.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from shared.ids import draw_error_id, draw_request_id
 from shared.logging import get_logger
 
 MAX_BODY_BYTES = 8 << 20
-"""Maximum size of a body, bytes; equal to that of a gRPC request."""
+"""Maximum size of a body, bytes; equal to the limit for a gRPC request."""
 BODY_TIMEOUT_S = 60.0
 """Maximum time to receive a body, seconds."""
 TIMEOUT_HEADER = "x-request-timeout"
@@ -58,7 +58,7 @@ class ClientGoneError(Exception):
 
 
 class Exchange:
-    """A request, and the methods that answer it."""
+    """A request, with methods to read it and to respond to it."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Exchange:
     def admit_when_complete(self, shares: Shares, principal: str, held: contextlib.ExitStack) -> None:
         """Count the call of a principal as soon as its body is complete, and the bytes of the body until then.
 
-        A slow sender holds a connection and the bytes that it has sent, but no call.
+        A client that sends slowly therefore occupies a connection and the received bytes, but no call.
 
         Raises:
             OverloadedError: there is no body, and the principal has its share of calls already.
@@ -227,7 +227,7 @@ class Exchange:
             ) from None
 
     async def _in_turn(self, parse: Callable[[bytes], Parsed], raw: bytes) -> Parsed:
-        """Parse a large body, which blocks the event loop; principals take turns, with pauses for all other work."""
+        """Parse a large body, which blocks the event loop. Principals take turns, with pauses for other work."""
         turns = self._shares.large_bodies
         await self._acquire(turns)
         turns.release_after_work()
@@ -283,7 +283,7 @@ class Exchange:
             await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def answer(self, content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Send a complete answer as JSON."""
+        """Send a complete response as JSON."""
         body = (await self._json(content)).encode(errors="replace")
         await self._start(status, _JSON, {"content-length": str(len(body)), **(headers or {})})
         await self._send({"type": "http.response.body", "body": body})
@@ -315,9 +315,9 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self, *last: Any, timeout_s: float = 0.0) -> None:
-        """Send the last events and end the stream; 0 s waits for the reader without limit.
+        """Send the last events and end the stream; a timeout of 0 waits for the client without limit.
 
-        While a stream is live, the generator detects a stalled reader. Afterwards this timeout does.
+        While a stream is live, the generator detects a client that does not read. After that, this timeout applies.
 
         Raises:
             StalledReaderError: the client did not read them in time.
@@ -337,7 +337,7 @@ class Exchange:
         self._ended = True
 
     async def fail(self, error: QuireError) -> None:
-        """Report an error to the client in a form that is still possible after what was sent."""
+        """Report an error to the client, as a response or, if the response has begun, in the stream."""
         if self._ended:
             return  # For example, the deadline passed while the handler cleaned up.
         self.request_id = self.request_id or draw_request_id()
@@ -402,7 +402,7 @@ class Endpoints:
         return Endpoint(self, name, handler, dialect)
 
     async def drain(self, grace_s: float) -> None:
-        """Reject new calls, let running ones finish within the grace period, then cancel them."""
+        """Reject new calls, let running calls finish within the grace period, then cancel the remaining calls."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -479,7 +479,7 @@ class Endpoint:
 
 
 def _loop_time(deadline: float | None) -> float | None:
-    """Return the event loop's time that corresponds to a monotonic time."""
+    """Convert a monotonic time to the time of the event loop."""
     if deadline is None:
         return None
     return asyncio.get_running_loop().time() + deadline - time.monotonic()

@@ -28,7 +28,7 @@ _STATUS = {
     "NOT_FOUND": 404,
     "ABORTED": 408,
     "ALREADY_EXISTS": 409,
-    # Cancelled by the server or an operator. OpenAI's clients must not retry it.
+    # The server or an operator has cancelled the request, so clients of OpenAI's API must not retry it.
     "CANCELLED": 410,
     "RESOURCE_EXHAUSTED": 429,
     "UNAVAILABLE": 503,
@@ -118,7 +118,7 @@ class Dialect:
 
 
 def _responses_event(error: QuireError, _request_id: str, num_events: int) -> dict[str, Any]:
-    """Return the event with the fields of OpenAI's reference, and the object that clients expect of any API."""
+    """Return the event with the fields of OpenAI's reference, and the error object that clients of all APIs expect."""
     body = answer_of(error)["error"]
     fields = {name: body[name] for name in ("code", "message", "param")}
     return {"type": "error", "sequence_number": num_events, **fields, "error": body}

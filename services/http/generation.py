@@ -98,10 +98,9 @@ class GenerationEndpoints:
 
 
 def _check_size(body: SamplingBody, num_prompts: int, echoed_logprobs: int | None) -> None:
-    """Check that the log-probabilities of prompts, which each choice repeats, are not too many.
+    """Check the number of prompt log-probabilities, which each choice repeats.
 
-    Raises:
-        InvalidRequestError: they are.
+    Raises: InvalidRequestError: there are too many.
     """
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     top = echoed_logprobs if body.prompt_logprobs is None else body.prompt_logprobs

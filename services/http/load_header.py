@@ -7,14 +7,14 @@ from services.calls.load_reports import FORMAT_HEADER, LoadReports
 
 
 class LoadHeader:
-    """Adds a header to every response of the API, if there is a report."""
+    """Adds a load report, if one is available, to the header of every response."""
 
     def __init__(self, app: ASGIApp, reports: LoadReports) -> None:
         self._app = app
         self._reports = reports
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and the response with the header."""
+        """Forward the request, and add the header to the response."""
         report = self._reports.newest
         if report is None or scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)

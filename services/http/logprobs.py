@@ -15,11 +15,11 @@ class TextOffsets:
     """Start of each token in the text, in characters.
 
     A token starts after all characters that earlier tokens have completed, regardless of message boundaries. A token
-    that continues a character starts where the character does. A token without text takes no characters.
+    that continues a character has the offset of this character. A token without text takes no characters.
     """
 
     def __init__(self, detokenizer: Detokenizer, start: int) -> None:
-        """Create offsets for a text that begins `start` characters into the answer."""
+        """Create offsets for a text that begins at character `start` of the response."""
         self._detokenizer = detokenizer
         self._length = start
 
@@ -58,7 +58,7 @@ class Logprobs:
         return {"content": [self._position(each) for each in positions]}
 
     def of_text(self, positions: Sequence[v1.TokenLogprobs], offsets: list[int]) -> dict[str, Any]:
-        """Return the form of completions; `offsets` holds the start of each token in the answer."""
+        """Return the format of completions; `offsets` are the starts of the tokens in the response."""
         tokens, scores, tops = [], [], []
         for position in positions:
             known = position.token.rank > 0

@@ -1,4 +1,4 @@
-"""Output of one chat with one choice: its parts, and its end; and what writes it in the form of an API."""
+"""Output of one chat with one choice, and the base class for writing it in the format of an API."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -43,7 +43,7 @@ class ChatOutput:
         return ()
 
     def _tokens_of(self, size: int) -> int:
-        """Return how many tokens the first bytes of the output are, however the output was cut into messages."""
+        """Return the number of tokens in the first `size` bytes of the output, regardless of message boundaries."""
         count = 0
         while size > 0 and count < len(self._token_ids):
             size -= len(self._token_bytes(self._token_ids[count]))
@@ -57,7 +57,7 @@ class ChatOutput:
 
 
 class ChatAnswer:
-    """Writer of the output of a chat; the APIs derive classes with their own events. See `runner.ApiAnswer`."""
+    """Base class for writers of a chat's output; each API derives a class with its events. See `runner.ApiAnswer`."""
 
     def __init__(self, output: ChatOutput) -> None:
         self.output = output
@@ -68,16 +68,16 @@ class ChatAnswer:
         self.output.prompt_tokens = len(token_ids)
 
     async def read_prompt(self, _prompt: int, _event: v1.Prompt, _slices: Slices) -> None:
-        """Ignore the log-probabilities of the prompt, for which these APIs have no field."""
+        """Ignore the log-probabilities of the prompt, because these APIs have no field for them."""
 
     def events(self, _prompt: int, message: v1.GenerateResponse) -> list[Json]:
-        """Return the events for the generator's next message; the first ones begin the output."""
+        """Return the events for the generator's next message, after the first events if it is the first message."""
         first = [] if self._begun else [*self.begin()]
         self._begun = True
         return [*first, *self.write(message)]
 
     def last(self) -> tuple[Json, ...]:
-        """Return no events: the last message has the end."""
+        """Return no events, because the last message contains the end."""
         return ()
 
     def begin(self) -> Iterator[Json]:

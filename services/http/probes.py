@@ -1,8 +1,8 @@
 """Probes and metrics: `/health` (also as `/ping`), `/ready`, `/metrics`, `/version`.
 
-`/metrics` shows the whole scheduler service on every front end, because the core merges the metrics of all processes.
-If the core does not answer, the front end shows only its own. A reader that accepts OpenMetrics gets it, with
-exemplars; others get Prometheus's text.
+On every front end, `/metrics` returns the metrics of the whole service, because the core merges the metrics of all
+processes. If the core does not respond, only the front end's own metrics are returned. Clients that accept OpenMetrics
+get it with exemplars; other clients get Prometheus's text format.
 """
 
 from collections.abc import Awaitable, Callable

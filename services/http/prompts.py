@@ -27,7 +27,7 @@ class Prepared:
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
-    # The items of a parsed list have the same type, and there may be a million of them. So only the first is checked.
+    # Check only the first item, because all items of a parsed list have the same type and there may be a million.
     return cast(list[Prompt], [prompt] if isinstance(prompt[0], int) else prompt)
 
 
@@ -99,7 +99,7 @@ def prepare_chat(body: ChatBody, request_id: str, *, strict_order: bool) -> Prep
             raise InvalidRequestError(
                 FieldViolation("tool_choice", f"cannot be combined with {constraint}; remove one of them")
             )
-        # As in OpenAI's API, the format is for a text, which a response with forced calls does not have.
+        # As in OpenAI's API, the format applies to text, and a response with forced calls has none.
         request.ClearField("grammar")
     request.output.parse = True
     names = field_names(

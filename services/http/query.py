@@ -1,4 +1,4 @@
-"""Options in the query of a URL; errors name them."""
+"""Options in the query of a URL; errors contain the option's name."""
 
 from collections.abc import Sequence
 from urllib.parse import parse_qsl
@@ -9,7 +9,7 @@ _MAX_OPTIONS = 64
 
 
 class Query:
-    """The options of one request; those that the server does not know are ignored."""
+    """The options of one request; unknown options are ignored."""
 
     def __init__(self, text: bytes) -> None:
         """Parse the query.
@@ -37,10 +37,9 @@ class Query:
         return self.choice(name, ("false", "true")) == "true"
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Return the value of an option; the first one if it is not given.
+        """Return the value of an option; the first of `choices` if the option is not given.
 
-        Raises:
-            InvalidRequestError: it is no choice.
+        Raises: InvalidRequestError: the value is not one of `choices`.
         """
         value = self.text(name).lower() or choices[0]
         if value not in choices:

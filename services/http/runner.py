@@ -1,4 +1,4 @@
-"""Runs requests of all HTTP APIs with the generator. The APIs differ in the forms that they read and write."""
+"""Runs requests of all HTTP APIs with the generator. The APIs differ only in the formats of requests and responses."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ from shared.errors import QuireError
 Json = dict[str, Any]
 
 _WITH_PARTS = ("tools", "stop")
-"""Fields whose parts have the same names in all APIs."""
+"""Fields whose subfields have the same names in all APIs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedChat:
-    """A request of another API as a request of the Chat API."""
+    """A request of another API, converted to a request of the Chat API."""
 
     body: Json
     """Fields of a `ChatBody`."""
@@ -36,7 +36,7 @@ class ConvertedChat:
     """The client's field names by their paths in the body, for errors."""
 
     def name_of(self, path: str) -> str:
-        """Return the client's name for a field. Parts that the client did not write have no names."""
+        """Return the client's name for a field. Generated parts of the body have no client name."""
         for end in [len(path), *(at for at in range(len(path) - 1, 0, -1) if path[at] in ".[")]:
             name = self.names.get(path[:end])
             if name is not None:
@@ -45,18 +45,18 @@ class ConvertedChat:
 
 
 def options_of(body: Body, group: type[Body]) -> Json:
-    """Return the fields in a body that belong to a group shared by several APIs, such as `ScheduledBody`."""
+    """Return the fields of a body that belong to a shared group of fields, such as `ScheduledBody`."""
     return {name: getattr(body, name) for name in group.model_fields}
 
 
 class ApiAnswer(Protocol):
-    """Writer of an answer in the form of an API."""
+    """Writer of a response in the format of an API."""
 
     def begin_prompt(self, prompt: int, token_ids: Sequence[int], /) -> None:
         """Record the tokens of a prompt."""
 
     async def read_prompt(self, prompt: int, event: v1.Prompt, slices: Slices, /) -> None:
-        """Read the log-probabilities of a prompt, of which there may be very many; called before `events`."""
+        """Read the log-probabilities of a prompt in slices, because there may be very many; called before `events`."""
 
     def events(self, prompt: int, message: v1.GenerateResponse, /) -> Iterable[Json]:
         """Return the events to send for the generator's next message about a prompt."""
@@ -96,13 +96,13 @@ class Runner:
         finished: Callable[[], None] = lambda: None,
         shorten: bool = False,
     ) -> None:
-        """Generate the outputs until the client disconnects, and send their events or the whole answer.
+        """Generate the outputs until the client disconnects, and send their events or the whole response.
 
         Args:
             exchange: the request.
             prepared: a request for each prompt.
-            answer: writes the outputs.
-            whole: returns the whole answer; None: send events.
+            answer: converts the outputs to the format of the API.
+            whole: returns the whole response; None to send events.
             finished: called when the output of a prompt is complete, before its end is sent.
             shorten: reduce the maximum length of an output to the room in the context, instead of an error.
 

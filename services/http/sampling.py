@@ -36,7 +36,7 @@ class FieldNames:
         self._names = names
 
     def __call__(self, path: str) -> str:
-        """Return the HTTP name; list indices are kept. JSON text in the proto is JSON in HTTP."""
+        """Return the HTTP name with the same list indices. JSON text in the proto is a JSON value in HTTP."""
         for prefix in _prefixes(path):
             if prefix in self._names:
                 return self._names[prefix] + path[len(prefix) :].removesuffix("_json")

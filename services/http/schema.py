@@ -3,11 +3,10 @@
 Types and per-field limits are checked here; ranges that also apply to gRPC clients are checked in
 `services.requests.validation`. A null field counts as absent.
 
-All APIs have one policy. Options are strict: an unknown option is rejected, because a misspelt option that is ignored
-costs the client more than an error. Conversations are lenient: unknown fields of messages, their parts and tool calls
-are ignored, because clients send back what they received, with additions of their own. Fields *accepted without effect*
-belong to the API and change nothing here. `not_supported` of a body lists the fields that belong to the API and are
-rejected.
+All APIs have the same policy. Unknown options are rejected, because silently ignoring a misspelt option is worse than
+an error. In conversations, unknown fields of messages, parts and tool calls are ignored, because clients send back what
+they received, with additions. Fields *accepted without effect* belong to the API but have no effect in Quire.
+`not_supported` of a body lists the fields of the API that are rejected.
 """
 
 from collections.abc import Mapping
@@ -45,11 +44,11 @@ TokenId = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 
 
 MAX_JSON_VALUES = 1 << 16
-"""Maximum number of values in a field without a schema; more never fit into the size of a grammar or template."""
+"""Maximum number of values in a field without a schema. More values never fit into a grammar or a template."""
 
 
 def _few_values(value: object, info: ValidationInfo) -> object:
-    """Refuse a value with too many parts before examining any of them, if the body is large enough to have that many.
+    """Refuse a value with too many parts before examining any part. Small bodies are not counted.
 
     All fields of a body together may have twice as many parts as one field.
     """
@@ -70,17 +69,17 @@ def _few_values(value: object, info: ValidationInfo) -> object:
 
 
 JSON_BUDGET = "json_budget"
-"""Key of the validation context: a list with the number of values that fields without a schema may still have.
+"""Key of the validation context: a list with the remaining number of values for fields without a schema.
 
 None: the body has at most MAX_JSON_VALUES values, so nothing is counted.
 """
 JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_few_values)]
 Ignored = Any
-"""Type of a field without effect. Any JSON value is valid, and none is examined."""
+"""Type of a field without effect. Every JSON value is accepted without being examined."""
 
 
 def at_most(count: int) -> BeforeValidator:
-    """Return a validator that refuses a list or an object with more items before it examines any of them."""
+    """Return a validator that refuses a list or an object with more than `count` items before examining any item."""
 
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > count:
@@ -92,7 +91,7 @@ def at_most(count: int) -> BeforeValidator:
 
 
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-"""A long list ends at its first wrong item, so that a request costs little when it is refused."""
+"""Validation stops at the first wrong item, so that refusing a long list is cheap."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(_MAX_METADATA)
 ]
@@ -111,7 +110,7 @@ class Body(BaseModel):
         protected_namespaces=(),
     )
     not_supported: ClassVar[Mapping[str, str]] = {}
-    """Fields of the API that are rejected, and what to do instead."""
+    """Fields of the API that are rejected, with the remedy for each."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,7 +208,7 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """Which of the tools may be called."""
+    """The tools that the model may call."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1, max_length=_MAX_TOOLS)
@@ -311,7 +310,7 @@ _NOT_SUPPORTED = {
     "verbosity": "state the wanted length in the prompt",
     "web_search_options": "remove it; web search is not supported",
 }
-"""Fields of OpenAI's and vLLM's completions and chat that are rejected, and what to do instead."""
+"""Fields of OpenAI's and vLLM's completions and chat that are rejected, with the remedy for each."""
 
 
 class SamplingOptions(Body):

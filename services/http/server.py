@@ -1,4 +1,4 @@
-"""uvicorn inside the front end's event loop, and the listening socket that front ends of one machine share."""
+"""HTTP server: uvicorn on the front end's event loop, and the listening socket that front ends on a machine share."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,9 @@ from services.access.shares import Shares
 from services.access.tls import ServerTls, http_names
 
 KEEP_ALIVE_S = 75
-"""Maximum idle time of a connection, seconds, also before its first request.
-
-Clients keep pooled connections for some seconds up to a minute. Closing while a request is being sent causes an error
-in the client. So the server must not be the first to close.
+"""Maximum idle time of a connection, including the time before its first request, s. If the server closes a connection
+while a request is being sent, the client gets an error. Clients close pooled connections after at most a minute, so
+with this timeout the client closes first.
 """
 HEAD_TIMEOUT_S = 60.0
 """Maximum time to receive the head of a request (request line and headers), seconds."""
@@ -41,11 +40,11 @@ _MAX_HEADERS = 1024
 _MAX_PIECES = 1 << 14
 """Maximum number of chunks per read of at most 256 KiB. Each takes about a fifth of a microsecond."""
 _MAX_PIPELINED = 16
-"""Maximum number of requests that wait for the answer to an earlier one on their connection."""
+"""Maximum number of pipelined requests that wait for the response to an earlier request on their connection."""
 _MAX_UNPARSED_BYTES = 64 << 20
-"""Maximum size of what connections have received and may not parse yet, bytes."""
+"""Maximum size of received data that connections may not parse yet, bytes."""
 _REQUEST_S = 0.0002
-"""Approximate time to refuse a request, seconds; added to the time of parsing it."""
+"""Approximate time to refuse a request, s; added to the time for parsing."""
 _DATE_INTERVAL_S = 1.0
 ABORT_KEY = "quire.abort"
 """Scope entry: a function that drops the connection with everything that the client has not read."""
@@ -96,16 +95,16 @@ class _StopParsingError(Exception):
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits for heads, framing and pipelines, abort and certificate names.
 
-    Applications need abort because closing a connection may wait for the reader forever. Connections beyond the share
-    of their address are closed at once. An address that has used its share of the event loop waits before more of its
-    data is parsed: small requests, chunks and headers take far longer to parse than to send.
+    Applications need `abort` because closing a connection may wait forever for a client that does not read. Connections
+    beyond the share of their address are closed immediately. Data from an address that has used its share of the event
+    loop is parsed later, because small requests, chunks and headers take far longer to parse than to send.
     """
 
     def __init__(self, *args: Any, shares: Shares | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._shares = shares
         self._address = ""
-        """Set while the connection holds a part of the share of connections."""
+        """Address to which the connection is charged; empty if it is not charged."""
         self._unfinished: list[RequestResponseCycle] = []
         """Requests whose responses are not complete, in order. uvicorn knows only the last one of a pipeline."""
 
@@ -127,7 +126,7 @@ class _Protocol(HttpToolsProtocol):
         self._pending_head_bytes = 0
         """Bytes received for a head that is not complete."""
         self._pieces: list[bytes] = []
-        """Parts of the body that the current read has."""
+        """Parts of the body in the current read."""
         self._body_bytes = 0
         self._received_bytes = 0
         """Bytes received after the read with the end of the head."""
@@ -151,7 +150,7 @@ class _Protocol(HttpToolsProtocol):
         self.pipeline.clear()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data, at once or when the address may take more time of the event loop."""
+        """Parse received data, immediately or when the address may use more time of the event loop."""
         if self._refused or self.transport.is_closing():
             return
         if self._shares is None:
@@ -215,7 +214,7 @@ class _Protocol(HttpToolsProtocol):
             if self._received_bytes > MAX_HEAD_BYTES + 2 * self._body_bytes:
                 self._refuse(400, "body: its chunks and trailers are larger than its content; send larger chunks")
         elif self.cycle is not None and self.cycle.response_complete and self._timer is None:
-            # An empty line between requests has stopped uvicorn's timer.
+            # Restart uvicorn's timer, which an empty line between requests has stopped.
             self._timer = self.loop.call_later(KEEP_ALIVE_S, self.transport.close)
 
     def on_url(self, url: bytes) -> None:
@@ -250,9 +249,10 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def on_headers_complete(self) -> None:
-        """Start the body, and the answer.
+        """Start the body and the response.
 
-        RFC 9112 requires one Host header in HTTP/1.1. A gateway may read another one of several than this server.
+        RFC 9112 requires exactly one Host header in HTTP/1.1. If there are several, a gateway may use a different one
+        than this server.
         """
         self._in_head = False
         self._stop_timer()
@@ -272,14 +272,14 @@ class _Protocol(HttpToolsProtocol):
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        """End a request; its answer may not be complete."""
+        """End a request; its response may not be complete."""
         self._take_pieces()
         self._in_message = False
         self._stop_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """End an answer; the body of its request may not be complete."""
+        """End a response; the body of its request may not be complete."""
         self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         super().on_response_complete()
         in_body = self._in_message and not self._in_head
@@ -311,7 +311,7 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(431, f"request head: too large; {what}")
 
     def _refuse(self, status: int, text: str) -> None:
-        """Send an error and close the connection; abort it if an answer has begun or an earlier one is due."""
+        """Send an error and close the connection; abort it if a response has begun or is pending."""
         self._refused = True
         self._stop_timer()
         if self.cycle is not None and not self.cycle.response_complete:
@@ -319,16 +319,16 @@ class _Protocol(HttpToolsProtocol):
             if self.cycle.response_started or not is_first:
                 self.transport.abort()
                 return
-            self.cycle.disconnected = True  # The handler's answer is dropped.
+            self.cycle.disconnected = True  # Drop the response of the handler.
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
         self.transport.write(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
         self.transport.close()
 
 
 def _owner(peer: tuple[Any, ...] | None) -> str:
-    """Return who shares the resources of an address: the address, or the first half of an IPv6 address.
+    """Return the key to which an address is charged: the address, or the first half of an IPv6 address.
 
-    A machine with IPv6 usually has all addresses with the same first half.
+    A machine with IPv6 can usually use all addresses with the same first half.
     """
     text = str((peer or ("",))[0])
     try:

@@ -98,7 +98,7 @@ class TextEndpoints:
             "owned_by": "quire",
             "root": model.name,
             "parent": None,
-            # Anthropic's clients read these three.
+            # Clients of Anthropic's API read these three fields.
             "type": "model",
             "display_name": model.name,
             "created_at": datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z"),

@@ -1,7 +1,7 @@
-"""Puts the turns of an agent's conversation into an order that strict chat templates accept.
+"""Reorders the turns of an agent's conversation so that strict chat templates accept them.
 
-Agents send several system messages, also between the turns, and several messages of a user in a row. Many templates
-take only one system message, at the beginning, and then alternating roles.
+Agents send system messages between turns, and several consecutive user messages. Many templates accept only one system
+message at the beginning, followed by alternating roles.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ _SYSTEM = ("system", "developer")
 
 
 def in_strict_order(messages: Iterable[Message]) -> list[Message]:
-    """Return the messages with one system message at the beginning and without two of the user in a row.
+    """Return the messages with one system message at the beginning and without consecutive user messages.
 
-    Later system messages become messages of the user, so that the beginning stays the same for the prefix cache.
+    Later system messages become user messages, so that the beginning remains unchanged for the prefix cache.
     """
     ordered: list[Message] = []
     for message in messages:

@@ -1,4 +1,4 @@
-"""Answer of a request that does not stream: the sum of the chunks of the streamed form, so both forms agree."""
+"""Response to a request that does not stream, built by joining the streamed chunks so that both forms agree."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ from services.http.answers import Answer, Json
 
 @dataclass(slots=True, kw_only=True)
 class WholeAnswer(Answer):
-    """An answer that adds up its chunks and has no events."""
+    """A response that joins its chunks and has no events."""
 
     _sums: dict[int, Json] = field(default_factory=dict)
-    """Sum of the chunks of each choice."""
+    """Joined chunks of each choice."""
 
     def events(self, prompt: int, response: v1.GenerateResponse) -> Iterator[Json]:
         """Add the chunks for a message of one prompt's stream."""

@@ -1,15 +1,15 @@
 """Link to the scheduler core: the protocol state over a `CoreSocket`.
 
 Handshake: the front end sends hello at the start and whenever the core reports that it does not know this front end.
-Until the core's state arrives in answer, it sends nothing else. Then it submits every live stream with the tokens
-received so far. So a core that starts late, restarts, or has dropped this front end needs no special handling. A stream
-that was submitted before is marked as accepted, so that the next core does not reject it. Tokens that the new core
-repeats are recognised by their index. After a gap, the stream is submitted under a new number, so that late answers to
-the old number are ignored.
+Until the core responds with its state, the front end sends nothing else. It then submits every live stream with the
+tokens received so far. A core that starts late, restarts, or has dropped this front end therefore needs no special
+handling. A stream that was submitted earlier is marked as accepted, so that the next core does not reject it. Tokens
+that the new core repeats are recognised by their index. After a gap, the stream is submitted under a new number, so
+that late messages for the old number are ignored.
 
 A lost connection is replaced immediately, under a new incarnation. The core responds to every report, about once per
 second. After `SILENCE_TIMEOUT_S` of silence the service is not ready, and the link reconnects under a new incarnation.
-Clients keep their streams; after `GIVE_UP_S` these end with an error.
+Streams remain open; after `GIVE_UP_S` they end with an error.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ STALL_S = 1.0
 GIVE_UP_S = 60.0
 """Time without a core after which streams end with an error, seconds."""
 OPERATOR_TIMEOUT_S = 5.0
-"""Time to wait for the answer to an operator request, seconds."""
+"""Timeout for the reply to an operator request, s."""
 
 _MAX_STREAM_NUMBER = 0x7FFFFFFF
 
@@ -133,7 +133,7 @@ class CoreLink:
 
     @property
     def ready(self) -> bool:
-        """Whether requests would be served now."""
+        """Whether requests can be served now."""
         return self.connected and self._state.ready
 
     @property
@@ -183,7 +183,7 @@ class CoreLink:
             self._socket.flush_soon()
 
     def give_credit(self, stream: Stream) -> None:
-        """Return the credit for output that the reader has read."""
+        """Return the credit for output that the client has read."""
         due = stream.credit_due()
         if due and not self._in_handshake:
             self._outgoing.credit(stream.number, due)
@@ -245,7 +245,7 @@ class CoreLink:
 
     @asynccontextmanager
     async def watch(self, request: link_pb2.OperatorRequest) -> AsyncIterator[LiveView]:
-        """Begin a live view with an operator request; the view ends with the block.
+        """Open a live view with an operator request; the view is closed at the end of the `with` block.
 
         Raises:
             NotReadyError: the core did not respond in time.
@@ -346,7 +346,7 @@ class CoreLink:
         if message.HasField("state"):
             self._take_state(message, now)
         elif message.incarnation != self._core:
-            return  # from an old core, or from one that has not responded to the current hello yet
+            return  # The message is from an old core, or from a core that has not responded to the current hello.
         self._take_scores(message)
         self._take_tokens(message)
         for end in message.ends:
@@ -375,7 +375,9 @@ class CoreLink:
                 if received is not Received.TAKEN:
                     self._react(stream, received)
                 elif stream.request.output.stop_strings:
-                    self.give_credit(stream)  # Tokens held back for a stop string may never reach the reader.
+                    # Return credit for tokens that were held back for a stop string and may never be sent to the
+                    # client.
+                    self.give_credit(stream)
             except Exception as error:
                 self._fail(stream, error)
 
@@ -398,7 +400,8 @@ class CoreLink:
         if model.max_model_len > MAX_SEQUENCE or model.vocab_size > MAX_VOCABULARY:
             raise MalformedFrameError("state.model: max_model_len or vocab_size exceeds the limits")
         self._state = message.state
-        self._refused = ""  # A core reports its state only to front ends that it accepts.
+        # The core accepts this front end again, because it reports its state only to accepted front ends.
+        self._refused = ""
         if message.state.log_level in LEVELS:
             set_level(message.state.log_level)
         if message.state.HasField("model"):

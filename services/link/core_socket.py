@@ -1,11 +1,11 @@
 """Socket to the scheduler core: one DEALER on the event loop, with a new incarnation for every connection.
 
-grpc.aio handles one completion per turn of the loop, for example a written message or a new call. gRPC cancels calls
-that are not accepted within 30 s. Therefore turns must be short, and reading is limited in time. Each message written
-to a client returns credit to the scheduler; these returns are collected for a moment. All other data is sent in one
-message at the end of the turn.
+grpc.aio handles one completion (for example a written message or a new call) per iteration of the event loop, and
+cancels calls that are not accepted within 30 s. Iterations must therefore be short, so reading from the socket is
+limited in time. Each message written to a client returns credit to the scheduler; these returns are batched for a short
+time. All other data is sent in one message at the end of the iteration.
 
-A monitor socket reports a lost connection, so that the death of a scheduler is noticed at once.
+A monitor socket reports a lost connection, so that the death of a scheduler is detected immediately.
 
 The socket's file descriptor is edge-triggered. After every send, and whenever the descriptor fires, the socket is read
 until it is empty. (`zmq.asyncio` would do the same, but takes 25 µs per message instead of 1 µs.)
@@ -24,7 +24,7 @@ from shared.sockets import Protect, connect_dealer
 _MAX_READ_S = 0.001
 """Maximum duration of one read pass, seconds."""
 _READ_PAUSE_FACTOR = 3
-"""Pause after an incomplete read pass, as a multiple of its duration; gRPC gets the loop meanwhile."""
+"""Pause after an incomplete read pass, as a multiple of its duration, in which gRPC can use the event loop."""
 _BATCH_DELAY_S = 0.001
 """Delay of messages that are not urgent, seconds, so that several are sent together."""
 _CLOSE_LINGER_MS = 200
@@ -62,7 +62,8 @@ class CoreSocket:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._unsent: list[bytes] = []
-        """Messages that the socket did not accept, oldest first. No new ones are requested until they are sent."""
+        """Messages that the socket did not accept, oldest first. New messages are requested only after these are sent.
+        """
         self._flush_scheduled = False
         self._delayed_flush_scheduled = False
         """Whether a flush is scheduled after `_BATCH_DELAY_S`."""
@@ -86,8 +87,9 @@ class CoreSocket:
     def reconnect(self) -> None:
         """Reconnect under a new incarnation.
 
-        ZeroMQ reconnects by itself, but under the old routing id. A ROUTER that has not noticed the loss yet treats the
-        new connection as a duplicate and ignores it for good. Heartbeats may be late when CPU is short.
+        ZeroMQ reconnects automatically, but with the old routing id. A ROUTER that has not detected the loss treats the
+        new connection as a duplicate and ignores it permanently. This happens because heartbeats may be late on a busy
+        machine.
         """
         self._stop_reading()
         self._socket.close(linger=0)
@@ -161,7 +163,7 @@ class CoreSocket:
                 self._socket.send(self._unsent[0], flags=zmq.DONTWAIT)
                 del self._unsent[0]
         except zmq.Again:
-            pass  # `_read_now` retries when the socket is writable again. Otherwise the link's tick does.
+            pass  # `_read_now` retries when the socket is writable again, or the link's tick does.
         self._read_if_due()
 
     def _read_if_due(self, delay: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""One caller's live view: a bounded buffer of parts that the core has sent and the caller has not read yet."""
+"""Live view of one caller: a bounded buffer of parts that the caller has not read yet."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from shared.errors import QuireError
 
 MAX_UNREAD_BYTES = 1 << 20
 MAX_UNREAD_PARTS = 16
-"""The core sends about five parts per second."""
+"""Maximum number of buffered parts. The core sends about five parts per second."""
 
 
 class LiveView:

@@ -1,6 +1,6 @@
-"""Messages to the core, gathered over one turn of the event loop and sent together.
+"""Messages to the core, collected during one iteration of the event loop and sent together.
 
-The size of a frame is limited, so many submissions at once (after a core was lost) become several messages, in order.
+The size of a frame is limited, so many simultaneous submissions (after a core was lost) are sent as several messages.
 """
 
 from protos.quire.link.v1 import link_pb2
@@ -59,7 +59,7 @@ class Outgoing:
         self._hello = hello
 
     def goodbye(self) -> None:
-        """Mark this turn as the last one of the connection."""
+        """Mark these messages as the last messages of the connection."""
         self._goodbye = True
 
     def submit(self, submission: link_pb2.Submission) -> None:
@@ -117,7 +117,7 @@ class Outgoing:
         self._operator_requests.append(request)
 
     def end_order(self, number: int) -> None:
-        """Add the end of a live view, or of the wait for a reply."""
+        """Tell the core that the caller no longer waits for a live view or a reply."""
         self._ended_orders.append(number)
 
     def take(self) -> list[bytes]:

@@ -1,8 +1,8 @@
-"""How each family writes tool calls, as grammars; `families` reads them back.
+"""Grammars for the tool call format of each family; `families` parses the same formats.
 
-A form returns an expression for the output behind its reasoning. Families that write arguments between tags or in
-Python's notation do so one property at a time. A function whose schema contains more than properties is called with a
-JSON object, which these families' readers also accept.
+A form returns an expression for the output after the reasoning. Families that write arguments between tags or in
+Python's notation write one property at a time. If the schema of a function contains more than properties, the arguments
+are a JSON object, which the parsers of these families also accept.
 """
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
@@ -35,7 +35,7 @@ _PLAIN_KEYWORDS = {
 _FREE_TEXT = {"type", "description", "title", "default", "examples"}
 """Keywords of a string that may be any text."""
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
-"""Matches a reference to another place than the definitions, in JSON."""
+"""Matches a JSON reference that does not point to the definitions."""
 
 
 def hermes(writer: GrammarWriter, functions: Sequence[Function]) -> str:
@@ -89,7 +89,7 @@ def llama3_json(writer: GrammarWriter, functions: Sequence[Function]) -> str:
 def pythonic(writer: GrammarWriter, functions: Sequence[Function]) -> str:
     """Return an expression for an output of Llama 4: the whole answer is a list of calls in Python's notation.
 
-    Values are JSON, which is Python apart from its constants; the reader accepts those of both.
+    Values are JSON, which is valid Python except for its constants. The parser accepts the constants of both.
     """
 
     def value(key: str, schema: Mapping[str, Any], function: Function) -> str:
@@ -101,7 +101,7 @@ def pythonic(writer: GrammarWriter, functions: Sequence[Function]) -> str:
         return f"{writer.text(key + '=')} {constant}"
 
     def call(function: Function) -> str:
-        # What follows a property depends on whether one came before it: the first has no comma.
+        # The first property has no comma before it, so the rule depends on whether a property precedes it.
         following = first = '""'
         for key, each in reversed(_values(function, value)):
             one = writer.any_of([each])
@@ -129,7 +129,10 @@ def mistral(writer: GrammarWriter, functions: Sequence[Function]) -> str:
 
 
 def deepseek(writer: GrammarWriter, functions: Sequence[Function]) -> str:
-    """Return an expression for an output of DeepSeek: V3 and R1 have a block of JSON in a call, V3.1 has JSON."""
+    """Return an expression for an output of DeepSeek.
+
+    Calls contain a code block of JSON in V3 and R1, and JSON in V3.1.
+    """
     begin, separator, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     has_blocks = "```json" in writer.template
 
@@ -145,7 +148,7 @@ def deepseek(writer: GrammarWriter, functions: Sequence[Function]) -> str:
 
 
 def harmony(writer: GrammarWriter, functions: Sequence[Function]) -> str:
-    """Return an expression for an output of GPT-OSS: messages in channels. A call, or the answer, is the last one."""
+    """Return an expression for an output of GPT-OSS: messages in channels, ending with a call or the response."""
 
     def message(header: str) -> str:
         return writer.text("<|channel|>", header, "<|message|>")
@@ -183,8 +186,7 @@ def _tagged_values(function: Function, value: Value) -> str:
 def _values(function: Function, value: Value) -> list[tuple[str, str]]:
     """Return the name and an expression of each property.
 
-    Raises:
-        NotWritableError: the schema says more than its properties.
+    Raises: NotWritableError: the schema has other constraints than its properties.
     """
     parameters = function.parameters
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
@@ -214,7 +216,7 @@ def _tagged(
     schema: Mapping[str, Any],
     function: Function,
 ) -> str:
-    """Return an expression for a value between tags, and the newline behind it.
+    """Return an expression for a value between tags, and the newline after it.
 
     Args:
         writer: the writer.

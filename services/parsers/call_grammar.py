@@ -1,6 +1,7 @@
-"""Grammars of tool calls in the form of the served model's family, so that a call that a grammar makes is valid.
+"""Grammars for tool calls in the format of the served model's family.
 
-The reader of the family reads the calls in every output of the grammar, and their arguments follow their schemas.
+The family's parser can read the calls in every output that the grammar allows, and the arguments of these calls follow
+their schemas.
 """
 
 from collections.abc import Sequence

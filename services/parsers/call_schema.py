@@ -1,8 +1,7 @@
-"""Schemas of arguments as grammars use them.
+"""Converts schemas of arguments for use in grammars.
 
-A model may add a property to any object that does not forbid it. Many clients leave `additionalProperties` out, and a
-weak model then invents arguments. So an object that lists its properties has no others here, unless the schema says so.
-
+Many clients omit `additionalProperties`, which permits any property, so weak models invent arguments. Therefore an
+object that lists its properties may have no other properties in the grammar, unless the schema explicitly allows them.
 Annotations are omitted, because a grammar ignores them and descriptions can be long.
 """
 
@@ -14,7 +13,7 @@ from typing import Any
 JsonObject = dict[str, Any]
 
 DEFINITIONS = ("$defs", "definitions")
-"""Keywords with the schemas to which references of a schema point."""
+"""Keywords that contain the schemas to which references point."""
 _ANNOTATIONS = {"$comment", "$schema", "default", "deprecated", "description", "examples", "title"}
 _COMBINING = {
     "$ref",
@@ -27,7 +26,7 @@ _COMBINING = {
     "additionalProperties",
     "unevaluatedProperties",
 }
-"""Keywords with which `properties` does not list all properties."""
+"""Keywords in whose presence `properties` does not list all properties."""
 _PLAIN = _ANNOTATIONS | {
     "type",
     "anyOf",
@@ -53,7 +52,7 @@ _PARTS = {"allOf", "anyOf", "oneOf"}
 
 
 class NotWritableError(Exception):
-    """Values of a schema cannot be written in this form."""
+    """Values of a schema cannot be written in the format."""
 
 
 def closed(schema: Mapping[str, Any]) -> JsonObject:
@@ -87,7 +86,7 @@ def _closed_if_object(schema: object, *, is_part: bool = False) -> object:
 
 
 def without_text(schema: Mapping[str, Any], text: str) -> JsonObject:
-    """Return a schema for those values whose strings do not contain a text.
+    """Return a schema for the values whose strings do not contain a text.
 
     Args:
         schema: the schema; its references are kept.
@@ -127,8 +126,9 @@ def _object(schema: object) -> JsonObject:
 def _pattern_without(text: str) -> str:
     """Return a regular expression for strings that do not contain a text.
 
-    After the first character, a string continues with a part of the text, and then with another character than the
-    text does: the first one again, or one after which the search starts anew.
+    After the first character of the text, a string may repeat a part of the text, but must then continue with a
+    different character than the text: with the first character again, or with a character after which the search
+    restarts.
     """
     first = re.escape(text[0])
     begun = [re.escape(text[1:end]) for end in range(1, len(text))]

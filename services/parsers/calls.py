@@ -51,15 +51,15 @@ def read_object(reader: Reader, calls: Calls, functions: Container[str] | None =
     Args:
         reader: the output.
         calls: receives the call.
-        functions: names that make the object a call; None if every name does.
+        functions: names of functions; an object with another name is not a call. None if every name is valid.
 
     Returns:
         the text that was read if it is no call, so that the caller can show it; empty after a call.
     """
     read: list[str] = []
-    """Everything up to the name: shown if there is no name."""
+    """Text up to the name, which is content if there is no name."""
     waiting: list[str] = []
-    """Arguments that came before the name."""
+    """Arguments that appeared before the name."""
     begun = complete = has_arguments = False
 
     def keep(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Events of a parser: the reasoning, content and tool calls of a model's output, as pieces in order."""
+"""Parser events: pieces of reasoning, content and tool calls in a model's output, in order."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that the model thinks before it answers."""
+    """Text of the reasoning before the answer."""
 
     text: str
 
@@ -37,7 +37,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The end of a tool call whose arguments are complete; a call that the output's end cuts off has none."""
+    """The end of a tool call with complete arguments. A call that is truncated by the end of the output has no end."""
 
     index: int
 

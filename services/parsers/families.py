@@ -1,4 +1,4 @@
-"""How each family of models writes reasoning and tool calls. One generator reads one family's output.
+"""Parsers for the reasoning and tool call formats of the model families, one generator for each family.
 
 | family | models | reasoning | tool calls |
 |---|---|---|---|
@@ -12,8 +12,8 @@
 | glm4 | GLM-4.5 and later | <think> | <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>… |
 | granite | Granite 3 | – | <|tool_call|>[{"name": …, "arguments": …}] |
 
-Text that only looks like a call is content. A call that the output's end cuts off keeps the arguments so far.
-`call_forms` has the same forms as grammars.
+Text that only looks like a call is content. A call that is truncated by the end of the output has the arguments so far.
+`call_forms` contains grammars for the same formats.
 """
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
@@ -60,11 +60,11 @@ class Output:
 Read = Callable[[Reader, Output], Step]
 """Reads the outputs of one family."""
 ReadCall = Callable[[Reader, Output], Generator[None, None, bool]]
-"""Reads a call behind its opening tag; returns whether it is one. If not, its text is content."""
+"""Reads a call after its opening tag; returns whether it is a call. If not, its text is content."""
 
 
 def _think(reader: Reader, output: Output, end: str = _END_THINK) -> Step:
-    """Read reasoning behind its opening marker."""
+    """Read reasoning after its opening marker."""
     yield from reader.until(output.reasoning, end, trim_start=True, trim_end=True)
 
 
@@ -92,7 +92,7 @@ def _hermes_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
 
 
 def _tagged_object(reader: Reader, output: Output, opening: str) -> Generator[None, None, bool]:
-    """Read a call as a JSON object behind its opening tag, and the closing tag; return whether it is one."""
+    """Read a call as a JSON object after its opening tag, and the closing tag; return whether it is a call."""
     if (yield from reader.peek()) != "{":
         return (yield from _as_content(reader, output, opening))
     rejected = yield from read_object(reader, output.calls)
@@ -103,7 +103,7 @@ def _tagged_object(reader: Reader, output: Output, opening: str) -> Generator[No
 
 
 def _as_content(reader: Reader, output: Output, begun: str) -> Generator[None, None, bool]:
-    """Show text that looked like a call, up to its closing tag; return False."""
+    """Emit text that looked like a call as content, up to its closing tag; return False."""
     output.content(begun)
     output.content((yield from reader.until(output.content, _END_CALL)))
     return False
@@ -176,7 +176,7 @@ def llama3_json(reader: Reader, output: Output) -> Step:
 
 
 def _whole_objects(reader: Reader, output: Output, shown: str, *ends: str) -> Step:
-    """Read calls that are the whole answer; the markers `ends` are left out behind them."""
+    """Read calls that are the whole answer, and drop the markers `ends` after them."""
     space = yield from reader.skip_space()
     if (yield from reader.peek()) != "{":
         output.content(shown + space)
@@ -239,7 +239,7 @@ def pythonic(reader: Reader, output: Output) -> Step:
 
 
 def _python_call(reader: Reader) -> Generator[None, None, str]:
-    """Return the text up to the parenthesis that closes a call; up to a character that cannot begin one."""
+    """Return the text up to the closing parenthesis of a call, or up to a character that cannot begin a call."""
     pieces: list[str] = []
     depth, quote, escaped = 0, "", False
     while True:
@@ -265,7 +265,7 @@ def _parse_python(call: str) -> tuple[str, str] | None:
     name, opening, rest = call.partition("(")
     if not opening or not re.fullmatch(r"[\w.-]+", name):
         return None
-    # JSON may escape a slash. Python warns about that.
+    # JSON may escape a slash, for which Python issues a warning.
     source = "f(" + re.sub(r"\\([\\/])", lambda found: found[0] if found[1] == "\\" else "/", rest)
     try:
         node = ast.parse(source, mode="eval").body
@@ -282,7 +282,7 @@ def _parse_python(call: str) -> tuple[str, str] | None:
 
 
 def _python_value(text: str, node: ast.expr) -> str:
-    """Return a value in Python's notation as JSON; models write JSON there, too, and so do the grammars of calls."""
+    """Convert a value in Python's notation, or in JSON, which models and grammars also write, to JSON."""
     if _is_json(text):
         return text
     return json.dumps(ast.literal_eval(node), ensure_ascii=False, allow_nan=False)
@@ -308,7 +308,7 @@ def mistral(reader: Reader, output: Output) -> Step:
 
 
 def mistral_reasoning(reader: Reader, output: Output) -> Step:
-    """Read the output of Magistral to a request without tools."""
+    """Read the output of Magistral for a request without tools."""
     yield from _reasoning_and_content(reader, output, "[THINK]", "[/THINK]")
 
 
@@ -337,7 +337,7 @@ def _json_arguments(reader: Reader, output: Output) -> Step:
 
 
 DEEPSEEK_CALL = "<｜tool▁call"
-"""What all of DeepSeek's markers of calls begin with."""
+"""Common prefix of DeepSeek's call markers."""
 _DS_CALLS, _DS_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DS_CALL, _DS_SEP, _DS_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
@@ -426,7 +426,7 @@ def plain(reader: Reader, output: Output) -> Step:
 
 
 def reasoning_only(reader: Reader, output: Output) -> Step:
-    """Read the output of a model that thinks between tags and calls no tools."""
+    """Read the output of a model with reasoning between tags and without tool calls."""
     yield from _reasoning_and_content(reader, output, THINK, _END_THINK)
 
 
@@ -440,14 +440,14 @@ def _reasoning_and_content(reader: Reader, output: Output, opening: str, closing
 
 
 def _collect(reader: Reader, *ends: str) -> Generator[None, None, tuple[str, str]]:
-    """Return the text up to the first of `ends`, and which it is; empty at the end of the output."""
+    """Return the text up to the first of `ends`, and this end; the end is empty at the end of the output."""
     pieces: list[str] = []
     end = yield from reader.until(pieces.append, *ends)
     return "".join(pieces), end
 
 
 class _Arguments:
-    """Writes the arguments of a call that gives its values as text, as one JSON object."""
+    """Converts the arguments of a call whose values are text to one JSON object."""
 
     def __init__(self, output: Output, name: str) -> None:
         self._calls = output.calls
@@ -462,7 +462,7 @@ class _Arguments:
             reader: the output.
             key: the name of the argument.
             end: the closing tag.
-            newlines: whether a newline right after the opening and before the closing tag belongs to the tags.
+            newlines: whether newlines directly after the opening tag and before the closing tag belong to the tags.
 
         Returns:
             whether the value is complete.

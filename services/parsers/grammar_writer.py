@@ -11,14 +11,14 @@ from services.parsers.call_schema import closed
 from services.parsers.functions import Function
 
 _LIKE_TEMPLATES = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""JSON as chat templates write it in earlier calls."""
+"""JSON format in which chat templates write earlier calls."""
 _SCALARS = ("string", "integer", "number", "boolean", "null")
-"""Types of JSON values in which nothing separates parts."""
+"""Types of JSON values without separators."""
 
 
 @dataclass(slots=True)
 class GrammarWriter:
-    """Writes one grammar: its methods return expressions, and collect the rules that these need."""
+    """Writes one grammar. Its methods return expressions and collect the rules for them."""
 
     template: str
     """Source of the chat template."""
@@ -27,18 +27,18 @@ class GrammarWriter:
     think: str
     """The marker at which reasoning begins; empty if the family has none."""
     required: bool
-    """Whether the output must be calls; otherwise it is text that may have calls."""
+    """Whether the output must consist of calls; otherwise it is text that may contain calls."""
     single: bool
     """Whether there is at most one call."""
     rules: dict[str, str] = field(default_factory=dict)
-    """Names of the rules, by what they match."""
+    """Names of the rules, by the text of the rule."""
 
     def grammar(self, start: str) -> str:
         """Return the grammar whose outputs match an expression."""
         return "\n".join(("%llguidance {}", f"start: {start}", *(f"{name}{rule}" for rule, name in self.rules.items())))
 
     def text(self, *parts: str) -> str:
-        """Return an expression for texts in a row; a text that is a special token is matched as such."""
+        """Return an expression for consecutive texts. A text that is a special token is matched as this token."""
         return " ".join(
             " ".join(f"<[{self.special_tokens[part]}]>" for part in group) if special else json.dumps("".join(group))
             for special, group in groupby(filter(None, parts), self.special_tokens.__contains__)
@@ -51,7 +51,7 @@ class GrammarWriter:
         return self._named(f"[lazy]: {self._text_without(others, _pattern(end))}")
 
     def without(self, *texts: str) -> str:
-        """Return an expression for text in which none of these occurs, not even a special token in letters."""
+        """Return an expression for text that contains none of `texts`, not even a special token spelt as characters."""
         return self._text_without(texts)
 
     def _text_without(self, texts: tuple[str, ...], end: str = "") -> str:
@@ -61,7 +61,7 @@ class GrammarWriter:
         return self._named(f": /(?s:.*){end}/ & ~/(?s:.*)({anywhere})(?s:.*)/", letter="T")
 
     def any_of(self, expressions: Iterable[str]) -> str:
-        """Return an expression for one of several."""
+        """Return an expression that matches one of several expressions."""
         return self._named(f": {' | '.join(expressions)}")
 
     def json(self, schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
@@ -74,7 +74,7 @@ class GrammarWriter:
         return self._named(f": %json {json.dumps(whole)}")
 
     def arguments(self, function: Function) -> str:
-        """Return an expression for the arguments of a function as a JSON object; without a schema, there are none."""
+        """Return an expression for the arguments of a function as a JSON object, which is empty without a schema."""
         schema = dict(function.parameters) or {"properties": {}}
         return self.json({"type": "object"} | schema, {})
 
@@ -87,9 +87,9 @@ class GrammarWriter:
         """Return an expression for an output of calls, or of text with calls.
 
         Args:
-            marker: what each call begins with; empty if the whole output is calls.
-            call: an expression for a call behind its marker.
-            separator: what is between two calls; None if there is only one.
+            marker: the beginning of each call; empty if the whole output consists of calls.
+            call: an expression for a call after its marker.
+            separator: the text between two calls; None if only one call is allowed.
             others: further markers that begin calls for the reader, so that they must not be in the text.
         """
         several = separator is not None and not self.single
@@ -107,7 +107,7 @@ class GrammarWriter:
         return f"{self.text('[')} {call} {more} {self.text(']')}"
 
     def _named(self, rule: str, letter: str = "r") -> str:
-        """Return the name of a rule; rules that match the same are one."""
+        """Return the name of a rule, and add the rule if it is new."""
         return self.rules.setdefault(rule, f"{letter}{len(self.rules)}")
 
 

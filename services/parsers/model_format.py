@@ -1,4 +1,4 @@
-"""How the served model writes reasoning and tool calls: its family, with what its chat template and tokenizer add."""
+"""Format of the served model's reasoning and tool calls: its family, chat template and special tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ class ModelFormat:
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the model calls tools of its own accord; a template that does not render tools cannot show them."""
+        """Whether the model can call tools on its own, which requires a chat template that renders tools."""
         return self.family.calls_tools and "tools" in self.template
 
     @property
     def calling_family(self) -> Family:
-        """The family in whose form a grammar makes calls: the model's, or one of a general form if it has none."""
+        """The family whose format grammars use for calls: the model's family, or a general format if it has none."""
         return self.family if self.family.calls_tools else FAMILIES["hermes"]
 
     def begins_in_reasoning(self, prompt_end: str) -> bool:
-        """Return whether a prompt with this end has the marker at which reasoning begins."""
+        """Return whether a prompt with this end contains the marker at which reasoning begins."""
         # Templates write a newline after the marker.
         return bool(self.family.think) and prompt_end.rstrip().endswith(self.family.think)
 

@@ -1,4 +1,4 @@
-"""Parser of one output, and the choice of its family."""
+"""Parser for one output, and the table of model families."""
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
 
@@ -20,13 +20,13 @@ class Family:
     read: Read
     """Reads an output that may call tools."""
     read_without_tools: Read
-    """Reads the output of a request without tools, in which the markers of calls are content."""
+    """Reads the output of a request without tools, in which call markers are content."""
     markers: tuple[str, ...] = ()
-    """Markers that may be special tokens, which outputs show only on request."""
+    """Markers that may be special tokens, which the text contains only on request."""
     think: str = ""
     """The marker at which reasoning begins; a prompt may end with it."""
     form: Form = call_forms.hermes
-    """How it writes tool calls."""
+    """Grammar of its tool calls."""
     calls_tools: bool = True
     """Whether the family has a form of tool calls."""
     marks_calls: bool = True
@@ -92,7 +92,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3_json", ('"name"', '"parameters"', "tools")),
     ("reasoning", ("</think>",)),
 )
-"""Marks of a family in a chat template, most specific first."""
+"""Texts that identify a family in a chat template, most specific first."""
 
 
 def choose_family(chat_template: str) -> str:

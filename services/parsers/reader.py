@@ -1,11 +1,11 @@
-"""Reader: text that arrives in pieces, for parsers that are written as if it were complete.
+"""Reader for text that arrives in pieces, so that parsers can be written as if the text were complete.
 
 A parser is a generator. Its operations on the reader are generators too: they yield when they need more text, and
-continue when it has arrived. Every decision depends on the characters alone, never on where a piece ends. Text that may
-still become a marker is held back until it is certain.
+continue when it has arrived. Decisions depend only on the characters, never on the boundaries between pieces. Text that
+may still become a marker is held back until it is certain.
 
-Each character is copied a bounded number of times, whatever the size of the pieces: an operation moves the place in the
-text, and the consumed part is dropped when the next piece arrives.
+For any size of pieces, each character is copied a bounded number of times: an operation only advances the position in
+the text, and the consumed part is dropped when the next piece arrives.
 """
 
 import re
@@ -23,7 +23,7 @@ Step = Generator[None, None, None]
 
 
 class Reader:
-    """Text that has arrived and is not consumed."""
+    """Text that has arrived and was not consumed yet."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -118,8 +118,8 @@ class Reader:
     def json_value(self, emit: Callable[[str], None]) -> Generator[None, None, bool]:
         """Pass the JSON value at this place to `emit`; return whether it is complete.
 
-        Brackets and strings are followed, nothing else is checked. A number, a literal or an error ends before the next
-        comma, bracket or space.
+        Only brackets and strings are tracked; the syntax is not validated. A number, a literal or an error ends before
+        the next comma, bracket or space.
         """
         first = yield from self.peek()
         if first not in ('"', "{", "["):
@@ -181,9 +181,9 @@ class Reader:
 
 
 def _find(text: str, start: int, markers: tuple[str, ...], *, ended: bool) -> tuple[int, str]:
-    """Return the place of the first marker from `start` on, and the marker itself.
+    """Return the position of the first marker from `start` on, and the marker itself.
 
-    Without a marker: the place from which the text may still become one, or the text's end.
+    Without a marker, return the position from which the text may still become a marker, or the end of the text.
     """
     if not markers:
         return len(text), ""

@@ -1,9 +1,9 @@
-"""One request: from the public message to a value whose fields are all valid.
+"""Validation and encoding of one request, from the public message to a value with valid fields.
 
-* `output` – how generated tokens become messages.
-* `tools` – the functions that the model may call, and how its output is read.
-* `scheduling` – the scheduling options, and which of them a principal may use.
-* `validation` – every other field; all violations are reported together.
-* `defaults` – sampling options that a request does not give, from the checkpoint.
+* `output` – rules for converting generated tokens to messages.
+* `tools` – the functions that the model may call, and the parser for its output.
+* `scheduling` – the scheduling options, and the permissions to use them.
+* `validation` – all other fields; all violations are reported together.
+* `defaults` – the checkpoint's defaults for sampling options that a request omits.
 * `prompts` – prompts and bad words as token ids.
 """

@@ -1,7 +1,7 @@
-"""Sampling defaults of the served checkpoint: those of its `generation_config.json`.
+"""Sampling defaults of the served checkpoint, from its `generation_config.json`.
 
-They are filled into a request before it is checked, so every API has the same defaults. A value that the request gives
-is never replaced, even if it equals the default of the API. `max_new_tokens` is a limit on all requests, as in vLLM.
+The defaults are filled into a request before validation, so all APIs have the same defaults. A value in the request is
+never replaced, even if it equals the default of the API. `max_new_tokens` is a limit on all requests, as in vLLM.
 """
 
 import json
@@ -25,7 +25,7 @@ _REMEDY = "correct the file, or use --generation-config none"
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values for sampling options that a request does not give."""
+    """Values for sampling options that a request omits."""
 
     source: str = "none"
     """The file that the values come from."""
@@ -129,7 +129,7 @@ def _values(document: Mapping[str, Any], path: Path) -> tuple[dict[str, float], 
 
 
 def _in_float_range(value: float) -> float:
-    """Return the value as a float; an integer beyond the range of floats becomes infinite, which no check accepts."""
+    """Return the value as a float. An integer beyond the range of floats becomes infinite, which validation refuses."""
     try:
         return float(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""How the generated tokens of a request become messages; only front ends read this."""
+"""Rules for converting the generated tokens of a request to messages; only front ends read them."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ class OutputRules:
     shown_tokens: tuple[str, ...] = ()
     """Special tokens that are shown in the text because a parser reads them."""
     parse: bool = False
-    """Whether to send the output as parts, too."""
+    """Whether to send the output as parts in addition to text."""
     logprobs: bool = False
     """Whether log-probabilities of generated tokens are requested."""
 

@@ -1,8 +1,8 @@
-"""Scheduling options of a request: checked by the front end, sent to the core with the submission.
+"""Scheduling options of a request: validated by the front end and sent to the core with the submission.
 
-The caller's principal must be allowed to use the tenant and the cache scope; without authentication there is one
+The caller's principal must have permission for the tenant and the cache scope. Without authentication, there is one
 principal, which may use all tenants (`principals`). Without an explicit scope, a request shares cached prompt prefixes
-only with requests of its own principal. Timing then reveals nothing about the prompts of others.
+only with requests of its own principal. Response times therefore reveal nothing about prompts of other principals.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ MAX_NAME = 128
 MAX_EXPECTED_TOKENS = 1 << 24
 """Maximum of `expected_output_tokens`."""
 MAX_BLOCK_KEYS = 1 << 16
-"""Maximum number of block keys sent with a request; at 32 bytes each they fit into its frame."""
+"""Maximum number of block keys of 32 bytes that are sent with a request, so that they fit into a frame."""
 MAX_TIME_S = 365 * 24 * 3600
 """Maximum target time of a request, seconds; the link counts nanoseconds in 64 bits."""
 
@@ -49,7 +49,8 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
         value = getattr(options, name)
         if len(value.encode()) > MAX_NAME:
             yield FieldViolation(f"scheduling.{name}", f"must have at most {MAX_NAME} bytes")
-        elif not value.isprintable():  # Operators see these names in terminals, logs and metrics.
+        # Refuse unprintable names, because operators see them in terminals, logs and metrics.
+        elif not value.isprintable():
             yield FieldViolation(f"scheduling.{name}", "has characters that are not printable; remove them")
     if options.HasField("expected_output_tokens") and not 0 < options.expected_output_tokens <= MAX_EXPECTED_TOKENS:
         yield FieldViolation("scheduling.expected_output_tokens", f"must lie in [1, {MAX_EXPECTED_TOKENS}]")
@@ -103,7 +104,7 @@ def block_keys(model: link_pb2.ServedModel, cache_scope: bytes, prompt: bytes) -
 
 def left_ns(point: float | None, now: float) -> int:
     """Return the nanoseconds until a time: 0 for None, otherwise in [1, MAX_TIME_S]."""
-    # A target that has passed must stay a target; 0 would mean none.
+    # A target that has passed must remain a target, and 0 would mean none.
     return 0 if point is None else int(min(max(point - now, 1e-9), MAX_TIME_S) * 1e9)
 
 

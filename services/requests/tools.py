@@ -1,4 +1,4 @@
-"""The tools of a request: which functions the model may call or must call, and how its output is read."""
+"""Tools of a request: the functions that the model may or must call, and the parser for its output."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def read_tools(request: v1.GenerateRequest, model_format: ModelFormat) -> Tools:
         InvalidRequestError: the tools are not usable.
     """
     if not request.HasField("chat"):
-        return Tools(shown=True)  # a client that renders the prompt may show tools in it
+        return Tools(shown=True)  # A client that renders the prompt itself may have included tools.
     chat, choice = request.chat, request.chat.tool_choice
     given = read_functions(json.loads(chat.tools_json) if chat.tools_json else [])
     known = tuple(each for each in given if each is not None)
@@ -123,9 +123,9 @@ def shown_tokens(request: v1.GenerateRequest, tools: Tools, model_format: ModelF
 
 
 def _read_of(request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat) -> Read | None:
-    """Return how the output of a request is read; None if all of it is content."""
+    """Return the parser function for the output of a request; None if all of it is content."""
     if not request.output.parse or request.HasField("grammar"):
-        return None  # A grammar from the client has no room for markers.
+        return None  # An output that follows the client's grammar contains no markers.
     if tools.required:
         return model_format.calling_family.read
     family = model_format.family
@@ -134,7 +134,7 @@ def _read_of(request: v1.GenerateRequest, tools: Tools, model_format: ModelForma
 
 
 def make_grammar(tools: Tools, model_format: ModelFormat, *, reasons: bool) -> v1.Grammar | None:
-    """Return the grammar that generates a request's calls; None if the model writes them freely.
+    """Return the grammar for a request's calls; None if calls are not constrained.
 
     Args:
         tools: the tools of the request.

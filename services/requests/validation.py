@@ -61,7 +61,7 @@ MAX_BAD_WORD = 256
 """Maximum length of a bad word, bytes."""
 
 _SHOWN_NAME = 64
-"""Characters of an unknown model's name that an error repeats."""
+"""Maximum number of characters of an unknown model's name in an error."""
 _LOG_OVERHEAD = 4096
 """Maximum size of a request's log in addition to its long fields, bytes."""
 _SCORES_OVERHEAD = 40
@@ -173,7 +173,7 @@ def resolve_max_tokens(
         raise ContextLengthError(
             FieldViolation(
                 field,
-                # LangChain looks for "prompt is too long", litellm for "this model's maximum context length is".
+                # LangChain detects "prompt is too long", and litellm detects "this model's maximum context length is".
                 f"the prompt is too long: this model's maximum context length is {model.max_model_len} tokens, and the"
                 f" prompt has {num_prompt_tokens}; use at most {model.max_model_len - 1}",
             )
@@ -315,7 +315,7 @@ def _check_token_sets(sampling: v1.SamplingOptions, model: link_pb2.ServedModel)
 
 
 def scores_prompt(request: v1.GenerateRequest) -> bool:
-    """Return whether the request wants only its prompt back, with `max_tokens` 0."""
+    """Return whether the request asks only for its prompt (`max_tokens` is 0)."""
     wants_prompt = request.output.echo or request.output.HasField("prompt_logprobs")
     return wants_prompt and request.stop.HasField("max_tokens") and not request.stop.max_tokens
 
@@ -351,7 +351,7 @@ def _check_output(output: v1.OutputOptions) -> Violations:
 def _sampling_params(
     request: v1.GenerateRequest, stop_token_ids: tuple[int, ...], *, has_grammar: bool
 ) -> plan_pb2.SamplingParams:
-    """Return the sampling parameters for the worker; only values that differ from the defaults take space."""
+    """Return the sampling parameters for the worker; only values that differ from the defaults are set."""
     sampling, stop, output = request.sampling, request.stop, request.output
     params = plan_pb2.SamplingParams(
         temperature=_temperature(sampling),

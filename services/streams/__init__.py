@@ -1,7 +1,7 @@
-"""One stream, between the core that sends its tokens and the reader that takes its text. No I/O.
+"""One stream, from the tokens of the core to the text for the client, without I/O.
 
-* `logprobs` – log-probabilities, from the worker's columns to the public message.
-* `parts` – sizes of what a parser has found, for clients that resume.
-* `outbox` – output that was released and not yet read.
-* `stream` – the state of the stream: tokens in, text out, its end.
+* `logprobs` – converts log-probabilities from the worker's columns to the public message.
+* `parts` – sizes of parser events, for clients that resume.
+* `outbox` – released output that the client has not read.
+* `stream` – the state of the stream.
 """

@@ -1,9 +1,9 @@
-"""Outbox of one stream: tokens and text that were released but not yet read.
+"""Outbox of one stream: released tokens and text that the client has not read.
 
-A reader that keeps up takes one token at a time. While it lags, tokens accumulate here and leave as one message: ids
-appended, text concatenated. The credit that the core was given bounds the size: a token costs four bytes of credit,
-which return only when the reader has read it. All tokens stay in memory, four bytes each, because a new core needs all
-generated tokens when the old one is lost.
+A fast client gets one token per message. If a client reads slowly, tokens accumulate here and are sent as one message.
+Credit limits the size of the outbox: a token costs four bytes of credit, which are returned only when the client has
+read the token. All tokens stay in memory (four bytes each), because a new core needs all generated tokens if the old
+core is lost.
 """
 
 from array import array
@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     token_ids: list[int]
     text: str
     events: Sequence[Event] = ()
-    """Findings of the stream's parser in the text."""
+    """Events of the stream's parser for the text."""
 
 
 class Outbox:
@@ -34,7 +34,7 @@ class Outbox:
         self.released = 0
         """Number of tokens that may be sent."""
         self.taken = 0
-        """Number of tokens given to the reader."""
+        """Number of tokens taken for the client."""
         self.text = ""
         """Text that waits together with the tokens."""
         self.merged = 0
@@ -42,7 +42,7 @@ class Outbox:
 
     @property
     def waiting(self) -> list[int]:
-        """Tokens that wait for the reader."""
+        """Tokens that wait to be sent to the client."""
         return self.tokens[self.taken : self.released].tolist()
 
     def take(self) -> Batch | None:

@@ -1,4 +1,4 @@
-"""Sizes of the events of a parser, for a client that has received some of them and resumes."""
+"""Sizes of parser events, for a client that resumes after it has received some of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace

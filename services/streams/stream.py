@@ -1,13 +1,13 @@
-"""State of one client's stream, without I/O: tokens from the core in, batches for the reader out.
+"""State of one client's stream, without I/O: converts tokens from the core to batches for the client.
 
 Rules:
-  * Only the core finishes a stream; calls of `finish` after the first one are ignored.
-  * Every token has an index. Repeated tokens are ignored; a gap is reported to the caller.
-  * Without stop strings, tokens are detokenised only when the reader takes them, so a slow reader costs little. With
-    stop strings, every token is detokenised on arrival, because a match ends the work of the core.
-  * A token whose text may still be cut off by a stop string is held back with its text. Hence exactly the tokens
-    that count are sent.
-  * Credit returns when the reader has read a token (or the stream dropped it), in portions of a quarter.
+  * Only the core finishes a stream. Repeated calls of `finish` are ignored.
+  * Every token has an index. Repeated tokens are ignored, and a gap is reported to the caller.
+  * Without stop strings, tokens are detokenised only when they are sent, which is efficient for slow clients. With stop
+    strings, every token is detokenised on arrival, so that the core can stop as early as possible.
+  * A token whose text may still be removed by a stop string is held back with its text, so that exactly the counted
+    tokens are sent.
+  * Credit is returned after the client has read a token or the stream has dropped it, in portions of a quarter.
 """
 
 import enum
@@ -44,7 +44,7 @@ class StreamRequest:
     choice: int = 0
     """Index of the choice."""
     credit: int
-    """Bytes of output that the stream may be ahead of its reader."""
+    """Maximum amount of output that the client has not read, bytes."""
     arrival: float
     """Monotonic time at which the RPC arrived, seconds."""
     due: DueTimes = field(default_factory=DueTimes)
@@ -56,7 +56,7 @@ class StreamRequest:
     grammar_s: float = 0.0
     """Time that the check of its grammar took, seconds."""
     resumed: bool = False
-    """Whether it resumes a kept request, which a core may know before the first submission."""
+    """Whether it resumes a retained request, which a core may already have."""
 
     def for_choice(self, choice: int, sampling: bytes, identity: bytes) -> "StreamRequest":
         """Return the same request for another choice; only the first one returns the prompt's log-probabilities."""
@@ -96,7 +96,7 @@ class Stream:
             request: the request.
             detokenizer: converts its tokens.
             wake: called when there is output to take, and at the end.
-            parser: reads its text; None if the text is not read.
+            parser: parses its text; None if all text is content.
         """
         self.request = request
         self.number = 0
@@ -114,7 +114,7 @@ class Stream:
         self.over = False
         """Whether the stream has ended; `take` may still return output."""
         self.scores: dict[int, Scored] = {}
-        """Log-probabilities of generated tokens that the reader has not taken, by token index."""
+        """Log-probabilities of generated tokens that were not sent yet, by token index."""
         self.prompt_scores: dict[int, Scored] = {}
         """Log-probabilities of prompt tokens, by token index."""
         self.on_end: Callable[[], None] | None = None
@@ -139,7 +139,7 @@ class Stream:
 
     @property
     def has_parser(self) -> bool:
-        """Whether the text is read; if not, all of it is content."""
+        """Whether the text is parsed; if not, all of it is content."""
         return self._parser is not None
 
     @property
@@ -170,8 +170,8 @@ class Stream:
     def submission(self, now: float) -> link_pb2.Submission:
         """Return the submission with all tokens so far, for a core that does not know the stream. Reset the credit.
 
-        From the second time on, the submission is marked as accepted by a core. Whether the lost core had accepted it
-        is unknown. But a few excess requests in the next core's queue are better than a lost request.
+        Repeated submissions are marked as accepted by a core. It is unknown whether the lost core had accepted the
+        request, but a few excess requests in the next core's queue are better than a lost request.
         """
         request = self.request
         outbox = self._outbox
@@ -195,7 +195,7 @@ class Stream:
         return submission
 
     def receive(self, first_index: int, token_ids: list[int]) -> Received:
-        """Add tokens from the core; `first_index` is the index of the first one."""
+        """Add tokens from the core; `first_index` is the index of the first token."""
         finder = self._finder
         if self.over or (finder is not None and finder.match is not None):
             return Received.TAKEN
@@ -222,7 +222,7 @@ class Stream:
             self.scores.update(enumerate(scores, first_index))
 
     def finish(self, end: link_pb2.StreamEnd) -> None:
-        """End the stream as the core did."""
+        """End the stream with the core's end."""
         if not self.over:
             self.end = end
             self._finish()
@@ -234,7 +234,7 @@ class Stream:
             self._finish()
 
     def take(self) -> Batch | None:
-        """Return the next batch for the reader, or None if there is none. Confirm it with `taken`."""
+        """Return the next batch for the client, or None if there is none. The caller confirms it with `taken`."""
         outbox = self._outbox
         if self._finder is None and outbox.released > outbox.taken:
             outbox.text = self._detokenizer.push(outbox.waiting)
@@ -254,7 +254,7 @@ class Stream:
         return self._outbox.tokens[:count].tolist()
 
     def skip(self, tokens: int, text: int, parts: int | None = None) -> None:
-        """Skip the output that the reader already has.
+        """Skip the output that the client already has.
 
         Args:
             tokens: number of tokens.
@@ -264,7 +264,7 @@ class Stream:
         self._skip_tokens, self._skip_text, self._skip_parts = tokens, text, parts
 
     def _without_known(self, batch: Batch) -> Batch:
-        """Return the part of a batch that the reader does not have; it may be empty."""
+        """Return the part of a batch that the client does not have; it may be empty."""
         known = min(max(self._skip_tokens - batch.first_index, 0), len(batch.token_ids))
         text = batch.text.encode()
         self._skip_text, text = max(self._skip_text - len(text), 0), text[self._skip_text :]
@@ -296,7 +296,7 @@ class Stream:
         return Batch(self._outbox.taken, [], "", events) if events else None
 
     def taken(self) -> None:
-        """Confirm that the last batch was sent to the reader."""
+        """Confirm that the last batch was sent to the client."""
         self._writing = 0
 
     def credit_due(self) -> int:

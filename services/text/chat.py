@@ -1,7 +1,7 @@
-"""Conversations: checks the public message and converts it to the input of chat templates.
+"""Conversations: validates the public message and converts it to the input of chat templates.
 
-Tools, tool calls and template variables travel as JSON text, because templates expect model-specific objects. This
-module parses them once and limits their size and depth.
+Tools, tool calls and template variables are JSON text in the public message, because templates expect model-specific
+objects. This module parses the text once and limits its size and depth.
 """
 
 import json
@@ -169,7 +169,7 @@ def _arguments_too_deep(calls: object) -> bool:
             if arguments is not None and _is_too_deep(json.loads(arguments)):
                 return True
         except ValueError:
-            continue  # Text that is not JSON has no depth.
+            continue  # Text that is not JSON has no nesting.
         except RecursionError:
             return True
     return False

@@ -1,7 +1,7 @@
 """Chat templates: a model's own Jinja template renders a conversation as prompt text.
 
-The template comes with the model, so it runs in Jinja's immutable sandbox. Environment, filters and globals match those
-that templates on the Hugging Face hub expect.
+The template is untrusted input from the checkpoint, so it runs in Jinja's immutable sandbox. Templates on the Hugging
+Face hub expect this environment with these filters and globals.
 """
 
 import json
@@ -50,7 +50,7 @@ class ChatTemplate:
 
     @cached_property
     def is_strict(self) -> bool:
-        """Whether it refuses system messages in the middle, or several messages of one role in a row."""
+        """Whether the template refuses system messages after the first, or consecutive messages of one role."""
         turns = ("system", "system", "user", "user", "system", "assistant", "user")
         messages: list[dict[str, Any]] = [{"role": role, "content": "x"} for role in turns]
         conversation = TemplateInput(

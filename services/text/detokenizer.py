@@ -1,12 +1,12 @@
 """Incremental detokenising: token ids to text, in whole characters, with the same result as a full decode.
 
-Two implementations. In a byte-level vocabulary every token maps to bytes of its own. A table and an incremental UTF-8
-decoder are then exact and cost about a microsecond per batch of tokens. In other vocabularies (sentencepiece, byte
-fallback, WordPiece) the text of a token depends on its neighbours. There, each push decodes a short window of tokens
-again and takes the new part.
+There are two implementations. In a byte-level vocabulary, every token has a fixed sequence of bytes, so a table and an
+incremental UTF-8 decoder suffice and cost about a microsecond per batch of tokens. In other vocabularies
+(sentencepiece, byte fallback, WordPiece), the text of a token depends on its neighbours, so each push decodes a short
+window of tokens again and returns the new part.
 
-A character whose bytes have not all arrived is held back. The delay is bounded: a byte that can no longer become part
-of a character is output as U+FFFD at once. `finish` outputs an incomplete rest.
+An incomplete character is held back. The delay is bounded, because a byte that can no longer become part of a character
+is output as U+FFFD immediately. `finish` outputs incomplete characters.
 """
 
 import codecs
@@ -25,7 +25,7 @@ _SENTENCEPIECE_SPACE = "\u2581"
 _MAX_INCOMPLETE = 3
 """Maximum number of replacement characters that an incomplete UTF-8 character decodes to; it has at most 3 bytes."""
 _WINDOW = 16
-"""Number of tokens after which the decoding window is cut, which bounds the cost of a push."""
+"""Number of tokens after which the decoding window is truncated, which limits the cost of a push."""
 
 
 class Detokenizer(ABC):
@@ -44,11 +44,11 @@ class DetokenizerFactory(Protocol):
     """Creates the detokenizer of a stream."""
 
     def __call__(self, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> Detokenizer:
-        """Return a new detokenizer, which leaves special tokens except the `shown` ones out of the text if it should.
+        """Return a new detokenizer.
 
         Args:
-            skip_special_tokens: whether to leave special tokens out.
-            shown: texts of special tokens that are never left out.
+            skip_special_tokens: whether to omit special tokens from the text.
+            shown: texts of special tokens that are never omitted.
         """
 
 
@@ -140,9 +140,9 @@ class ByteLevelDetokenizer(Detokenizer):
 class WindowDetokenizer(Detokenizer):
     """Detokenizer that decodes a window of recent tokens with every push and returns the new text.
 
-    `_window` holds tokens; `_taken` is the number of characters of its text that were returned. The window is cut only
-    where all text was returned, and never to zero tokens: a decoder that strips the leading space of its first token
-    must not strip it from a token in the middle.
+    `_window` holds tokens; `_taken` is the number of characters of its text that were returned. The window is truncated
+    only where all text was returned, and never to zero tokens, because a decoder may strip the leading space of its
+    first token.
 
     Byte fallback tokens ("<0xE2>") enter the window as whole characters. Such decoders turn all bytes of a run into
     U+FFFD as long as one of its characters is incomplete.

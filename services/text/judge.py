@@ -1,4 +1,4 @@
-"""The question whether a document matches a query, in the form that rerankers such as Qwen3-Reranker expect."""
+"""Prompt that asks whether a document matches a query, in the format for rerankers such as Qwen3-Reranker."""
 
 from dataclasses import dataclass
 
@@ -6,26 +6,26 @@ from quire.v1 import generation_pb2 as v1
 from services.text.tokenizer import TextTokenizer
 from shared.config import ConfigError
 
-# The words of the models' training; other words give worse scores.
+# These are the words from the models' training. Other words yield worse scores.
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
     ' Note that the answer can only be "yes" or "no".'
 )
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _VARIABLES = '{"enable_thinking": false}'
-"""The answer begins at once, without reasoning."""
+"""Disables reasoning, so that the output begins with the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Asks a model, which answers with one of two tokens."""
+    """Builds prompts to which a model responds with one of two tokens."""
 
     yes: int
     """The token of a positive answer."""
     no: int
     """The token of a negative answer."""
     has_roles: bool
-    """Whether the chat template itself writes the question, around messages of the roles query and document."""
+    """Whether the chat template itself writes the question, given messages with the roles query and document."""
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> "Judge":

@@ -1,8 +1,8 @@
-"""Stop strings: finds them in text that arrives in pieces, and never releases a part of one.
+"""Finds stop strings in text that arrives in pieces, and never releases a part of a stop string.
 
-An Aho-Corasick automaton over all stop strings reads each character once, however the text is divided. The depth of its
-state is the length of the longest suffix that may still become a stop string; that suffix is held back. The match that
-ends first wins. If several end together, the longest wins. The result does not depend on how the text was divided.
+An Aho-Corasick automaton over all stop strings reads each character once. The depth of its state is the length of the
+longest suffix that may still become a stop string. This suffix is held back. The match that ends first wins. If several
+matches end at the same position, the longest wins. The result does not depend on the boundaries between pieces.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ class StopAutomaton:
         self.goto: list[dict[str, int]] = [{}]
         self.depth = [0]
         self.found: list[str | None] = [None]
-        """By state: the longest stop string that ends there, or None."""
+        """Longest stop string that ends in each state, or None, by state."""
         for stop_string in stop_strings:
             self._insert(stop_string)
         self.fail = [0] * len(self.goto)

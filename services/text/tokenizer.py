@@ -1,10 +1,10 @@
 """Tokenizer of the served model: text and conversations to token ids, and back.
 
-Only `tokenizer.json` and its neighbours are read, never weights; `transformers` is not needed. Long texts run in a
-small thread pool and use the library's batch calls. Those release the GIL; the calls for a single text hold it to the
-end, which would block all streams for seconds with a text of megabytes. For short texts, a thread would cost more than
-the work. The text in the pool and its queue is limited in bytes, with a share for each principal. Principals wait for
-the threads in turn.
+Only `tokenizer.json` and related files are read, not weights; `transformers` is not needed. Long texts are encoded in a
+small thread pool with the library's batch calls, which release the GIL. The calls for a single text hold the GIL, which
+would block all streams for seconds with a text of megabytes. Short texts are encoded directly, because a thread would
+cost more than the encoding. The total size of the texts in the pool and its queue is limited, with a share for each
+principal. Principals use the threads in turn.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, max_bytes: int = MAX_BYTES) -> None:
         """Create the tokenizer; `max_bytes` limits the text in the thread pool and its queue."""
-        # Never truncate or pad a client's prompt, whatever tokenizer.json says.
+        # Never truncate or pad a client's prompt, even if tokenizer.json requests it.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -96,7 +96,7 @@ class TextTokenizer:
         return ids[0] if len(ids) == 1 else None
 
     async def beginning(self, text: str, count: int) -> str:
-        """Return the text of the first tokens, at most `count`, without a character that they cut."""
+        """Return the text of the first tokens, at most `count`, without an incomplete character at the end."""
         ids = await self.encode(text, add_special_tokens=False)
         if len(ids) <= count:
             return text
@@ -153,7 +153,7 @@ class TextTokenizer:
 
     async def _in_thread(self, size: int, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         principal, share = CURRENT.get().name, self.text_bytes
-        # A text larger than any share is accepted if no other text waits.
+        # Accept a text that is larger than every share if no other text waits.
         size = min(size, share.largest_part)
         if not share.take(principal, size):
             raise share.exhausted()
@@ -167,7 +167,7 @@ class TextTokenizer:
             self._turns.release()
             share.give_back(principal, size)
             if not work.cancelled():
-                work.exception()  # the caller may have been cancelled
+                work.exception()  # The caller may have been cancelled.
 
         def run() -> Result:
             try:
@@ -176,7 +176,7 @@ class TextTokenizer:
                 if size >= _LARGE_BYTES:
                     return_free_memory()
 
-        # A cancelled call counts until its thread has finished with the text.
+        # Count a cancelled call until its thread has finished with the text.
         work = asyncio.get_running_loop().run_in_executor(self._pool, run)
         work.add_done_callback(ended)
         return await asyncio.shield(work)
@@ -206,7 +206,7 @@ def load_tokenizer(folder: Path, *, max_bytes: int = MAX_BYTES) -> TextTokenizer
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
-    """Return the chat template. The file overrides the entry in the configuration; "default" is used of several."""
+    """Return the chat template. A file overrides the configuration. Of several templates, "default" is used."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -217,7 +217,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the fields that end in "_token"; a file has a text or an object with its content."""
+    """Return the texts of the fields that end in "_token", each of which is a text or an object with the text."""
     contents = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()

@@ -1,4 +1,4 @@
-"""Endpoints of the console's page: the live view, drain and resume of workers, explanations, and comparisons.
+"""Endpoints of the console: live view, drain and resume of workers, explanations, and comparisons.
 
 All endpoints require operator permissions, like the operator API over gRPC. Every path accepts only POST with a JSON
 body, which a page from another origin cannot send without a preflight.
@@ -20,9 +20,9 @@ from services.link.core_link import OPERATOR_TIMEOUT_S, CoreLink
 from shared.errors import FieldViolation, InvalidRequestError, StalledReaderError, UnsupportedMethodError
 
 _READING_TIMEOUT_S = 60.0
-"""Time to wait for answers from the scheduler's record, s."""
+"""Timeout for questions about the scheduler's record, s."""
 _STALLED_S = 30.0
-"""Time without room for an event after which a viewer is dropped. The stream has an event at least every second."""
+"""Maximum time for which a viewer may not read before it is dropped, s. There is at least one event per second."""
 MAX_PREDICTED_WORKERS = 64
 ResponseT = TypeVar("ResponseT", bound=Message)
 
@@ -81,7 +81,7 @@ class ConsoleEndpoints:
         )
 
     async def drain(self, exchange: Exchange) -> None:
-        """Drain a worker. Draining the last one needs confirmation.
+        """Drain a worker. Draining the last worker needs confirmation.
 
         Raises:
             InvalidRequestError: it is the last worker that takes requests.
@@ -107,7 +107,7 @@ class ConsoleEndpoints:
         await exchange.answer({"worker": worker(response.worker)})
 
     async def explain(self, exchange: Exchange) -> None:
-        """Explain why a request took as long as it did."""
+        """Explain the duration of a request by its causes."""
         asked = await _question(exchange)
         await exchange.run_until_disconnect(self._explain(exchange, _text(asked, "request")))
 
@@ -128,7 +128,7 @@ class ConsoleEndpoints:
         await exchange.answer(comparison(response))
 
     async def predict(self, exchange: Exchange) -> None:
-        """Predict what other settings would do to the requests of the last minutes."""
+        """Predict the effect of other settings on the requests of the last minutes."""
         asked = await _question(exchange)
         settings = asked.get("settings", {})
         if not isinstance(settings, dict) or not all(isinstance(value, str | int) for value in settings.values()):

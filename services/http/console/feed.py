@@ -1,7 +1,7 @@
-"""Parts of a live view as compact JSON for the console.
+"""Converts parts of a live view to compact JSON for the console.
 
-A step lists the rows that have changed since the worker's previous step. Rows decode for hundreds of steps, and a
-complete step of a thousand rows would take ten kilobytes and milliseconds of the front end.
+A step contains only the rows that have changed since the worker's previous step, because rows decode for hundreds of
+steps. A complete step of a thousand rows would take ten kilobytes, and milliseconds of CPU time in the front end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from quire.admin.v1 import admin_pb2 as admin
 
 _Rows = dict[int, int]
-"""By row, the number of its request."""
+"""Request number by row."""
 _FORGET_S = 60.0
 """Time without a worker in the load after which its rows are dropped, s."""
 _KINDS = {number: name.removeprefix("KIND_").lower() for name, number in admin.Incident.Kind.items()}
@@ -25,7 +25,7 @@ class Feed:
         self._decode: dict[str, _Rows] = {}
         """By worker, the decode rows of its newest step."""
         self._waiting: dict[str, _Rows] = {}
-        """The same for paused rows."""
+        """Rows that are held out in the newest step, by worker."""
         self._absent: dict[str, float | None] = {}
         """By worker with steps, the time of the first load without it, s; None if the load contains it."""
 

@@ -1,7 +1,7 @@
 """The files of the console's page.
 
-They are read once, at the start, and hold no data of the service, so they need no authentication. The policy in the
-headers lets the page load only these files and speak only with the server that it came from.
+The files are read once at the start. They contain no data of the service, so they need no authentication. The content
+security policy allows the page to load only these files, and to connect only to its own server.
 """
 
 import hashlib

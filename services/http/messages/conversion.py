@@ -1,4 +1,4 @@
-"""Converts a Messages request to a chat: blocks become messages of their own, tools those of chat completions."""
+"""Converts a Messages request to a chat: blocks become messages, and tools become tools of chat completions."""
 
 import json
 from collections.abc import Iterator
@@ -91,7 +91,8 @@ def to_chat(body: CountTokensBody) -> ConvertedChat:
 def _system(system: str | list[Block] | None) -> str:
     """Return the system prompt without the block that Claude Code adds for Anthropic's billing.
 
-    That block is the first one, and has a hash that differs between requests: no prefix would be found in the cache.
+    This block is at the beginning and contains a hash that differs between requests, which would prevent all prefix
+    cache hits.
     """
     if system is None or isinstance(system, str):
         return system or ""
@@ -99,7 +100,7 @@ def _system(system: str | list[Block] | None) -> str:
 
 
 def _is_callable(tool: MessagesTool, field: str) -> bool:
-    """Return whether the model can call a tool; tools that Anthropic's servers run are left out."""
+    """Return whether the model can call a tool, which is not the case for tools that run on Anthropic's servers."""
     if tool.type.startswith(_SERVER_TOOLS):
         return False
     if tool.input_schema is None and tool.type != "custom":
@@ -111,7 +112,7 @@ def _is_callable(tool: MessagesTool, field: str) -> bool:
 
 
 def _messages(turn: Turn, field: str) -> Iterator[tuple[Json, str]]:
-    """Yield the messages of a turn, and what they are made of."""
+    """Yield the messages of a turn, each with the path of its source in the request."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}, f"{field}.content"
         return
@@ -129,7 +130,7 @@ def _messages(turn: Turn, field: str) -> Iterator[tuple[Json, str]]:
                 name = f"{field}.content[{number}]"
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}, name
             case "thinking" | "redacted_thinking":
-                pass  # Models do not read their reasoning from earlier turns.
+                pass  # Omit reasoning, because models do not read their reasoning from earlier turns.
             case _:
                 raise _unsupported(block, f"{field}.content[{number}]")
     if calls:

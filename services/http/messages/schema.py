@@ -42,7 +42,7 @@ class MessagesTool(OpenBody):
 
 
 class MessagesToolChoice(OpenBody):
-    """Which tools must or may be used."""
+    """Choice of the tools that the model must or may use."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
@@ -50,7 +50,7 @@ class MessagesToolChoice(OpenBody):
 
 
 class Thinking(OpenBody):
-    """Whether the model thinks first, if its chat template has a switch (`enable_thinking`)."""
+    """Whether the model reasons first, if its chat template has a switch (`enable_thinking`)."""
 
     type: str
 
@@ -73,7 +73,10 @@ _NO_EFFECT = "accepted without effect"
 
 
 class CountTokensBody(ScheduledBody):
-    """A conversation, in Anthropic's Messages API. Options that are not known cannot change the number of tokens."""
+    """A conversation, in Anthropic's Messages API.
+
+    Unknown options are ignored, because they cannot change the number of tokens.
+    """
 
     model_config = ConfigDict(extra="ignore")
     not_supported: ClassVar = MappingProxyType(

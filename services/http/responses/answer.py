@@ -17,12 +17,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """The place of a text in an item, and the names of its events."""
+    """Position of a text in an item, and the names of its events."""
 
     item: str
     """Type of the item."""
     place: str
-    """Field of the item that has the part with the text."""
+    """Field of the item that contains the part with the text."""
     kind: str
     """Type of the part."""
     event: str
@@ -38,7 +38,9 @@ _REASONING = _Text("reasoning", "content", "reasoning_text", "reasoning_text", "
 _SUMMARY = _Text(
     "reasoning", "summary", "summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary_index"
 )
-"""Reasoning of which the client requests a summary. The reasoning itself is the summary: many clients read no other."""
+"""Reasoning for which the client requests a summary. The reasoning is sent as the summary, because many clients read
+only the summary.
+"""
 
 
 class ResponsesAnswer(ChatAnswer):
@@ -71,7 +73,7 @@ class ResponsesAnswer(ChatAnswer):
         self._logprobs = logprobs
         self._defaults = defaults or {}
         self._scored: list[Json] = []
-        """Log-probabilities of tokens whose text has not been shown."""
+        """Log-probabilities of tokens whose text has not been sent."""
         self._reasoning = _SUMMARY if body.reasoning is not None and body.reasoning.summary else _REASONING
         self._created = int(time.time())
         self._items: list[Json] = []
@@ -96,7 +98,7 @@ class ResponsesAnswer(ChatAnswer):
             yield self._event(f"response.{status}", response=self.response(status))
 
     def response(self, status: str = "") -> Json:
-        """Return the whole response so far; by default the finished one."""
+        """Return the whole response so far, by default as finished."""
         body, output = self._body, self.output
         status = status or ("incomplete" if output.reached_limit else "completed")
         usage = None

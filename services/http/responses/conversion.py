@@ -1,4 +1,4 @@
-"""Converts a Responses request to a chat: items become messages, tools and formats those of chat completions."""
+"""Converts a Responses request to a chat: items become messages; tools and formats become those of chat completions."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ _FIELDS = {
 }
 """Names of this API for fields of a chat, in errors."""
 _CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "computer_use_preview")
-"""Types of tools that the client runs, and that the vendor's models know without a schema."""
+"""Types of tools that run on the client and whose schemas only OpenAI's models know."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
@@ -95,7 +95,7 @@ def to_messages(items: str | Iterable[InputItem]) -> list[Json]:
 
 
 def _messages(items: str | Iterable[InputItem]) -> list[tuple[Json, str]]:
-    """Return the messages, and the fields that they are made of."""
+    """Return the messages, each with the field of the request from which it is made."""
     if isinstance(items, str):
         return [({"role": "user", "content": items}, "input")]
     messages: list[tuple[Json, str]] = []
@@ -125,7 +125,7 @@ def _message(item: InputItem, field: str) -> Iterator[Json]:
             call_id = item.call_id or item.id
             yield {"role": "tool", "tool_call_id": call_id, "content": _text(item.output, f"{field}.output")}
         case "reasoning" | "web_search_call":
-            pass  # Models do not read their reasoning or searches from earlier turns.
+            pass  # Omit reasoning and searches, because models do not read them from earlier turns.
         case _:
             what = f"items of type {item.type[:64]!r} are not supported"
             remedy = "send messages, calls of functions and custom tools, their outputs, and reasoning"

@@ -105,7 +105,7 @@ class ResponsesEndpoints:
         await exchange.answer({"object": "list", "data": page, **ends, "has_more": has_more})
 
     async def cancel(self, exchange: Exchange) -> None:
-        """Refuse POST `/v1/responses/ID/cancel`: a stored response has ended."""
+        """Refuse POST `/v1/responses/ID/cancel`, because a stored response has already ended."""
         self._stored(exchange.params["id"])
         what = "cannot be cancelled, because it has ended; to cancel a response, close its connection"
         raise InvalidRequestError(FieldViolation("response_id", what))
@@ -118,7 +118,7 @@ class ResponsesEndpoints:
         await exchange.answer({"id": response_id, "object": "response", "deleted": True})
 
     def _resolved(self, body: ResponsesBody) -> ResponsesBody:
-        """Return the body with stored items in the place of references to them."""
+        """Return the body with references to stored items replaced by the items."""
         if isinstance(body.input, str):
             return body
         return body.model_copy(update={"input": [self._item(item, number) for number, item in enumerate(body.input)]})

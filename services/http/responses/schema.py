@@ -45,7 +45,7 @@ class InputItem(OpenBody):
 
 
 class ResponseTool(OpenBody):
-    """A tool; the model gets only tools of type `function` and `custom`, also those of a `namespace`."""
+    """A tool; the model gets only tools of type `function` and `custom`, including those in a `namespace`."""
 
     type: str
     name: str = ""

@@ -1,4 +1,4 @@
-"""Responses that a later request may continue with `previous_response_id`, in the memory of one front end."""
+"""Store of responses that a later request may continue with `previous_response_id`, in one front end's memory."""
 
 import json
 from collections import OrderedDict
@@ -25,16 +25,16 @@ class _Held:
     """The responses of one principal."""
 
     responses: OrderedDict[str, tuple[int, str]] = field(default_factory=OrderedDict)
-    """By response id, the oldest first: the size in bytes, and the stored response as JSON."""
+    """Size in bytes, and the stored response as JSON, by response id; oldest first."""
     of_items: dict[str, str] = field(default_factory=dict)
-    """By id of an output item: its response."""
+    """Id of the response that contains an output item, by id of the item."""
     num_bytes: int = 0
 
 
 class ResponseStore:
-    """The last responses, up to a number of bytes.
+    """The latest responses, up to a maximum number of bytes.
 
-    The oldest response of the principal with the most bytes is evicted first. So no principal can evict responses of
+    The oldest response of the principal with the most bytes is evicted first, so no principal can evict responses of
     principals that hold less.
     """
 
@@ -43,7 +43,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._of: dict[str, _Held] = {}
-        """By principal; those that hold nothing have no entry."""
+        """Responses by principal; principals without responses have no entry."""
         self._by_size: list[tuple[int, str]] = []
         """A heap of (negative bytes, principal). Each principal has at least one entry with at least its current
         bytes.

@@ -1,4 +1,4 @@
-"""A stored response in the form in which a client reads it again: its events, and its input items."""
+"""Converts a stored response to its events and its input items, for clients that retrieve it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,16 +10,16 @@ _DELTAS = {
     "reasoning_text": ("response.reasoning_text", "response.content_part", "content_index", "text"),
     "summary_text": ("response.reasoning_summary_text", "response.reasoning_summary_part", "summary_index", "text"),
 }
-"""By type of a part: the names of the events of its text and of the part, its index, and its text."""
+"""Names of the events for the text and for the part, name of the index, and field of the text, by type of the part."""
 _ARGUMENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""By type of an item: the name of the events of its text, and the field that has it."""
+"""Name of the events for the text, and field with the text, by type of the item."""
 
 
 def events_of(response: Json) -> Iterator[Json]:
-    """Yield the events of a finished response. Each text comes in one piece."""
+    """Yield the events of a finished response. Each text is one event."""
     for number, event in enumerate(_events(response)):
         yield {"type": event.pop("type"), "sequence_number": number, **event}
 

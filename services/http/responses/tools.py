@@ -1,8 +1,8 @@
-"""Tools of the Responses API as functions of a chat, and the calls of these functions as items.
+"""Converts tools of the Responses API to functions of a chat, and calls of these functions to items.
 
-A chat knows functions only. So a tool of a namespace becomes a function whose name begins with the namespace's. A
-custom tool, which takes text rather than JSON, becomes a function with one string. Tools that OpenAI's servers run are
-left out, because the model could not call them.
+A chat supports only functions. A tool in a namespace becomes a function whose name begins with the name of the
+namespace. A custom tool, which takes text instead of JSON, becomes a function with one string parameter. Tools that run
+on OpenAI's servers are omitted, because the model cannot call them.
 """
 
 import json
@@ -92,7 +92,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's function, which may be cut off.
+    """Return the text in the arguments of a custom tool's function, which may be truncated.
 
     Arguments of any other form are returned unchanged as the text.
     """
