@@ -1,6 +1,6 @@
 """Follower loop: applies the commands of rank 0 to this rank's engine, until rank 0 sends a stop.
 
-A follower has no link, answers no plan and needs no tokenizer. Its row table equals that of rank 0, because both apply
+A follower has no link, sends no results and needs no tokenizer. Its row table equals that of rank 0, because both apply
 the same plans and get the same tokens.
 """
 
@@ -37,7 +37,7 @@ def _launch(command: Command, engine: Engine, group: Group) -> None:
             engine.collect()
         engine.launch(decode_frame(command.frame, engine.limits), time.time_ns())
     except PlanError as error:
-        # Rank 0 finds the same error, and resets.
+        # Rank 0 detects the same error and resets.
         get_logger().info("invalid plan", reason=str(error))
     except Exception as error:
         raise RankLostError(f"a step failed on rank {group.rank}: {type(error).__name__}: {error}") from error

@@ -29,9 +29,9 @@ from worker_svc.ranks.commands import Followers
 from worker_svc.ranks.group import RankLostError
 
 _IDLE_POLL_MS = 250
-"""Longest wait for a frame when idle, which bounds the delay to notice a signal or a timeout."""
+"""Maximum wait for a frame while idle, which limits the delay until a signal or a timeout is handled."""
 _GRAMMAR_POLL_MS = 1
-"""The same while a grammar is being compiled, which bounds the delay of its report."""
+"""Maximum wait while a grammar is being compiled, which limits the delay of its report."""
 _BUSY_WAIT_S = 20e-6
 """Pause between two polls of an asynchronous device and the socket."""
 
@@ -138,9 +138,9 @@ class WorkerLoop:
             return Lost(f"invalid plan: {error}", HelloReason.PROTOCOL_ERROR)
         except Exception as error:
             if self._followers:
-                # The others may wait for this rank within the step, so all of them end.
+                # All ranks must exit, because the others may be waiting for this rank within the step.
                 raise RankLostError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
-            # After any error the scheduler can compute the rows again from their tokens.
+            # After any error, the scheduler can have the rows recomputed from their tokens.
             get_logger().error("step failed", exc_info=error)
             return Lost(f"step failed: {type(error).__name__}", HelloReason.STEP_FAILED)
         if self._engine.num_in_flight:

@@ -40,7 +40,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 _MOST_STOPPING_S = 4.0
-"""Longest time from a signal to the end of a rank; shorter than the grace period of `quire serve`."""
+"""Maximum time from a signal to the exit of a rank; shorter than the grace period of `quire serve`."""
 
 
 def run(config: WorkerConfig, end: Callable[[int], None]) -> int:
@@ -48,7 +48,8 @@ def run(config: WorkerConfig, end: Callable[[int], None]) -> int:
 
     Args:
         config: the settings.
-        end: ends this process with an exit code; it is called in a thread if a signal finds a rank waiting for others.
+        end: exits this process with a code. It is called in a thread if a rank still waits for other ranks after a
+            signal.
 
     Returns:
         The exit code: 0 after a signal; 1, with one line on stderr, if the configuration is not valid, the scheduler
@@ -67,7 +68,9 @@ def run(config: WorkerConfig, end: Callable[[int], None]) -> int:
         kind = "refused by the scheduler: " if isinstance(error, RefusedError) else ""
         print(f"quire worker: {kind}{error}", file=sys.stderr)
         return 1
-    except torch.OutOfMemoryError:  # raised while loading the model or profiling; steps handle their own
+    except (
+        torch.OutOfMemoryError
+    ):  # This is raised while the model is loaded or profiled. Steps handle their own errors.
         print(
             "quire worker: device: out of memory while loading the model; use a smaller model or a larger device",
             file=sys.stderr,
@@ -77,7 +80,7 @@ def run(config: WorkerConfig, end: Callable[[int], None]) -> int:
 
 
 class _StoppedWhileLoading(BaseException):
-    """A signal came before the model was loaded. Not an `Exception`, so that no library handles it."""
+    """A signal arrived before the model was loaded. Not an `Exception`, so that no library catches it."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -85,13 +88,14 @@ class _StoppedWhileLoading(BaseException):
 
 
 class _StopOnSignal:
-    """Signal handler: exits at once while the model loads, afterwards asks the loop to stop.
+    """Signal handler: exits immediately while the model loads; after that, stops the loop.
 
-    For a follower, a signal while it loads is a failure: the worker cannot start without it. Its exit code is that of a
-    shell for a program that a signal has ended. Afterwards it ignores signals, because it stops when rank 0 does.
+    For a follower, a signal while it loads is a failure, because the worker cannot start without it. Its exit code is
+    then 128 plus the signal number, as in a shell. After loading, a follower ignores signals, because it stops together
+    with rank 0.
 
-    Python runs a signal handler only when the main thread is back from native code, and a rank may wait minutes for
-    another one in a collective. So a thread ends a rank that is still there some time after a signal.
+    Python runs a signal handler only after the main thread has returned from native code, but a rank may wait for
+    minutes in a collective. A thread therefore terminates a rank that has not exited some time after a signal.
     """
 
     def __init__(self, shard: Shard, end: Callable[[int], None]) -> None:
@@ -101,7 +105,7 @@ class _StopOnSignal:
         if shard.size > 1:
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
-            # The number of a signal is written when it arrives, whatever the main thread does.
+            # The signal number is written to the pipe when the signal arrives, regardless of the main thread.
             signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(reader, end), name="signals", daemon=True).start()
         for number in _SIGNALS:
@@ -172,12 +176,12 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
         link.send_compiling(expected_ms)
 
     try:
-        # Without a GPU nothing is compiled, and triton, which would tell of it, is not imported.
+        # Without a GPU, nothing is compiled and triton, which reports compilations, is not imported.
         with announce_compiling(send_compiling) if device.type == "cuda" else nullcontext():
             loop.run()
             followers.stop()
     finally:
-        engine.reset()  # ends the spans of rows
+        engine.reset()  # This ends the spans of the rows.
 
 
 def _cpu_kernels(device: torch.device) -> str | None:

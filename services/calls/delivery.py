@@ -122,7 +122,7 @@ class Delivery:
         """Submit the streams and deliver their output, with a time limit for the reader once all streams have ended.
 
         gRPC waits forever for a client that does not read. While a stream is live, the core handles that, because no
-        credit returns. After the end, the remaining output has a time limit.
+        credit returns. After the end of the stream, sending the remaining output has a time limit.
         """
         async with asyncio.timeout(None) as patience:
             for stream in choices.streams:

@@ -1,4 +1,4 @@
-"""The device: its choice, its streams and events, copies to it, and state that is kept on it.
+"""Access to the device: choice, streams and events, copies to the device, and state on the device.
 
 * `choice` – chooses the device and the number of CPU threads; orders the start of workers on one GPU.
 * `accelerator` – interface to CUDA streams, events, pinned memory and graphs.

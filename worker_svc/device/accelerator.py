@@ -1,4 +1,4 @@
-"""Interface to a GPU besides tensors: events, streams, pinned memory and captured graphs.
+"""Interface to a GPU for everything except tensors: events, streams, pinned memory and captured graphs.
 
 All ordering of work on the device goes through this interface. The logic above it (reuse of buffers, capture, waiting)
 is plain Python, and the tests run it with a fake accelerator. The interface follows CUDA: work is enqueued on the
@@ -38,7 +38,7 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of work besides the current stream."""
+    """A queue of work on the device."""
 
     def wait(self, event: Event) -> None:
         """Make work that is enqueued on this stream from now on wait for `event`."""
@@ -139,7 +139,7 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all captures: cuBLAS keeps a workspace of tens of MiB per stream.
+        # Use one stream for all captures, because cuBLAS allocates tens of MiB of workspace per stream.
         self._capturing = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
@@ -170,23 +170,23 @@ class CudaAccelerator:
         if error:
             get_logger().warning("host memory not registered; using torch's pinned memory", cuda_error=error)
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
-        # The tensor keeps the mapping. At exit the process ends the registration with its memory.
+        # The tensor keeps the mapping alive. The registration ends with the process.
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return tensor
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
         """See `Accelerator.capture`.
 
-        Runs `compute` once before the capture. On first use libraries allocate workspaces and Triton compiles, and
-        neither is allowed during a capture. This run also fails if `compute` waits for the device, which would leave a
-        capture unfinished.
+        Runs `compute` once before the capture, because libraries allocate workspaces and Triton compiles on first use,
+        which is not allowed during a capture. This run also fails if `compute` waits for the device, which would leave
+        a capture unfinished.
         """
         self.synchronize()
         with torch.cuda.stream(self._capturing), _waiting_fails():
             compute()
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # `torch.cuda.graph` alone would stay on its stream if the capture fails.
+        # Restore the stream, because `torch.cuda.graph` does not if the capture fails.
         with torch.cuda.stream(self._capturing), torch.cuda.graph(graph, pool=self._pool, stream=self._capturing):
             result = compute()
         return graph, _borrowed(result)
@@ -223,7 +223,7 @@ class _Memory:
 def _borrowed(result: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the memory of a contiguous `result` that does not keep this memory allocated.
 
-    The next capture can then use the memory. Otherwise every graph would keep logits of its own.
+    The next capture can then reuse the memory. Otherwise every graph would hold separate memory for its logits.
     """
     return torch.as_tensor(_Memory(result), device=result.device).view(result.dtype).view(result.shape)
 

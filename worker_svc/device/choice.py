@@ -10,9 +10,10 @@ from shared.config import ConfigError
 
 
 def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """Return the device that the setting names, and make a GPU the current device.
+    """Return the device that the setting selects; if it is a GPU, make it the current device.
 
-    Rank `local_rank` of this machine's `local_size` ranks takes the GPU that is as many places after the named one.
+    Of the `local_size` ranks on this machine, rank `local_rank` uses the GPU that is `local_rank` places after the
+    selected GPU.
 
     Raises:
         ConfigError: the setting is invalid, the device does not exist, or torch's allocator is not supported.
@@ -31,10 +32,9 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> torc
 
 
 def check_allocator(backend: str) -> None:
-    """Check torch's allocator of GPU memory: graphs use memory that it keeps after they are captured.
+    """Check torch's allocator for GPU memory, because graphs depend on its retaining the captured memory.
 
-    Raises:
-        ConfigError: it is not the native one.
+    Raises: ConfigError: it is not the native allocator.
     """
     if backend != "native":
         raise ConfigError(
@@ -46,8 +46,8 @@ def check_allocator(backend: str) -> None:
 def name_device(wanted: str, num_gpus: int, local_rank: int = 0) -> str:
     """Return the device name, "cpu" or "cuda:N", for a setting on a machine with `num_gpus` GPUs.
 
-    "auto:N" is GPU N modulo the number of GPUs, so that several workers share the GPUs. Without a GPU, "auto" and
-    "auto:N" are the CPU. "cuda:N" requires that GPU. N is 0 if it is missing. `local_rank` is added to N.
+    "auto:N" selects GPU N modulo the number of GPUs, so that several workers share the GPUs. Without a GPU, "auto" and
+    "auto:N" select the CPU. "cuda:N" requires GPU N. The default of N is 0, and `local_rank` is added to N.
 
     Raises:
         ConfigError: the setting is invalid or the GPU does not exist.
@@ -67,7 +67,7 @@ def name_device(wanted: str, num_gpus: int, local_rank: int = 0) -> str:
 
 
 def describe_device(device: torch.device, num_ranks: int = 1) -> str:
-    """Return the device's name for the operator: "cpu", "cuda:0 NVIDIA H100", or "2 ranks, cpu" for example."""
+    """Return the device's name for operators, for example "cpu", "cuda:0 NVIDIA H100" or "2 ranks, cpu"."""
     ranks = f"{num_ranks} ranks, " if num_ranks > 1 else ""
     return ranks + ("cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}")
 
@@ -75,7 +75,7 @@ def describe_device(device: torch.device, num_ranks: int = 1) -> str:
 def set_threads(num_threads: int, num_processes: int = 1) -> None:
     """Set the number of threads of torch and of the native CPU kernels.
 
-    0: an equal share of the cores that this process may use with `num_processes` of its kind.
+    With 0, `num_processes` processes of this kind share the available cores equally.
     """
     count = num_threads or max(1, len(os.sched_getaffinity(0)) // num_processes)
     torch.set_num_threads(count)

@@ -1,8 +1,8 @@
-"""Notice to the scheduler that a step takes longer because a kernel must be compiled first.
+"""Tells the scheduler that a step takes longer because a kernel must be compiled first.
 
-The scheduler drops a worker whose step misses its deadline, which it learns from steps without compilation. A kernel is
-compiled within the first step whose batch needs it. The worker therefore asks for more time right before each
-compilation. The extension ends with the step.
+The scheduler drops a worker whose step misses its deadline, and learns this deadline from steps without compilation. A
+kernel is compiled in the first step that needs it, so the worker requests more time directly before each compilation.
+The extension ends with the step.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,11 +1,11 @@
-"""Row state on the device, which the host updates by changes.
+"""Row state on the device, which the host updates incrementally.
 
 The state is one flat int32 tensor; block tables, lanes and lengths are views of it. The host collects the changed words
 while it applies a plan. `publish` sends them with one copy from pinned memory, and one kernel scatters them into the
 tensor. A step without changes sends nothing.
 
-The copy reads pinned memory after the host has moved on. Two buffers are therefore used in turn, and a buffer is
-written again only after the event of its last copy. With two steps in flight the host rarely waits.
+The copy reads pinned memory asynchronously. Two buffers are therefore used in turn, and a buffer is rewritten only
+after the event of its last copy. With two steps in flight, the host rarely waits.
 """
 
 from dataclasses import dataclass
@@ -80,12 +80,12 @@ class DeviceState:
         return self._words[first : first + size].view(shape), first
 
     def change(self, places: IntArray, values: npt.NDArray[np.int32]) -> None:
-        """Note that `publish` must set the words at `places` to `values`; no place may occur twice."""
+        """Set the words at `places` to `values` with the next `publish`; no place may occur twice."""
         self._places.append(places)
         self._values.append(values)
 
     def publish(self) -> None:
-        """Enqueue the changes noted since the last call."""
+        """Enqueue the changes since the last call."""
         if not self._places:
             return
         changes = np.stack((np.concatenate(self._places), np.concatenate(self._values))).astype(np.int32, copy=False)
@@ -93,6 +93,6 @@ class DeviceState:
         scatter_words(self._words, self._staging.send(changes))
 
     def forget(self) -> None:
-        """Drop the changes noted since the last `publish`."""
+        """Drop the changes since the last `publish`."""
         self._places.clear()
         self._values.clear()

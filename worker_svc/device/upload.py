@@ -1,4 +1,4 @@
-"""Copies of host arrays to the device, which do not wait for the steps in flight."""
+"""Copies of host arrays to the device without waiting for the steps in flight."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +9,8 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
     """Copy an array to the device without waiting for the copy.
 
     On a CPU the tensor shares the array's memory, so the caller must not change the array afterwards. On CUDA the copy
-    uses pinned memory, which torch keeps until the copy is done. Every copy within a step uses this function: a copy
-    from pageable memory would wait for all steps in flight.
+    uses pinned memory, which torch keeps until the copy is done. Every copy within a step uses this function, because a
+    copy from pageable memory would wait for all steps in flight.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

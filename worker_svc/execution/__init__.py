@@ -1,14 +1,14 @@
-"""The execution of one step: from the row table to the result.
+"""Execution of one step, from the row table to the result.
 
-* `decode_graphs` – decode steps that are captured once as CUDA graphs and replayed.
+* `decode_graphs` – decode steps as captured CUDA graphs.
 * `batch` – builds the flat batch of a step from the row table.
-* `mixed_graphs` – steps with chunks of prompts, captured in the same way.
+* `mixed_graphs` – steps with prompt chunks as captured CUDA graphs.
 * `executor` – runs the step, synchronously on a CPU and asynchronously on an accelerator.
 * `host_tokens` – copies the last tokens to the host, for rows whose next token depends on them.
 * `sampler` – turns logits into tokens.
 * `tracing` – spans of steps and rows.
 * `engine` – executes a plan with all of these, and returns its result.
-* `profiling` – runs the largest possible step once on a GPU, to measure the memory of a step besides KV.
+* `profiling` – runs the largest possible step once on a GPU, to measure the memory of a step without KV.
 * `step_sizes` – default limits for a device and a model, and the largest step to capture.
 * `assembly` – builds the engine for a loaded model.
 """

@@ -2,14 +2,16 @@
 
 Launching the kernels of a decode step one by one takes the host longer than the device needs to run them. A step in
 which every row decodes is therefore captured once per *bucket* (a number of lanes to which the batch is padded), and
-then enqueued with one call. A graph reads its inputs from tensors at fixed addresses (`DecodeLanes`). Its first kernel
-computes these inputs on the device, so that a graph fits every step of its bucket.
+then enqueued with one call. A graph reads its inputs from tensors at fixed addresses (`DecodeLanes`). The first kernel
+of the graph computes these inputs on the device, so a graph can be used for every step of its bucket.
 
-Steps with more rows than the largest bucket launch their kernels one by one; `mixed_graphs` has the steps with prefill
-chunks. All graphs share one memory pool. The sampler is not captured, because its work depends on the rows of the step.
+For steps with more rows than the largest bucket, the kernels are launched one by one. `mixed_graphs` handles steps with
+prefill chunks. All graphs share one memory pool. The sampler is not captured, because its work depends on the rows of
+the step.
 
-A decoder of `transformers` may do what no capture allows, such as reading a value back to the host, or may capture a
-value that changes from step to step. A trial after the capture compares the smallest graph with the model itself.
+A decoder of `transformers` may contain operations that a capture does not allow, such as reading a value back to the
+host, or may capture a value that changes between steps. A trial after the capture therefore compares the smallest graph
+with the model itself.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ from worker_svc.rows.table import RowTable
 _MOST_LANES = 512
 _TRIAL_TOKENS = 3
 _TRIAL_TOLERANCE = 0.01
-"""Largest difference of two logits in a trial, relative to the largest logit. The same kernels run on both sides."""
+"""Maximum difference of two logits in a trial, relative to the largest logit. Both sides run the same kernels."""
 _DENSE_UNTIL = 32
 """Buckets are powers of two up to this size, and multiples of it beyond."""
 
@@ -37,8 +39,8 @@ _DENSE_UNTIL = 32
 def buckets(max_rows: int) -> tuple[int, ...]:
     """Return the numbers of lanes to capture graphs for, ascending: 1, 2, 4, 8, 16, 32, 64, 96, ...
 
-    The last bucket holds `max_rows`, up to a limit. A batch of up to 32 rows is at most half padding. This is cheap,
-    because a step of one row takes as long as one of sixteen. A larger batch has at most 31 lanes of padding.
+    The last bucket holds `max_rows`, up to a limit. At most half of a batch of up to 32 rows is padding. This is cheap,
+    because a step of one row takes as long as a step of sixteen rows. A larger batch has at most 31 lanes of padding.
     """
     most = min(max_rows, _MOST_LANES)
     sizes = [1]
@@ -59,7 +61,7 @@ class DecodeLanes:
         self._rows, self._first_row = state.column(most)
         self._computed, self._first_computed = state.column(most)
         self._rows.fill_(-1)
-        self._membership = -1  # of the table when the lanes were last up to date; -1 if they are not
+        self._membership = -1  # Membership of the table when the lanes were last updated; -1 if they are outdated.
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         wide = torch.zeros(4, most, dtype=torch.int64, device=device)
         self.inputs = DecodeInputs(
@@ -86,7 +88,7 @@ class DecodeLanes:
         return next((size for size in self._sizes if size >= num_rows), None)
 
     def follow(self, rows: IntArray, computed: IntArray, bucket: int) -> None:
-        """Note the changes that set the lanes to these rows.
+        """Record the changes that set the lanes to these rows.
 
         No change is needed while the same rows decode, because the device counts their tokens itself.
 
@@ -123,7 +125,7 @@ class DecodeLanes:
         return inputs
 
     def pretend(self, token: int) -> None:
-        """Set the first lane to row 0 as if it had `token` computed tokens, the last of them `token`; for a trial."""
+        """For a trial, set the first lane to row 0 with `token` computed tokens, the last of which is `token`."""
         self._rows[0], self._computed[0], self._table.last_token[0] = 0, token, token
 
     def forget(self) -> None:
@@ -155,9 +157,7 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture all graphs with empty lanes, the largest first, because the others then fit into its memory.
 
-        Raises:
-            RuntimeError: the device refuses a capture, or the graph of a model that may be incapable of capture
-                computes other logits than the model.
+        Raises: RuntimeError: the device refuses a capture, or the graph computes different logits than the model.
         """
         for bucket in reversed(self._lanes.sizes):
             self._graphs[bucket] = self._accelerator.capture(partial(self._compute, bucket))

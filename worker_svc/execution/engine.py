@@ -2,7 +2,8 @@
 
 `launch` applies a plan and starts its step. `collect` waits for the oldest step and returns its result. On an
 asynchronous device several steps can be launched before the first is collected; they run in order. If a step has
-drafts, the next launch waits for its tokens, because the number of accepted drafts places the next tokens.
+drafts, the next launch waits for its tokens, because the positions of the next tokens depend on the number of accepted
+drafts.
 """
 
 import time
@@ -51,7 +52,7 @@ from worker_svc.speculation.drafts import Proposer, propose
 
 @dataclass(slots=True, kw_only=True)
 class _Launched:
-    """A launched step, with the data for its result. Not frozen: that would take 4 µs more in every step."""
+    """A launched step, with the data for its result. It is not frozen, because this would take 4 µs more per step."""
 
     step: int
     sample_rows: IntArray
@@ -63,7 +64,7 @@ class _Launched:
     membership: int
     """`RowTable.membership` after the launch."""
     left_out: tuple[IntArray, IntArray]
-    """Rows and their generations that the plan expects but that were not computed because they have failed."""
+    """Failed rows that the plan expects but that were not computed, and their generations."""
     num_tokens: int
     received_unix_ns: int
     prepare_ns: int
@@ -242,7 +243,7 @@ class Engine:
         rows, generations = launched.sample_rows, launched.generations
         failures: list[RowFailure] = []
         counted: npt.NDArray[np.bool_] = tokens != NOT_REACHED
-        # A row that failed in an earlier step may have been launched again before its failure was known.
+        # A row may have been launched again before its failure in an earlier step was known.
         failed = (tokens < 0) & counted
         if self._rows.any_failed:
             failed |= self._rows.has_failed(rows, generations) & counted
@@ -298,9 +299,9 @@ class Engine:
         self._failures.clear()
 
     def _settle(self, plan: Plan) -> None:
-        """Give the tokens of the steps in flight to the row table if the plan's step depends on them.
+        """Pass the tokens of the steps in flight to the row table if the next step depends on them.
 
-        It does if it may have drafts itself, or follows a step with drafts.
+        This is the case if the next step may have drafts or follows a step with drafts.
         """
         waiting = [launched for launched in self._launched if launched.taken is None]
         if not waiting:
@@ -311,10 +312,9 @@ class Engine:
                 self._take_tokens(launched, launched.in_flight.tokens())
 
     def _take_tokens(self, launched: _Launched, tokens: Int32Array) -> Int32Array:
-        """Give the sampled tokens of a step to the row table, once; steps come in order.
+        """Pass the sampled tokens of a step to the row table, once per step and in order.
 
-        Returns:
-            The tokens, with `NOT_REACHED` instead of those behind rejected drafts.
+        Returns: The tokens, with `NOT_REACHED` in place of tokens after rejected drafts.
         """
         if launched.taken is not None:
             return launched.taken
@@ -351,7 +351,7 @@ class Engine:
         return failures
 
     def _failure(self, row: int, generation: int, code: int = 0) -> RowFailure:
-        """Return the failure of this use of a row: an earlier one, or the one that `code` stands for."""
+        """Return the failure of a row's current request: an earlier failure, or the failure for `code`."""
         before = self._failures.get(row)
         if before is not None and before.generation == generation:
             return before
@@ -359,12 +359,12 @@ class Engine:
             return _not_finite(row, generation, "the model's logits are not finite")
         if code == NOTHING_ALLOWED and self._rows.generation[row] == generation:
             return self._rows.explain_no_token(row)
-        # Another request uses the row now, so the constraints of this one are no longer known.
+        # Another request now uses the row, so the constraints of the failed request are no longer known.
         kind = FailureKind.NO_TOKEN_ALLOWED if code == NOTHING_ALLOWED else FailureKind.INTERNAL
         return RowFailure(row=row, generation=generation, kind=kind, reason="the row's constraints allow no token")
 
     def _log(self, failure: RowFailure) -> None:
-        # The row may belong to another request by now; then the request ID would be wrong.
+        # Omit the request ID if the row already belongs to another request.
         if self._rows.generation[failure.row] == failure.generation:
             request_id = self._rows.request_id(failure.row)
             kind = failure.kind.name.lower()
@@ -396,11 +396,13 @@ class Engine:
 
 
 def _captured(steps: str, capture: Callable[[], None]) -> bool:
-    """Capture graphs, and return whether it succeeded; if not, the log has the reason."""
+    """Capture graphs and return whether this succeeded; log the reason if it did not."""
     try:
         with torch.inference_mode():
             capture()
-    except Exception as error:  # the device, a library or the model refuses; such steps run without graphs
+    except (
+        Exception
+    ) as error:  # The device, a library or the model may refuse the capture. Such steps then run without graphs.
         get_logger().warning(f"{steps} are not captured as graphs", reason=f"{type(error).__name__}: {error}")
         return False
     return True

@@ -2,8 +2,8 @@
 
 A step is two functions: `forward` returns logits, and hidden states of rows that pool; `sample` returns tokens and
 embeddings. An executor runs both and returns a step in flight, which is ready when its results are on the host. On an
-accelerator nothing waits for the device: a side stream copies the results to pinned memory, and `ready` queries an
-event.
+accelerator, the host does not wait for the device: a separate stream copies the results to pinned memory, and `ready`
+queries an event.
 """
 
 import time
@@ -124,7 +124,7 @@ class DoneStep:
 
 
 class CpuExecutor:
-    """Executor that computes in the caller's thread; a submitted step is finished."""
+    """Executor that computes in the caller's thread; `submit` returns a finished step."""
 
     asynchronous = False
 
@@ -231,7 +231,7 @@ class EnqueuedStep:
         started, computed, sampled, copied = self._events
         copied.synchronize()
         self._on_device = None
-        previous, self._previous = self._previous, None  # so that a step keeps only its predecessor alive
+        previous, self._previous = self._previous, None  # Keep only the direct predecessor of a step alive.
         idle_ns, started_unix_ns = 0, self._submitted_unix_ns
         if previous is not None:
             idle_ns = previous._events[2].ns_until(started)

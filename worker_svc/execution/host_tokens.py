@@ -1,7 +1,8 @@
 """Last sampled tokens on the host, for rows whose next token depends on them.
 
-A grammar, or a bad word of several tokens, needs token N before token N + 1 is sampled. The tokens of a step with such
-rows are copied to the host. Sampling of the next step waits for that copy only; its forward pass is already running.
+With a grammar, or a bad word of several tokens, token N must be known before token N + 1 is sampled. The tokens of a
+step with such rows are therefore copied to the host. Only the sampling of the next step waits for this copy, while its
+forward pass is already running.
 """
 
 import torch
@@ -30,7 +31,7 @@ class HostTokens:
         self._tokens = tokens
         if accelerator is not None:
             self._tokens = accelerator.pinned(tuple(tokens.shape), tokens.dtype)
-            # On the compute stream: the copy waits only for the work that produces the tokens.
+            # Copy on the compute stream, so that the copy waits only for the work that produces the tokens.
             self._tokens.copy_(tokens, non_blocking=True)
             self._copied = accelerator.event()
             self._copied.record()

@@ -1,15 +1,15 @@
-"""Steps with chunks of prompts as captured CUDA graphs.
+"""Steps with prompt chunks as captured CUDA graphs.
 
 The host needs milliseconds to launch the kernels of such a step one by one. With few tokens or a small model, the
-device computes the step in less time. Steps up to a number of tokens (`step_sizes.largest_captured`) are therefore
-captured whole. There is one graph per *size*, the number of tokens to which a batch is padded. Attention is captured,
-too, because its launches depend only on sizes that are fixed per graph: tokens, rows, rows with chunks, and the width
-of the block tables.
+device computes the step in less time. Steps with up to `step_sizes.largest_captured` tokens are therefore captured
+completely. There is one graph per *size*, the number of tokens to which a batch is padded. Attention is captured, too,
+because its launches depend only on sizes that are fixed per graph: tokens, rows, rows with chunks, and the width of the
+block tables.
 
 Unlike in `decode_graphs`, the host sends the inputs of each step. They are copied into tensors at fixed addresses.
-Padding rows have no tokens and come first, so that the rows with chunks are the last ones. Padding tokens come last
-and belong to no row. Some steps are not captured: larger ones, and steps with many chunks or drafts, embeddings or
-log-probabilities of prompts.
+Padding rows have no tokens and come first, so that the rows with chunks are the last ones. Padding tokens come last and
+belong to no row. Larger steps are not captured, nor are steps with many chunks, drafts, embeddings or prompt
+log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _SMALLEST = 32
 _DOUBLED_UNTIL = 128
 """Sizes double up to this one."""
 _TOKENS_PER_CHUNK = 32
-"""A graph holds one chunk per this number of tokens, but at least `_LEAST_CHUNKS`."""
+"""A graph has room for one chunk per this number of tokens, but at least for `_LEAST_CHUNKS`."""
 _LEAST_CHUNKS = 8
 
 
@@ -109,7 +109,7 @@ class MixedGraphs:
         )
 
     def capture(self) -> None:
-        """Capture all graphs, on an empty batch. The largest is first, because the others then fit into its memory."""
+        """Capture all graphs with an empty batch, the largest first, because the others then fit into its memory."""
         for shape in reversed(self._shapes):
             self._graphs.insert(0, _Captured(shape, *self._accelerator.capture(partial(self._compute, shape))))
         get_logger().info("graphs of steps with chunks captured", sizes=[shape.num_tokens for shape in self._shapes])

@@ -1,7 +1,7 @@
-"""Memory profile: runs the largest possible step once at start, to measure the memory of a step besides KV.
+"""Memory profile: runs the largest possible step once at the start, to measure the memory of a step without KV.
 
-All requests of this step have rules and typical-p, and all prompts request log-probabilities. Steps of other kinds
-follow, so that no kernel is compiled while requests wait. A worker on a CPU needs neither.
+In this step, all requests have rules and typical-p, and all prompts request log-probabilities. Steps of other kinds
+follow, so that no kernel is compiled while requests wait. On a CPU, none of these steps is needed.
 """
 
 from collections.abc import Sequence
@@ -116,8 +116,8 @@ def _longest_sequences(
 def _run_short_chunk(model: Model, caches: Sequence[KVCache], limits: Limits, device: torch.device) -> None:
     """Run a chunk of two tokens with the widest block table.
 
-    For a short chunk whose context may be long, attention splits the keys among programs. Another kernel then combines
-    the parts.
+    For a short chunk with a long context, attention splits the keys among programs, and another kernel combines the
+    parts.
     """
     zeros = torch.zeros(2, dtype=torch.int64, device=device)
     attention = AttentionInputs(
@@ -154,7 +154,7 @@ def _sample_in_every_way(logits: torch.Tensor) -> None:
     first_row = batch.index[:1]
     raw = logits[batch.index]
     changed = rules.apply(logits, batch, np.zeros(num_rows, np.int64))
-    for scores in (logits, changed):  # rules change the type to float32
+    for scores in (logits, changed):  # Rules change the type to float32.
         nonfinite_rows(scores)
         mask_tokens(scores, first_row, all_allowed, first_row)
         sample(scores, params)

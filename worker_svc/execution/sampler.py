@@ -1,14 +1,14 @@
 """Sampler: turns the logits of a step into tokens.
 
-A step takes log-probabilities from the model's own logits first. Then rules change the logits of the rows that have
-rules (`outputs.logits`), and grammars mask the logits of their rows (`outputs.grammars`). Last, all rows sample
-together. The sampling parameters of a batch are kept on the device until its rows change.
+First, log-probabilities are computed from the model's unmodified logits. Then rules change the logits of rows with
+rules (`outputs.logits`), and grammars mask the logits of rows with a grammar (`outputs.grammars`). Finally, all rows
+are sampled together. The sampling parameters of a batch stay on the device until its rows change.
 
 A row with drafts is sampled at its base token and at each draft. A draft is accepted if it equals the token that was
-sampled before it; the row's tokens up to the first other one count (`Verification.counts`). The noise depends on
-positions only, so these are the tokens that the row would have without drafts. The places of rows without restrictions
-are sampled together. The rules or the grammar of a row need each token before the next one, so such a row is sampled
-place after place.
+sampled at the previous position. Only the tokens up to the first rejected draft count (`Verification.counts`). Because
+the noise depends only on positions, these are the same tokens as without drafts. All positions of rows without
+restrictions are sampled together. With rules or a grammar, each token must be known before the next token is sampled,
+so such rows are sampled one position after the other.
 """
 
 from dataclasses import dataclass, replace
@@ -33,9 +33,9 @@ NOT_FINITE = -1
 NOTHING_ALLOWED = -2
 """Code instead of a token: the row's rules and grammar allow no token."""
 NOT_REACHED = -3
-"""Code instead of a token: the token does not count, because a draft before it was not accepted."""
+"""Code instead of a token: the token does not count, because an earlier draft was rejected."""
 _MOST_GATHERED = 16
-"""Batches of the same rows whose sampling parameters are kept: one request with up to 15 drafts."""
+"""Maximum number of cached batches of the same rows, enough for one request with up to 15 drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class _Gathered:
     grammar_lines: torch.Tensor
     """`[G] int64`: `grammar_rows` on the device."""
     restricted: torch.Tensor | None
-    """`[R] int64`: the places of rows with rules or a grammar, which may allow no token; None for no such row."""
+    """`[R] int64`: places of rows with rules or a grammar, for which no token may be allowed; None if there are none.
+    """
     needs_host_tokens: bool
     """Whether a row needs its last token on the host."""
     whole: torch.Tensor | None = None
@@ -84,10 +85,10 @@ class Sampler:
         self._accelerator = accelerator
         self._membership = -1
         self._gathered: dict[bytes, _Gathered] = {}
-        """By rows of a batch, while `membership` is the same; steps with drafts repeat rows."""
+        """Parameters by the rows of a batch, valid while `membership` is unchanged. Steps with drafts repeat rows."""
         self._wanted: dict[bytes, Wanted | None] = {}
         self._pending: HostTokens | None = None
-        """Tokens of the last step, if one of its rows needs them on the host."""
+        """Tokens of the last step, if one of its rows needs its token on the host."""
 
     def wanted(self, batch: StepBatch) -> Wanted | None:
         """Return the rows of a batch that need log-probabilities of their sampled tokens."""
@@ -98,7 +99,7 @@ class Sampler:
         return self._wanted[key]
 
     def clear(self) -> None:
-        """Forget the last step, for a new epoch."""
+        """Drop the last step, for a new epoch."""
         self._pending = None
 
     def sample(self, logits: torch.Tensor, batch: StepBatch) -> Sampled:
@@ -173,8 +174,7 @@ class Sampler:
     def _verify(self, logits: torch.Tensor, batch: StepBatch, verification: Verification) -> torch.Tensor:
         """Sample at all places of a batch with drafts, from logits `[S, vocab_size]`.
 
-        Returns:
-            Tokens or codes, `[S] int64`; a place that is not needed may have any of them.
+        Returns: Tokens or codes, `[S] int64`; the values at unneeded positions are arbitrary.
         """
         rows, expected = batch.sample_rows, verification.expected
         restricted = self._table.restricted(rows)
@@ -190,7 +190,7 @@ class Sampler:
             places = places[restricted[places]]
             if not len(places):
                 break
-            # The host waits here, because the rules and grammars of the next place need these tokens.
+            # The host waits here, because the rules and grammars of the next position need these tokens.
             tokens = outcome[upload(places, self._device)].cpu().numpy()
             for row, token in zip(rows[places].tolist(), tokens.tolist(), strict=True):
                 if token >= 0 and self._table.needs_host_tokens(row):

@@ -1,9 +1,9 @@
-"""Sampling over logits whose vocabulary is divided among the ranks of a group.
+"""Sampling from logits whose vocabulary is divided among the ranks of a group.
 
-A row that is greedy, or random without filters, needs no logits of other ranks: the ranks exchange the best score and
-token of their parts. Other rows need the whole distribution (top-k, top-p, min-p, typical-p, log-probabilities), or
-rules and grammars, whose state only rank 0 has. The logits of these rows alone are gathered on rank 0, which samples
-the step's tokens and broadcasts them.
+For rows that are greedy, or random without filters, the ranks exchange only the best score and token of their parts.
+Other rows need the whole distribution (top-k, top-p, min-p, typical-p, log-probabilities), or rules and grammars, whose
+state only rank 0 has. Rank 0 gathers the logits of only these rows, samples the tokens of the step, and broadcasts
+them.
 """
 
 import torch
@@ -42,11 +42,11 @@ class SplitLogits:
         Args:
             logits: `[S + P, vocabulary of the rank]`.
             whole: `[n] int64`, not empty: places of the rows whose logits are needed.
-            single: `[m] int64`: places of all other rows. They get the best token of each rank, and -inf elsewhere, so
-                that the sampler finds the same token as in their whole logits.
+            single: `[m] int64`: places of all other rows. For these rows, the result contains the best token of each
+                rank and -inf elsewhere, so that the sampler finds the same token as with all logits.
             params: the parameters of the first S rows.
         """
-        length = Shard(0, self._group.size).vocabulary(self._vocab_size).length  # the longest part
+        length = Shard(0, self._group.size).vocabulary(self._vocab_size).length  # The longest part.
         found = self._group.gather(pad(logits[whole], (0, length - logits.shape[1]), value=-torch.inf))
         candidates = self._candidates(logits, single, params) if len(single) else None
         if not self.leads:
@@ -61,7 +61,7 @@ class SplitLogits:
         return result
 
     def share(self, tokens: torch.Tensor | None, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return the tokens `[num_rows] int32` of rank 0, which gives them; the others give None."""
+        """Return the tokens `[num_rows] int32` of rank 0. Rank 0 passes them; the other ranks pass None."""
         if tokens is None:
             tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
         return self._group.broadcast(tokens) if num_rows else tokens

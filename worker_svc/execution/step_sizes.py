@@ -1,6 +1,6 @@
 """Step sizes for a device and a model: default limits of rows and tokens, and the largest step to capture.
 
-All functions are pure. Their estimates of speed may be wrong by a factor of two.
+All functions are pure. Their speed estimates may be wrong by a factor of two.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ The scheduler plans shorter steps if rows in decode would wait too long
 _MOST_TOKENS = 8192
 """Largest default limit of tokens per step on a GPU."""
 _MEMORY_PER_TOKEN = 8 << 20
-"""Bytes of GPU memory per token of the limit. The activations of a token take about a hundredth of them."""
+"""GPU memory per token of the limit, bytes. The activations of a token take about a hundredth of this."""
 _MEMORY_PER_ROW = 64 << 20
 """Bytes of GPU memory per running request of the limit."""
 _LONGEST_STEP_S = 0.5
-"""Limit of the estimated time of a step's matrix products, which rows in decode wait for."""
+"""Maximum estimated time of a step's matrix products, s. Decode rows wait for this time."""
 _CLOCK_HZ = 1.6e9
-"""Clock of a GPU under load, roughly."""
+"""Approximate clock of a GPU under load."""
 _EFFICIENCY = 0.6
-"""Share of the peak that whole steps reach; measured on an H100 at 2,048 and 8,192 tokens."""
+"""Share of peak performance that whole steps reach; measured on an H100 with 2,048 and 8,192 tokens."""
 _FLOP_PER_CLOCK = ((120, 1024), (100, 8192), (90, 4096), (86, 1024), (80, 2048))
 """Lowest compute capability, and floating-point operations of 16-bit products per multiprocessor and clock."""
 _OLDER_FLOP_PER_CLOCK = 1024
 """The same for all lower compute capabilities."""
 _LAUNCHES_S = 0.45e-3
-"""Time in which the host launches the kernels of one layer one by one; 0.35 to 0.55 ms on the host of an H100."""
+"""Time for launching the kernels of one layer one by one; 0.35 to 0.55 ms on the host of an H100."""
 _LEAST_CAPTURED, _MOST_CAPTURED = 256, 2048
 """Bounds of the largest captured step in tokens."""
 
@@ -89,8 +89,8 @@ def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
 def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int, max_tokens: int) -> int:
     """Return the number of tokens up to which a step with chunks is captured as a graph.
 
-    For a larger step, the host launches the kernels one by one faster than the device computes them. A graph would save
-    no time, and the device would also compute padding.
+    For a larger step, the host can launch the kernels faster than the device computes them, so a graph would save no
+    time but would add padding.
 
     Args:
         gpu: the GPU; None for a stand-in on a CPU.

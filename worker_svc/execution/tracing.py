@@ -2,7 +2,7 @@
 
 A *step* span is a child of the scheduler's step span and links to the rows in the step. Links beyond the SDK's limit go
 to continuation spans. A *row* span is a child of the attempt's span. It lasts from admission until the row leaves or
-the epoch ends, and links to the first steps of the row. Untraced rows and steps cost one look-up in an empty dict.
+the epoch ends, and links to the first steps of the row. An untraced row or step costs one lookup in an empty dict.
 Spans contain no prompt content.
 """
 

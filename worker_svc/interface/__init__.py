@@ -1,11 +1,11 @@
-"""Values that all parts of the worker share: what comes in, what goes out, and the limits in between.
+"""Values that all parts of the worker share: inputs, outputs and limits.
 
 * `arrays` – the array types of these values.
-* `limits` – what the worker can hold and compute.
+* `limits` – limits on memory and computation.
 * `plan` – one step of work, as the link has decoded and checked it.
-* `grammar` – a grammar to compile, and what became of it.
-* `result` – the answer to a plan.
+* `grammar` – a grammar to compile, and the result of its compilation.
+* `result` – the result of a plan.
 * `errors` – the error of an invalid plan.
 
-Nothing here knows the wire format, a device or a model.
+These modules do not depend on the wire format, a device or a model.
 """

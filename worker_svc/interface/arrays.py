@@ -9,6 +9,6 @@ FloatArray = npt.NDArray[np.float32]
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 NO_IDS: Int32Array = np.zeros(0, np.int32)
-"""Empty columns, which all plans share; most columns of most plans are empty."""
+"""Empty column, shared by all plans because most columns of most plans are empty."""
 for _empty in (NO_ROWS, NO_IDS):
     _empty.setflags(write=False)

@@ -4,6 +4,6 @@
 class PlanError(ValueError):
     """A plan that violates the plan protocol.
 
-    The row table may be updated in part, so the worker must drop all rows and send a new Hello. The message is one
-    line and contains no prompt content.
+    The row table may be partly updated, so the worker must drop all rows and send a new Hello. The message is one line
+    and contains no prompt content.
     """

@@ -1,4 +1,4 @@
-"""Grammars: the text of one, the scheduler's request to compile it, and the report of what became of it."""
+"""Grammars: their text, the scheduler's request for compilation, and the worker's report."""
 
 import enum
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ class Grammar:
     """A grammar of a row's output."""
 
     key: bytes
-    """SHA-256 of the grammar; two grammars with one key are the same."""
+    """SHA-256 of the grammar; grammars with equal keys are equal."""
     kind: str
     """"json_schema", "regex" or "lark"; empty if the scheduler sent no usable grammar."""
     text: str
     costly: bool
-    """The front end measured a long compile time; other grammars are compiled first."""
+    """Whether the front end measured a long compile time. Other grammars are then compiled first."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarRequest:
-    """Request to compile a grammar; the answer is a `GrammarReport`."""
+    """Request to compile a grammar; the reply is a `GrammarReport`."""
 
     grammar: Grammar
     drop: tuple[bytes, ...] = ()
@@ -30,9 +30,9 @@ class GrammarFailureCause(enum.Enum):
     """Cause of a failure to compile a grammar."""
 
     GRAMMAR = enum.auto()
-    """It is invalid or too expensive on any worker."""
+    """The grammar is invalid or too expensive on any worker."""
     WORKER = enum.auto()
-    """Another worker may be able to use it."""
+    """Another worker may be able to compile the grammar."""
 
 
 @dataclass(frozen=True, slots=True)

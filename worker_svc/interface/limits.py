@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of what the worker can hold and compute, as sent to the scheduler in Hello."""
+    """Limits on the worker's memory and computation, as sent to the scheduler in Hello."""
 
     max_rows: int
     max_tokens_per_step: int

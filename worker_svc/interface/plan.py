@@ -1,7 +1,7 @@
-"""Plan: one step of work for this worker, as differences from the plan before; plan.proto documents each field.
+"""Plan: one step for this worker, as differences from the previous plan; plan.proto documents each field.
 
-The link decodes a plan once and checks everything that follows from the plan and the worker's limits: lengths, ranges,
-duplicates. What also depends on the rows' state is checked by the row table when it applies the plan.
+The link decodes a plan once and validates everything that depends only on the plan and the worker's limits: lengths,
+ranges, duplicates. The row table validates everything that depends on the state of the rows when it applies the plan.
 """
 
 import enum
@@ -11,7 +11,7 @@ from worker_svc.interface.arrays import FloatArray, Int32Array, IntArray
 from worker_svc.interface.grammar import Grammar
 
 NO_LOGPROBS = -1
-"""The row needs no log-probabilities; 0 means that of the token alone."""
+"""The row needs no log-probabilities; 0 means only the log-probability of the sampled token."""
 
 
 class Pooling(enum.IntEnum):
@@ -46,7 +46,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a row are sampled."""
+    """Sampling parameters of a row."""
 
     temperature: float
     top_k: int
@@ -76,7 +76,7 @@ class Admission:
     """One per KV group."""
     sampling: SamplingParams
     sampling_fault: str
-    """Why the sampling parameters are invalid, so that the row can sample no token; empty if they are valid."""
+    """Reason why the sampling parameters are invalid, so that the row fails; empty if they are valid."""
     request_id: str
     traceparent: str
     grammar: Grammar | None

@@ -1,4 +1,4 @@
-"""Result: the answer to one plan; plan.proto documents each field."""
+"""Result of one plan; plan.proto documents each field."""
 
 import enum
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ class FailureKind(enum.Enum):
     """Kind of a row's failure."""
 
     NOT_FINITE = enum.auto()
-    """Logits or hidden states have NaN or infinity, so the row's KV may have them too."""
+    """Logits or hidden states contain NaN or infinity, so the row's KV may contain them too."""
     NO_TOKEN_ALLOWED = enum.auto()
     """The request's constraints allow no token."""
     GRAMMAR_TOO_COSTLY = enum.auto()
@@ -34,15 +34,16 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Log-probabilities of a step in sections: consecutive tokens of one row.
+    """Log-probabilities of a step, in sections of consecutive tokens of one row.
 
-    The columns have one element per section. A steady step has a section for each row, so that one value holds all.
+    The columns have one element per section. Storing all sections in one value avoids an object per row in decode
+    steps.
     """
 
     rows: tuple[int, ...]
     generations: tuple[int, ...]
     prompt_indices: tuple[int, ...]
-    """0: of the token sampled in this step. Otherwise the index in the prompt of the section's first token."""
+    """0 for the token sampled in this step, otherwise the index of the section's first token in the prompt."""
     counts: tuple[int, ...]
     """Number of most likely tokens that each section includes, at most k."""
     firsts: tuple[int, ...]
@@ -80,7 +81,7 @@ class StepTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The answer to one plan."""
+    """The result of one plan."""
 
     step: int
     rows: IntArray

@@ -1,8 +1,8 @@
-"""Socket to the scheduler: a new socket and a new incarnation for every Hello.
+"""Connection to the scheduler, with a new socket and a new incarnation for every Hello.
 
-A routing ID is never reused, so a message for an earlier incarnation cannot reach a later one. No send blocks: a full
-send queue ends the session. A closed connection ends it too, because the scheduler then treats this worker as dead, and
-a restarted scheduler does not know it. ZeroMQ reconnects silently, so the link watches the socket's monitor.
+A routing ID is never reused, so a message for an earlier incarnation cannot reach a later incarnation. No send blocks:
+a full send queue ends the session. A closed connection ends it too, because the scheduler then treats this worker as
+dead, and a restarted scheduler does not know it. ZeroMQ reconnects silently, so the link watches the socket's monitor.
 """
 
 import time
@@ -22,7 +22,7 @@ from worker_svc.link.identity import Identity
 from worker_svc.link.session import Event, HelloReason, Lost, Malformed, Session
 
 _HELLO_INTERVAL_S = 0.2
-"""Minimum time between two Hellos, which limits the load on a scheduler that does not answer."""
+"""Minimum time between two Hellos, which limits the load on a scheduler that does not respond."""
 _GOODBYE_LINGER_MS = 500
 
 
@@ -56,7 +56,8 @@ class Link:
 
     def open(self, reason: HelloReason = HelloReason.STARTED) -> None:
         """Start a new incarnation: open a new socket and send Hello. Unsent and unreceived messages are dropped."""
-        # First, because during the pause an open socket would reconnect and deliver its Hello to the next scheduler.
+        # Close the old socket first. Otherwise it could reconnect during the pause and deliver its Hello to the next
+        # scheduler.
         self._close_socket(linger=0)
         time.sleep(max(0.0, self._said_hello + _HELLO_INTERVAL_S - time.monotonic()))
         self._said_hello = time.monotonic()
@@ -113,7 +114,7 @@ class Link:
         return None if self._send_frame(frame) else Lost("the scheduler does not read: the send queue is full")
 
     def send_grammar_report(self, report: GrammarReport) -> None:
-        """Send a grammar report. If it is lost, the scheduler asks again after the next Hello."""
+        """Send a grammar report. If the report is lost, the scheduler repeats its request after the next Hello."""
         if self._session.epoch:
             message = encode_grammar_report(report)
             self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, grammar=message))

@@ -1,7 +1,7 @@
-"""From protobuf messages of the scheduler to values of the worker, checked against the worker's limits.
+"""Converts protobuf messages of the scheduler to values, and validates them against the worker's limits.
 
-Behind the link nothing is checked again that is checked here. A field that violates the plan protocol raises
-`PlanError` with one line that contains no prompt content.
+Other modules do not repeat these checks. A field that violates the plan protocol raises `PlanError` with a one-line
+message without prompt content.
 """
 
 import math
@@ -86,7 +86,7 @@ def _rows(column: bytes, what: str, limits: Limits) -> IntArray:
 
 
 def _outside(ids: Int32Array, limit: int) -> bool:
-    """Return whether an ID is outside [0, limit); `ids` is not empty. Negative IDs are large as unsigned numbers."""
+    """Return whether an ID is outside [0, limit). `ids` is not empty. Negative IDs are large as unsigned numbers."""
     return int(ids.view(np.uint32).max()) >= limit
 
 
@@ -218,7 +218,7 @@ def _pooling(message: plan_pb2.Admission, limits: Limits) -> Pooling:
 
 
 def decode_grammar(key: bytes, serialized: bytes) -> Grammar:
-    """Decode a grammar; of a malformed one only the key, so that it fails where grammars are compiled."""
+    """Decode a grammar. For a malformed grammar, return only the key, so that its compilation fails."""
     try:
         message = plan_pb2.Grammar.FromString(serialized)
     except DecodeError:
@@ -234,9 +234,9 @@ def decode_grammar(key: bytes, serialized: bytes) -> Grammar:
 
 
 def _sampling(serialized: bytes, limits: Limits) -> tuple[SamplingParams, str]:
-    """Return the sampling parameters, or others with the reason why these are invalid.
+    """Return the sampling parameters; if they are invalid, return defaults and the reason.
 
-    The scheduler has not read them, so a fault in them is the front end's and concerns this row alone.
+    The scheduler does not decode them, so an error was made by the front end and affects only this row.
     """
     try:
         return decode_sampling(plan_pb2.SamplingParams.FromString(serialized), limits), ""

@@ -1,4 +1,4 @@
-"""From values of the worker to protobuf messages for the scheduler."""
+"""Converts values of the worker to protobuf messages for the scheduler."""
 
 from collections.abc import Iterator
 
@@ -51,7 +51,7 @@ def encode_hello(identity: Identity, incarnation: int, reason: HelloReason) -> p
 
 
 def encode_result(result: StepResult) -> plan_pb2.StepResult:
-    """Return the answer to a plan."""
+    """Return the message for a step's result."""
     message = plan_pb2.StepResult(
         step=result.step,
         rows=to_column(result.rows),

@@ -1,4 +1,4 @@
-"""Identity of a worker: its name and its description, as the scheduler and the operator see them."""
+"""Identity of a worker: its name and description for the scheduler and operators."""
 
 import hashlib
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class Identity:
     device: str = ""
     pid: int = 0
     process: str = ""
-    """The process, as `shared.process_watch` names it."""
+    """Name of the process as in `shared.process_watch`."""
 
 
 def worker_id(wanted: str, host: str, pid: int) -> str:
     """Return the worker's name: the configured one, else `host-pid`.
 
     Two workers with the same name replace each other endlessly, so default names must be unique across hosts. A host
-    name that is too long is cut, and a hash of the whole name is added.
+    name that is too long is truncated, and a hash of the whole name is added.
 
     Args:
         wanted: the configured name; empty for none.

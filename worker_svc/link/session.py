@@ -1,7 +1,7 @@
-"""Worker's side of the plan protocol for one incarnation, without a socket or a clock.
+"""Worker side of the plan protocol for one incarnation, without socket and clock.
 
-A session begins with a Hello and ends with the next one. It waits for Welcome, then decodes the plans of that epoch in
-order. A gap, an invalid plan, an unexpected message, Unknown or a timeout ends the session with `Lost`. A malformed
+A session begins with a Hello and ends with the next Hello. It waits for Welcome, then decodes the plans of this epoch
+in order. A gap, an invalid plan, an unexpected message, Unknown or a timeout ends the session with `Lost`. A malformed
 frame is dropped and reported as `Malformed`. Messages of another epoch are dropped, and do not count as a sign of life.
 
     waiting ──Welcome──► open ──Plan 1, 2, 3 …──► open
@@ -27,7 +27,7 @@ WELCOME_TIMEOUT_S = 2.0
 
 
 class HelloReason(enum.Enum):
-    """Why a worker sends Hello."""
+    """Reason why a worker sends Hello."""
 
     STARTED = enum.auto()
     SESSION_LOST = enum.auto()
@@ -70,7 +70,7 @@ class LogLevelWanted:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The session ended: drop all rows and send a new Hello."""
+    """The session has ended; the worker must drop all rows and send a new Hello."""
 
     reason: str
     """For the log."""
@@ -80,7 +80,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class RefusedForGood:
-    """The scheduler refused this worker: exit with its reason."""
+    """The scheduler refused this worker, which must exit with the scheduler's reason."""
 
     reason: str
 
@@ -109,7 +109,7 @@ class Session:
         """Epoch of the messages; 0 before Welcome."""
 
     def overdue(self, now: float) -> Lost | None:
-        """Return `Lost` if the scheduler has sent no message for too long."""
+        """Return `Lost` if no message from the scheduler has arrived for too long."""
         if now - self._heard <= self._silence:
             return None
         return Lost(
@@ -119,7 +119,7 @@ class Session:
         )
 
     def answered(self) -> None:
-        """Note that one plan was answered."""
+        """Record that the result of a plan was sent."""
         self._unanswered -= 1
 
     def receive(self, frame: bytes, now: float) -> Event | None:

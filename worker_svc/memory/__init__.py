@@ -1,6 +1,6 @@
 """The KV cache: its size, its tensors, and the copies of its blocks.
 
-* `kv_pool` – number of KV blocks that fit into memory, and their tensors.
+* `kv_pool` – the number of KV blocks that fit into memory, and their tensors.
 * `block_copies` – copies between device blocks.
-* `swap` – host memory for the KV of preempted requests, and the copies to it and back.
+* `swap` – host memory for the KV of preempted requests, and copies between device and host.
 """

@@ -1,8 +1,8 @@
 """Copies of blocks on the device (copy-on-write), for rows that share only the first tokens of a block.
 
-A plan lists the copies block by block. All copies are made before the plan writes any block. On CUDA they are enqueued
-on the stream of the forward passes. They therefore run after the steps before and before the plan's own step, and the
-host does not wait.
+A plan lists the copies block by block. All copies are made before the plan writes any block. On CUDA, they are enqueued
+on the stream of the forward passes. They therefore run after the previous steps and before the plan's step, without
+waiting on the host.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""KV blocks: how many fit into memory, and their tensors.
+"""KV blocks: the number that fits into memory, and their tensors.
 
-One block holds `block_size` tokens of one row in every layer. `shared.kv_sizes` has the formula of its bytes. A cache
-in int8 or fp8 also has a scale for each token and head (`kernels.kv_quantised`).
+One block holds `block_size` tokens of one row in every layer. `shared.kv_sizes` contains the formula for its size. A
+cache in int8 or fp8 also has a scale for each token and head (`kernels.kv_quantised`).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from shared.kv_sizes import kv_bytes_per_token
 from worker_svc.model.base import KVCache, KVShape
 
 _GRAPH_BYTES = 2 << 20
-"""Upper bound of what a graph takes besides its tensors: its kernel launches and their arguments."""
+"""Upper bound on the memory of a graph without its tensors, for kernel launches and their arguments, bytes."""
 
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
@@ -70,7 +70,7 @@ def share_for_kv(
 ) -> int:
     """Return the bytes of a GPU that remain for KV if a worker uses the share `utilization` of its memory.
 
-    The share is that of one worker: other processes do not reduce it, but must leave it free.
+    The share is for one worker. Other processes do not reduce the share, but must leave this memory free.
 
     Args:
         total: bytes of the GPU.
@@ -102,7 +102,7 @@ def cuda_memory_for_kv(
     captured_step: Callable[[], int] | None,
     num_graphs: int,
 ) -> int:
-    """Measure what steps and graphs need on a GPU, and return `share_for_kv`.
+    """Measure the memory for steps and graphs on a GPU, and return `share_for_kv`.
 
     Args:
         device: the GPU.
@@ -114,7 +114,7 @@ def cuda_memory_for_kv(
     available, total = _available(device), torch.cuda.mem_get_info(device)[1]
     weights = torch.cuda.memory_allocated(device)
     step = _peak(device, largest_step)
-    # All graphs share one pool of memory, so its size is that of the largest.
+    # All graphs share one memory pool, so its size is that of the largest graph.
     graphs = 0 if captured_step is None else _peak(device, captured_step) + num_graphs * _GRAPH_BYTES
     torch.cuda.empty_cache()
     return share_for_kv(

@@ -1,10 +1,10 @@
 """Swapping: host memory for the KV of preempted requests, and the copies between host and device.
 
 A plan lists the copies block by block. Swap-outs read the device blocks before the rest of the plan changes them.
-Swap-ins are complete before the plan's forward pass. On an accelerator the copies run on their own stream: one kernel
-per direction and plan, which reads and writes pinned host memory. A swap-out waits for the steps launched before it. A
-step waits for its plan's swap-ins, and for its plan's swap-outs only if it writes blocks that they read. The result of
-a plan is sent when its copies are complete.
+Swap-ins are complete before the plan's forward pass. On an accelerator, the copies run on a separate stream, with one
+kernel per direction and plan that accesses pinned host memory. A swap-out waits for earlier steps. A step waits for the
+swap-ins of its plan, but for the swap-outs only if it writes blocks that they read. The result of a plan is sent when
+its copies are complete.
 """
 
 import time
@@ -91,8 +91,8 @@ class HostPool:
     ) -> tuple[Copies, Event | None]:
         """Copy blocks; on an accelerator enqueue the copies, and return the event after them.
 
-        With `after_steps` the copies wait for the steps launched so far. A swap-in need not wait: it reads blocks that
-        the copy stream itself wrote, and no step uses the blocks that it writes.
+        With `after_steps`, the copies wait for the steps launched so far. A swap-in need not wait, because it reads
+        blocks that the copy stream itself wrote, and no launched step uses the blocks that it writes.
         """
         columns = np.stack((source_blocks, target_blocks)).astype(np.int64)
         if self._accelerator is None or self._stream is None:

@@ -32,11 +32,11 @@ def read_config(folder: Path) -> "PretrainedConfig":
     adopt_libraries()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # unknown model types, bad JSON and failed validation have no common type
+    except Exception as error:  # Unknown model types, invalid JSON and failed validation raise unrelated types.
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"model: {folder}/config.json is not valid: {detail[0]}") from None
     if read_quantisation(folder) is not None:
-        vars(config).pop("quantization_config", None)  # `weights` reads such checkpoints; `transformers` must not
+        vars(config).pop("quantization_config", None)  # `weights` reads such checkpoints, and `transformers` must not.
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
             "model: config.json has layers of different sizes (per_layer_config), which is not supported; use another"
@@ -63,7 +63,7 @@ def architecture(config: ModelConfig) -> str:
 
 
 def decoder_config(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return `text_config`; the decoder of a model for several media ties its embeddings as the whole model says."""
+    """Return `text_config`. In a multimodal model, the whole configuration determines whether embeddings are tied."""
     text: PretrainedConfig = config.get_text_config(decoder=True)
     if text is not config:
         # Classes of models without a decoder, and some others, lack the field.
@@ -136,14 +136,14 @@ def break_even_context(config: ModelConfig) -> int:
     weights = weights_per_layer(config)
     if not weights or not share:
         return 0
-    # Two operations per weight; four per element of a head and token of the context: a score's and a value's.
+    # Two operations per weight, and four per head element and context token (two for the score, two for the value).
     return max(1, int(2 * weights / (4 * _heads_size(text) * share)))
 
 
 def weights_per_layer(config: ModelConfig) -> int:
     """Return the number of weights in one layer's matrix products of a token, with a gated MLP.
 
-    Of a mixture, only the experts of one token count. 0: config.json lacks the sizes.
+    In a mixture of experts, only the experts of one token count. The result is 0 if config.json lacks the sizes.
     """
     text = text_config(config)
     hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
@@ -186,7 +186,7 @@ def choose_dtype(config: ModelConfig, wanted: str, device: torch.device) -> torc
     if dtype not in DTYPES.values():
         return torch.float32
     if device.type == "cpu" and dtype == torch.float16:
-        return torch.float32  # float16 is slow on CPUs, and bfloat16 has fewer bits of mantissa
+        return torch.float32  # float16 is slow on CPUs, and bfloat16 has fewer bits of mantissa.
     return dtype
 
 

@@ -1,8 +1,8 @@
 """Reads config.json of the families that `llama` implements, without `transformers`, whose import takes a second.
 
-`transformers` defines what a config.json means. So this module reads only what it is certain of: a text-only model of a
-known family, whose fields are all known and have ordinary values. It declines everything else, including what is not
-valid. Then `transformers` reads the file, and has the error messages. A test compares the two readers.
+`transformers` defines the meaning of config.json. This module therefore accepts only unambiguous files: a text-only
+model of a known family, whose fields are all known and have ordinary values. It declines all other files, including
+invalid ones; `transformers` then reads the file and reports errors. A test compares the two readers.
 """
 
 import json
@@ -86,7 +86,7 @@ _DEFAULTS: dict[str, _Json] = {
 }
 """Values of fields that config.json lacks, by `model_type`."""
 _LOCAL_EXPERTS = ("mixtral", "qwen3_moe")
-"""Families in which `num_local_experts` is another name of `num_experts`."""
+"""Families in which `num_local_experts` is an alias of `num_experts`."""
 _NO_KV_HEADS = ("llama", "qwen2", "qwen3")
 """Families in which `num_key_value_heads` may be null."""
 
@@ -156,7 +156,7 @@ _FIELDS: dict[str, Callable[[object], bool]] = {
     "rope_scaling": lambda value: value is None or isinstance(value, dict),
     "rope_parameters": lambda value: value is None or isinstance(value, dict),
     "quantization_config": lambda value: isinstance(value, dict),
-    # Without effect on this worker's results.
+    # These fields do not affect the worker's results.
     **dict.fromkeys(("bos_token_id", "pad_token_id", "pretraining_tp"), _or_none(_is_int)),
     **dict.fromkeys(("use_cache", "output_router_logits", "use_mrope", "unsloth_fixed"), _is_bool),
     **dict.fromkeys(("transformers_version", "_name_or_path", "unsloth_version"), _is_text),
@@ -184,7 +184,7 @@ _ROPE_NEEDS: dict[str, frozenset[str]] = {
 
 
 def read_own(folder: Path) -> DecoderConfig | None:
-    """Return the configuration in `folder` if it is one that `llama` implements; None: leave it to `transformers`.
+    """Return the configuration in `folder` if `llama` implements the model; otherwise None.
 
     Raises:
         ConfigError: the weights are quantised by a method that is not supported.
@@ -202,7 +202,7 @@ def read_own(folder: Path) -> DecoderConfig | None:
 
 
 def decoder_config_of(raw: Mapping[str, Any]) -> DecoderConfig | None:
-    """Return the meaning of the content of a config.json; None if not certain."""
+    """Return the configuration for the content of a config.json; None if it is not unambiguous."""
     family = raw.get("model_type")
     if family == "mistral" and "layer_types" in raw:
         family = "ministral"  # as in `transformers`
@@ -233,7 +233,7 @@ def _dtype(fields: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _rope_parameters(fields: Mapping[str, Any]) -> _Json | None:
-    """Return the parameters of positions in the form of `transformers` 5; None if not certain."""
+    """Return the rotary parameters in the format of `transformers` 5; None if they are not unambiguous."""
     old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
     if old and new:
         return None
@@ -255,7 +255,7 @@ def _is_consistent(fields: Mapping[str, Any]) -> bool:
 
 
 def _derive(family: str, fields: _Json) -> None:
-    """Set what the class of the family derives from other fields."""
+    """Set the fields that the class of the family derives from other fields."""
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     if family in ("llama", "mistral"):
         fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])

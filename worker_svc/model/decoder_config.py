@@ -1,4 +1,4 @@
-"""Configuration of a decoder that `llama` computes: the fields of config.json that its families read."""
+"""Configuration of a decoder that `llama` implements: the fields of config.json that its families read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ModelConfig: TypeAlias = "DecoderConfig | PretrainedConfig"
-"""Everything in config.json: as `config_reader` reads it for an own family, or as `transformers` reads any other."""
+"""The content of config.json, read by `config_reader` for the families of `llama`, otherwise by `transformers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """Fields of config.json with the names and meanings of `transformers`, and its defaults filled in.
 
-    A field that the family's class does not have is None, 0, False or empty, unless config.json has it anyway.
+    A field that the family's class does not have is None, 0, False or empty, unless config.json contains it.
     """
 
     model_type: str

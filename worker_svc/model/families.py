@@ -1,4 +1,4 @@
-"""Model families that `llama` implements: what their `transformers` classes define, not config.json.
+"""Model families that `llama` implements: properties that their `transformers` classes define, not config.json.
 
 `FAMILIES` lists the fields of config.json that each class reads. Fields that the class ignores, such as
 `sliding_window` in a Llama, are ignored here too.
@@ -14,7 +14,7 @@ from worker_svc.model.rope import can_tabulate
 
 
 class Window(Enum):
-    """Layers that attend over `sliding_window` tokens only."""
+    """Layers with attention over only `sliding_window` tokens."""
 
     NO_LAYER = "none"
     EVERY_LAYER = "every"
@@ -37,7 +37,7 @@ class Experts:
     some_layers: bool = True
     """Whether `mlp_only_layers` and `decoder_sparse_step` select the layers; False: all layers."""
     shared: bool = False
-    """Whether one more expert computes all tokens."""
+    """Whether an additional expert computes all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Family:
     architectures: tuple[str, ...] = ()
     """Class names in config.json."""
     text_of: tuple[str, ...] = ()
-    """Names of classes for several media whose text part belongs to the family."""
+    """Names of multimodal classes whose text part belongs to the family."""
     qkv_bias: bool | str = False
     """Whether query, key and value projections have biases, or the field that says so."""
     output_bias: bool | str = False
@@ -109,7 +109,7 @@ FAMILIES = {
         window=Window.EVERY_LAYER,
         experts=Experts(),
     ),
-    # Text alone has equal positions in all dimensions, so that multimodal rotary embeddings are plain ones.
+    # Text has equal positions in all dimensions, for which multimodal rotary embeddings equal ordinary ones.
     "qwen2_vl_text": Family(text_of=("Qwen2VLForConditionalGeneration",), qkv_bias=True, window=Window.BY_LAYER_TYPE),
     "qwen2_5_vl_text": Family(
         text_of=("Qwen2_5_VLForConditionalGeneration",), qkv_bias=True, window=Window.BY_LAYER_TYPE
@@ -129,7 +129,7 @@ ARCHITECTURES = tuple(dict.fromkeys(name for family in FAMILIES.values() for nam
 def own_config(architecture: str, whole: ModelConfig) -> DecoderConfig | None:
     """Return the configuration of the decoder, all of config.json or its text part, if `llama` implements it.
 
-    None: it does not, as configured. `hf` may support the model.
+    None if `llama` does not support the configuration; `hf` may support the model.
     """
     if isinstance(whole, DecoderConfig):
         config = whole
@@ -158,7 +158,7 @@ def head_dim(config: DecoderConfig) -> int:
 
 
 def has_bias(given: bool | str, config: DecoderConfig) -> bool:
-    """Return the value of `Family.qkv_bias` and its like for a configuration."""
+    """Return the value of a field such as `Family.qkv_bias` for a configuration."""
     return bool(getattr(config, given)) if isinstance(given, str) else given
 
 

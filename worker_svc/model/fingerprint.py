@@ -3,10 +3,10 @@
 A request may move between workers with equal fingerprints, and the keys of shared KV blocks contain the fingerprint. It
 therefore covers everything that affects the results: configuration, weights and dtypes.
 
-To hash every byte of a large checkpoint would add tens of seconds to the start. Each tensor is sampled instead:
-`SAMPLE_BYTES` at every `STRIDE_BYTES`. The last stride is read to its end, so that a small tensor is read whole.
-Training changes every trained tensor throughout, so samples detect it. They may miss a manual change of single values
-inside a large tensor.
+Hashing every byte of a large checkpoint would add tens of seconds to the start. Instead, each tensor is sampled:
+`SAMPLE_BYTES` at every `STRIDE_BYTES`. The last stride is read completely, so small tensors are read completely.
+Training changes all values of a tensor, so samples detect it. A manual change of single values in a large tensor may be
+missed.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Reader of GGUF files (llama.cpp), through the package `gguf`.
 
-The file's tensors get the names and the order of rows of the Hugging Face checkpoint that it was made from, and are
-dequantised. Quantised blocks of 32 inputs match no layout of the CPU kernels, so `--quantization` quantises them again.
-config.json and tokenizer.json of the model must be in the same folder: the metadata of the file is not used.
+Tensors get the names and the order of rows of the original Hugging Face checkpoint, and are dequantised. Quantised
+blocks of 32 inputs match no layout of the CPU kernels, so `--quantization` quantises the weights again. config.json and
+tokenizer.json of the model must be in the same folder: the metadata of the file is not used.
 """
 
 import json
@@ -64,7 +64,7 @@ def read_tensors(file: Path, folder: Path, only: Collection[str] | None = None) 
     try:
         reader = GGUFReader(file)
         family = str(reader.fields["general.architecture"].contents())
-    except Exception as error:  # the reader raises errors of many types
+    except Exception as error:  # The reader raises errors of many types.
         raise ConfigError(f"model: {file} is damaged: {error}; download the file again") from None
     if family not in _ARCHITECTURES:
         raise ConfigError(
@@ -105,6 +105,6 @@ def _heads(folder: Path) -> dict[str, int]:
 
 
 def _in_order(value: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo the order of llama.cpp, which rotates neighbouring rows of a head instead of rows half a head apart."""
+    """Convert rows from llama.cpp's order, which rotates neighbouring rows instead of rows half a head apart."""
     pairs = value.view(heads, -1, 2, *value.shape[1:])
     return pairs.transpose(1, 2).reshape(value.shape)

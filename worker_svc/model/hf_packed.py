@@ -1,9 +1,9 @@
-"""Quantised weights in decoders of `transformers` on a CPU: their linear layers run on packed products of `kernels`.
+"""Quantised weights in decoders of `transformers` on a CPU: linear layers use the packed products of `kernels`.
 
 The modules that compute linear layers are replaced after the trial of `hf`, which checks the decoder itself. `hf` then
 computes the trial's rows again. The LM head has int8 weights for both kinds, as in `llama_packed`, and keeps its type
-if it is also the embedding. Routers of mixtures and gates of shared experts keep their type, and so do experts that a
-class holds in one tensor.
+if it is also the embedding. Routers of mixtures, gates of shared experts, and experts that a class stores in one tensor
+keep their type.
 """
 
 from typing import Any
@@ -68,10 +68,10 @@ def pack(decoder: PreTrainedModel, quantization: str, kernels: Native) -> None:
         for name, module in list(parent.named_children()):
             if not _ROUTERS.isdisjoint((*path.split("."), name)) or (module is head and tied):
                 continue
-            # A subclass may compute something else than a product.
+            # Skip subclasses, because they may compute something other than a product.
             if type(module) is torch.nn.Linear:
                 weight = module.weight
-            elif type(module) is Conv1D:  # GPT-2's linear layer, which holds the transposed weight
+            elif type(module) is Conv1D:  # This is GPT-2's linear layer, which stores the transposed weight.
                 weight = module.weight.t().contiguous()
             else:
                 continue

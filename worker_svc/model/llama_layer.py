@@ -36,7 +36,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Mixture of experts: each token is computed by the experts that the router chooses."""
+    """Mixture of experts: the experts that the router chooses compute each token."""
 
     router: Linear
     gate_up: torch.Tensor
@@ -48,7 +48,7 @@ class Mixture:
     renormalise: bool
     """Whether the weights of a token's experts are divided by their sum."""
     shared: Mlp | None
-    """Expert of all tokens."""
+    """Expert that computes all tokens; None if there is none."""
     shared_gate: Linear | None
     """Logit of the weight of the shared expert."""
 

@@ -1,4 +1,4 @@
-"""The Llama family on a CPU: weights packed for the kernels of `kernels.native`, and one call per step.
+"""The Llama family on a CPU, with weights packed for `kernels.native` and one native call per step.
 
 This module checks whether the kernels support a model. If they do, it packs the model's weights; if not, `llama`
 computes with torch.
@@ -74,9 +74,9 @@ def pack(
 ) -> PackedDecoder:
     """Pack all weights: in place, quantised, or as a quantised checkpoint stores them.
 
-    `layers` is emptied layer by layer, so that quantised weights need little extra memory. With int4 the LM head, which
-    may also be the embedding, has int8 weights: it affects the answers most. Routers and the gates of shared experts
-    are not quantised: they are small, and a rounded router chooses other experts.
+    `layers` is emptied layer by layer, so that quantised weights need little additional memory. With int4, the LM head
+    (possibly also the embedding) has int8 weights, because it affects the output most. Routers and the gates of shared
+    experts are not quantised, because they are small and rounding changes the choice of experts.
     """
 
     def convert(linear: Linear, kind: str = quantization) -> PackedLinear:
@@ -104,7 +104,7 @@ def pack(
         )
 
     if embedding is not None:
-        stored.fill(embedding)  # rows of an embedding are copied, so it is not packed
+        stored.fill(embedding)  # An embedding is not packed, because its rows are copied.
     packed = []
     layers.reverse()
     while layers:

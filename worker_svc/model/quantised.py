@@ -29,7 +29,8 @@ OTHER_PARTS = frozenset(
         "scales",
         "qzeros",
         "g_idx",
-        # Constants for activations and KV, which Quire quantises by the values at hand.
+        # Constant scales for activations and KV, which Quire ignores because it computes scales from the current
+        # values.
         "input_scale",
         "input_zero_point",
         "input_scale_ub",
@@ -40,7 +41,7 @@ OTHER_PARTS = frozenset(
 )
 """Last parts of the names of all other tensors of a quantised layer."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in a word of AWQ of each of its eight outputs."""
+"""Position of each of the eight outputs in an AWQ word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class QuantisedWeight:
         return values * self._spread(self.scales.float())
 
     def narrow(self, dim: int, begin: int, length: int) -> "QuantisedWeight | None":
-        """Return some of the outputs (`dim` 0) or inputs (1); None if the part does not begin with a block."""
+        """Return a range of outputs (`dim` 0) or inputs (1); None if it does not begin at a block boundary."""
         size = self.block[dim]
         if self.scales.shape[dim] > 1 and begin % size:
             return None
@@ -105,7 +106,7 @@ def read_weight(layer: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme)
     Args:
         layer: name of the layer in the checkpoint.
         tensors: the tensors of the layer, by the last parts of their names.
-        scheme: what config.json says about them.
+        scheme: the quantisation that config.json specifies.
 
     Raises:
         ConfigError: a tensor is missing, or its shape does not match the others.
@@ -125,10 +126,10 @@ def read_weight(layer: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme)
 
 
 class StoredWeights:
-    """Quantised weights that wait to be packed, by the rows of the matrices that they stand for.
+    """Quantised weights that were not packed yet, by the rows of the matrices that they represent.
 
-    A matrix of the model may concatenate the outputs of several layers of the checkpoint. Its memory is allocated, and
-    not filled as long as its weights wait here; a system commits no memory for it.
+    A matrix of the model may concatenate the outputs of several layers of the checkpoint. The memory of such a matrix
+    is allocated but not written, so the system commits no memory for it.
     """
 
     def __init__(self) -> None:
@@ -136,20 +137,20 @@ class StoredWeights:
         """Names and weights by the address of their first row."""
         self._addresses: list[int] = []
         self.num_packed = 0
-        """Weights that were packed as they are stored."""
+        """Number of weights that were packed unchanged."""
         self.num_dequantised = 0
-        """Weights that match no layout of the kernels."""
+        """Number of weights that match no layout of the kernels."""
 
     def put(self, name: str, rows: torch.Tensor, weight: QuantisedWeight) -> None:
-        """Keep a weight of the checkpoint instead of filling `rows`, whole rows of a matrix."""
+        """Store a weight of the checkpoint instead of writing it to `rows`, which are whole rows of a matrix."""
         self._weights[rows.data_ptr()] = name, weight
         self._addresses.clear()
 
     def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear | None:
         """Pack the weights of a matrix `[outputs, inputs]`, without its content.
 
-        Returns:
-            The packed weights; None if `matrix` holds them, because no layout of the kernels holds them exactly.
+        Returns: The packed weights. None if no layout represents them exactly; `matrix` then contains the dequantised
+        weights.
         """
         parts = self._pop_all(matrix)
         rows = sum(part.shape[0] for part in parts.values())
@@ -193,7 +194,7 @@ class StoredWeights:
 
 
 def log_form(*, num_packed: int, num_dequantised: int, dtype: torch.dtype) -> None:
-    """Log in which form the quantised layers of a checkpoint are served."""
+    """Log the formats in which the quantised layers of a checkpoint are served."""
     if num_packed + num_dequantised:
         get_logger().info(
             "weights: layers of a quantised checkpoint are served as stored where the kernels have a layout for them,"
@@ -245,7 +246,7 @@ def _in_groups(part: QuantisedWeight) -> tuple[torch.Tensor, torch.Tensor, torch
 
     scales = of_groups(part.scales.float())
     zeros = of_groups(torch.zeros_like(scales[:1, :1]).expand_as(part.scales) if part.zeros is None else part.zeros)
-    # A symmetric code from -8 to 7 is one from 0 to 15 with the zero point 8.
+    # Convert symmetric codes from -8 to 7 to codes from 0 to 15 with zero point 8.
     shift = 8 if int(part.codes.min()) < 0 else 0
     codes, zeros = part.codes.short() + shift, zeros.float() + shift
     return (codes.byte(), scales, zeros) if fits_int4(codes, scales, zeros) else None
@@ -272,7 +273,7 @@ def _compressed(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> Quantise
         raise ValueError(f"weight_packed holds {tuple(codes.shape)}, weight_shape says {(outputs, inputs)}")
     zeros = tensors.get("weight_zero_point")
     if zeros is not None:
-        if zeros.dtype == torch.int32:  # packed along the outputs
+        if zeros.dtype == torch.int32:  # The zero points are packed along the outputs.
             zeros = _fields(zeros.t().contiguous(), scheme.bits).t()[:outputs].short() - offset
         zeros = zeros.reshape(scales.shape).short()
     return _consistent(codes.to(torch.int8), scales, zeros, scheme, tensors.get("weight_g_idx"))
@@ -283,7 +284,7 @@ def _gptq(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeigh
     codes = _fields(tensors["qweight"].t().contiguous(), scheme.bits)
     scales = tensors["scales"].t().contiguous()
     zeros = _fields(tensors["qzeros"], scheme.bits)[:, : codes.shape[0]].t().short() + scheme.zeros_stored_less_one
-    if scheme.bits == 8:  # signed codes, so that symmetric weights have no zero points
+    if scheme.bits == 8:  # Use signed codes, so that symmetric weights have no zero points.
         codes, zeros = (codes.short() - 128).to(torch.int8), zeros - 128
     return _consistent(codes, scales, zeros.contiguous(), scheme, tensors.get("g_idx"))
 

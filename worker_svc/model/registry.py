@@ -1,4 +1,4 @@
-"""Choice of a model's implementation: `llama` for the classes that it supports, `hf` for all others.
+"""Choice of the implementation for a model: `llama` for the classes that it supports, `hf` for all others.
 
 `hf` is imported only when needed, because it imports most of `transformers`, which takes seconds.
 """
@@ -19,8 +19,7 @@ _RANDOM_SEED = 0
 def check_supported(architecture: str, config: ModelConfig) -> None:
     """Check that an implementation supports the architecture, as far as config.json shows.
 
-    Raises:
-        ConfigError: neither implementation does; the message has the reason and alternatives.
+    Raises: ConfigError: neither implementation supports it; the message contains the reason and alternatives.
     """
     if families.own_config(architecture, config) is None:
         from worker_svc.model import hf

@@ -1,9 +1,9 @@
 """Rotary tables of the Llama family: cosines and sines of every position.
 
-Supports the types of scaling that depend on the configuration alone. They give the values of `transformers`:
+Supports the types of scaling that depend only on the configuration, with the same values as `transformers`:
 
 * `linear`: all frequencies are divided by `factor`.
-* `dynamic`: as `default`; it differs only beyond the model's positions, which are not served.
+* `dynamic`: like `default`, because it differs only beyond the model's positions, which are not served.
 * `yarn` (Peng et al., 2023, https://arxiv.org/abs/2309.00071): slow frequencies are divided by `factor`, fast ones are
   not, and those between `beta_fast` and `beta_slow` rotations within the original length are mixed. Queries and keys
   are also scaled, for a lower temperature of the attention.
