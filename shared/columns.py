@@ -1,7 +1,7 @@
 """Columns: packed little-endian int32 values in a protobuf `bytes` field.
 
-A column takes four bytes per value and needs no Python object per value on either side, unlike a repeated field. An
-absent column is empty.
+Unlike a repeated field, a column needs only four bytes per value and no Python object per value. An absent column is
+empty.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Typed configuration: frozen dataclasses whose fields carry their help text.
 
 Each setting has one name everywhere: the field `max_num_seqs` is the flag `--max-num-seqs`, the variable
-`QUIRE_MAX_NUM_SEQS` and the key `max_num_seqs` in a file. `config_sources` defines the precedence. If a setting has the
-same meaning as one in vLLM, it has the same name.
+`QUIRE_MAX_NUM_SEQS` and the key `max_num_seqs` in a file. `config_sources` defines the precedence. A setting with the
+same meaning as in vLLM has the same name.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig(_Checked):
-    """Settings of a whole service on one machine, besides those of its processes."""
+    """Settings of a whole service on one machine, in addition to the settings of its processes."""
 
     frontends: int = _option(1, "front-end processes", least=1, most=1024)
     workers: int = _option(1, "worker processes", least=1, most=1024)
@@ -398,7 +398,7 @@ def add_options(parser: argparse.ArgumentParser, *configs: type[Any]) -> None:
 
 
 def _default_text(option: "dataclasses.Field[Any]") -> str:
-    """Return the default with its unit; the help text itself explains empty defaults."""
+    """Return the default with its unit. The help text explains empty defaults."""
     value = f"{option.default} {option.metadata['unit']}".strip()
     return f" (default: {value})" if value else ""
 
@@ -417,7 +417,7 @@ def to_flags(config: object) -> list[str]:
 
 
 def state_folder() -> Path:
-    """Return this user's folder for files that Quire keeps after its processes end."""
+    """Return this user's folder for files that persist after Quire's processes exit."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "quire"
 
 
@@ -456,7 +456,7 @@ def _check(option: "dataclasses.Field[Any]", value: Any) -> None:
     name = f"{option.name} (--{option.name.replace('_', '-')})"
     if choices and value not in choices:
         raise ConfigError(f"{name}: unknown value {value!r}; use one of {', '.join(choices)}")
-    # Written so that NaN is outside every range.
+    # The comparison is written such that NaN is outside every range.
     if least is not None and not least <= value:
         raise ConfigError(f"{name}: {value} is too small; use at least {least}")
     if most is not None and not value <= most:

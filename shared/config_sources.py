@@ -1,8 +1,8 @@
-"""Sources of settings: a flag overrides the environment, the environment the file, the file the default.
+"""Sources of settings. The precedence is: flag, environment variable, file, default.
 
 The file is TOML with the names of the settings, for example `max_num_seqs = 64`; `--config` or QUIRE_CONFIG names it.
-One file serves all kinds of processes: each reads its own settings. A name that no process knows is an error that
-suggests the closest setting. So is a variable QUIRE_… that is almost the name of a setting.
+One file serves all kinds of processes, and each process reads its own settings. An unknown name in the file is an error
+that suggests the closest setting, and so is a variable QUIRE_… that is almost the name of a setting.
 """
 
 import argparse
@@ -21,7 +21,8 @@ CONFIG_VARIABLE = "QUIRE_CONFIG"
 """Variable that names the file if `--config` does not."""
 
 API_KEY_VARIABLE = "QUIRE_API_KEY"
-"""Variable with the API keys that a front end accepts, separated by commas. Process lists would show a flag."""
+"""Variable with the API keys that a front end accepts, separated by commas. A flag would be visible in process lists.
+"""
 
 OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, API_KEY_VARIABLE, "QUIRE_LOG_FORMAT", "QUIRE_CPU_KERNELS", "QUIRE_TOKEN", "QUIRE_TARGET"}
@@ -48,7 +49,7 @@ class Setting:
 
 
 class ConfigSources:
-    """The settings that one command gets from flags, environment and file."""
+    """Settings of one command from flags, environment and file."""
 
     def __init__(self, options: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
         """Read the sources.
@@ -131,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config: {path} is not valid TOML: {error}") from None
     for name in content:
         if name not in all_settings():
-            # Accept the spelling of flags, with hyphens, as a suggestion.
+            # For suggestions, accept the spelling of flags with hyphens.
             close = difflib.get_close_matches(name.replace("-", "_"), all_settings(), n=1)
             hint = f"; did you mean {close[0]}?" if close else "; quire config lists all settings"
             raise ConfigError(f"config: {path}: unknown setting {name!r}{hint}")
@@ -150,7 +151,7 @@ def _check_environment(environ: Mapping[str, str]) -> None:
 
 
 def _typed(value: Any, option: Field, path: str) -> Any:
-    """Return a value from the file if it has the type of its setting. An int is converted to float; nothing else is."""
+    """Return a value from the file if it has the type of its setting. An int may be converted to a float."""
     kind = type(option.default)
     if kind is float and type(value) is int:
         return float(value)

@@ -26,7 +26,7 @@ SCHEDULER, WORKER, FRONTEND = "scheduler", "worker", "frontend"
 ROLES = (SCHEDULER, WORKER, FRONTEND)
 OWN, SERVER, ALLOWED = "own", "scheduler", "allowed"
 DOMAINS = {WORKER: "workers", FRONTEND: "frontends"}
-"""For each role of a peer: the ZAP domain, which is also the name of the folder with its public keys."""
+"""ZAP domain for each role of a peer, which is also the name of the folder with the public keys."""
 _CHECK_INTERVAL_S = 1.0
 """Minimum interval of checks for changed lists, seconds."""
 
@@ -40,13 +40,13 @@ class CurveKeys:
     secret: bytes
 
     def protect_server(self, socket: "zmq.Socket[bytes]", domain: str) -> None:
-        """Require, before bind, that peers authenticate with a key of this ZAP domain."""
+        """Require that peers authenticate with a key of this ZAP domain; call before bind."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_server = True
         socket.zap_domain = domain.encode()
 
     def protect_client(self, socket: "zmq.Socket[bytes]") -> None:
-        """Require, before connect, that the peer is the scheduler with the known public key.
+        """Require that the peer is the scheduler with the known public key; call before connect.
 
         Raises:
             ConfigError: the folder contains no scheduler key.
@@ -97,14 +97,14 @@ class AllowList:
         self.refresh()
 
     def refresh(self) -> None:
-        """Reload the lists that have changed; this is cheap enough to be called often."""
+        """Reload the lists that have changed. Frequent calls are cheap."""
         if (now := time.monotonic()) < self._next_check:
             return
         self._next_check = now + _CHECK_INTERVAL_S
         for domain, folder in self._folders.items():
             try:
                 files = tuple(sorted((entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder)))
-            except OSError as error:  # a key that is being revoked, or a folder that is being replaced
+            except OSError as error:  # A key is being revoked, or the folder is being replaced.
                 if domain not in self._unreadable:
                     self._unreadable.add(domain)
                     get_logger().warning(
@@ -123,7 +123,7 @@ class AllowList:
 
 
 def check_bind(setting: str, address: str, *, protected: bool, insecure: bool) -> None:
-    """Reject an address that other machines can reach without authentication, unless that is permitted.
+    """Reject an address that other machines can reach without authentication, unless `insecure` permits it.
 
     Args:
         setting: name of the setting that contains the address.
@@ -154,7 +154,7 @@ def is_routable(address: str) -> bool:
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return True  # a name, an interface or "*"
+        return True  # The address is a name, an interface or "*".
 
 
 def _readable_by_others(status: os.stat_result, own_groups: set[int]) -> bool:

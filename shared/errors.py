@@ -1,7 +1,7 @@
-"""Errors that a client may see: each class has a gRPC status code, a stable reason and possibly a retry hint.
+"""Errors that a client may see. Each class has a gRPC status code, a stable reason and possibly a retry hint.
 
-The code that detects the problem raises them, and one place per protocol converts them (gRPC: `services/errors.py`).
-`message` is one line that names the remedy and never contains prompt content.
+The code that detects a problem raises the error, and one module per protocol converts it (gRPC: `services/errors.py`).
+`message` is one line with the remedy and never contains prompt content.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class QuireError(Exception):
     code: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""
     reason: ClassVar[str] = "INTERNAL"
-    """Stable and machine-readable; sent in google.rpc.ErrorInfo."""
+    """Stable, machine-readable reason, which is sent in google.rpc.ErrorInfo."""
 
     def __init__(self, message: str, *, retry_ms: int | None = None) -> None:
         super().__init__(message)
@@ -161,7 +161,7 @@ class NotReadyError(QuireError):
 
 
 class DeadlineError(QuireError):
-    """The client's deadline passed before the answer was complete."""
+    """The client's deadline passed before the response was complete."""
 
     code = "DEADLINE_EXCEEDED"
     reason = "DEADLINE"
@@ -175,14 +175,14 @@ class StalledReaderError(QuireError):
 
 
 class PoisonRequestError(QuireError):
-    """Workers crashed while they computed this request, the last one alone with it; it must not be retried."""
+    """Workers crashed repeatedly while they computed this request, even alone; it must not be retried."""
 
     code = "INTERNAL"
     reason = "POISON_REQUEST"
 
 
 class RowFailedError(QuireError):
-    """The model or the worker could not compute this request; others were not affected."""
+    """The model or the worker could not compute this request. Other requests were not affected."""
 
     code = "INTERNAL"
     reason = "ROW_FAILED"

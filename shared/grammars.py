@@ -1,16 +1,15 @@
 """Compiles grammars with the same library and limits in front ends and workers.
 
-The library is llguidance (MIT). It imports without torch, and needs milliseconds for an ordinary schema and tens of
-microseconds for a mask. Three limits bound the cost of a grammar:
+The library is llguidance (MIT). It does not import torch. Compiling an ordinary schema takes milliseconds, and a mask
+takes tens of microseconds. Three limits bound the cost of a grammar:
 
 * `check_text` rejects, without compiling, a grammar that is too large or requires too many repetitions.
 * The library's own limits bound lexer and parser, during compilation and in each step.
-* These two do not bound all of the library's work: some short grammars run for minutes or overflow its stack. The
-  front end therefore compiles each grammar on trial in a separate process (`services.grammars.trial_compiler`) before
-  a worker gets the grammar.
+* Because some short grammars still run for minutes or overflow the library's stack, the front end compiles each grammar
+  on trial in a separate process (`services.grammars.trial_compiler`) before it is sent to a worker.
 
-The library can tokenise forced text as the tokenizer would. This option is not used: its cost in each step grows with
-the length of that text, which no limit bounds.
+The library's option to tokenise forced text like the tokenizer is not used, because its cost per step grows with the
+length of the text, which is not limited.
 """
 
 import json
@@ -35,7 +34,7 @@ MAX_STRINGS = 2000
 """Maximum number of values of an enum, or strings of a choice."""
 
 _WHITESPACE = r"[ \t\n\r]{0,12}"
-"""Whitespace between the tokens of JSON, if allowed: enough to indent, and bounded so that the output ends."""
+"""Allowed whitespace between JSON tokens: enough for indentation, but bounded so that the output ends."""
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _TOO_MUCH = re.compile(r"too (big|large|many)|fuel|; max is|Unable to determine")
 """Matches the library's messages about its limits."""
@@ -55,15 +54,16 @@ _REPETITION = re.compile(
 
 def _limits(step_max_items: int) -> LLParserLimits:
     return LLParserLimits(
-        # Of 300 schemas of AWS resources of up to 57 kB, all pass with a third of these two.
+        # 300 schemas of AWS resources with up to 57 kB need at most a third of these two limits.
         max_grammar_size=10_000,
         initial_lexer_fuel=300_000,
-        # An object with 245 optional properties needs all of it in its widest row.
+        # An object with 245 optional properties needs all of this limit in its widest row.
         max_items_in_row=1000,
         step_max_items=step_max_items,
-        # About 200 ns each. An enum of 2,000 strings needs half of it in its first step, with 100,000 tokens.
+        # Each takes about 200 ns. With 100,000 tokens, an enum of 2,000 strings needs half of this limit in its first
+        # step.
         step_lexer_fuel=150_000,
-        # About 1 kB each, shared by all rows with the grammar.
+        # Each takes about 1 kB, which all rows with the grammar share.
         max_lexer_states=50_000,
         verbose_errors=False,
     )
@@ -71,7 +71,7 @@ def _limits(step_max_items: int) -> LLParserLimits:
 
 _SCHEMA_LIMITS = _limits(step_max_items=30_000)
 _OTHER_LIMITS = _limits(step_max_items=10_000)
-"""Limits of other grammars. Lark rules may be ambiguous, which makes each item ten times as expensive: up to 30 ms a
+"""Limits of other grammars. Lark rules may be ambiguous, which makes each item ten times as expensive, up to 30 ms per
 step.
 """
 
@@ -111,7 +111,7 @@ class GrammarTokenizer:
 
 
 def is_special(text: str, *, special: bool) -> bool:
-    """Return whether grammars match an added token by its id only: a special one, or any in angle brackets."""
+    """Return whether grammars match an added token only by its id, which holds for special tokens and "<…>"."""
     return special or (text.startswith("<") and text.endswith(">"))
 
 
@@ -152,7 +152,7 @@ def compile_grammar(kind: str, text: str, tokenizer: GrammarTokenizer) -> LLMatc
     except Exception as error:
         raise GrammarError(_one_line(error)) from None
     except BaseException as error:
-        # A panic of the library is not an Exception; any other BaseException passes through.
+        # A panic of the library is not an Exception. Re-raise any other BaseException.
         if type(error).__name__ != "PanicException":
             raise
         print(f"llguidance panicked: {_one_line(error)}", file=sys.stderr)
@@ -169,7 +169,8 @@ def check_matcher(matcher: LLMatcher) -> None:
     """
     if matcher.is_error():
         reason = _one_line(matcher.get_error())
-        if " " not in reason:  # The library names an internal error, for example for a reference to itself.
+        # The library reports only an internal error name, for example if a rule refers to itself.
+        if " " not in reason:
             raise GrammarError(f"cannot be compiled ({reason}); check its references and simplify it")
         raise GrammarError(f"too complex: {reason}; simplify it" if _TOO_MUCH.search(reason) else reason)
 
@@ -188,7 +189,7 @@ def with_whitespace(schema: str) -> str:
 
 def lark_of_choices(choices: Sequence[str]) -> str:
     """Return a Lark grammar that accepts exactly one of several strings."""
-    # Use one terminal, because each alternative of a rule would be a parser item.
+    # Use one terminal, because each alternative of a rule would need a parser item.
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
@@ -206,7 +207,7 @@ def lark_of_ebnf(text: str) -> str:
 
 
 def _source(kind: str, text: str) -> str:
-    """Return the library's input; reject a grammar that requires too much."""
+    """Return the library's input; reject a grammar that requires too many repetitions."""
     match kind:
         case "json_schema":
             schema = _checked_schema(text)
@@ -266,7 +267,7 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 def _check_repetitions(text: str) -> None:
     """Reject a regular expression or Lark grammar that requires more than MAX_REPEATS repetitions.
 
-    The counts of nested groups multiply. A string of a Lark grammar that looks like a count is treated as one.
+    The counts of nested groups multiply. A string in a Lark grammar that looks like a count is treated as a count.
     """
     most = [1]
     """Required repetitions within each open group; the first entry is for text outside of all groups."""
@@ -288,6 +289,6 @@ def _check_repetitions(text: str) -> None:
 
 
 def _one_line(error: object) -> str:
-    # The library quotes the lines around an error, some of which were added here.
+    # Remove the quoted lines from the library's message, because some of them were added here.
     text = re.split(r"\n *\d+ \| ", str(error))[0].removesuffix("<non-verbose/>")
     return " ".join(text.split())[:300] or type(error).__name__

@@ -5,7 +5,7 @@ A token stores a key and a value in every layer:
     bytes of a key or value = elements x bytes per element + bytes of a scale
     bytes per token = sum over layers of KV heads x (bytes of a key + bytes of a value)
 
-With grouped-query attention a model has fewer KV heads than query heads. The number of query heads has no effect.
+With grouped-query attention, a model has fewer KV heads than query heads. The number of query heads has no effect.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from shared.config import ConfigError
 
 KV_ELEMENTS = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "fp8": (1, 4), "int8": (1, 4)}
-"""For each cache type: bytes per element, and bytes of the scale per token and head."""
+"""Bytes per element, and bytes of the scale per token and head, for each cache type."""
 
 
 def kv_bytes_per_token(layers: Iterable[tuple[int, int]], kv_type: str) -> int:

@@ -1,11 +1,11 @@
 """Structured logs: JSON lines, or a readable form on a terminal.
 
 Every line contains the service and the process that wrote it, and trace_id and span_id of the current span if there is
-one. Lines about a request contain `request_id`; lines about a step contain `epoch` and `step`. Prompts and outputs are
-never logged; callers must ensure that.
+one. Lines about a request contain `request_id`; lines about a step contain `epoch` and `step`. Callers must ensure that
+prompts and outputs are never logged.
 
-Log lines and warnings of libraries, from level warning on, have the same form, with the library in `logger`. See
-`adopt_libraries` for libraries that install their own handlers.
+Log lines of libraries with at least level warning have the same form, with the name of the library in `logger`. For
+libraries that install their own handlers, see `adopt_libraries`.
 """
 
 import logging
@@ -24,7 +24,7 @@ _lowest = "info"
 
 
 def configure_logging(service: str, level: str = "info") -> None:
-    """Configure logging of this process, to stderr: stdout is for the output of commands.
+    """Configure logging of this process to stderr, because stdout is for the output of commands.
 
     Args:
         service: name of the service, as in its spans.
@@ -35,7 +35,7 @@ def configure_logging(service: str, level: str = "info") -> None:
     process = {"service": service, "pid": os.getpid()}
 
     def add_process(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-        # Not a context variable: threads of libraries have their own context.
+        # A global instead of a context variable, because threads of libraries have their own context.
         return {**process, **event}
 
     set_level(level)
@@ -50,9 +50,9 @@ def configure_logging(service: str, level: str = "info") -> None:
     ]
     structlog.configure(
         processors=[*processors, renderer],
-        # Filter in a processor: the level may change, but loggers are cached on first use.
+        # Filter in a processor, because the level may change but loggers are cached on first use.
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-        # One write per line, also where Python does not buffer: processes that share a file must not tear lines.
+        # Write each line with one call, so that lines of processes that share a file are not interleaved.
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

@@ -10,8 +10,8 @@ _C = ctypes.CDLL(None)
 def return_large_blocks() -> None:
     """Make glibc return every block of a megabyte or more to the system when it is freed.
 
-    By default, freeing such a block raises the limit, up to 32 MiB. Later large blocks then come from the heap, which
-    cannot shrink while a small block after them is in use.
+    By default, freeing such a block raises glibc's threshold for mmap, up to 32 MiB. Later large blocks then come from
+    the heap, which cannot shrink while a small block after them is in use.
     """
     mallopt = getattr(_C, "mallopt", None)  # other C libraries have no such limit
     if mallopt is not None:

@@ -1,11 +1,9 @@
-"""Every metric of Quire: name, kind, labels, unit and bucket bounds; docs/metrics.md is made from this module.
+"""All metrics of Quire: name, kind, labels, unit and bucket bounds; docs/metrics.md is generated from this module.
 
-Names with dots are OpenTelemetry's; `/metrics` shows them in Prometheus's form (`rpc.server.call.duration` in seconds
-is `rpc_server_call_duration_seconds`). Names under `quire.` are Quire's own. Names under `vllm:` are those that the
-endpoint pickers of Kubernetes and dashboards for vLLM read. They exist on `/metrics` only.
-
-Labels have dots as well, which `/metrics` shows as underscores. Every metric of a front end also has the label
-`frontend` there.
+Names with dots are OpenTelemetry names. On `/metrics`, they have Prometheus's form (`rpc.server.call.duration` in
+seconds is `rpc_server_call_duration_seconds`), and dots in labels are underscores. Names under `quire.` are specific to
+Quire. Names under `vllm:`, which endpoint pickers of Kubernetes and dashboards for vLLM read, exist only on `/metrics`.
+There, every metric of a front end also has the label `frontend`.
 """
 
 import enum
@@ -13,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """Kind of a metric, as Prometheus calls it."""
+    """Kind of a metric, with Prometheus's names."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -48,12 +46,12 @@ class Metric:
 
     @property
     def prometheus_unit(self) -> str:
-        """Unit on `/metrics`; empty where the name does not contain it."""
+        """Unit on `/metrics`; empty if the name does not contain the unit."""
         return "" if self.is_foreign else _UNITS.get(self.unit, "")
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the name is one that readers of another server's metrics expect; it is not exported by OTLP."""
+        """Whether the name is that of another server's metric, which is not exported by OTLP."""
         return ":" in self.name
 
 

@@ -1,11 +1,11 @@
-"""Metrics across processes: one registry per process, merged into one exposition per service.
+"""Metrics of several processes: each process has a registry, and all are merged into one exposition per service.
 
-A service consists of several processes behind one port, and a scrape must show all of them, whichever process answers.
-Therefore each process reports its registry as `MetricFamily` messages, and the answering process merges them with
+A service consists of several processes behind one port, and a scrape of any process must return the metrics of all.
+Each process therefore reports its registry as `MetricFamily` messages, and the scraped process merges them with
 `render_families`.
 
-Values are observed for every message, too often for a client library with locks (1.5 µs). Each value has one writer,
-the event loop of its process, so no lock is needed.
+Values are observed for every message, for which a client library with locks is too slow (1.5 µs). No locks are needed
+here, because only the event loop of the process writes values.
 """
 
 import time
@@ -28,7 +28,7 @@ LabelValues = tuple[str, ...]
 
 
 class SpanRef(NamedTuple):
-    """A sampled span to which an exemplar leads."""
+    """Reference to a sampled span, for an exemplar."""
 
     trace_id: bytes
     span_id: bytes
@@ -43,7 +43,7 @@ def span_ref(span: Span) -> SpanRef | None:
 
 
 class Values:
-    """Values of a counter or gauge by their labels."""
+    """Values of a counter or gauge by label values."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
@@ -62,7 +62,7 @@ class Values:
 
 
 class Histogram:
-    """Histogram by labels; a bucket keeps its newest observation in a sampled trace as its exemplar."""
+    """Histogram by label values. Each bucket stores its newest observation from a sampled trace as its exemplar."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
@@ -83,7 +83,7 @@ class Histogram:
         self._series = {key: series for key, series in self._series.items() if key[index] != value}
 
     def family(self) -> link_pb2.MetricFamily:
-        """Return the present values: cumulative buckets, sum and count."""
+        """Return the current values: cumulative buckets, sum and count."""
         metric = self.metric
         name = metric.prometheus_name
         family = _empty_family(metric)
@@ -158,7 +158,7 @@ class Registry:
         self._computed.append((metric, value, labels))
 
     def families(self, **labels: str) -> list[link_pb2.MetricFamily]:
-        """Return the present values of all metrics, with the given labels added to each sample."""
+        """Return the current values of all metrics, with the given labels added to each sample."""
         families = [each.family() for each in self._all]
         families += [make_family(metric, [(values, read())]) for metric, read, values in self._computed]
         for family in families if labels else ():
@@ -177,7 +177,7 @@ def make_family(metric: Metric, values: Iterable[tuple[LabelValues, float]]) -> 
 
 
 def label_set(metric: Metric, values: LabelValues) -> dict[str, str]:
-    """Return the labels in Prometheus's form; empty ones are left out."""
+    """Return the labels in Prometheus's form, without empty labels."""
     return {name.replace(".", "_"): value for name, value in zip(metric.labels, values, strict=True) if value}
 
 
@@ -186,12 +186,12 @@ def render_families(families: Iterable[link_pb2.MetricFamily], accept: str = "")
 
     Args:
         families: the families.
-        accept: the Accept header. A reader that takes OpenMetrics also gets the exemplars.
+        accept: the Accept header. Exemplars are included only in OpenMetrics format.
     """
     registry = CollectorRegistry()
     registry.register(_Families(families))
     if "application/openmetrics-text" in accept:
-        # All names are valid without UTF-8. The other escapings would replace the colon of `vllm:` names.
+        # No name needs UTF-8, and the other escaping schemes would replace the colon in `vllm:` names.
         text: bytes = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
         return text, openmetrics.CONTENT_TYPE_LATEST
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

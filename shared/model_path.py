@@ -1,4 +1,4 @@
-"""Location of a model's files: an embedded checkpoint, a local folder, or a hub id that is downloaded."""
+"""Location of a model's files: a bundled checkpoint, a local folder, or a hub id that is downloaded."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from shared.config import ConfigError
 DEMO_MODEL = "demo"
 """Name of the checkpoint that ships with Quire."""
 DEMO_DRAFT = "demo-draft"
-"""Name of the draft model of `DEMO_MODEL`, which ships with Quire as well."""
+"""Name of the draft model for `DEMO_MODEL`, which also ships with Quire."""
 
 _EMBEDDED = {DEMO_MODEL: "demo_model", DEMO_DRAFT: "demo_draft"}
 
@@ -64,7 +64,7 @@ def _from_hub(model: str, *, weights: bool, revision: str | None = None, folder:
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
     try:
         return Path(snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises a dozen unrelated types; most mean "not available"
+    except Exception as error:  # The hub client raises a dozen unrelated types, most of which mean "not available".
         if isinstance(error, OSError) and error.errno is not None:
             raise
         detail = str(error).strip().splitlines()

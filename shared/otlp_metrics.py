@@ -1,7 +1,7 @@
-"""Export of metrics by OTLP: families of one process in, OpenTelemetry's data points out, sent in the background.
+"""Export of metrics by OTLP: converts the families of one process to OpenTelemetry data points and sends them.
 
-The loop of the process makes the data, because only it may read the values; a thread sends them. Values are totals
-since the start of the process, so data that could not be sent is replaced by the next.
+The process's loop creates the data, because only the loop may read the values, and a thread sends it. Values are totals
+since the start of the process, so the next export replaces data that could not be sent.
 """
 
 import queue
@@ -51,7 +51,7 @@ class MetricsPush:
         self._thread.start()
 
     def tick(self, families: Callable[[], Families]) -> None:
-        """Send the metrics if they are due and the previous ones have been sent; call it often."""
+        """Send the metrics if they are due and the previous export is complete; call this often."""
         now = time.monotonic()
         if now >= self._due and self._waiting.empty():
             self._due = now + self._interval_s
@@ -73,17 +73,17 @@ class MetricsPush:
             try:
                 self._exporter.export(data)
             except Exception as error:
-                # The next export has all of what this one did not send.
+                # A failed export needs no retry, because the next export contains the same totals.
                 if not is_logged:
                     get_logger().error("an export of metrics failed; further ones are not logged", error=repr(error))
                 is_logged = True
 
 
 def to_otlp(families: Iterable[link_pb2.MetricFamily], resource: Resource, start_ns: int, now_ns: int) -> MetricsData:
-    """Return families as OpenTelemetry's metrics, under their OpenTelemetry names.
+    """Convert families to OpenTelemetry metrics with their OpenTelemetry names.
 
     Args:
-        families: the families of one process; those with names of other servers are left out.
+        families: the families of one process; families with names of other servers are omitted.
         resource: the process.
         start_ns: time since which counters count, Unix nanoseconds.
         now_ns: time of the values, Unix nanoseconds.

@@ -1,8 +1,8 @@
 """Packs parts into messages that fit into frames.
 
-When a frame exceeds the receiver's limit, ZeroMQ drops the connection for everything that uses it. Therefore parts for
-one peer are packed into messages of up to `PACKED_BYTES`. A larger part gets a message of its own, and a part of more
-than `MAX_PART_BYTES` is rejected by name.
+When a frame exceeds the receiver's limit, ZeroMQ drops the whole connection. Parts for one peer are therefore packed
+into messages of up to `PACKED_BYTES`. A larger part gets a separate message. A part of more than `MAX_PART_BYTES` is
+rejected with an error that names it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ ValuesT = TypeVar("ValuesT", bound=Sequence[object])
 
 
 class Packer(Generic[MessageT]):
-    """Packer of messages of one type, in order."""
+    """Packs parts into messages of one type, in order."""
 
     def __init__(self, new: Callable[[], MessageT]) -> None:
         self._new = new
@@ -27,11 +27,11 @@ class Packer(Generic[MessageT]):
         self._size = 0
 
     def message_for(self, size: int, what: str) -> MessageT:
-        """Return the message for the next part: the last one if it has room, otherwise a new one.
+        """Return the message for the next part: the last message if it has room, otherwise a new message.
 
         Args:
             size: size of the part, bytes.
-            what: name of the part for errors, with its request if it has one.
+            what: name of the part for errors, including its request if any.
 
         Raises:
             FrameTooLargeError: the part does not fit into any frame.
@@ -55,7 +55,7 @@ def check_part(size: int, what: str) -> None:
 
 
 def in_parts(values: ValuesT, width: int) -> Iterator[ValuesT]:
-    """Yield slices of `values`, which take `width` bytes each, such that each slice fits into a message."""
+    """Yield slices of `values`, of `width` bytes per value, such that each slice fits into a message."""
     most = PACKED_BYTES // width
     for start in range(0, len(values), most):
         yield values[start : start + most]  # type: ignore[misc]

@@ -1,9 +1,9 @@
-"""Keys of full KV blocks, for sharing of equal prompt prefixes.
+"""Keys of full KV blocks, for sharing equal prompt prefixes.
 
-The key of a full block is a hash over its parent's key and its tokens. The first parent is a hash over everything else
-that affects KV: the model, and the cache scope, which isolates tenants from timing attacks on each other's prompts.
-Equal keys mean equal KV, whichever process computed it. Front ends compute the keys of prompts to relieve the
-scheduler; both use this module. The keys of a sequence are stored joined, `KEY_BYTES` each.
+The key of a full block is a hash over its parent's key and its tokens. The parent key of first blocks is a hash over
+everything else that affects KV: the model, and the cache scope, which protects tenants from timing attacks on their
+prompts. In all processes, equal keys mean equal KV. Front ends compute the keys of prompts to relieve the scheduler;
+both use this module. The keys of a sequence are stored joined, `KEY_BYTES` each.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ BlockKey = bytes
 KEY_BYTES = 32
 """Size of a key."""
 SHARED_SCOPE = b"principal\0anonymous"
-"""Cache scope of requests without a principal and without a scope of their own: the blocks of all callers."""
+"""Cache scope of requests without a principal and an explicit scope, shared by all such callers."""
 
 
 def root_key(fingerprint: str, scope: bytes) -> BlockKey:

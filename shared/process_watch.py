@@ -1,12 +1,12 @@
-"""Detects that another process of this machine is dying.
+"""Detects that another process on this machine is dying.
 
-A killed process keeps its connections until the kernel has freed its memory: a tenth of a second for a small worker,
-seconds for one with a large KV cache or swap space in host memory. But the kernel marks it as exiting at once, and
-other processes can read the mark. So a worker sends the name of its process, and a scheduler on the same machine checks
-it.
+The connections of a killed process are closed only after the kernel has freed its memory: after a tenth of a second for
+a small worker, or after seconds with a large KV cache or swap space in host memory. However, the kernel immediately
+marks the process as exiting, and other processes can read this mark. A worker therefore sends the name of its process,
+and a scheduler on the same machine checks the mark.
 
-The name contains the machine's boot id and the process's PID namespace and start time besides its number. It is
-therefore invalid on another machine, in another container, or after the number was reused.
+The name contains the machine's boot id, and the PID namespace, number and start time of the process. It is therefore
+invalid on another machine, in another container, or after the number was reused.
 """
 
 import os
@@ -41,7 +41,7 @@ class ProcessWatch:
 
     @classmethod
     def open(cls, name: str) -> "ProcessWatch | None":
-        """Return a watch on the process with this name, which may be any text; None if it is not visible from here."""
+        """Return a watch on the process with this name (any text); None if no such process is visible."""
         place, _, rest = name[:_MAX_NAME].rpartition("/")
         place, _, number = place.rpartition("/")
         try:
@@ -59,7 +59,7 @@ class ProcessWatch:
     def is_dying(self) -> bool:
         """Return whether the process is dying or dead. Takes about ten microseconds."""
         try:
-            # The descriptor belongs to this process, even if its number is reused later.
+            # The descriptor refers to this process, even if the process number is reused later.
             fields = _fields(os.pread(self._descriptor, 1024, 0))
         except OSError:
             return True

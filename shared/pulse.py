@@ -1,11 +1,11 @@
-"""Pulse of a process: shows its supervisor that its main loop still runs.
+"""Pulse of a process: shows the supervisor that the main loop of the process still runs.
 
-A process may be alive and still hang: stopped, or in a loop or a kernel that never ends. No separate thread can detect
-that. So the main loop touches a file regularly, and the supervisor checks the file's time. The first beat creates the
-file, so a process that still loads its model is not judged. After its first completed work the file is not empty; a
-later death does not count as a failure to start.
+A live process may hang because it is stopped, or is in a loop or a kernel that never ends. A separate thread cannot
+detect this. Therefore the main loop touches a file regularly, and the supervisor checks the time of the file. The first
+beat creates the file, so the supervisor does not kill a process that is still loading its model. After the process has
+completed some work, the file is not empty, and a later death does not count as a failure to start.
 
-`quire_server.probe` reads it as the probe of a container.
+The container probe `quire_server.probe` reads the same file.
 """
 
 import os
@@ -29,7 +29,7 @@ class Pulse:
         self._served = False
 
     def beat(self) -> None:
-        """Touch the file, at most every `_EVERY_S`. Call it in every turn of the main loop; it is cheap."""
+        """Touch the file, at most every `_EVERY_S`. Call this in every iteration of the main loop; it is cheap."""
         if self._path is None or (now := time.monotonic()) < self._next:
             return
         self._next = now + _EVERY_S

@@ -1,16 +1,16 @@
-"""The ids that clients have of their requests: with the prefix of an API, or without the number of a part."""
+"""Maps ids from clients to request ids: with the prefix of an API, or without the number of a part."""
 
 import re
 from collections.abc import Iterable
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-"""Prefixes of a request's id in the answers of the HTTP APIs."""
+"""Prefixes of request ids in responses of the HTTP APIs."""
 _PART = re.compile(r"-\d+(-other)?")
-"""Suffix of one prompt of a completion, or of one pair of a score."""
+"""Suffix of the id for one prompt of a completion or one pair of a score."""
 
 
 def without_prefix(name: str) -> str:
-    """Return an id as an answer has it without the prefix of its API."""
+    """Return an id from a response without the prefix of the API."""
     for prefix in _ANSWER_PREFIXES:
         if name.startswith(prefix):
             return name.removeprefix(prefix)
@@ -18,7 +18,7 @@ def without_prefix(name: str) -> str:
 
 
 def may_mean(name: str, request_id: str) -> bool:
-    """Return whether an id that a client has may be that of a request; see `meant`."""
+    """Return whether `name` may identify the request with id `request_id`; see `meant`."""
     own = without_prefix(name)
     return request_id in (name, own) or (
         request_id.startswith((name, own)) and any(_PART.fullmatch(request_id[len(each) :]) for each in (name, own))
@@ -26,10 +26,10 @@ def may_mean(name: str, request_id: str) -> bool:
 
 
 def meant(name: str, request_ids: Iterable[str]) -> set[str]:
-    """Return the ids of the requests that an id means that an answer, a header or a client has.
+    """Return the ids of the requests that an id from a response, a header or a client identifies.
 
-    It is the id itself. If no request has it, it is the id of an answer, with the prefix of its API. Without such a
-    request either, it means the parts of one call: the prompts of a completion, or the pairs of a score.
+    If a request has exactly this id, it is meant. Otherwise the id may have the prefix of an API. If there is no such
+    request either, the id means all parts of a call: the prompts of a completion, or the pairs of a score.
     """
     known, own = set(request_ids), without_prefix(name)
     for each in (name, own):

@@ -1,12 +1,13 @@
 """Request specification: all properties of a request that do not change from validation to its end.
 
-The front end makes the specification (`services.calls.generation` and `embeddings`) when it has validated a request. It
-travels in `quire.link.v1.Submission`. Every later stage holds the same value: the core's `Request`, its retained log,
-and the admission to a row. No stage copies fields. Tokens, credit and deadlines change between submissions, so they are
-not part of it.
+The front end creates the specification after it has validated a request (`services.calls.generation` and `embeddings`),
+and sends it in `quire.link.v1.Submission`. All later stages hold the same value without copying fields: the core's
+`Request`, its retained log, and the admission to a row. Tokens, credit and deadlines change between submissions, so
+they are not part of the specification.
 
-The fields have the names of those in `quire.link.v1.Submission`, which documents the wire. `sampling`, `grammar` and
-`resume_info` are opaque to the scheduler: they are encoded once by the front end, and decoded once by their reader.
+The fields have the same names as in `quire.link.v1.Submission`, which documents the wire format. `sampling`, `grammar`
+and `resume_info` are opaque to the scheduler: the front end encodes them once, and the worker or another front end
+decodes them once.
 """
 
 import enum
@@ -20,7 +21,7 @@ class Pooling(enum.IntEnum):
     """Pooling of a prompt; the numbers are those of plan.proto."""
 
     NONE = 0
-    """The prompt is continued; there is no embedding."""
+    """The request generates tokens instead of an embedding."""
     LAST = 1
     """The embedding is the last hidden state of the last token."""
     MEAN = 2
@@ -28,15 +29,12 @@ class Pooling(enum.IntEnum):
 
 
 class RequestSpec(NamedTuple):
-    """Unchanging properties of a request.
-
-    A named tuple, because a frozen dataclass takes three times as long to make.
-    """
+    """Fixed properties of a request. A named tuple, because a frozen dataclass takes three times as long to create."""
 
     request_id: str
     num_prompt_tokens: int
     max_tokens: int
-    """Maximum number of tokens to generate in all, at least 1."""
+    """Maximum total number of generated tokens, at least 1."""
     stop_token_ids: bytes = b""
     """Column of the tokens that end the request."""
     sampling: bytes = b""
@@ -54,13 +52,13 @@ class RequestSpec(NamedTuple):
     expected_output_tokens: int = 0
     """The client's hint; 0 for none."""
     cache_scope: bytes = b""
-    """Requests share cached prefixes only within a scope, so that no user can probe the prompts of another one."""
+    """Requests share cached prefixes only within a scope, so that users cannot probe the prompts of other users."""
     model: str = ""
-    """Fingerprint of the model that it was validated for, the only one that may compute it; "" if unknown."""
+    """Fingerprint of the model for which it was validated and which must compute it; "" if unknown."""
     identity: bytes = b""
     """Identity of the request, the same on every front end; empty if the request cannot be resumed."""
     resume_info: bytes = b""
-    """Serialized GenerateRequest with what another front end needs to resume it; only front ends read it."""
+    """Serialized GenerateRequest with the data for resuming it on another front end; only front ends read it."""
     traceparent: str = ""
     """W3C traceparent of the call's span; "" if it is not traced."""
 

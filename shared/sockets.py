@@ -1,7 +1,7 @@
-"""ZeroMQ sockets as Quire uses them: bounded, no linger, one frame per message, ROUTER at the scheduler.
+"""ZeroMQ sockets with Quire's options: bounded queues, no linger, one frame per message, ROUTER at the scheduler.
 
-Nothing here blocks or decides. A ROUTER rejects a message to a disconnected peer (`ROUTER_MANDATORY`), which reveals
-the death of a process; `send_to` returns that as a value. A frame larger than `max_message` makes ZeroMQ drop the
+These functions do not block. A ROUTER rejects a message to a disconnected peer (`ROUTER_MANDATORY`), which reveals the
+death of a process; `send_to` returns this as a value. A frame larger than `max_message` makes ZeroMQ drop the
 connection.
 """
 
@@ -16,9 +16,9 @@ import zmq
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """ZeroMQ heartbeats, answered by the peer's I/O thread.
+    """ZeroMQ heartbeats.
 
-    They detect a dead machine and a frozen process, not a hung one.
+    The peer's I/O thread responds, so they detect a dead machine or a frozen process, but not a hung main loop.
     """
 
     interval_ms: int
@@ -30,9 +30,7 @@ LINK_HEARTBEAT = Heartbeat(500, 2000)
 PLAN_HEARTBEAT = Heartbeat(200, 600)
 """Heartbeat from scheduler to worker: detects a frozen worker in less than a second."""
 NO_HEARTBEAT = Heartbeat(0, 0)
-"""No heartbeat, for a worker: it detects the scheduler's silence itself, and must not disconnect because the scheduler
-stalls.
-"""
+"""No heartbeat. A worker detects a silent scheduler itself, and must not disconnect if the scheduler only stalls."""
 
 
 Protect = Callable[["zmq.Socket[bytes]"], None]
@@ -60,7 +58,7 @@ def bind_router(
     """Return a ROUTER bound to `address` (`ipc://…` or `tcp://…`); `endpoint` returns the port chosen for `:*`."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # Peers never reuse a routing id, so reject a second connection with the same one.
+    # Peers never reuse a routing id, so reject a second connection with the same id.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
     _set_limits(socket, max_message, heartbeat)
     protect(socket)
@@ -82,8 +80,8 @@ def connect_dealer(
 ) -> "zmq.Socket[bytes]":
     """Return a DEALER with the routing id `identity`, which connects to `address` when it is bound.
 
-    Without `queue_while_away`, sending without a connection raises `zmq.Again`, and queued messages are lost with their
-    connection. So a peer that reconnects never reads messages that were meant for its predecessor.
+    Without `queue_while_away`, sending without a connection raises `zmq.Again`, and queued messages are lost with the
+    connection. A new peer therefore never reads messages for its predecessor.
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
@@ -117,7 +115,7 @@ def send_to(router: "zmq.Socket[bytes]", peer: bytes, payload: bytes) -> SendOut
 
 
 def receive_from(router: "zmq.Socket[bytes]") -> tuple[bytes, bytes] | None:
-    """Return the next (peer, payload) of a ROUTER, or None. Frames of another shape are skipped."""
+    """Return the next (peer, payload) of a ROUTER, or None. Messages with another number of frames are skipped."""
     while True:
         try:
             frames = router.recv_multipart(flags=zmq.DONTWAIT)
@@ -139,7 +137,7 @@ def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float, desc
 
     ZeroMQ's own poll has a resolution of a millisecond, which is too coarse for just-in-time plans.
     """
-    # The descriptor signals only changes, so check for earlier messages first.
+    # Check for earlier messages first, because the descriptor signals only changes.
     if not any(is_readable(socket) for socket in sockets):
         select.select([*(socket.fileno() for socket in sockets), *descriptors], [], [], max(0.0, timeout_s))
 

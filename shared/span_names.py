@@ -1,7 +1,7 @@
-"""Names of all spans and their attributes; docs/metrics.md is made from this module.
+"""Names of all spans and their attributes; docs/metrics.md is generated from this module.
 
-The spans of calls follow OpenTelemetry's conventions for RPC and HTTP. The conventions have no spans below them for a
-server that computes a model. Those under `quire.` are Quire's proposal for them, and their names are stable.
+The spans of calls follow OpenTelemetry's conventions for RPC and HTTP. For work within an inference server, the
+conventions define no spans, so Quire uses stable names under `quire.`.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
-"""OpenTelemetry setup of every process: one tracer provider, W3C trace context, export in the background.
+"""OpenTelemetry setup of each process: one tracer provider, W3C trace context, export in the background.
 
 Spans are exported by OTLP/gRPC from a background thread if an `OTEL_EXPORTER_OTLP_*ENDPOINT` is set or
-`OTEL_TRACES_EXPORTER=otlp`, metrics likewise (`OTEL_METRICS_EXPORTER`). A collector that is down or slow costs only
-spans, which are counted. The SDK itself reads sampling, batch sizes, resource attributes and the rest from the
-`OTEL_*` variables, which override the process's own attributes. An unsupported exporter or protocol is an error at the
-start. Without an endpoint the provider samples nothing, so that spans cost almost nothing.
+`OTEL_TRACES_EXPORTER=otlp`, metrics likewise (`OTEL_METRICS_EXPORTER`). If a collector is down or slow, spans are
+dropped and counted. The SDK reads all other settings, such as sampling, batch sizes and resource attributes, from the
+`OTEL_*` variables, which override the process's attributes. An unsupported exporter or protocol is an error at the
+start. Without an endpoint, the provider samples no spans, so spans cost almost nothing.
 
-A trace context crosses processes as a W3C `traceparent`; an empty string means "not sampled". A `tracestate` is not
-passed on beyond the front end.
+A trace context is passed between processes as a W3C `traceparent`; an empty string means "not sampled". The front end
+does not forward `tracestate`.
 """
 
 import os
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from shared.otlp_metrics import Families, MetricsPush
 
 MAX_LINKS = 128
-"""Maximum number of links of a span; the SDK drops further ones silently."""
+"""Maximum number of links of a span. The SDK silently drops further links."""
 SHUTDOWN_S = 5.0
-"""Maximum time that the end of a process waits for the collector, seconds."""
+"""Maximum time for which an exiting process waits for the collector, s."""
 
 _QUEUE_SIZE = 2048
 """Default of `OTEL_BSP_MAX_QUEUE_SIZE`: spans that may wait for their export."""
@@ -69,10 +69,11 @@ class Telemetry:
             ConfigError: the environment sets an unsupported exporter or protocol, or a number that is not valid.
         """
         resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
-        resource = resource.merge(OTELResourceDetector().detect())  # the arguments of `create` override the environment
+        # Merge the environment again, because the arguments of `create` override it.
+        resource = resource.merge(OTELResourceDetector().detect())
         self.exports = exporting()
         self.forced_ids = ReusableIds()
-        """Gives the spans of `forced_tracer` their ids."""
+        """Source of the ids for spans of `forced_tracer`."""
         if self.exports:
             self._processor = _CountingProcessor()
             provider = TracerProvider(resource=resource)
@@ -83,7 +84,7 @@ class Telemetry:
             provider = always = TracerProvider(resource=resource, sampler=ALWAYS_OFF)
         self.tracer = provider.get_tracer("quire")
         self.forced_tracer = always.get_tracer("quire")
-        """Tracer without sampling, for spans that were chosen in another way."""
+        """Tracer without sampling, for spans that were selected by other means."""
         if exporting(signal="METRICS"):
             self._push_interval_s = _number("OTEL_METRIC_EXPORT_INTERVAL", _PUSH_INTERVAL_MS) / 1000
             self._pushed_as = resource
@@ -101,7 +102,7 @@ class Telemetry:
     def push_metrics(self, families: "Callable[[], Families]") -> None:
         """Export the metrics if they are due; call it about once a second.
 
-        If the exporter cannot be created, that is logged and no metrics are exported.
+        If the exporter cannot be created, the error is logged and no metrics are exported.
         """
         if self._push is None and self._pushed_as is not None:
             try:
@@ -135,7 +136,7 @@ class ReusableIds(RandomIdGenerator):
         self._next: trace.SpanContext | None = None
 
     def reuse(self, context: trace.SpanContext) -> None:
-        """Give the next span the ids of a span that was not sampled, which are in log lines already."""
+        """Reuse the ids of an unsampled span, which are already in log lines, for the next span."""
         self._next = context
 
     def generate_trace_id(self) -> int:
@@ -147,7 +148,7 @@ class ReusableIds(RandomIdGenerator):
 
 
 class _CountingProcessor(BatchSpanProcessor):
-    """Exports spans in the background, and counts those that are lost."""
+    """Exports spans in the background, and counts lost spans."""
 
     def __init__(self) -> None:
         self._max_waiting = _number("OTEL_BSP_MAX_QUEUE_SIZE", _QUEUE_SIZE)
@@ -158,7 +159,7 @@ class _CountingProcessor(BatchSpanProcessor):
         self._exporter = _CountingExporter()
         super().__init__(
             self._exporter,
-            # One place more than is used: the exporter counts a batch after it has taken it.
+            # Create the queue with one more place than is used, because the exporter counts a batch after taking it.
             max_queue_size=self._max_waiting + 1,
             schedule_delay_millis=delay_ms,
             max_export_batch_size=min(batch_size, self._max_waiting),
@@ -186,7 +187,7 @@ class _CountingExporter(SpanExporter):
     """Exports by OTLP, and counts the spans of failed exports."""
 
     def __init__(self) -> None:
-        # Imported only when spans are exported: the import takes a fifth of a second of CPU time in every process.
+        # Import only if spans are exported, because the import takes 0.2 s of CPU time.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         try:
@@ -194,9 +195,9 @@ class _CountingExporter(SpanExporter):
         except Exception as error:
             raise ConfigError(f"OTEL_EXPORTER_OTLP_*: {error!r}; correct the variables of the exporter") from error
         self.handled = 0
-        """Number of spans whose export was tried."""
+        """Number of spans for which an export was attempted."""
         self.failed = 0
-        """Number of those that were lost."""
+        """Number of handled spans that were lost."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Export a batch."""
@@ -233,7 +234,7 @@ def exporting(environ: Mapping[str, str] = os.environ, signal: str = "TRACES") -
         if protocol := environ.get(name, "").strip():
             if protocol != "grpc":
                 raise ConfigError(f"{name}: {protocol!r} is not supported; use grpc (port 4317 of the collector)")
-            break  # the first of the two decides
+            break  # The first of the two variables that is set decides.
     return True
 
 

@@ -1,16 +1,16 @@
 """Version negotiation of the protocols between processes.
 
-Each side supports a range of versions: its own and the previous one, so that the processes of a service can be upgraded
-one by one. The handshake contains the range. The scheduler chooses the newest version that both support and sends it
-back. A feature is used only if the chosen version has it. Ranges without a common version are rejected with a message
-that contains both ranges and the remedy.
+Each side supports a range of versions, usually the current and the previous version, so that the processes of a service
+can be upgraded one by one. The handshake contains the range. The scheduler chooses the newest version that both support
+and sends it back. A feature is used only if the chosen version has it. Ranges without a common version are rejected
+with a message that contains both ranges and the remedy.
 """
 
 from dataclasses import dataclass
 
 
 class UnsupportedVersionError(ValueError):
-    """The two sides have no common version, or lack a required one; the message is for the operator."""
+    """The two sides have no common version, or one side lacks a required version; the message is for operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Versions:
 
 
 def spoken(oldest: int, newest: int) -> Versions:
-    """Return the range in a handshake; a peer from before ranges sends no `newest` (0)."""
+    """Return the range in a handshake. A peer that does not support ranges sends no `newest` (0)."""
     return Versions(oldest, max(oldest, newest))
 
 
