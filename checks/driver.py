@@ -1,7 +1,7 @@
-"""Scheduler of a few lines: it drives an engine with hand-made plans, and keeps the books of the blocks.
+"""Minimal scheduler that drives an engine with explicit plans and tracks its blocks.
 
-Blocks are handed out in random order, so that no row's blocks are neighbours. Whatever a test asks for (chunks, holds,
-leaves) goes into the next plan exactly as asked.
+Blocks are assigned in random order, so that the blocks of a row are not contiguous. The next plan contains exactly the
+chunks, holds and leaves that the test requested.
 """
 
 import time
@@ -31,7 +31,7 @@ GREEDY = plan_pb2.SamplingParams()
 
 
 _SETTINGS: dict[str, Any] = {"kv_cache_memory": "32MiB", "max_num_batched_tokens": 512}
-"""Prompts of some hundred tokens go into one step."""
+"""Settings with which a prompt of several hundred tokens fits into one step."""
 
 
 def make_engine(
@@ -42,7 +42,7 @@ def make_engine(
     group: Group | None = None,
     **settings: Any,
 ) -> Engine:
-    """Return an engine on the CPU over a checkpoint; with an accelerator it works as on a GPU."""
+    """Return an engine on the CPU for a checkpoint. With an accelerator, it works like on a GPU."""
     config = WorkerConfig(model=str(folder), device="cpu", num_threads=1, **(_SETTINGS | settings))
     model, description = load_model(config, CPU, group)
     return build_engine(config, model, description, CPU, tracer or NoOpTracer(), accelerator, group)
@@ -74,22 +74,22 @@ def execute(engine: Engine, message: plan_pb2.Plan) -> plan_pb2.StepResult:
 
 @dataclass(slots=True)
 class Row:
-    """What the driver knows of a row."""
+    """State of a row in the driver."""
 
     tokens: list[int]
     """All known tokens: prompt and output."""
     num_known: int
-    """Tokens at admission; they are prefilled."""
+    """Number of tokens at admission, which are computed in prefill."""
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     held: bool = False
     draft_limit: int = 0
     ahead: int = 0
-    """Most drafts that the steps in flight may accept."""
+    """Maximum number of drafts that steps in flight may accept."""
 
     @property
     def in_prefill(self) -> bool:
-        """Whether admitted tokens are left to compute."""
+        """Whether some of the admitted tokens are not computed yet."""
         return self.computed < self.num_known
 
 
@@ -101,7 +101,7 @@ class Driver:
         self.rng = np.random.default_rng(seed)
         self.rows: dict[int, Row] = {}
         self.plan = plan_pb2.Plan(step=1)
-        """The next plan as far as it is made."""
+        """The next plan so far."""
         self.last_result = plan_pb2.StepResult()
         self.num_drafted = self.num_accepted = 0
         """Drafts that all rows verified and accepted."""
@@ -124,7 +124,7 @@ class Driver:
         blocks: Sequence[int] = (),
         computed: int = 0,
     ) -> int:
-        """Admits a row with blocks that hold its first `computed` tokens; the others come with the chunks."""
+        """Admit a row. Its blocks already contain the KV of the first `computed` tokens; chunks compute the others."""
         row = self.free_rows()[0] if row is None else row
         self._generations[row] = self._generations.get(row, 0) + 1
         self.rows[row] = Row(list(tokens), len(tokens), computed, list(blocks))
@@ -144,11 +144,11 @@ class Driver:
         return row
 
     def take_block(self) -> int:
-        """Take a block that no row has."""
+        """Take an unused block."""
         return self._free.pop()
 
     def leave(self, row: int) -> list[int]:
-        """Take a row out and return its tokens."""
+        """Remove a row and return its tokens."""
         gone = self.rows.pop(row)
         self._free.extend(gone.blocks)
         self.plan.leaves += to_column([row])
@@ -160,7 +160,7 @@ class Driver:
         self.plan.holds += to_column([row])
 
     def release(self, row: int) -> None:
-        """Lets a held row take part again."""
+        """Let a held row continue."""
         self.rows[row].held = False
         self.plan.releases += to_column([row])
 
@@ -197,7 +197,7 @@ class Driver:
         return plan
 
     def take(self, result: plan_pb2.StepResult) -> dict[int, int]:
-        """Books a result; returns the last token of each row that sampled."""
+        """Record a result; return the last token of each row that sampled."""
         self.last_result = result
         rows, tokens = from_column(result.rows).tolist(), from_column(result.tokens).tolist()
         counts = from_column(result.counts).tolist() or [1] * len(rows)
@@ -224,7 +224,7 @@ class Driver:
         return self.take(execute(self.engine, self.finish_plan()))
 
     def generate(self, tokens: list[int], count: int, *, sampling: plan_pb2.SamplingParams = GREEDY) -> list[int]:
-        """`count` tokens after `tokens`, computed with nothing else going on but the rows there are."""
+        """Generate `count` tokens after `tokens`, together with the existing rows."""
         row = self.admit(tokens, sampling=sampling)
         self.chunk(row, len(tokens))
         while len(self.rows[row].tokens) < len(tokens) + count:

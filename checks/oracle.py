@@ -1,10 +1,10 @@
-"""The oracle: the choice of `transformers` for each token, given the delivered prefix (teacher-forced).
+"""Oracle: compares each token with the choice of `transformers` for the delivered prefix (teacher forcing).
 
-Each delivered token must be the greedy pick of the reference after the delivered prefix. Where the best logits lie
-within `NEAR_TIE` of each other, floating point decides; those are counted, and the caller bounds their share.
+Each delivered token must be the greedy choice of the reference after the delivered prefix. If the best logits differ by
+at most `NEAR_TIE`, rounding may decide. Such tokens are counted, and the caller limits their share.
 
-With KV or activations in eight bits the reference rounds as specified. A value between two codes may then be rounded
-either way, which moves logits further than floating point does: `ROUNDED_TIE`.
+With KV or activations in eight bits, the reference rounds as specified. A value between two codes may be rounded in
+either direction, which changes logits more than float rounding, so the tolerance is `ROUNDED_TIE`.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ ROUNDED_TIE = 5e-2
 
 @dataclass(slots=True)
 class Tally:
-    """How many tokens were compared, and how many were near ties that went the other way."""
+    """Number of compared tokens, and number of near ties with a different choice."""
 
     tokens: int = 0
     near_ties: int = 0
 
 
 class RoundedCache(DynamicCache):
-    """Keys and values in int8 or fp8: each one of a head is rounded with the scale of its largest element."""
+    """Keys and values in int8 or fp8: each vector of a head is rounded with the scale of its largest element."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class RoundedCache(DynamicCache):
 
 
 class Oracle:
-    """A checkpoint as plain `transformers` runs it, in float32; `kv`: type of the KV cache, "auto", "int8" or "fp8"."""
+    """A checkpoint in `transformers`, in float32; `kv` is the KV cache type: "auto", "int8" or "fp8"."""
 
     def __init__(self, checkpoint: Path, *, kv: str = "auto", tie: float = NEAR_TIE) -> None:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=torch.float32,
-            # The plainest path: some versions of transformers drop a soft cap on the faster ones.
+            # Use eager attention, because some versions of transformers ignore the soft cap in faster implementations.
             attn_implementation="eager",
         )
         self.model = model.train(False)

@@ -1,4 +1,4 @@
-"""Bugs to plant into the core, one at a time. Each consists of a patch and the checks that may find it.
+"""Planted bugs: patches that break the core, one at a time, and the checks that may find each bug.
 
 * `bug`: the definition of a planted bug
 * `memory`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`, `hosts`,

@@ -1,7 +1,7 @@
-"""Print a table of the planted bugs: the first drawn world that finds each one, how soon, and by which check.
+"""Print a table of the planted bugs: the first random world that finds each bug, the time, and the check.
 
-Called as `python -m checks.planted [NAME …]`; without names it tries all of them. Worlds are drawn from successive
-seeds as in `quire sim`. None is adapted to the bug.
+`python -m checks.planted [NAME …]` tries the named bugs, or all bugs. Worlds are drawn from consecutive seeds as in
+`quire sim`, and are not adapted to the bug.
 """
 
 import sys

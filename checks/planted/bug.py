@@ -1,4 +1,4 @@
-"""Planted bugs, and how a check is matched with one."""
+"""Definition of planted bugs and of the checks that must find them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    """A bug and the checks, one of which must find it. The check "core" is an assertion in the core.
+    """A bug, and the checks of which one must find it. The check "core" is an assertion in the core.
 
-    For a bug that needs a rare situation, scenarios are adapted to meet it more often.
+    If a bug needs a rare situation, the scenarios are adapted so that this situation is more frequent.
     """
 
     name: str
@@ -23,7 +23,7 @@ class PlantedBug:
     found_by: frozenset[str]
     aim: Aim
     unseen: str
-    """Why no check finds it; empty if one does."""
+    """Reason why no check finds the bug; empty if a check finds it."""
 
 
 BUGS: list[PlantedBug] = []

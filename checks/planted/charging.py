@@ -1,4 +1,4 @@
-"""Bugs of charging: tokens at repeated attempts and after a resumption, rates, quotas, limits of the queue."""
+"""Bugs in accounting: tokens at repeated attempts and after a resumption, rates, quotas, queue limits."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ _SHORT_QUEUE = with_limits(max_queued_requests=20, tenant_limits={})
 
 @bug("work.waiting", "finish", aim=_RATES)
 def prompt_charged_again(patch: pytest.MonkeyPatch) -> None:
-    """A request that is interrupted takes its prompt from the bucket at every attempt."""
+    """The prompt of an interrupted request is deducted from the bucket at every attempt."""
 
     def again(started: Any, self: Tenants, request: Request, output_tokens: float, now: float) -> None:
         if request.attempts:
@@ -36,7 +36,7 @@ def prompt_charged_again(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_RATES)
 def reservation_outlives_request(patch: pytest.MonkeyPatch) -> None:
-    """What a request has reserved of the rate stays reserved after its end."""
+    """The output that a request has reserved stays reserved after the request has ended."""
 
     def kept(ended: Any, self: Tenants, request: Request, now: float, **how: bool) -> None:
         request.reserved_output = None
@@ -78,13 +78,13 @@ def late_tokens_charged_twice(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=adaptation("drafts"))
 def accepted_drafts_are_free(patch: pytest.MonkeyPatch) -> None:
-    """A row is charged one token per step, however many it gets."""
+    """A row is charged one token per step, even if it gets several."""
     wrap(patch, RowTable, "charge", lambda charge, self, rows, counts: charge(self, rows, None))
 
 
 @bug("work.waiting", "finish", aim=_RATES)
 def started_waits_for_the_rate(patch: pytest.MonkeyPatch) -> None:
-    """A request that was interrupted waits until its tenant's bucket is refilled."""
+    """An interrupted request waits until its tenant's bucket is refilled."""
 
     def strict(may_run: Any, self: Tenants, request: Request, now: float) -> bool:
         rate = self._limits and self._limits_of(request.spec.tenant).tokens_per_s
@@ -96,13 +96,13 @@ def started_waits_for_the_rate(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.tenant_rate", aim=_RATES)
 def bucket_holds_a_minute(patch: pytest.MonkeyPatch) -> None:
-    """A tenant saves up the tokens of a minute, not of ten seconds."""
+    """A tenant's bucket holds the tokens of a minute instead of ten seconds."""
     patch.setattr(tenants, "BURST_S", 60.0)
 
 
 @bug("work.waiting", "finish", aim=_RATES)
 def resumed_prompt_charged(patch: pytest.MonkeyPatch) -> None:
-    """A request that comes back with tokens takes its prompt from the bucket, which has paid for it before."""
+    """The prompt of a resumed request is deducted from the bucket a second time."""
 
     def unpaid(arrived: Any, self: Tenants, request: Request, now: float) -> None:
         request.prompt_charged = False
@@ -113,7 +113,7 @@ def resumed_prompt_charged(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_RATES)
 def refill_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    """Requests that wait for a bucket to refill are looked at only when something happens to their tenant."""
+    """Requests that wait for a bucket to refill are checked only after another event for their tenant."""
     patch.setattr(Tenants, "refilled_at", lambda self, name, now: None)
 
 
@@ -165,7 +165,7 @@ def tokens_queue_without_limit(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.queue", aim=_SHORT_QUEUE)
 def one_tenant_fills_the_queue(patch: pytest.MonkeyPatch) -> None:
-    """A tenant has no share of the queue: its requests may take all of it."""
+    """A single tenant may use the whole queue."""
     patch.setattr(AdmissionControl, "_exceeds_its_share", lambda *_: False)
 
 

@@ -1,4 +1,4 @@
-"""Bugs in the fate of requests: suspects after a death, drains, restarts of the core, grammars."""
+"""Bugs that affect requests after a worker's death, a drain, a restart of the core or a grammar failure."""
 
 import dataclasses
 from typing import Any
@@ -51,13 +51,13 @@ _LOSSES = both(
 
 @bug("stream.reason", "work.held", aim=_CRASHES)
 def progress_proves_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A request stays a suspect, however many tokens it has generated since its last fatal step."""
+    """A request stays a suspect even after it has generated tokens since its last fatal step."""
     patch.setattr(quarantine, "PROVEN_BY", 1 << 30)
 
 
 @bug("stream.reason", "work.held", aim=both(_ALL_TRACED, with_faults(Fault.GOODBYE, per_step=0.2)))
 def goodbye_is_fatal(patch: pytest.MonkeyPatch) -> None:
-    """A worker that says goodbye makes suspects of the requests that it ran."""
+    """When a worker signs off, its requests become suspects."""
 
     def fatal(lose: Any, self: Scheduler, worker: Worker, reason: str, now: float, **_how: bool) -> None:
         lose(self, worker, reason, now, fatal=True)
@@ -67,7 +67,7 @@ def goodbye_is_fatal(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.reason", "work.held", aim=both(_ALL_TRACED, with_faults(Fault.WRONG_STEP, per_step=0.2)))
 def wrong_answer_is_fatal(patch: pytest.MonkeyPatch) -> None:
-    """A wrong answer of a worker makes suspects of the requests that it ran."""
+    """When a worker sends a wrong result, its requests become suspects."""
 
     def fatal(give_up: Any, self: Scheduler, worker: Worker, reason: str, now: float, **_how: bool) -> None:
         give_up(self, worker, reason, now, fatal=True)
@@ -78,7 +78,7 @@ def wrong_answer_is_fatal(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.reason", "work.held", aim=both(_ALL_TRACED, with_faults(Fault.RESULT_AFTER_RECONNECT, per_step=0.2)))
 def lost_session_is_fatal(patch: pytest.MonkeyPatch) -> None:
-    """A worker that reconnects after a lost session makes suspects of the requests that it ran."""
+    """When a worker reconnects after a lost session, its requests become suspects."""
 
     def fatal(lose: Any, self: Scheduler, worker: Worker, reason: str, now: float, **_how: bool) -> None:
         lose(self, worker, reason, now, fatal=True)
@@ -93,7 +93,7 @@ def lost_session_is_fatal(patch: pytest.MonkeyPatch) -> None:
     aim=both(_ALL_TRACED, with_limits(step_deadline_s=0.2), with_faults(Fault.FREEZE, per_step=0.2)),
 )
 def partition_condemns(patch: pytest.MonkeyPatch) -> None:
-    """A fatal step is not withdrawn when the worker comes back."""
+    """A fatal step is not withdrawn when the worker reconnects."""
     patch.setattr(quarantine.Quarantine, "worker_survived", lambda self, worker_id: [])
 
 
@@ -116,7 +116,7 @@ def nobody_is_blamed(patch: pytest.MonkeyPatch) -> None:
 
 @bug("poison", aim=both(_ALL_TRACED, with_faults(Fault.POISON, per_request=0.1)))
 def prompts_are_not_blamed(patch: pytest.MonkeyPatch) -> None:
-    """Fatal steps are recorded for decode rows only, not for prompts under way."""
+    """Fatal steps are recorded only for decode rows, not for rows in prefill."""
 
     def decoding(requests_in_flight: Any, self: Worker) -> list[Request]:
         return [each for each in requests_in_flight(self) if each.num_generated]
@@ -126,7 +126,7 @@ def prompts_are_not_blamed(patch: pytest.MonkeyPatch) -> None:
 
 @bug("poison", "stream.reason", aim=both(_ALL_TRACED, with_faults(Fault.POISON, per_request=0.1)))
 def suspects_run_in_company(patch: pytest.MonkeyPatch) -> None:
-    """Suspects never run alone, so the request that kills workers is not found."""
+    """Suspects never run alone, so the request that crashes workers is not found."""
 
     def unsuspected(record_fatal_step: Any, request: Request, *, alone: bool) -> bool:
         condemned: bool = record_fatal_step(request, alone=alone)
@@ -139,7 +139,7 @@ def suspects_run_in_company(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.reason", aim=_CRASHES)
 def condemned_in_company(patch: pytest.MonkeyPatch) -> None:
-    """A request is rejected for deaths in company."""
+    """A request is rejected because of deaths in steps with other requests."""
     original = quarantine.record_fatal_step
 
     def rejects(request: Any, *, alone: bool) -> bool:
@@ -153,7 +153,7 @@ def condemned_in_company(patch: pytest.MonkeyPatch) -> None:
 
 @bug("drain.moved", aim=_DRAINS)
 def drain_moves_all(patch: pytest.MonkeyPatch) -> None:
-    """A drain moves requests that no other worker has room for."""
+    """A drain moves requests even if no other worker has room for them."""
 
     def move_all(requested: Any, self: Scheduler, event: Any, now: float) -> None:
         requested(self, event, now)
@@ -167,7 +167,7 @@ def drain_moves_all(patch: pytest.MonkeyPatch) -> None:
 
 @bug("drain.stayed", aim=_DRAINS)
 def drain_moves_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A drain that is to move requests leaves them where they are."""
+    """A drain with `move` does not move any request."""
 
     def stay(requested: Any, self: Scheduler, event: Any, now: float) -> None:
         requested(self, dataclasses.replace(event, move=False), now)
@@ -184,7 +184,7 @@ def drain_moves_nothing(patch: pytest.MonkeyPatch) -> None:
     ),
 )
 def drain_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A drained worker that was cut off takes requests when it says hello again."""
+    """A drained worker takes requests again after it has reconnected."""
 
     def forget(leave: Any, self: Fleet, worker: Worker, now: float) -> Any:
         left = leave(self, worker, now)
@@ -215,7 +215,7 @@ def resubmitted_is_refused(patch: pytest.MonkeyPatch) -> None:
 
 @bug("grammar.wanted", "grammar.drop", "core", aim=with_extras)
 def used_grammar_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A compiled grammar is dropped when the last row that uses it is over."""
+    """A compiled grammar is dropped when the last row that uses it has ended."""
 
     def forgotten(vacated: Any, self: Grammars, key: bytes) -> None:
         vacated(self, key)
@@ -226,7 +226,7 @@ def used_grammar_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.reason", aim=both(with_extras, _with_several))
 def grammar_failed_by_one(patch: pytest.MonkeyPatch) -> None:
-    """A grammar that one worker cannot compile ends the requests that others could serve."""
+    """If one worker cannot compile a grammar, requests that other workers could serve end."""
 
     def of_any(self: Fleet, key: bytes, serves: Any) -> Any:
         failures = (worker.grammars.failure(key) for worker in self)
@@ -247,7 +247,7 @@ def held_for_grammar_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 @bug("finish", "work.waiting", aim=_LOSSES)
 def assigned_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """A request that the worker it is assigned to did not take stays assigned to it."""
+    """A request stays assigned to a worker whose plan did not admit it."""
     patch.setattr(Backlog, "recall", lambda self, worker, now: None)
 
 

@@ -1,4 +1,4 @@
-"""Bugs of memory that grows: entries that stay behind when what they are about is over."""
+"""Memory leaks: entries that are not removed when their object has ended."""
 
 from heapq import heapify
 from typing import Any
@@ -35,7 +35,7 @@ class _Hoard(dict[Any, Any]):
 
 @bug("size", aim=both(with_extras, _MANY_REQUESTS, with_traffic(grammars=0.9)))
 def ended_kept_by_grammar(patch: pytest.MonkeyPatch) -> None:
-    """A request that has ended stays among those that have its grammar."""
+    """An ended request stays in the list of requests with its grammar."""
 
     def kept(end: Any, self: RequestRegistry, request: Any, *how: Any, **more: Any) -> None:
         end(self, request, *how, **more)
@@ -47,7 +47,7 @@ def ended_kept_by_grammar(patch: pytest.MonkeyPatch) -> None:
 
 @bug("size", aim=both(_MANY_REQUESTS, with_traffic(credit_tokens=1)))
 def ended_kept_as_stalling(patch: pytest.MonkeyPatch) -> None:
-    """A request that has ended stays among those whose readers may stall."""
+    """An ended request stays in the list of requests without credit."""
 
     def hoarding(init: Any, self: Timeouts, *arguments: Any) -> None:
         init(self, *arguments)
@@ -58,13 +58,13 @@ def ended_kept_as_stalling(patch: pytest.MonkeyPatch) -> None:
 
 @bug("size", aim=both(with_limits(prefix_cache="hash", num_workers=1), with_faults(Fault.CRASH, per_step=0.2)))
 def lost_worker_in_directory(patch: pytest.MonkeyPatch) -> None:
-    """The prefix directory still names a worker that is lost."""
+    """The prefix directory still contains a lost worker."""
     patch.setattr(PrefixCache, "leave_directory", lambda self: None)
 
 
 @bug("size", aim=with_limits(**CONTINUOUS))
 def loads_kept(patch: pytest.MonkeyPatch) -> None:
-    """Every load that a worker has had stays in the heap of loads."""
+    """Every earlier load of a worker stays in the heap of loads."""
 
     def kept(listed: Any, self: Placement, worker: Any) -> None:
         entries, self._by_load = self._by_load, []

@@ -1,4 +1,4 @@
-"""Bugs of waiting: groups that wait for one prefix or grammar, clocks, drains, workers that are too short."""
+"""Bugs in waiting: groups that wait for a prefix or grammar, clocks, drains, workers with short contexts."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ _FREEZES = adaptation("long freezes")
 
 @bug("work.waiting", "finish", "core", "order.policy", aim=_PREFIXES)
 def group_released_in_part(patch: pytest.MonkeyPatch) -> None:
-    """Of the requests that wait for one block, only the first is released when it is computed."""
+    """Of the requests that wait for a block, only the first is released when the block is computed."""
 
     def first_only(release: Any, self: Holding[Any], key: Any) -> Any:
         if isinstance(key, tuple) and isinstance(key[0], Worker):
@@ -67,7 +67,7 @@ def next_block_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", "order.policy", aim=_PREFIXES)
 def pending_after_departure(patch: pytest.MonkeyPatch) -> None:
-    """A block still counts as being computed when the row that computes it is given up."""
+    """A block still counts as being computed after its row was vacated."""
 
     def keep(computes_next: Any, self: PrefixCache, row: int, key: bytes) -> None:
         if key:
@@ -78,7 +78,7 @@ def pending_after_departure(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_GRAMMARS)
 def grammar_of_lost_worker_not_asked(patch: pytest.MonkeyPatch) -> None:
-    """A grammar that a lost worker was compiling is asked of no other worker."""
+    """A grammar that a lost worker was compiling is not requested from another worker."""
 
     def keep(changed: Any, self: Backlog, workers: Any, now: float) -> None:
         compiling = dict(self._compiling)
@@ -90,7 +90,7 @@ def grammar_of_lost_worker_not_asked(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_GRAMMARS)
 def grammar_waits_for_oldest(patch: pytest.MonkeyPatch) -> None:
-    """A request that begins to wait for a grammar which a worker has compiled already is not released for it."""
+    """A request that begins to wait for an already compiled grammar is not released."""
 
     def not_noted(hold: Any, self: Backlog, request: Request) -> None:
         compiled = {worker: dict(keys) for worker, keys in self._compiled.items()}
@@ -111,7 +111,7 @@ def drained_takes_nothing_back(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_DRAINS)
 def resumed_stays_drained(patch: pytest.MonkeyPatch) -> None:
-    """A worker whose drain was ended takes no requests."""
+    """A worker takes no requests after its drain has ended."""
 
     def stays(resume: Any, self: Fleet, worker_id: str) -> Any:
         worker = resume(self, worker_id)
@@ -124,7 +124,7 @@ def resumed_stays_drained(patch: pytest.MonkeyPatch) -> None:
 
 @bug("drain.moved", aim=_DRAINS)
 def moved_by_present_length(patch: pytest.MonkeyPatch) -> None:
-    """A drain moves requests whose present tokens another worker has room for, whatever their full length."""
+    """A drain moves requests if another worker has room for their current tokens but not for their full length."""
 
     def longest(original: Any, self: Kinds, request: Request) -> int:
         found: int = original(self, request)
@@ -146,7 +146,7 @@ def cut_off_on_a_shorter_worker(patch: pytest.MonkeyPatch) -> None:
 
 @bug("worker.context", aim=adaptation("losses"))
 def shorter_workers_serve(patch: pytest.MonkeyPatch) -> None:
-    """A request goes to any worker with room for its present tokens, though a longer one is there."""
+    """A request runs on a worker with a short context although a worker with a longer context is available."""
     patch.setattr(Kinds, "serves", lambda self, kind, request: kind.holds(request))
 
 
@@ -155,13 +155,13 @@ def shorter_workers_serve(patch: pytest.MonkeyPatch) -> None:
 
 @bug("worker.blamed", aim=adaptation("compiling workers"))
 def compilation_not_excused(patch: pytest.MonkeyPatch) -> None:
-    """A worker that has announced a compilation is given up like any other."""
+    """A worker that has announced a compilation is declared lost as early as other workers."""
     patch.setattr(Scheduler, "_worker_compiling", lambda self, event, now: None)
 
 
 @bug("worker.overdue", "finish", aim=_FREEZES)
 def stalls_excused_twice(patch: pytest.MonkeyPatch) -> None:
-    """A stall of the scheduler extends the deadlines of all steps for good, not by its length."""
+    """A stall of the scheduler extends the deadlines of all steps without limit instead of by its duration."""
 
     def for_good(time_passes: Any, self: Fleet, now: float) -> None:
         last = self._last_time
@@ -176,7 +176,7 @@ def stalls_excused_twice(patch: pytest.MonkeyPatch) -> None:
 
 @bug("worker.blamed", aim=adaptation("two plans and freezes"))
 def started_when_sent(patch: pytest.MonkeyPatch) -> None:
-    """A step counts as started when its plan was sent, though the step before it was not answered."""
+    """A step counts as started when its plan is sent, even if the previous step has no result yet."""
 
     def as_sent(done: Any, self: Scheduler, event: Any, now: float) -> None:
         worker = self._fleet.get(event.worker)
@@ -202,7 +202,7 @@ def patience_begins_again(patch: pytest.MonkeyPatch) -> None:
 
 @bug("wait.reader", "finish", aim=adaptation("slow readers"))
 def readers_never_stall(patch: pytest.MonkeyPatch) -> None:
-    """A reader that takes nothing ends no request that waits without a row."""
+    """A waiting request does not end although its client does not read."""
 
     def of_rows(watch: Any, self: Timeouts, request: Request, now: float) -> None:
         if request.state.name == "RUNNING":

@@ -1,4 +1,4 @@
-"""Bugs of what steps in flight still use: host blocks, rows that requests have left, the KV that is swapped."""
+"""Bugs with resources that steps in flight still use: host blocks, vacated rows, swapped KV."""
 
 import dataclasses
 from typing import Any
@@ -31,7 +31,7 @@ def host_blocks_free_before_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.reuse", "kv.prefix", aim=_SWAPS)
 def host_blocks_wait_for_no_answer(patch: pytest.MonkeyPatch) -> None:
-    """Retired host blocks are free with the next answer, whichever step it answers."""
+    """Retired host blocks become free with the next result, even if it is from an earlier step."""
     wrap(patch, BlockPool, "step_answered", lambda answered, self, step: answered(self, step + 1))
 
 
@@ -47,7 +47,7 @@ def host_blocks_of_cancelled_kept(patch: pytest.MonkeyPatch) -> None:
 
 @bug("plan.copy", "kv.prefix", "core", "stream.token", "kv.reuse", aim=_SWAPS)
 def swapped_kv_outlives_its_worker(patch: pytest.MonkeyPatch) -> None:
-    """The KV of a request counts as swapped on whichever worker takes it, also after that worker was lost."""
+    """The swapped KV of a request counts as present on any worker, even after its worker was lost."""
     patch.setattr(Worker, "swapped_here", lambda self, request: request.swapped)
 
 
@@ -72,13 +72,13 @@ def swapped_back_in_reverse(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", "plan.admission", "stream.order", "stream.ends", "worker.sound", aim=_MOVES)
 def departures_settled_one_step_early(patch: pytest.MonkeyPatch) -> None:
-    """A request that has left its row is dropped one answer before the last step that names it."""
+    """A request that has left its row is dropped one result too early."""
     wrap(patch, results, "_settle_departures", lambda settle, worker, step: settle(worker, step + 1))
 
 
 @bug("core", "plan.admission", "stream.order", "order.policy", aim=_MOVES)
 def settled_with_the_first_answer(patch: pytest.MonkeyPatch) -> None:
-    """A request that has left its row may be admitted after the next answer, though a later step samples it too."""
+    """A request that has left its row is readmitted after the next result, although a later step also samples it."""
 
     def all_settled(settle: Any, worker: Worker, step: int) -> None:
         settle(worker, step)
@@ -90,7 +90,7 @@ def settled_with_the_first_answer(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_MOVES)
 def unsettled_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """A request stays unsettled after the last step that names it was answered."""
+    """A request stays unsettled after the result of the last step that contains it."""
 
     def stays(settle: Any, worker: Worker, step: int) -> None:
         requests = [departure.request for departure in worker.departed.values()]
@@ -103,7 +103,7 @@ def unsettled_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", "worker.sound", "stream.order", aim=both(_MOVES, with_faults(Fault.DRAIN, Fault.CANCEL, per_request=0.3)))
 def prompts_leave_without_trace(patch: pytest.MonkeyPatch) -> None:
-    """A request that leaves its row while steps are in flight is not remembered for their answers."""
+    """A request that leaves its row during steps in flight is not retained for their results."""
 
     def untraced(vacate: Any, self: Worker, row: int, last_step: int) -> Any:
         request = vacate(self, row, last_step)

@@ -1,4 +1,4 @@
-"""Bugs of memory: blocks and tables, what is computed, prefixes that are shared, parts of blocks that are copied."""
+"""Bugs in memory management: blocks, block tables, computed tokens, shared prefixes, copied parts of blocks."""
 
 import dataclasses
 from hashlib import sha256
@@ -60,7 +60,7 @@ def swapped_too_early(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", "kv.exclusive", "plan.append", "kv.reuse", "kv.capacity")
 def swapped_tables(patch: pytest.MonkeyPatch) -> None:
-    """Two rows that get a block in the same step get each other's."""
+    """Two rows that get a block in the same step get each other's block."""
 
     def crossed(issue: Any, self: Planner, decodes: Any) -> Any:
         plan = issue(self, decodes)
@@ -88,7 +88,7 @@ def key_without_salt(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.prefix", "core", aim=with_few_words)
 def key_without_parent(patch: pytest.MonkeyPatch) -> None:
-    """The key of a block depends on its own tokens only."""
+    """The key of a block depends only on its own tokens."""
 
     def following(parent: bytes, token_bytes: bytes, block_size: int) -> bytes:
         width = 4 * block_size
@@ -100,7 +100,7 @@ def key_without_parent(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.prefix", "prefix.salt", "core")
 def cache_keeps_evicted(patch: pytest.MonkeyPatch) -> None:
-    """A block whose memory is given to another request still counts as the old prefix."""
+    """A block that was reassigned to another request is still found under its old key."""
 
     def evict(evict: Any, self: BlockPool, count: int) -> None:
         forget = self.cache.forget
@@ -113,7 +113,7 @@ def cache_keeps_evicted(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.prefix", aim=with_limits(prefix_cache="radix"))
 def copy_not_sent(patch: pytest.MonkeyPatch) -> None:
-    """What a block begins with is counted as computed but not copied."""
+    """The matching part of a block counts as computed but is not copied."""
     wrap(
         patch,
         Planner,
@@ -126,7 +126,7 @@ def copy_not_sent(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.prefix", aim=with_limits(prefix_cache="radix"))
 def copied_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """One token more than agrees is copied."""
+    """A partial copy counts one token too many."""
 
     def more(find: Any, self: PartialBlocks, before: bytes, tokens: bytes) -> Any:
         match = find(self, before, tokens)
@@ -139,7 +139,7 @@ def copied_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.reuse", "kv.prefix", "plan.copy", aim=with_limits(prefix_cache="radix"))
 def source_not_kept(patch: pytest.MonkeyPatch) -> None:
-    """A block that is copied from may be handed out before the copy is made."""
+    """The source block of a copy may be reused before the copy is made."""
     patch.setattr(BlockPool, "read", lambda self, blocks, **steps: None)
 
 
@@ -168,7 +168,7 @@ def copied_across_salts(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.spoilt", aim=with_faults(Fault.SPOILT_ROW))
 def spoilt_is_shared(patch: pytest.MonkeyPatch) -> None:
-    """What a failed row wrote stays in the prefix cache."""
+    """KV of a failed row stays in the prefix cache."""
     patch.setattr(BlockPool, "distrust", lambda self, blocks: None)
 
 

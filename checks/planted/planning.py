@@ -1,4 +1,4 @@
-"""Bugs of planning: limits of a step, the order of admission, the queue, grammars that are waited for."""
+"""Bugs in planning: limits of a step, order of admission, queue, requests that wait for grammars."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ _MANY_PROMPTS = both(_LONG_PROMPTS, with_overload, with_limits(max_num_seqs=12, 
 
 @bug("limit.tokens", "plan.tokens", "limit.chunk")
 def budget_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """A step holds one token more than it may."""
+    """A step contains one token more than its limit."""
 
     def larger(init: Any, self: Planner, *arguments: Any, **keywords: Any) -> None:
         init(self, *arguments, **keywords)
@@ -49,7 +49,7 @@ def budget_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.chunk")
 def long_prefill_uncapped(patch: pytest.MonkeyPatch) -> None:
-    """One prompt may take the whole step whatever its limit."""
+    """One prompt may use the whole step, regardless of the limit per prompt."""
 
     def uncapped(init: Any, self: StepChunks, *arguments: Any, **keywords: Any) -> None:
         init(self, *arguments, **keywords)
@@ -60,7 +60,7 @@ def long_prefill_uncapped(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.attention")
 def attention_costs_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Chunks of a long prompt stay as long however far it has got."""
+    """Chunks of a long prompt do not become shorter as its context grows."""
     patch.setattr(prompt_chunks, "longest_chunk", lambda budget, _context, _break_even: budget)
 
 
@@ -72,7 +72,7 @@ def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
 
 @bug("order.prompts", aim=_MANY_PROMPTS)
 def short_prompts_take_all(patch: pytest.MonkeyPatch) -> None:
-    """The shortest prompts get all prompt tokens of a step, so a long one waits for as long as others arrive."""
+    """The shortest prompts get all prompt tokens of a step, so a long prompt waits as long as others arrive."""
     patch.setattr(planner, "short_part", lambda budget, _step: budget)
 
 
@@ -84,13 +84,13 @@ def longest_prompt_first(patch: pytest.MonkeyPatch) -> None:
 
 @bug("order.short", aim=_LONG_PROMPTS)
 def short_prompts_wait(patch: pytest.MonkeyPatch) -> None:
-    """There is no part for short prompts: they wait for the long ones under way."""
+    """There is no part for short prompts, so they wait for started long prompts."""
     patch.setattr(planner, "short_part", lambda _budget, _step: 0)
 
 
 @bug("order.prompts", aim=both(_LONG_PROMPTS, with_limits(policy="priority")))
 def urgent_prompts_wait(patch: pytest.MonkeyPatch) -> None:
-    """Prompts under way go on in order of admission, however urgent a later one is."""
+    """Started prompts continue in order of admission, even if a later request is more urgent."""
 
     def by_admission(_share: Any, self: Planner, under_way: list[int], admission: Any) -> None:
         self._share_short_part(under_way, admission)
@@ -102,7 +102,7 @@ def urgent_prompts_wait(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.target", aim=with_long_prompts)
 def target_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Chunks take the whole budget, however long the concurrent decode rows wait."""
+    """Chunks use the whole budget without regard to the ITL of concurrent decode rows."""
     patch.setattr(chunks, "affordable_tokens", lambda _target_s, _decode_s, _token_s: 1 << 30)
 
 
@@ -130,7 +130,7 @@ def one_row_too_many(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.in_flight")
 def one_plan_too_many(patch: pytest.MonkeyPatch) -> None:
-    """One plan more than allowed is sent ahead."""
+    """One plan more than allowed is in flight."""
     wrap(patch, Worker, "plan_due", lambda plan_due, self, most: plan_due(self, most + 1))
 
 
@@ -146,7 +146,7 @@ def queue_one_too_long(patch: pytest.MonkeyPatch) -> None:
 
 @bug("plan.admission", "core")
 def ended_stays_queued(patch: pytest.MonkeyPatch) -> None:
-    """A request that ends while it waits is still handed out by the queue."""
+    """The queue still returns a request that ended while it was waiting."""
 
     def pop(self: KeyedQueue) -> Any:
         return self._heap.pop(0)[2] if self._heap else None
@@ -183,7 +183,7 @@ def unsettled_admitted(patch: pytest.MonkeyPatch) -> None:
 
 @bug("order.overtaken", "order.policy", aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **CONTINUOUS))
 def overtaking_unbounded(patch: pytest.MonkeyPatch) -> None:
-    """Small requests may overtake a large one for ever."""
+    """Small requests may overtake a large request without limit."""
     patch.setattr(batch_selection, "MAX_OVERTAKEN", 1 << 30)
 
 
@@ -214,7 +214,7 @@ def grammar_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 @bug("grammar.wanted", aim=with_extras)
 def grammar_asked_for_twice(patch: pytest.MonkeyPatch) -> None:
-    """A worker is asked for a grammar again while it compiles it."""
+    """A worker is asked for a grammar again while it is compiling the grammar."""
 
     def again(compile_: Any, self: Scheduler, worker: Any, requests: Any) -> None:
         compile_(self, worker, [*requests, *requests])

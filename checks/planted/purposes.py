@@ -1,4 +1,4 @@
-"""Bugs that defeat the purpose of a policy, or let the held backlog of a tenant change something for others."""
+"""Bugs that defeat the purpose of a policy, or let the held backlog of a tenant affect other tenants."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from scheduler_svc.core.requests.request import Request
 
 @bug("order.purpose", aim=with_comparison)
 def looks_count_as_passing(patch: pytest.MonkeyPatch) -> None:
-    """Under `lpm`, requests count as passed over at every look, also if no request is admitted."""
+    """Under `lpm`, requests count as passed over at every check, even if no request is admitted."""
 
     def counted(take: Any, self: LongestPrefixQueue, cached: Any) -> Any:
         for request in self.first_ones(self.WINDOW):

@@ -1,4 +1,4 @@
-"""Bugs of what is kept for clients that come back: logs, their log-probabilities, and what a journal keeps."""
+"""Bugs in data that is retained for resuming clients: logs, their log-probabilities, and the journal."""
 
 import dataclasses
 from typing import Any
@@ -69,7 +69,7 @@ def scores_forgotten_on_resumption(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.scores", aim=_RETURNS)
 def scores_shared_with_the_log(patch: pytest.MonkeyPatch) -> None:
-    """The newest log-probabilities are missing from the log of a request that ends for its client."""
+    """The log of a request whose client has left lacks the newest log-probabilities."""
 
     def fewer(put: Any, self: KeptLogs, identity: bytes, log: Any, now: float) -> Any:
         return put(self, identity, dataclasses.replace(log, scores=log.scores[:-1]), now)
@@ -101,7 +101,7 @@ def log_of_refused_dropped(patch: pytest.MonkeyPatch) -> None:
 
 @bug("journal.logs", "resume.tokens", aim=_RETURNS)
 def journal_forgets_tokens(patch: pytest.MonkeyPatch) -> None:
-    """Of the tokens of a turn, the journal notes only the first effect's."""
+    """The journal records the tokens of only the first effect of a turn."""
 
     def first_only(note: Any, self: Journal, effect: Any, streams: Any) -> None:
         if not self._columns[0]:
@@ -123,7 +123,7 @@ def journal_keeps_dropped(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.scores", aim=_RETURNS)
 def journal_forgets_scores(patch: pytest.MonkeyPatch) -> None:
-    """An entry that is written again loses its log-probabilities."""
+    """A rewritten journal entry lacks its log-probabilities."""
 
     def without(record: Any, self: Entry) -> Any:
         whole = record(self)

@@ -1,4 +1,4 @@
-"""Bugs of what tenants share: service under `fair`, quotas, the order of a policy."""
+"""Bugs in sharing among tenants: service under `fair`, quotas, the order of a policy."""
 
 import dataclasses
 from typing import Any
@@ -62,7 +62,7 @@ def service_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 @bug("fair.bound", aim=_FAIR)
 def service_of_another_tenant(patch: pytest.MonkeyPatch) -> None:
-    """What one tenant is served is counted for another one."""
+    """The service of one tenant is counted for another tenant."""
 
     def to_another(served: Any, self: FairPolicy, account: Any, **tokens: int) -> None:
         if account.tenant == _ONE_TENANT:
@@ -74,7 +74,7 @@ def service_of_another_tenant(patch: pytest.MonkeyPatch) -> None:
 
 @bug("fair.bound", aim=_FAIR)
 def most_served_first(patch: pytest.MonkeyPatch) -> None:
-    """The tenant that was served most goes next."""
+    """The tenant with the most service is next."""
     wrap(patch, ServiceLedger, "service", lambda service, self, group: -service(self, group))
 
 
@@ -121,7 +121,7 @@ def held_for_quota_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.effort", aim=both(_with_quota(max_running=1), with_overload))
 def held_for_quota_looked_at(patch: pytest.MonkeyPatch) -> None:
-    """Requests whose tenants are at their limits stay in the queue, and every plan looks at them."""
+    """Requests of tenants at their limit stay in the queue, and every plan examines them."""
 
     def stay(self: Backlog, request: Request, now: float) -> None:
         self._enter(request)
@@ -131,13 +131,13 @@ def held_for_quota_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_with_quota(tokens_per_s=20.0))
 def bucket_not_refilled(patch: pytest.MonkeyPatch) -> None:
-    """A tenant's token bucket stays as it is while time passes."""
+    """A tenant's token bucket is not refilled over time."""
     patch.setattr(Tenants, "_refill", lambda self, tenant, limits, now: None)
 
 
 @bug("work.waiting", "finish", aim=_with_quota(tokens_per_s=20.0))
 def prompt_charged_twice(patch: pytest.MonkeyPatch) -> None:
-    """A request takes its prompt from the bucket twice."""
+    """The prompt of a request is deducted from the bucket twice."""
 
     def twice(started: Any, self: Tenants, request: Request, output_tokens: float, now: float) -> None:
         if not request.prompt_charged:
@@ -149,7 +149,7 @@ def prompt_charged_twice(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.tenant_rate", aim=_with_quota(tokens_per_s=20.0))
 def output_not_charged(patch: pytest.MonkeyPatch) -> None:
-    """A request's output is not taken from the bucket."""
+    """The output of a request is not deducted from the bucket."""
 
     def free(charged: Any, self: Tenants, name: str, num_tokens: int, now: float) -> None:
         self._of(name, now).tokens += num_tokens
@@ -170,7 +170,7 @@ def output_not_charged(patch: pytest.MonkeyPatch) -> None:
     ),
 )
 def first_token_target_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Under `edf` the target of the first token does not count."""
+    """Under `edf`, the target for the first token is ignored."""
 
     def without(latest_start: Any, self: Forecast, request: Request, uncached: int) -> float | None:
         wanted, request.ttft_deadline = request.ttft_deadline, None
@@ -186,7 +186,7 @@ def first_token_target_ignored(patch: pytest.MonkeyPatch) -> None:
     aim=both(with_much_memory, with_limits(policy="sjf", **CONTINUOUS), with_faults(Fault.GOODBYE, per_step=0.05)),
 )
 def generated_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Under `sjf`, tokens that are generated already still count as expected."""
+    """Under `sjf`, tokens that were already generated still count as expected."""
 
     def whole(request: Request) -> float:
         return request.arrival + policies.SJF_S_PER_TOKEN * request.wait.forecast_tokens
@@ -199,5 +199,5 @@ def generated_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
     aim=both(with_much_memory, with_overload, with_limits(policy="lpm", classes={}, prefix_cache="hash", **CONTINUOUS)),
 )
 def passed_over_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """Under `lpm` a request without a cached prefix is passed over by all that have one."""
+    """Under `lpm`, requests with a cached prefix overtake a request without one without limit."""
     patch.setattr(LongestPrefixQueue, "MAX_PASSED", 1 << 30)

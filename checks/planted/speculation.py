@@ -1,4 +1,4 @@
-"""Bugs of speculation: rows that advance by several tokens per step."""
+"""Bugs in speculation, where rows advance by several tokens per step."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def drafts_without_blocks(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.credit", aim=both(with_drafts, with_traffic(credit_tokens=16)))
 def drafts_without_credit(patch: pytest.MonkeyPatch) -> None:
-    """Credit is compared with the tokens that a row has at least."""
+    """Credit is compared with the minimum instead of the maximum number of tokens of a row."""
 
     def generous(schedule: Any, self: Planner, limits: Any) -> Any:
         rows, allowed = self._rows, self._rows.allowed
@@ -36,7 +36,7 @@ def drafts_without_credit(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.tokens", "plan.tokens", aim=both(with_drafts, with_limits(max_num_batched_tokens=8)))
 def drafts_beyond_the_budget(patch: pytest.MonkeyPatch) -> None:
-    """Drafts take more tokens of the step than are left."""
+    """Drafts exceed the remaining token budget of the step."""
     patch.setattr(planner, "fitting", lambda limits, spare: limits)
 
 
@@ -54,7 +54,7 @@ def limits_not_sent(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", aim=with_drafts)
 def drafts_never_settled(patch: pytest.MonkeyPatch) -> None:
-    """Drafts of answered steps still count as in flight."""
+    """Drafts of completed steps still count as in flight."""
 
     def counted_again(settle: Any, worker: Any, answered: Any, generations: Any, drafts: Any, *rest: Any) -> Any:
         drafts.limits = np.zeros_like(drafts.limits)
@@ -78,7 +78,7 @@ def limit_of_the_former_request(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.prefix", "plan.admission", aim=both(with_drafts, with_swaps))
 def rejected_drafts_are_computed(patch: pytest.MonkeyPatch) -> None:
-    """A request that is swapped out keeps the KV of drafts in flight, whether they are accepted or not."""
+    """KV of drafts in flight is swapped out as valid, even if the drafts are rejected."""
 
     def too_much(computed: Any, self: RowTable, row: int) -> int:
         known: int = computed(self, row)
@@ -89,7 +89,7 @@ def rejected_drafts_are_computed(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.after_end", aim=with_drafts)
 def tokens_behind_a_stop_token(patch: pytest.MonkeyPatch) -> None:
-    """Of the tokens that a row gets in one step, only the last is compared with the stop tokens."""
+    """If a row gets several tokens in a step, only the last is compared with the stop tokens."""
 
     def last_only(stopped: Any, self: RowTable, rows: Any, tokens: Any) -> Any:
         positions = stopped(self, rows, tokens)
@@ -116,7 +116,7 @@ def tokens_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
 
 @bug("scores.wrong", aim=both(with_drafts, with_traffic(scored=0.9)))
 def scores_of_one_token(patch: pytest.MonkeyPatch) -> None:
-    """All log-probabilities of a row in a step are those of its first token."""
+    """All tokens of a row in a step get the log-probabilities of the first."""
 
     def first(scores: Any, worker: Any, event: Any, before: Any) -> Any:
         bases = {id(known[0]): known[1] for known in before.values() if known is not None}

@@ -1,4 +1,4 @@
-"""Bugs that a client sees: tokens, ends, credit, deadlines, log-probabilities, and what is kept for Resume."""
+"""Bugs that a client sees: tokens, ends, credit, deadlines, log-probabilities, and the log for Resume."""
 
 import dataclasses
 from typing import Any
@@ -20,19 +20,19 @@ from scheduler_svc.core.workers.rows import RowTable
 
 @bug("stream.ends")
 def lost_cancel(patch: pytest.MonkeyPatch) -> None:
-    """A cancel is not acted upon."""
+    """A cancellation is ignored."""
     patch.setattr(Scheduler, "_request_cancelled", lambda self, event, now: None)
 
 
 @bug("stream.ends")
 def lost_stop_string(patch: pytest.MonkeyPatch) -> None:
-    """A stop string that the front end has found is not acted upon."""
+    """A stop string that the front end has found is ignored."""
     patch.setattr(Scheduler, "_stop_matched", lambda self, event, now: None)
 
 
 @bug("stream.order", "stream.ends")
 def lost_token(patch: pytest.MonkeyPatch) -> None:
-    """Of a step's tokens the last is not delivered when there are several."""
+    """If a step yields several tokens, the last is not delivered."""
 
     def fewer(
         tell: Any, self: Frontends, frontend: bytes, streams: Any, indices: Any, tokens: Any, counts: Any
@@ -53,7 +53,7 @@ def stop_token_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.credit")
 def credit_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Rows go on without credit."""
+    """Rows continue without credit."""
     wrap(patch, RowTable, "set_allowed", lambda set_allowed, self, row, allowed: set_allowed(self, row, 1 << 30))
 
 
@@ -71,19 +71,19 @@ def preempted_loses_token(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.order", "plan.admission", "finish", "work.running", "core")
 def late_token_dropped(patch: pytest.MonkeyPatch) -> None:
-    """A token for a request that has left its row is thrown away."""
+    """A token for a request that has left its row is dropped."""
     patch.setattr(results, "_settle_late", lambda *arguments: None)
 
 
 @bug("stream.deadline")
 def deadline_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Requests outlive their deadlines."""
+    """Requests continue after their deadlines."""
     patch.setattr(Timeouts, "watch_deadline", lambda *arguments: None)
 
 
 @bug("stream.ends_once", "stream.order", "stream.after_end", "core", "stream.unknown", "frontend.gone")
 def frontends_confused(patch: pytest.MonkeyPatch) -> None:
-    """Tokens go to the front end that joined first."""
+    """Tokens are sent to the front end that joined first."""
     wrap(
         patch, RowTable, "occupy", lambda occupy, self, *a, frontend_index, **k: occupy(self, *a, frontend_index=0, **k)
     )
@@ -91,7 +91,7 @@ def frontends_confused(patch: pytest.MonkeyPatch) -> None:
 
 @bug("scores.wrong", "scores.missing", aim=with_extras)
 def scores_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
-    """Log-probabilities come with the index of the token before theirs."""
+    """Log-probabilities have the index of the previous token."""
     wrap(
         patch,
         results,
@@ -102,7 +102,7 @@ def scores_of_the_token_before(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.duplicate", "log.begun", aim=with_extras)
 def duplicate_accepted(patch: pytest.MonkeyPatch) -> None:
-    """A second request of the same id runs concurrently with the first."""
+    """A second request with the same id runs concurrently with the first."""
     wrap(
         patch,
         IdentifiedRequests,
@@ -113,7 +113,7 @@ def duplicate_accepted(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.tokens", aim=with_extras)
 def log_one_short(patch: pytest.MonkeyPatch) -> None:
-    """The newest token is missing from the log that is kept of a request."""
+    """The retained log of a request lacks its newest token."""
     wrap(
         patch,
         KeptLogs,
@@ -124,5 +124,5 @@ def log_one_short(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.over", aim=with_extras)
 def taken_over_and_going_on(patch: pytest.MonkeyPatch) -> None:
-    """A request continues although its client has resumed it elsewhere."""
+    """A request continues although its client has resumed it on another front end."""
     wrap(patch, RequestRegistry, "resume", lambda resume, self, event, now: self.identified.answer(event))

@@ -1,4 +1,4 @@
-"""Bugs of suspicion: requests that are cleared too early, too late or never, and deaths that are counted wrongly."""
+"""Bugs in quarantine: requests that are cleared too early, too late or never, and deaths that are miscounted."""
 
 from typing import Any
 
@@ -24,13 +24,13 @@ def cleared_by_its_prompt(patch: pytest.MonkeyPatch) -> None:
 
 @bug("poison", "work.held", "work.running", "order.prompts", "finish", aim=_READERS)
 def never_cleared(patch: pytest.MonkeyPatch) -> None:
-    """A suspect that has survived alone stays a suspect, and its trial goes on to its end."""
+    """A suspect that has survived alone stays a suspect, and its trial continues until it ends."""
     patch.setattr(Worker, "end_trial", lambda self: None)
 
 
 @bug("stream.reason", aim=_POISON)
 def rejected_after_one_death_alone(patch: pytest.MonkeyPatch) -> None:
-    """One death alone is enough to reject a request."""
+    """A request is rejected after a single death while it runs alone."""
     patch.setattr(quarantine, "FATAL_ALONE", 1)
 
 
@@ -46,7 +46,7 @@ def deaths_outlive_the_trial(patch: pytest.MonkeyPatch) -> None:
 
 @bug("poison", aim=_POISON)
 def any_token_proves(patch: pytest.MonkeyPatch) -> None:
-    """A request is beyond suspicion as soon as it was in a row again."""
+    """A request is no longer a suspect as soon as it is in a row again."""
     patch.setattr(quarantine, "PROVEN_BY", 0)
 
 
@@ -58,7 +58,7 @@ def every_death_withdrawn(patch: pytest.MonkeyPatch) -> None:
 
 @bug(unseen="a suspect may also be cleared because it cannot be tried, which is not visible from outside")
 def suspended_trial_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """The trial of a suspect whose reader has no credit is dropped, and so it is never cleared."""
+    """The trial of a suspect without credit is dropped, so the suspect is never cleared."""
 
     def forget(suspend: Any, self: Worker) -> None:
         suspend(self)
@@ -69,5 +69,5 @@ def suspended_trial_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @bug(unseen="a worker has to be cut off twice while the same suspect runs alone, and come back each time")
 def alone_not_withdrawn(patch: pytest.MonkeyPatch) -> None:
-    """Of a death alone that was none, the count of deaths alone stays."""
+    """When a death while the request ran alone is withdrawn, the count of such deaths does not decrease."""
     wrap(patch, quarantine, "withdraw_fatal_step", lambda withdraw, request, alone: withdraw(request, alone=False))

@@ -1,4 +1,4 @@
-"""Bugs of memory that running requests share: headroom, victims, and who gets the room that victims leave."""
+"""Bugs in preemption: headroom, victims, and the use of the memory that victims release."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ def headroom_without_bound(patch: pytest.MonkeyPatch) -> None:
 
 @bug("capacity.guaranteed", aim=with_limits(capacity="guaranteed_no_evict", policy_preemption="off"))
 def guarantee_of_the_prompt(patch: pytest.MonkeyPatch) -> None:
-    """`guaranteed_no_evict` counts the present tokens of running requests, not their longest sequences."""
+    """`guaranteed_no_evict` counts the current tokens of running requests instead of their longest sequences."""
 
     def present(admits: Any, self: Capacity, rows: RowTable, *, num_new: int, worst_blocks: int, **how: int) -> Any:
         return num_new <= how["num_available"]
@@ -57,13 +57,13 @@ def victims_of_any_rank(patch: pytest.MonkeyPatch) -> None:
     ),
 )
 def rows_of_any_tenant(patch: pytest.MonkeyPatch) -> None:
-    """Under `fair`, a tenant loses a row to one that has almost as many."""
+    """Under `fair`, a tenant loses a row to a tenant with almost as many rows."""
     patch.setattr(batch_selection, "ROWS_PER_ROW", 1)
 
 
 @bug("preempt.rank", aim=both(_URGENT, with_limits(preempt_threshold=5.0)))
 def threshold_ignored(patch: pytest.MonkeyPatch) -> None:
-    """A request is preempted for one that ranks before it by less than the threshold."""
+    """A request is preempted for a request that ranks ahead by less than the threshold."""
 
     def without(
         victims: Any, worker: Any, backlog: Any, placement: Any, tenants: Any, config: CoreConfig, now: Any
@@ -100,7 +100,7 @@ def victims_overtake(patch: pytest.MonkeyPatch) -> None:
 
 @bug("preempt.last", "preempt.rank", aim=_URGENT)
 def first_in_rank_goes(patch: pytest.MonkeyPatch) -> None:
-    """When memory runs out, the first of the rows that rank behind is preempted instead of the last."""
+    """When memory runs out, the first instead of the last of the rows that rank behind is preempted."""
 
     def first(victim: Any, self: BlockAllocation, row: int) -> int | None:
         ranks, self._rows.rank = self._rows.rank, self._rows.rank.copy()
@@ -140,5 +140,5 @@ class _NoClasses(dict[Any, Any]):
 
 @bug("preempt.progress", "preempt.needless", aim=_URGENT)
 def shared_blocks_count_as_released(patch: pytest.MonkeyPatch) -> None:
-    """All blocks of a victim count as released, also those that others share."""
+    """All blocks of a victim count as released, even blocks that other requests share."""
     patch.setattr("scheduler_svc.core.memory.block_pool.BlockPool.count_sole", lambda self, blocks: len(blocks))

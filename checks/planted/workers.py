@@ -1,4 +1,4 @@
-"""Bugs about workers: accepted answers, removed and drained workers, and the fate of their requests."""
+"""Bugs with workers: wrong results, lost and drained workers, and their requests."""
 
 from typing import Any
 
@@ -15,19 +15,19 @@ from scheduler_svc.core.workers.fleet import Fleet
 
 @bug("worker.stale", "core", aim=with_faults(Fault.STALE_EPOCH))
 def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
-    """An answer of an epoch that is over is taken for one of the present epoch."""
+    """A result from an ended epoch is accepted as a result of the current epoch."""
     wrap(patch, Scheduler, "_known", lambda known, self, event: self._fleet.get(event.worker) or known(self, event))
 
 
 @bug("worker.wrong", aim=with_faults(Fault.WRONG_ROWS))
 def wrong_rows_believed(patch: pytest.MonkeyPatch) -> None:
-    """An answer about other rows than the plan's is believed."""
+    """A result with other rows than in the plan is accepted."""
     patch.setattr(results, "_are_same", lambda planned, answered: len(planned) == len(answered))
 
 
 @bug("worker.blamed", aim=with_long_freezes)
 def stall_blamed(patch: pytest.MonkeyPatch) -> None:
-    """Workers are given up because the scheduler itself stood still."""
+    """Workers are declared lost because the scheduler itself was stalled."""
 
     def no_excuse(time_passes: Any, self: Fleet, now: float) -> None:
         allowances = [(step, step.allowance) for each in self for step in each.in_flight]

@@ -1,7 +1,7 @@
 """Adaptations of drawn scenarios that make rare situations more frequent.
 
-`draw_world` draws the scenario for a seed and applies one adaptation to every second seed, each in turn. So each area
-of the core runs in the situations that expose its errors. The other seeds combine all features at random.
+`draw_world` draws the scenario for a seed and applies one adaptation to every second seed, each in turn. Each area of
+the core therefore runs in the situations that expose its errors. The other seeds combine all features at random.
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ def with_faults(*faults: Fault, per_step: float = 0.05, per_100_steps: float = 2
 
 
 CONTINUOUS: dict[str, Any] = {"batching": BatchingLimits(), "tenant_limits": {}, "max_queued_requests": 4096}
-"""Nothing but rows and memory holds a request up."""
+"""Settings under which a request waits only for rows and memory."""
 
 
 def both(*aims: Aim) -> Aim:
-    """All of them, one after the other."""
+    """Return a function that applies several adaptations one after the other."""
 
     def aim(scenario: Scenario) -> Scenario:
         for each in aims:
@@ -48,7 +48,7 @@ def both(*aims: Aim) -> Aim:
 
 
 def with_limits(*, num_workers: int | None = None, giants: float = 0.0, **limits: Any) -> Aim:
-    """Scenarios with these limits; all requests are traced."""
+    """Return an adaptation with these limits, in which all requests are traced."""
 
     def aim(scenario: Scenario) -> Scenario:
         return dataclasses.replace(
@@ -62,26 +62,26 @@ def with_limits(*, num_workers: int | None = None, giants: float = 0.0, **limits
 
 
 def with_long_freezes(scenario: Scenario) -> Scenario:
-    """Workers stand still for seconds without being given up, and so does the scheduler, about as often."""
+    """Stall workers for seconds without losing them, and stall the scheduler about as often."""
     patient = with_limits(step_deadline_s=5.0, worker_wait_s=10.0)(scenario)
     return with_faults(Fault.SCHEDULER_STALL, Fault.FREEZE, per_100_steps=50 * scenario.pace.step)(patient)
 
 
 def with_moves(scenario: Scenario) -> Scenario:
-    """Three equal workers, two plans in flight, and drains that move requests."""
+    """Use three equal workers, two plans in flight, and drains that move requests."""
     several = dataclasses.replace(with_limits(max_plans_in_flight=2)(scenario), workers=scenario.workers[:1] * 3)
     return with_faults(Fault.DRAIN, per_100_steps=2.0)(several)
 
 
 def with_extras(scenario: Scenario) -> Scenario:
-    """Many requests have grammars, ask for log-probabilities, or are come back to."""
+    """Give many requests grammars, log-probabilities or clients that resume."""
     traffic = dataclasses.replace(scenario.traffic, grammars=0.5, scored=0.5, identified=0.5)
     config = dataclasses.replace(scenario.config, resume_keep_s=300.0, resume_keep_bytes=1 << 28)
     return dataclasses.replace(scenario, traffic=traffic, config=config)
 
 
 def with_drafts(scenario: Scenario) -> Scenario:
-    """Few rows that decode for long with free drafts, and not enough memory for all of them."""
+    """Use few rows that decode for a long time with cheap drafts, and too little memory for all of them."""
     config = dataclasses.replace(
         scenario.config,
         **CONTINUOUS,
@@ -104,7 +104,7 @@ def with_drafts(scenario: Scenario) -> Scenario:
 
 
 def with_swaps(scenario: Scenario) -> Scenario:
-    """Urgent requests preempt others, whose KV is swapped out at nearly no cost."""
+    """Let urgent requests preempt others, whose KV is swapped out at almost no cost."""
     limits = with_limits(
         policy="priority", policy_preemption="on", capacity="max_utilization", preempt_threshold=0.0,
         prefix_cache="off", max_plans_in_flight=2,
@@ -116,7 +116,7 @@ def with_swaps(scenario: Scenario) -> Scenario:
 
 
 def with_few_words(scenario: Scenario) -> Scenario:
-    """Prompts repeat themselves, and the cache is on."""
+    """Use repetitive prompts and a prefix cache."""
     return dataclasses.replace(
         scenario,
         config=dataclasses.replace(scenario.config, prefix_cache="hash"),
@@ -125,19 +125,19 @@ def with_few_words(scenario: Scenario) -> Scenario:
 
 
 def with_traffic(**shape: Any) -> Aim:
-    """Scenarios with such requests."""
+    """Return an adaptation of the traffic."""
     return lambda scenario: dataclasses.replace(scenario, traffic=dataclasses.replace(scenario.traffic, **shape))
 
 
 def with_much_memory(scenario: Scenario) -> Scenario:
-    """One worker with more blocks than its rows can need, and readers that take everything at once."""
+    """Use one worker with more blocks than its rows can need, and clients that read immediately."""
     size = dataclasses.replace(scenario.workers[0], num_blocks=4096, max_model_len=4096)
     traffic = dataclasses.replace(scenario.traffic, credit_tokens=0, embeds=0.0, traced=1.0)
     return dataclasses.replace(scenario, workers=(size,), traffic=traffic)
 
 
 def with_overload(scenario: Scenario) -> Scenario:
-    """Many short requests wait at all times; most of their prompts begin alike."""
+    """Keep many short requests waiting, most of which share a prefix."""
     traffic = dataclasses.replace(
         scenario.traffic,
         gap_s=scenario.pace.step,
@@ -156,7 +156,7 @@ def with_overload(scenario: Scenario) -> Scenario:
 
 
 def with_long_prompts(scenario: Scenario) -> Scenario:
-    """Prompts of several steps arrive together with decode rows; a prompt token takes as long as a decode step."""
+    """Send prompts of several steps concurrently with decode rows; a prompt token takes as long as a decode step."""
     config = dataclasses.replace(
         scenario.config,
         **CONTINUOUS,
@@ -181,11 +181,11 @@ def with_long_prompts(scenario: Scenario) -> Scenario:
 
 
 ALL_TRACED = with_traffic(traced=1.0, embeds=0.0)
-"""The simulator knows of every preemption."""
+"""All requests are traced, so that the simulator sees every preemption."""
 
 
 def with_several(scenario: Scenario) -> Scenario:
-    """Three workers, each with half of the context of the one before."""
+    """Use three workers, each with half of the previous worker's context."""
     first = scenario.workers[0]
     context = min(first.max_model_len, first.num_blocks * first.block_size)
     sizes = [dataclasses.replace(first, max_model_len=max(2, context >> number)) for number in range(3)]
@@ -193,13 +193,13 @@ def with_several(scenario: Scenario) -> Scenario:
 
 
 def with_quota(**limits: Any) -> Aim:
-    """One worker with much memory, and every tenant with these limits."""
+    """Return an adaptation with one worker with much memory, and these limits for every tenant."""
     each = {"": TenantLimits(**limits)}
     return both(with_much_memory, with_limits(**CONTINUOUS | {"tenant_limits": each}))
 
 
 def with_little_memory(scenario: Scenario) -> Scenario:
-    """One worker whose rows need more blocks than there are, and urgent requests that preempt others."""
+    """Use one worker with too few blocks for its rows, and urgent requests that preempt others."""
     config = dataclasses.replace(
         scenario.config, **CONTINUOUS, policy="priority", classes={}, policy_preemption="on", preempt_threshold=0.0,
         capacity="max_utilization", victim_rule="fewest", prefix_cache="hash", max_num_seqs=6,
@@ -216,7 +216,7 @@ def with_little_memory(scenario: Scenario) -> Scenario:
 
 
 def with_few_rows(scenario: Scenario) -> Scenario:
-    """Two rows with enough memory, and slow readers."""
+    """Use two rows with enough memory, and slow clients."""
     config = dataclasses.replace(
         scenario.config, **CONTINUOUS, max_num_seqs=2, max_num_batched_tokens=32, capacity="max_utilization"
     )
@@ -225,7 +225,7 @@ def with_few_rows(scenario: Scenario) -> Scenario:
 
 
 def with_much_rows(scenario: Scenario) -> Scenario:
-    """One worker on which every request has memory."""
+    """Use one worker with enough memory for every request."""
     size = scenario.workers[0]
     blocks = size.max_rows * -(-2 * scenario.traffic.context // size.block_size)
     size = dataclasses.replace(size, num_blocks=max(size.num_blocks, blocks), max_model_len=4096)
@@ -235,7 +235,7 @@ def with_much_rows(scenario: Scenario) -> Scenario:
 
 
 def with_slow_steps(scenario: Scenario) -> Scenario:
-    """Let steps take about as long as buckets take to refill."""
+    """Make steps about as long as the refill time of token buckets."""
     pace = dataclasses.replace(
         scenario.pace, step=_SLOW_STEP_S, latency=0.001, per_token=0.0, copy=0.001, turn=0.0, tick=0.2
     )
@@ -247,7 +247,7 @@ _SLOW_STEP_S = 0.05
 
 
 def with_rates(scenario: Scenario) -> Scenario:
-    """Tenants take more than their token rates allow; workers and cores come and go, and clients come back.
+    """Let tenants exceed their token rates while workers and cores restart and clients reconnect.
 
     Buckets are small, so a few tokens that are charged wrongly hold a tenant up.
     """
@@ -279,13 +279,13 @@ def with_rates(scenario: Scenario) -> Scenario:
 
 
 def with_drafts_and_a_rate(scenario: Scenario) -> Scenario:
-    """Rows that decode for long with free drafts; one tenant has a small bucket."""
+    """Use rows that decode for a long time with cheap drafts, and a tenant with a small bucket."""
     limits = {"a": TenantLimits(tokens_per_s=0.5)}
     return both(with_drafts, with_slow_steps, with_limits(tenant_limits=limits))(scenario)
 
 
 def with_groups(scenario: Scenario) -> Scenario:
-    """Prompts with the same beginning are computed a few tokens at a time, some of them whole, and clients leave."""
+    """Compute prompts with the same beginning in small chunks, some of them completely, while clients leave."""
     calm = both(with_much_memory, with_faults(Fault.CANCEL, per_request=0.3))(scenario)
     config = dataclasses.replace(
         calm.config,
@@ -313,7 +313,7 @@ def with_groups(scenario: Scenario) -> Scenario:
 
 
 def with_deadlines(scenario: Scenario) -> Scenario:
-    """Few rows, many deadlines, no faults, and a tenant of whose requests one runs at a time."""
+    """Use few rows, many deadlines, no faults, and a tenant that may run one request at a time."""
     limits = {"a": TenantLimits(max_running=1)}
     calm = both(with_much_memory, with_faults(), with_limits(**CONTINUOUS | {"tenant_limits": limits}))(scenario)
     config = dataclasses.replace(calm.config, policy="fcfs", classes={}, max_num_seqs=3, max_num_batched_tokens=64)
@@ -337,7 +337,7 @@ def with_deadlines(scenario: Scenario) -> Scenario:
 
 
 def with_short_logs(scenario: Scenario) -> Scenario:
-    """Kept logs are dropped soon, because they are old or others need their room."""
+    """Drop retained logs soon, because of their age or for lack of memory."""
     scenario = both(with_extras, with_traffic(identified=0.9, scored=0.5, embeds=0.0))(scenario)
     scenario = with_limits(resume_keep_s=20 * scenario.pace.step, resume_keep_bytes=20_000)(scenario)
     return with_faults(Fault.CORE_RESTART, per_100_steps=0.2)(scenario)

@@ -1,4 +1,4 @@
-"""Answers that do not match their plan, as a broken worker sends them: well-formed, but wrong."""
+"""Well-formed but wrong results that do not match their plan, as from a faulty worker."""
 
 import dataclasses
 import random
@@ -11,11 +11,11 @@ from scheduler_svc.core.interface import events as ev
 
 
 def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepDone:
-    """Return the answer with a mistake that the core must notice."""
+    """Return the result with an error that the core must detect."""
     rows, tokens = answer.rows, answer.tokens
     needs_rows = fault in (Fault.WRONG_TOKEN, Fault.MISSING_TOKEN)
     if fault is Fault.WRONG_STEP or (needs_rows and not len(rows)):
-        # Not -1: that would be a valid answer to the step before, which may also be in flight.
+        # Do not use -1, because this would be a valid result for the previous step, which may also be in flight.
         return dataclasses.replace(answer, step=answer.step + rng.choice((-2, 1, 2)))
     if fault is Fault.MISSING_COPY and answer.completed_copies:
         return dataclasses.replace(answer, completed_copies=())
@@ -55,7 +55,7 @@ def _without_first_row(answer: ev.StepDone) -> ev.StepDone:
 
 
 def _with_wrong_counts(rng: random.Random, answer: ev.StepDone) -> ev.StepDone:
-    """Return the answer with a row that has more tokens than its drafts allow, or more drafts than the plan allows."""
+    """Return the result with a row that has more tokens than its drafts allow, or more drafts than planned."""
     assert answer.counts is not None
     assert answer.draft_counts is not None
     at = rng.randrange(len(answer.rows))
@@ -70,7 +70,7 @@ def _with_wrong_counts(rng: random.Random, answer: ev.StepDone) -> ev.StepDone:
 
 
 def with_unknown_failure(rng: random.Random, answer: ev.StepDone) -> ev.StepDone:
-    """Return the answer with the failure of a row that does not exist; the core must ignore it."""
+    """Return the result with the failure of a nonexistent row, which the core must ignore."""
     kind = rng.choice(list(ev.FailureKind))
     made_up = ev.FailedRow(row=rng.choice((-1, 1 << 20)), generation=1, kind=kind, reason="made up")
     return dataclasses.replace(answer, failures=(*answer.failures, made_up))

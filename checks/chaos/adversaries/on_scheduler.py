@@ -189,7 +189,7 @@ class FalseFrontend(_InService):
             sampling=plan_pb2.SamplingParams(top_p=1, temperature=rng.random()).SerializeToString(),
             credit=4000,
         )
-        # A drain would stop the honest worker, because this front end may act as an operator.
+        # Do not send drains, because this front end may act as an operator and would stop the honest worker.
         looks = [
             _operator_request(1, admin_pb2.ListRequestsRequest(limit=5)),
             _operator_request(2, admin_pb2.GetStoryRequest(request_id="r")),
