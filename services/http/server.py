@@ -13,10 +13,12 @@ from typing import Any, cast
 import httptools
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.access.shares import Shares
 from services.access.tls import ServerTls, http_names
+from services.http.request_head import HeadError, check_head
 
 KEEP_ALIVE_S = 75
 """Maximum idle time of a connection, including the time before its first request, s. If the server closes a connection
@@ -120,6 +122,8 @@ class _Protocol(HttpToolsProtocol):
                 transport.abort()
         self._names = http_names(transport.get_extra_info("peercert"))
         self._in_head = self._in_message = self._refused = False
+        self._refusal = b""
+        """Error to send after the responses to earlier requests, before the connection is closed; empty if none."""
         self._num_messages = self._num_headers = 0
         self._head_bytes = 0
         """Bytes of the headers that the parser has found."""
@@ -193,6 +197,8 @@ class _Protocol(HttpToolsProtocol):
         self._parse_and_charge(data)
 
     def _parse(self, data: bytes) -> None:
+        if self._refused:
+            return
         self._unset_keepalive_if_required()
         before = self._num_messages
         try:
@@ -249,17 +255,16 @@ class _Protocol(HttpToolsProtocol):
         )
 
     def on_headers_complete(self) -> None:
-        """Start the body and the response.
-
-        RFC 9112 requires exactly one Host header in HTTP/1.1. If there are several, a gateway may use a different one
-        than this server.
-        """
+        """Start the body and the response."""
+        version = self.parser.get_http_version()
+        try:
+            self.url = check_head(version, self.url, self.headers)
+        except HeadError as error:
+            self._refuse(error.status, str(error))
+            raise _StopParsingError from None
         self._in_head = False
         self._stop_timer()
-        num_hosts = sum(name == b"host" for name, _ in self.headers)
-        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() == "1.1"):
-            self._refuse(400, f"request head: {num_hosts} Host headers; send one")
-            raise _StopParsingError
+        self.expect_100_continue &= version != "1.0"
         super().on_headers_complete()
         if self.cycle is not None and self.cycle not in self._unfinished:
             self._unfinished.append(self.cycle)
@@ -282,6 +287,9 @@ class _Protocol(HttpToolsProtocol):
         """End a response; the body of its request may not be complete."""
         self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         super().on_response_complete()
+        if self._refusal and not self._unfinished:
+            self._send_refusal()
+            return
         in_body = self._in_message and not self._in_head
         if in_body and self.cycle.response_complete and not self.transport.is_closing():
             self._stop_timer()
@@ -311,18 +319,60 @@ class _Protocol(HttpToolsProtocol):
         self._refuse(431, f"request head: too large; {what}")
 
     def _refuse(self, status: int, text: str) -> None:
-        """Send an error and close the connection; abort it if a response has begun or is pending."""
+        """Stop parsing. Send an error after the responses to earlier requests, and close the connection.
+
+        If the response to the refused request itself has begun, abort the connection.
+        """
         self._refused = True
         self._stop_timer()
-        if self.cycle is not None and not self.cycle.response_complete:
-            is_first = self._in_message and not self._in_head and not self.pipeline
-            if self.cycle.response_started or not is_first:
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
+        self._refusal = f"{head}content-length: {len(text)}\r\n\r\n{text}".encode()
+        if self._in_message and not self._in_head:
+            if self.cycle.response_complete:
+                self.transport.close()
+                return
+            if self.cycle.response_started:
                 self.transport.abort()
                 return
-            self.cycle.disconnected = True  # Drop the response of the handler.
-        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
-        self.transport.write(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
-        self.transport.close()
+            # Drop the response of the handler.
+            self._unfinished.remove(self.cycle)
+            if self.pipeline and self.pipeline[0][0] is self.cycle:
+                self.pipeline.popleft()
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if not self._unfinished:
+            self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(self._refusal)
+            self.transport.close()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        super()._start_asgi_task(cycle, _until_close(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+
+
+def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """Return the application for HTTP/1.0, which has no chunks: a body without a length ends with the connection.
+
+    uvicorn sends chunks to all clients. It sends other bodies if it knows how much is left of them.
+    """
+
+    async def run(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        has_length = True
+
+        async def send_unchunked(message: ASGISendEvent) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = None if has_length else False
+            elif message["type"] == "http.response.body" and not has_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_unchunked)
+
+    return run
 
 
 def _owner(peer: tuple[Any, ...] | None) -> str:

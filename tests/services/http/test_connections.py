@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -83,6 +84,76 @@ def test_a_short_pipeline_is_answered_in_order(tmp_path: Path) -> None:
             said = await sent(stack, GET * 5 + last)
             assert [said.count(each) for each in (b"HTTP/1.1 200", b"HTTP/1.1 404")] == [5, 1]
             assert said.rindex(b"HTTP/1.1 200") < said.index(b"HTTP/1.1 404")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        pytest.param(b"nonsense\r\n\r\n", 400, id="head"),
+        pytest.param(b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n", 505, id="version"),
+        pytest.param(CHUNKED + b"x\r\n", 400, id="body"),
+    ],
+)
+def test_requests_before_a_malformed_one_are_answered(tmp_path: Path, last: bytes, status: int) -> None:
+    """The error is the last answer. A client would otherwise repeat requests that have run."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            said = await sent(stack, GET * 3 + last)
+            assert [int(each[:3]) for each in said.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200, status]
+
+    asyncio.run(main())
+
+
+def test_a_malformed_body_ends_an_answer_that_has_begun(tmp_path: Path) -> None:
+    """A body whose request was answered early gets no second answer."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack, connected(stack) as (reader, writer):
+            unknown = CHUNKED.replace(b"/v1/completions", b"/unknown")
+            writer.write(unknown)
+            early = await reader.readuntil(b"}")
+            writer.write(b"x\r\n")
+            async with asyncio.timeout(PATIENCE_S):
+                late = await reader.read()
+            assert b"HTTP/1.1 404 " in early
+            assert b"HTTP/1.1" not in late
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_without_chunks_gets_the_body_until_the_end(tmp_path: Path, stream: bool) -> None:
+    """HTTP/1.0 has no transfer codings. A stream ends with the connection; other answers have a length."""
+    body = json.dumps({"prompt": "hi", "max_tokens": 4, "stream": stream}).encode()
+    head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            said = await sent(stack, head + body)
+            head_of_answer, _, rest = said.partition(b"\r\n\r\n")
+            assert head_of_answer.startswith(b"HTTP/1.1 200 ")
+            assert b"transfer-encoding" not in head_of_answer
+            assert b"connection: close" in head_of_answer
+            assert (b"content-length" in head_of_answer) != stream
+            assert rest.startswith(b"data: {" if stream else b"{")
+            assert rest.endswith(b"data: [DONE]\n\n" if stream else b"}")
+
+    asyncio.run(main())
+
+
+def test_the_host_of_an_absolute_target_is_checked(tmp_path: Path) -> None:
+    """On loopback, foreign names are refused, whatever the Host header says."""
+    foreign = GET.replace(b"/health", b"http://attacker.example/health")
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            assert (await sent(stack, foreign + b"\0")).startswith(b"HTTP/1.1 403 ")
+            assert (await sent(stack, GET.replace(b"/health", b"http://localhost/health") + b"\0")).startswith(
+                b"HTTP/1.1 200 "
+            )
 
     asyncio.run(main())
 
