@@ -30,6 +30,7 @@ from scheduler_svc.core.interface.effects import (
 from scheduler_svc.core.interface.errors import ProtocolViolationError
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import NoteKind, Notes, QueueNote
+from scheduler_svc.core.lifecycle.admission_control import largest_part
 from scheduler_svc.core.lifecycle.pressure import Pressure, pressure
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.lifecycle.statistics import RequestStats, SchedulerStats, forecast_stats, worker_stats
@@ -543,6 +544,8 @@ class Scheduler:
             model=service.model,
             max_model_len=service.max_model_len,
             block_size=service.block_size,
+            max_call_requests=largest_part(self._config.max_queued_requests),
+            max_call_tokens=largest_part(self._config.max_queued_tokens),
         )
 
     # ---------------------------------------------------------------- time

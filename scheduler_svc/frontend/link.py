@@ -239,6 +239,8 @@ class Outgoing:
         """Set the state of the service, and the log level if not empty."""
         self._message.state.ready = state.ready
         self._message.state.log_level = log_level
+        self._message.state.max_call_requests = state.max_call_requests
+        self._message.state.max_call_tokens = state.max_call_tokens
         if state.model is not None:
             self._message.state.model.CopyFrom(
                 link_pb2.ServedModel(

@@ -168,9 +168,10 @@ class Embedder:
         detokenizer = partial(self._services.tokenizer.detokenizer, skip_special_tokens=True)
         streams: list[Stream] = []
         live: list[Stream] = []
+        at_most = min(MAX_IN_PROGRESS, link.max_call_requests)
         try:
             while True:
-                while len(live) < MAX_IN_PROGRESS and (request := next(requests, None)) is not None:
+                while len(live) < at_most and (request := next(requests, None)) is not None:
                     streams.append(Stream(request, detokenizer(), wakeup.ring))
                     live.append(streams[-1])
                     link.submit(streams[-1])

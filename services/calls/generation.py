@@ -36,6 +36,8 @@ from services.requests.validation import (
     MAX_CHOICES,
     ValidRequest,
     check_log_size,
+    check_num_requests,
+    check_num_tokens,
     resolve_max_tokens,
     scores_prompt,
     validate,
@@ -115,6 +117,7 @@ class Generator:
                 self._services.model_format,
                 has_chat_template=self._services.tokenizer.has_chat_template,
             )
+            check_num_requests(valid.num_choices, self._services.link.max_call_requests)
             with (
                 self._live.track(caller.principal, valid.request_id),
                 record_outcome(
@@ -141,6 +144,7 @@ class Generator:
         tokenise_s = time.monotonic() - began
         if valid.truncate_prompt_tokens is not None:
             prompt = prompt[-min(valid.truncate_prompt_tokens, model.max_model_len - (valid.max_tokens or 1)) :]
+        check_num_tokens(valid.num_choices, len(prompt), services.link.max_call_tokens)
         if prompt_encoded is not None:
             prompt_encoded(prompt)
         wakeup = Wakeup()

@@ -150,7 +150,7 @@ class Scorer:
         part = replace(caller, operation=part_of(caller.operation, span_names.PROMPT))
         with request_span(self._services.tracer, caller.traceparent, caller.operation):
             calls = [self._pair(request, index, pair, part, judge) for index, pair in enumerate(pairs)]
-            answers = await run_together(calls, MAX_IN_PROGRESS)
+            answers = await run_together(calls, min(MAX_IN_PROGRESS, self._services.link.max_call_requests))
         return Scores(
             tuple(probability for probability, _ in answers),
             sum(usage.prompt_tokens for _, usage in answers),

@@ -17,6 +17,7 @@ from services.http.errors import with_http_names
 from services.http.identity import choose_model
 from services.http.prompts import Prepared, prepare_chat
 from services.http.schema import Body, ChatBody
+from services.requests.validation import check_num_requests
 from shared import span_names
 from shared.errors import QuireError
 
@@ -109,6 +110,13 @@ class Runner:
         Raises:
             QuireError: the request failed.
         """
+        if len(prepared) > 1:
+            first = prepared[0]
+            num_choices = first.request.sampling.n if first.request.sampling.HasField("n") else 1
+            try:
+                check_num_requests(num_choices, self._services.link.max_call_requests, num_prompts=len(prepared))
+            except QuireError as error:
+                raise with_http_names(error, first.names) from None
 
         async def send(prompt: int, message: v1.GenerateResponse) -> None:
             is_prompt = message.HasField("prompt")

@@ -14,6 +14,7 @@ Streams remain open; after `GIVE_UP_S` they end with an error.
 
 import asyncio
 import itertools
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -135,6 +136,16 @@ class CoreLink:
     def ready(self) -> bool:
         """Whether requests can be served now."""
         return self.connected and self._state.ready
+
+    @property
+    def max_call_requests(self) -> int:
+        """Maximum number of requests that one call can submit at a time."""
+        return self._state.max_call_requests or sys.maxsize
+
+    @property
+    def max_call_tokens(self) -> int:
+        """Maximum number of prompt tokens that several requests of one call can have together."""
+        return self._state.max_call_tokens or sys.maxsize
 
     @property
     def model(self) -> link_pb2.ServedModel | None:

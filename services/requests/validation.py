@@ -191,6 +191,39 @@ def resolve_max_tokens(
     return max_tokens
 
 
+def check_num_requests(num_choices: int, limit: int, *, num_prompts: int = 1) -> None:
+    """Check that the requests of a call, one for each choice of each prompt, can wait together.
+
+    Args:
+        num_choices: choices of each prompt.
+        limit: maximum number of requests of a call.
+        num_prompts: prompts of the call.
+
+    Raises:
+        InvalidRequestError: the scheduler could never accept all of them.
+    """
+    if num_choices * num_prompts <= limit:
+        return
+    room = f"but at most {limit} requests of a tenant can wait (max_queued_requests)"
+    if num_choices == 1:
+        raise InvalidRequestError(FieldViolation("input", f"{num_prompts} prompts, {room}; use several calls"))
+    prompts = "" if num_prompts == 1 else f" for each of {num_prompts} prompts"
+    what = f"{num_choices} choices{prompts}, {room}; use fewer choices, or several calls"
+    raise InvalidRequestError(FieldViolation("sampling.n", what))
+
+
+def check_num_tokens(num_choices: int, num_prompt_tokens: int, limit: int) -> None:
+    """Check that all choices of a prompt can wait together; `limit` is the maximum number of their prompt tokens.
+
+    Raises:
+        InvalidRequestError: the scheduler could never accept all of them.
+    """
+    if num_choices > 1 and num_choices * num_prompt_tokens > limit:
+        what = f"{num_choices} choices of a prompt with {num_prompt_tokens} tokens"
+        room = f"but at most {limit} tokens of a tenant can wait (max_queued_tokens)"
+        raise InvalidRequestError(FieldViolation("sampling.n", f"{what}, {room}; use fewer choices, or several calls"))
+
+
 def check_log_size(valid: ValidRequest, spec: RequestSpec) -> None:
     """Check that the log of a resumable request, with all log-probabilities, fits into a frame of the link.
 

@@ -342,6 +342,16 @@ def test_a_tenant_with_any_number_of_requests_leaves_room_in_the_queue(
     assert cluster.submit(1000, [1] * 10, 2, tenant="other").end is None
 
 
+@pytest.mark.parametrize("size", [1, 8, 9, 30, 200])
+def test_front_ends_learn_how_much_of_the_queue_one_call_can_use(size: int) -> None:
+    """It is what one tenant can use of an empty queue, so that a call with more can be refused at once."""
+    cluster = Cluster(max_queued_requests=size)
+
+    accepted = sum(cluster.submit(stream, [1], 2, tenant="only").end is None for stream in range(size + 1))
+
+    assert cluster.core.service_state().max_call_requests == accepted
+
+
 def test_greedy_tenants_come_to_hold_equal_parts_of_the_queue() -> None:
     """Each refills what it lost, and the oldest leave. At the end the parts differ by eight requests at most."""
     size = 200

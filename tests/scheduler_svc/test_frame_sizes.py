@@ -317,7 +317,10 @@ def test_no_frame_to_a_front_end_is_too_large(parts: list[tuple[str, int]]) -> N
                 log = _log(f"r{number}", size // 4)
                 outgoing.add_resume(ef.ResumeAnswered(frontend=FRONTEND, number=number, log=log))
             case "state":
-                outgoing.set_state(ef.ServiceChanged(ready=True, model=None, max_model_len=1, block_size=1), "")
+                state = ef.ServiceChanged(
+                    ready=True, model=None, max_model_len=1, block_size=1, max_call_requests=1, max_call_tokens=1
+                )
+                outgoing.set_state(state, "")
             case "snapshot":
                 outgoing.set_snapshot(number, [link_pb2.MetricFamily(help="x" * size)])
     frames = outgoing.encode(3)

@@ -12,7 +12,7 @@ from scheduler_svc.frontend.hub import FrontendHub
 from shared.frames import LINK_MAX_MESSAGE
 from shared.sockets import connect_dealer, receive_from
 
-STATE = ef.ServiceChanged(ready=True, model=None, max_model_len=0, block_size=0)
+STATE = ef.ServiceChanged(ready=True, model=None, max_model_len=0, block_size=0, max_call_requests=0, max_call_tokens=0)
 
 
 def test_a_front_end_that_talks_and_never_reads_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

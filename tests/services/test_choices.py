@@ -3,11 +3,12 @@
 import asyncio
 from pathlib import Path
 
+import grpc
 import pytest
 
 from protos.quire.plan.v1 import plan_pb2
 from quire.v1 import generation_pb2 as v1
-from tests.services.stack import running_stack, tokens_request
+from tests.services.stack import TestCore, running_stack, tokens_request
 from tests.services.tokenizers_for_tests import byte_level
 
 FOX = byte_level().encode("the fox ", add_special_tokens=False).ids
@@ -113,5 +114,70 @@ def test_a_prompt_is_cut_from_the_left(tmp_path: Path) -> None:
 
             assert list(answer.choices[0].token_ids) == FOX[-2:]
             assert answer.usage.prompt_tokens == 2
+
+    asyncio.run(main())
+
+
+class SmallCore(TestCore):
+    """A core whose queue has room for 20 requests or 100 tokens of a tenant."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._state.max_call_requests, self._state.max_call_tokens = 20, 100
+
+
+@pytest.mark.parametrize(
+    ("num_choices", "prompt", "reason"),
+    [
+        (21, FOX, "21 choices, but at most 20 requests of a tenant can wait (max_queued_requests); use fewer choices"),
+        (
+            2,
+            [5] * 51,
+            "2 choices of a prompt with 51 tokens, but at most 100 tokens of a tenant can wait (max_queued_tokens)",
+        ),
+    ],
+)
+def test_more_choices_than_can_wait_are_refused_at_once(
+    tmp_path: Path, num_choices: int, prompt: list[int], reason: str
+) -> None:
+    """A retry would fail as well, so the error is not one of those that clients retry. Nothing is submitted."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=SmallCore) as stack:
+            request = tokens_request(*prompt, max_tokens=1)
+            request.sampling.n = num_choices
+            with pytest.raises(grpc.RpcError) as refused:
+                await stack.generation.GenerateOnce(v1.GenerateOnceRequest(request=request))
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert f"sampling.n: {reason}" in str(refused.value.details())
+
+            body = {"prompt": prompt, "n": num_choices, "max_tokens": 1}
+            answer = await stack.http.post("/v1/completions", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "n")
+            assert f"n: {reason}" in error["message"]
+            assert "retry-after" not in answer.headers
+            assert not stack.core.submissions
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "num_choices", "reason"),
+    [
+        (8, 3, "n: 3 choices for each of 8 prompts, but at most 20 requests of a tenant can wait"),
+        (21, 1, "prompt: 21 prompts, but at most 20 requests of a tenant can wait"),
+        (20, 1, ""),
+    ],
+)
+def test_the_prompts_of_a_call_count_together(tmp_path: Path, num_prompts: int, num_choices: int, reason: str) -> None:
+    """Each choice of each prompt is a request. A call with as many as can wait is served."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path, core=SmallCore) as stack:
+            body = {"prompt": ["a"] * num_prompts, "n": num_choices, "max_tokens": 1}
+            answer = await stack.http.post("/v1/completions", json=body)
+            assert answer.status_code == (400 if reason else 200)
+            assert not reason or reason in answer.json()["error"]["message"]
 
     asyncio.run(main())

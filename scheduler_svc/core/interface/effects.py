@@ -96,6 +96,10 @@ class ServiceChanged:
     model: ModelFacts | None
     max_model_len: int
     block_size: int
+    max_call_requests: int
+    """Maximum number of requests that one call can submit."""
+    max_call_tokens: int
+    """Maximum number of prompt tokens that the requests of a call with several can have together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,11 @@ _SHARE = 8
 """Maximum ratio of a tenant's part of the queue to the free part."""
 
 
+def largest_part(limit: int) -> int:
+    """Return how much of an empty queue with this limit one tenant can use."""
+    return min(limit, _SHARE * (limit + 1) // (_SHARE + 1))
+
+
 class TurnedAway(NamedTuple):
     """Why a request ends on arrival."""
 

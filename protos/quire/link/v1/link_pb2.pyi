@@ -853,10 +853,18 @@ class ServiceState(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     LOG_LEVEL_FIELD_NUMBER: _builtins.int
+    MAX_CALL_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_CALL_TOKENS_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether there is a usable worker."""
     log_level: _builtins.str
     """Log level of the front end. Empty: unchanged."""
+    max_call_requests: _builtins.int
+    """Maximum number of requests that one call can submit: the part of the waiting queue that one tenant can use. 0: unknown."""
+    max_call_tokens: _builtins.int
+    """Maximum number of prompt tokens that the requests of one call can have together. It does not apply to a call with one
+    request. 0: unknown.
+    """
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """The served model; absent until the first worker has joined."""
@@ -867,10 +875,12 @@ class ServiceState(_message.Message):
         ready: _builtins.bool = ...,
         model: Global___ServedModel | None = ...,
         log_level: _builtins.str = ...,
+        max_call_requests: _builtins.int = ...,
+        max_call_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_level", b"log_level", "model", b"model", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_level", b"log_level", "max_call_requests", b"max_call_requests", "max_call_tokens", b"max_call_tokens", "model", b"model", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
