@@ -8,17 +8,30 @@ import numpy as np
 import pytest
 
 from checks.planted.bug import bug, wrap
-from checks.sim.aims import both, with_faults, with_few_words, with_limits, with_traffic
+from checks.sim.aims import (
+    both,
+    with_drafts,
+    with_faults,
+    with_few_words,
+    with_limits,
+    with_state,
+    with_swaps,
+    with_traffic,
+)
 from checks.sim.faults import Fault
+from scheduler_svc.core.interface.events import WorkerHello
 from scheduler_svc.core.memory import token_facts
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.partial_blocks import PartialBlocks
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.recency import RecencyQueue
+from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.planning.planner import Planner
 from scheduler_svc.core.planning.row_failures import judge
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers import worker
+from scheduler_svc.core.workers.fleet import Fleet
+from scheduler_svc.core.workers.speculation import Speculation
 from scheduler_svc.core.workers.worker import Worker
 
 
@@ -197,6 +210,42 @@ def mean_begins_in_the_middle(patch: pytest.MonkeyPatch) -> None:
         return found
 
     wrap(patch, Worker, "match", from_the_cache)
+
+
+@bug("state.prefix", aim=both(with_few_words, with_state))
+def state_is_shared(patch: pytest.MonkeyPatch) -> None:
+    """Requests of a model with recurrent state begin with the cached part of their prompt."""
+
+    def sharing(join: Any, self: Fleet, hello: WorkerHello) -> Any:
+        joined = join(self, hello)
+        joined.shares_prefixes = True
+        return joined
+
+    wrap(patch, Fleet, "join", sharing)
+
+
+@bug("state.prefix", aim=both(with_swaps, with_state))
+def state_is_swapped(patch: pytest.MonkeyPatch) -> None:
+    """Preempted requests of a model with recurrent state continue from their swapped KV."""
+
+    def swapping(join: Any, self: Fleet, hello: WorkerHello) -> Any:
+        joined = join(self, hello)
+        joined.swap = SwapSpace(hello.num_host_blocks)
+        return joined
+
+    wrap(patch, Fleet, "join", swapping)
+
+
+@bug("state.prefix", aim=both(with_drafts, with_state))
+def state_is_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a model with recurrent state verify drafts."""
+
+    def drafting(join: Any, self: Fleet, hello: WorkerHello) -> Any:
+        joined = join(self, hello)
+        joined.speculation = Speculation(hello.max_draft_tokens, joined.costs)
+        return joined
+
+    wrap(patch, Fleet, "join", drafting)
 
 
 @bug("evict.order", aim=both(with_limits(prefix_cache="hash", num_workers=1), with_faults(), with_traffic(families=4)))

@@ -115,6 +115,12 @@ def with_swaps(scenario: Scenario) -> Scenario:
     return dataclasses.replace(scenario, workers=workers, pace=pace)
 
 
+def with_state(scenario: Scenario) -> Scenario:
+    """Workers whose model has recurrent state nevertheless offer drafts and host blocks."""
+    sizes = [dataclasses.replace(size, max_draft_tokens=4, num_host_blocks=400) for size in scenario.workers]
+    return dataclasses.replace(scenario, workers=tuple(sizes), state_bytes=64)
+
+
 def with_few_words(scenario: Scenario) -> Scenario:
     """Use repetitive prompts and a prefix cache."""
     return dataclasses.replace(
@@ -442,6 +448,8 @@ AIMS: tuple[tuple[str, Aim], ...] = (
     ("drafts", with_drafts_and_a_rate),
     ("drafts and swaps", both(with_drafts, with_swaps)),
     ("swaps", both(with_swaps, with_faults(Fault.CRASH, Fault.FAILED_ROW, Fault.CANCEL, per_step=0.02))),
+    ("recurrent state", both(with_few_words, with_state, with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
+    ("recurrent state and little memory", both(with_swaps, with_state)),
     ("urgent requests", with_little_memory),
     ("few words", with_few_words),
     ("parts of blocks", both(with_few_words, with_limits(prefix_cache="radix"))),

@@ -112,6 +112,13 @@ class Scenario:
     """Number of events between two checks of the core's internal invariants."""
     compares: bool = False
     """Whether pairs of simulations of the seed are compared as well; see `twins`."""
+    state_bytes: int = 0
+    """Size of a row's recurrent state; 0 if the model has only KV."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows may begin with computed tokens of other rows."""
+        return self.config.prefix_cache != "off" and not self.state_bytes
 
 
 def draw(seed: int, *, faults: bool = True) -> Scenario:
@@ -138,9 +145,15 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         traffic=_with_extras(_draw_traffic(rng, step, context, max_num_seqs, len(workers)), seed),
         faults=_with_poison(draw_rates(rng, step), seed) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((32, 64, 128)),
+        state_bytes=_draw_state(seed),
     )
     compares = random.Random(f"twins of {seed}").random() < _COMPARED_SHARE
     return replace(_with_thresholds(_with_target(_with_room(scenario, context))), compares=compares)
+
+
+def _draw_state(seed: int) -> int:
+    """Draw the recurrent state of the model. One world in eight has some."""
+    return 64 if random.Random(f"state of {seed}").random() < 1 / 8 else 0
 
 
 def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:

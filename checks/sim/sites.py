@@ -121,6 +121,7 @@ class Site:
             fingerprint=self.fingerprint,
             num_host_blocks=size.num_host_blocks,
             break_even_context=size.break_even_context,
+            state_bytes=self._world.scenario.state_bytes,
             max_draft_tokens=size.max_draft_tokens,
             rng=random.Random(f"drafts of {peer!r}"),
             copy_s=self._world.scenario.pace.copy,

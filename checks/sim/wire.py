@@ -133,7 +133,7 @@ def _hello(event: ev.WorkerHello) -> plan_pb2.Hello:
     hello.model.name, hello.model.architecture, hello.model.dtype = model.name, model.architecture, model.dtype
     hello.model.fingerprint, hello.model.max_model_len = model.fingerprint, model.max_model_len
     hello.model.vocab_size, hello.model.hidden_size = model.vocab_size, model.hidden_size
-    hello.model.break_even_context = model.break_even_context
+    hello.model.break_even_context, hello.model.state_bytes = model.break_even_context, model.state_bytes
     hello.model.eos_token_ids.extend(model.eos_token_ids)
     return hello
 

@@ -15,6 +15,9 @@ By induction, no slot that a row relies on ever changes.
 With `max_draft_tokens`, decode rows also verify drafts. The generator decides how many drafts are proposed and which of
 them equal the row's next tokens. The KV of a rejected draft is invalid, and must be written again before it is read.
 
+With `state_bytes`, a row also has a recurrent state: the value of the sequence up to its newest computed token. Each
+token of a row reads and replaces it. The state stays in the row's place when the row leaves.
+
 Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails as well. Without
 it, only their sampling fails. After the scheduler knows of a failure with NaN, no row may get KV that the failed row
 wrote.
@@ -97,6 +100,7 @@ class ModelWorker:
     max_model_len: int = 4096
     fingerprint: str = "f"
     break_even_context: int = 0
+    state_bytes: int = 0
     epoch: int = 0
     last_step: int = 0
     answered_step: int = 0
@@ -124,6 +128,8 @@ class ModelWorker:
     """Per block, the last step that used it; tables that merely still name the block do not count."""
     _spoils: dict[int, Spoil] = field(default_factory=dict)
     """Blocks with an invalid slot; host blocks are numbered after the device blocks."""
+    _states: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By row index: the number of tokens in the recurrent state, and the value of the sequence up to them."""
 
     def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
         """Return the worker's first message."""
@@ -140,6 +146,7 @@ class ModelWorker:
                 eos_token_ids=(),
                 hidden_size=1,
                 break_even_context=self.break_even_context,
+                state_bytes=self.state_bytes,
             ),
             block_size=self.block_size,
             num_blocks=self.num_blocks,
@@ -156,6 +163,7 @@ class ModelWorker:
         self.rows.clear()
         self._generations.clear()
         self._spoils.clear()
+        self._states.clear()
         # Host blocks are numbered after the device blocks.
         num_all = self.num_blocks + self.num_host_blocks
         self._values = [_NOTHING] * (num_all * self.block_size)
@@ -374,6 +382,8 @@ class ModelWorker:
         row.computed += length
         if row.computed > self.max_model_len:
             raise ViolationError("plan.length", f"token {row.computed} of at most {self.max_model_len}", row.name)
+        if self.state_bytes:
+            self._advance_state(row, position)
         while position < row.computed:
             number, offset = divmod(position, size)
             if number >= len(row.blocks):
@@ -391,6 +401,18 @@ class ModelWorker:
                 self._values[slot : slot + count] = [_SPOILT] * count
                 self._spoils[block] = row.spoil
             position += count
+
+    def _advance_state(self, row: Row, start: int) -> None:
+        """Compute the row's recurrent state for its tokens from `start`; a row that begins has none."""
+        expected = (start, row.values[start - 1])
+        if start and self._states.get(row.index) != expected:
+            num_tokens = self._states.get(row.index, (0, EMPTY))[0]
+            raise ViolationError(
+                "state.prefix",
+                f"the state of row {row.index} is not that of its first {start} tokens; it has {num_tokens} tokens",
+                row.name,
+            )
+        self._states[row.index] = (row.computed, row.values[row.computed - 1])
 
     def _next_token(self, row: Row) -> int:
         return token_after(row.values[-1])
@@ -420,6 +442,8 @@ class ModelWorker:
             if self._writer[block] is not row:
                 raise ViolationError("kv.exclusive", f"a draft in block {block}, which is shared", row.name)
             self._values[block * self.block_size + position % self.block_size] = _REJECTED
+        if self.state_bytes and num_drafts > num_accepted:
+            self._states[row.index] = (row.computed + num_drafts - num_accepted, _REJECTED)
         return num_accepted
 
     def _read_prefix(self, row: Row, given: int) -> None:

@@ -263,6 +263,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
             eos_token_ids=tuple(model.eos_token_ids),
             hidden_size=model.hidden_size,
             break_even_context=model.break_even_context,
+            state_bytes=model.state_bytes,
         ),
         block_size=hello.block_size,
         num_blocks=hello.num_blocks,

@@ -177,6 +177,8 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
         raise PlanError("admission: the prompt is longer than the tokens sent")
     if message.num_computed_tokens >= len(tokens):
         raise PlanError("admission: all tokens are computed already; at least one must remain")
+    if message.num_computed_tokens and limits.state_bytes:
+        raise PlanError("admission: recurrent state begins with the first token, but some tokens are computed already")
     sampling, fault = _sampling(message.sampling, limits)
     return Admission(
         row=row,

@@ -35,6 +35,7 @@ def encode_hello(identity: Identity, incarnation: int, reason: HelloReason) -> p
             eos_token_ids=identity.eos_token_ids,
             hidden_size=limits.hidden_size,
             break_even_context=identity.break_even_context,
+            state_bytes=limits.state_bytes,
         ),
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,

@@ -57,7 +57,8 @@ class PrefixesAreShared(Promise):
     """Cached tokens are used as the configuration says, and only those computed under the same salt."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
-        if len(plan.copy_sources) and self.config.prefix_cache != "radix":
+        copies = self.world.scenario.shares_prefixes and self.config.prefix_cache == "radix"
+        if len(plan.copy_sources) and not copies:
             raise ViolationError("prefix.copy", f"blocks are copied under {self.config.prefix_cache}")
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
@@ -67,7 +68,7 @@ class PrefixesAreShared(Promise):
         if stream.demand.scored and not plan.swap_ins:
             raise ViolationError("prefix.whole", f"{num_cached} cached tokens", stream.name)
         self.seen(Limit.SHARED)
-        if self.config.prefix_cache == "off" and not plan.swap_ins:
+        if not self.world.scenario.shares_prefixes and not plan.swap_ins:
             raise ViolationError("prefix.off", f"{num_cached} cached tokens", stream.name)
         num_full, rest = divmod(num_cached, epoch.model.block_size)
         self._check_salt(stream, row.blocks[:num_full], epoch)

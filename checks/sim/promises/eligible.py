@@ -158,7 +158,7 @@ class Eligibility(Promise):
 
     def _shared_block(self, stream: Stream, epoch: Epoch) -> list[int] | None:
         """Return the tokens of the first block that a stream can share; None if it shares none."""
-        if self.config.prefix_cache == "off" or stream.demand.scored or stream.demand.pooling is Pooling.MEAN:
+        if not self.world.scenario.shares_prefixes or stream.demand.scored or stream.demand.pooling is Pooling.MEAN:
             return None
         first = stream.first_tokens(epoch.model.block_size)
         return first if len(first) == epoch.model.block_size else None

@@ -57,7 +57,7 @@ class LeastRecentlyUsedGoFirst(Promise):
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
-        self._applies = self.config.prefix_cache == "hash"
+        self._applies = self.world.scenario.shares_prefixes and self.config.prefix_cache == "hash"
         self._blocks: dict[Epoch, _Blocks] = {}
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:

@@ -104,6 +104,11 @@ class ModelFacts:
     """Context length in tokens at which a token's attention costs as much as its products with the weights. 0 if the
     cost of attention does not grow with the context.
     """
+    state_bytes: int = 0
+    """Size of a row's recurrent state in bytes; 0 if a row has only KV.
+
+    The state exists only at the row's newest computed token, so no row can begin with computed tokens or go back.
+    """
 
 
 class HelloReason(enum.Enum):

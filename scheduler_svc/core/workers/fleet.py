@@ -153,7 +153,11 @@ class Fleet:
         self._model = hello.model
         self._block_size = hello.block_size
         max_model_len = min(hello.model.max_model_len, num_blocks * hello.block_size, MAX_SERVED_SEQUENCE)
-        partial = PartialBlocks(num_blocks, hello.block_size) if config.prefix_cache == "radix" else None
+        # A recurrent state cannot be shared, copied or rolled back. Such a row is always computed from its first token.
+        is_recurrent = hello.model.state_bytes > 0
+        shares_prefixes = config.prefix_cache != "off" and not is_recurrent
+        copies_parts = shares_prefixes and config.prefix_cache == "radix"
+        partial = PartialBlocks(num_blocks, hello.block_size) if copies_parts else None
         costs = CostModel()
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,
@@ -166,11 +170,11 @@ class Fleet:
             pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts)),
             costs=costs,
             timing=PlanTiming(),
-            speculation=Speculation(hello.max_draft_tokens, costs),
+            speculation=Speculation(0 if is_recurrent else hello.max_draft_tokens, costs),
             capacity=Capacity(config.capacity, num_blocks),
             gate=BatchGate(config.batching),
-            shares_prefixes=config.prefix_cache != "off",
-            swap=SwapSpace(hello.num_host_blocks),
+            shares_prefixes=shares_prefixes,
+            swap=SwapSpace(0 if is_recurrent else hello.num_host_blocks),
             protocol_version=hello.protocol_version,
             device=hello.device,
             pid=hello.pid,

@@ -374,6 +374,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     BREAK_EVEN_CONTEXT_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the model in requests."""
     architecture: _builtins.str
@@ -394,6 +395,10 @@ class ModelInfo(_message.Message):
     """Context length in tokens at which a token's attention needs as many operations as its matrix products. 0: attention
     does not grow with the context, or not known.
     """
+    state_bytes: _builtins.int
+    """Bytes of a row's recurrent state, which exists only at the row's newest computed token. 0: a row has only KV. Above
+    0, a row is admitted without computed tokens, and it verifies no drafts.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -410,10 +415,11 @@ class ModelInfo(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         hidden_size: _builtins.int = ...,
         break_even_context: _builtins.int = ...,
+        state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "break_even_context", b"break_even_context", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "break_even_context", b"break_even_context", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "name", b"name", "state_bytes", b"state_bytes", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
