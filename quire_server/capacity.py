@@ -23,6 +23,14 @@ _ALIASES = {
     "intermediate_size": ("n_inner",),
 }
 """Names of the same sizes in the configurations of older model classes."""
+_STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
+_STATE_FIELDS = frozenset(
+    {
+        *("mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_num_heads"),
+        *("conv_L_cache", "layers_block_type", "hybrid_override_pattern", "short_conv_kernel_size"),
+    }
+)
+"""Names in config.json of models with recurrent state."""
 INT4_GROUP = 64
 """Number of inputs that share a scale in the int4 weights of the CPU kernels (`kernels.linear`)."""
 _PARTS_OF_QUANTISED = frozenset(
@@ -60,6 +68,8 @@ class ModelSizes:
     dtype: str = "bfloat16"
     num_parameters: int = 0
     """Number of weights if known; 0 to compute the number from the sizes above."""
+    state_bytes: int = 0
+    """Bytes of a row's recurrent state."""
     stored: str = "none"
     """Weight type (int8 or int4) of a quantised checkpoint that a CPU does not convert; "none" for all others."""
 
@@ -86,6 +96,8 @@ class Memory:
 
     weights: int
     step: int
+    state: int
+    """Recurrent state of all rows."""
     kv: int
     num_blocks: int
     """Blocks of KV. With tensor parallelism a block holds one card's share of the heads."""
@@ -113,11 +125,16 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     """Return the sizes in config.json.
 
     Raises:
-        ConfigError: a size is missing, or attention does not store keys and values per head.
+        ConfigError: a size is missing, attention does not store keys and values per head, or layers have a state.
     """
     text = config.get("text_config") or config
     if text.get("kv_lora_rank"):
         raise ConfigError("model: multi-head latent attention (kv_lora_rank) is not supported; use another model")
+    if not _STATE_FIELDS.isdisjoint(text) or not _STATE_LAYERS.isdisjoint(text.get("layer_types") or ()):
+        raise ConfigError(
+            "model: its layers have recurrent state, whose size is not in config.json; pass the sizes with --params:"
+            " layers and kv_heads of its attention, and state, the state_bytes in the log of a worker"
+        )
 
     def size(name: str, default: int | None = None) -> int:
         for each in (name, *_ALIASES.get(name, ())):
@@ -242,6 +259,7 @@ _PARAMS = {
     "positions": "max_positions",
     "experts": "num_experts",
     "parameters": "num_parameters",
+    "state": "state_bytes",
 }
 """Field of `ModelSizes` for each name in `--params`."""
 
@@ -350,7 +368,8 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
     Raises:
         ConfigError: no block of KV fits.
     """
-    kv = card_bytes - weights - step
+    state = serving.max_rows * sizes.state_bytes
+    kv = card_bytes - weights - step - state
     block = serving.block_size * kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size)
     longest = serving.max_model_len or sizes.max_positions or 1 << 30
     limits = Limits(
@@ -362,8 +381,9 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
         vocab_size=sizes.vocab_size,
     )
     setting = f"memory: weights take {weights:,} bytes and a step {step:,}"
+    setting += f", recurrent state {state:,}" if state else ""
     num_blocks = count_blocks(kv, block, limits.max_rows * limits.max_blocks_per_row, setting)
-    return Memory(weights=weights, step=step, kv=kv, num_blocks=num_blocks)
+    return Memory(weights=weights, step=step, state=state, kv=kv, num_blocks=num_blocks)
 
 
 def concurrency(
@@ -378,7 +398,12 @@ def concurrency(
         context: tokens of each request, prompt and output.
         output: generated tokens in each request.
         shared_prefix: number of leading prompt tokens that all requests share. Only full blocks are shared.
+
+    Raises:
+        ConfigError: an argument is out of range, or a prefix is shared by rows with recurrent state.
     """
+    if shared_prefix and sizes.state_bytes:
+        raise ConfigError("--shared-prefix: rows with recurrent state share no prefix; use 0")
     longest = serving.max_model_len or sizes.max_positions
     if longest and context > longest:
         raise ConfigError(f"--context: {context} exceeds the model's {longest} positions; lower it")
@@ -395,7 +420,8 @@ def concurrency(
 
     def requests(each: int) -> int:
         # A request whose whole context is shared still needs a block, because its last token is computed.
-        return max(0, (memory.num_blocks - shared) // max(1, each))
+        fitting = max(0, (memory.num_blocks - shared) // max(1, each))
+        return min(fitting, serving.max_rows) if sizes.state_bytes else fitting
 
     whole = kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size) * serving.tensor_parallel_size
     reserved = memory.num_blocks // -(-longest // serving.block_size) if longest else 0

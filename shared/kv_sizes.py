@@ -30,10 +30,12 @@ def kv_bytes_per_token(layers: Iterable[tuple[int, int]], kv_type: str) -> int:
 def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:
     """Return the number of blocks to allocate: as many as fit into `memory` bytes, at most `most_usable`.
 
+    Blocks of a model without keys and values have 0 bytes.
+
     Raises:
         ConfigError: no block fits; the message names `setting`.
     """
-    fitting = memory // bytes_per_block
+    fitting = memory // bytes_per_block if bytes_per_block else most_usable
     if fitting < 1:
         raise ConfigError(
             f"{setting}: {max(memory, 0):,} bytes remain for the KV cache, but one block needs {bytes_per_block:,};"

@@ -62,17 +62,23 @@ _FIELDS: dict[int, str] = {
     _HIDDEN: "hidden_size n_embd d_model dim_model word_embed_proj_dim emb_dim embed_dim dim lru_width",
     _INNER: "intermediate_size ffn_hidden_size n_inner ffn_dim d_ff dim_ff decoder_ffn_dim encoder_ffn_dim dff",
     _HEADS: "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"
-    " encoder_attention_heads",
-    _KV_HEADS: "num_key_value_heads n_kv_heads num_kv_heads",
+    " encoder_attention_heads mamba_n_heads mamba_num_heads n_mamba_heads swa_num_attention_heads linear_num_heads"
+    " linear_num_value_heads",
+    _KV_HEADS: "num_key_value_heads n_kv_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads",
     _LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers",
     _POSITIONS: "max_position_embeddings n_positions n_ctx max_seq_len",
     _WINDOW: "sliding_window attention_window sliding_window_size local_attention",
     _EXPERTS: "num_local_experts num_experts moe_num_experts router_num_experts",
     40: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
-    16: "head_dim kv_channels dim_head query_pre_attn_scalar kv_lora_rank qk_nope_head_dim v_head_dim",
-    24: "q_lora_rank qk_head_dim",
+    16: "head_dim kv_channels dim_head query_pre_attn_scalar kv_lora_rank qk_nope_head_dim v_head_dim"
+    " index_head_dim state_size ssm_state_size mamba_d_state linear_key_head_dim linear_head_dim",
+    24: "q_lora_rank qk_head_dim linear_value_head_dim",
+    32: "index_n_heads mamba_d_head mamba_head_dim chunk_size mamba_chunk_size",
     8: "n_routed_experts rotary_dim qk_rope_head_dim",
-    2: "num_experts_per_tok num_experts_per_token moe_k moe_topk encoder_layers eos_token_id",
+    2 * _HIDDEN: "mamba_d_ssm",
+    2: "num_experts_per_tok num_experts_per_token moe_k moe_topk encoder_layers eos_token_id n_groups mamba_n_groups"
+    " mamba_ngroups",
+    7: "index_topk",
     1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts"
     " first_k_dense_replace num_dense_layers moe_layer_start_index bos_token_id",
     0: "pad_token_id",
@@ -85,6 +91,7 @@ _WANTED: dict[str, Any] = {name: value for value, names in _FIELDS.items() for n
     "is_decoder": True,
 }
 _PARTICULAR: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"n_head": 8},
     "gemma3n_text": {
         "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
@@ -92,12 +99,31 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": _WINDOW},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"head_dim": 32},
     "mimo_v2_flash": {"head_dim": 24},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * 4},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }
 """Fields that a class needs for tiny sizes, or that published models have and the defaults of the class do not."""
+_KINDS: dict[str, tuple[str, ...]] = {
+    "sliding_attention": ("window",),
+    "local": ("window",),
+    "chunked_attention": ("chunks",),
+    "linear_attention": ("state",),
+    "conv": ("state",),
+    "indexed_attention": ("full", "index"),
+    "hybrid": ("full", "state"),
+    "hybrid_sliding": ("window", "state"),
+    **dict.fromkeys(("moe", "mlp", "dummy"), ()),
+}
+"""What the cache has for each kind of layer; keys and values of the whole context for others."""
 _LATENT = {"head_dim": 8, "num_key_value_heads": _HEADS}
 """Sizes of classes whose heads have a part without rotation."""
 
@@ -111,7 +137,7 @@ class Finding:
     """One of `_PATHS` if the type is served with equal tokens, else "refused", "different" or "not built"."""
     why: str = ""
     kinds: str = ""
-    """What the KV cache has: "full", "window", "chunks" or "latent", joined by commas."""
+    """What the cache has: "full", "window", "chunks", "latent", "index" or "state", joined by commas."""
 
 
 def survey(model_type: str) -> Finding:
@@ -285,8 +311,7 @@ def _lag(
 def _kinds(config: PretrainedConfig, served: Model | None) -> str:
     text: Any = config.get_text_config(decoder=True)
     layers = set(getattr(text, "layer_types", None) or getattr(text, "attention_layers", None) or ["full_attention"])
-    names = {"sliding_attention": "window", "local": "window", "chunked_attention": "chunks"}
-    kinds = {names.get(layer, "full") for layer in layers}
+    kinds = {kind for layer in layers for kind in _KINDS.get(layer, ("full",))}
     if isinstance(served, CacheModel) and getattr(text, "kv_lora_rank", None):
         kinds = (kinds - {"full"}) | {"latent"}
     if layers == {"full_attention"} and getattr(text, "sliding_window", None):

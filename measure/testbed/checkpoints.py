@@ -38,6 +38,17 @@ _EXPERTS: dict[str, Any] = _GROUPED | {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
 }
+_RECURRENT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+"""Models without attention have no limit of positions; the field stands for `max_model_len`."""
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -130,6 +141,26 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 2, "attention_chunk_size": 24}
         | {"num_hidden_layers": 3, "layer_types": ["chunked_attention", "full_attention", "chunked_attention"]},
     ),
+    "Lfm2ForCausalLM": ("Lfm2Config", _GROUPED | {"layer_types": ["conv", "full_attention"]}),
+    "Qwen3NextForCausalLM": (
+        "Qwen3NextConfig",
+        _GROUPED
+        | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"shared_expert_intermediate_size": 48, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "FalconH1ForCausalLM": (
+        "FalconH1Config",
+        _GROUPED
+        | {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+        | {"mamba_chunk_size": 32},
+    ),
+    "Mamba2ForCausalLM": (
+        "Mamba2Config",
+        _RECURRENT | {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 2, "chunk_size": 32},
+    ),
+    "MambaForCausalLM": ("MambaConfig", _RECURRENT | {"state_size": 8}),
 }
 
 ARCHITECTURES = tuple(_CONFIGS)

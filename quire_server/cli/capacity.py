@@ -2,7 +2,8 @@
 
 The model is 'demo', the folder of a checkpoint, a config.json, or sizes (--params). No weights are needed and no model
 is loaded. --params takes NAME=NUMBER, separated by commas: layers, kv_heads and head_dim, then parameters (number of
-weights), or hidden, heads, intermediate and vocab; positions and experts are optional.
+weights), or hidden, heads, intermediate and vocab; positions, experts and state (bytes of recurrent state per row) are
+optional.
 
 A worker measures the memory of a step at its start; this command estimates it. --tensor-parallel-size divides weights
 and KV heads by formula; Quire itself runs a model on one GPU.
@@ -174,6 +175,9 @@ def _page(
     per_token = kv_bytes(sizes, serving.kv_type)
     cards = serving.tensor_parallel_size
     lines = [f"KV per token   {size_text(per_token)} = {kv_formula(sizes, serving.kv_type)}"]
+    if sizes.state_bytes:
+        each = f"{serving.max_rows} rows x {sizes.state_bytes:,} bytes"
+        lines.append(f"State          {size_text(memory.state)} = {each}")
     if sizes.num_heads > sizes.num_kv_heads:
         factor = sizes.num_heads / sizes.num_kv_heads
         lines.append(

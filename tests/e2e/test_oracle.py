@@ -33,6 +33,8 @@ CHECKPOINTS = [
     ("DeepseekV3ForCausalLM", 16),
     ("MptForCausalLM", 16),
     ("Llama4ForCausalLM", 8),
+    ("Lfm2ForCausalLM", 8),
+    ("Qwen3NextForCausalLM", 16),
 ]
 
 
@@ -51,7 +53,7 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, block_size: 
     with serve(
         checkpoint,
         f"--block-size={block_size}",
-        f"--kv-cache-memory={kv_memory(checkpoint, num_blocks=num_blocks, block_size=block_size)}",
+        f"--kv-cache-memory={kv_memory(checkpoint, num_blocks=num_blocks, block_size=block_size, num_rows=12)}",
         "--max-num-batched-tokens=48",
         "--max-num-seqs=12",
         "--dtype=float32",

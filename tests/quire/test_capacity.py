@@ -15,6 +15,8 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "capacity.md").read_text(
 _MODELS = dict(re.findall(r"^\| (\d+B.*?) \| `(layers=\S+)` \|$", PAGE, re.MULTILINE))
 _ROWS = re.findall(r"^\| (\d+B.*?) \| `(|--.*?)` \| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
 
+_RECURRENT = "layers=10,kv_heads=2,head_dim=256,parameters=8e9,state=1e8"
+
 
 def _max_concurrent(tmp_path: Path, *flags: str) -> dict[str, int]:
     out = tmp_path / "capacity.json"
@@ -80,6 +82,8 @@ def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
         (["--model", "demo", "--gpu-memory", "1GB", "--context", "100"], "--output: 256 is not between 0 and"),
         (["--model", "demo", "--gpu-memory", "1GB", "--gpu-memory-utilization", "90"], "90 is not a share"),
         (["--model", "demo", "--gpu-memory", "1GB", "--tensor-parallel-size", "3"], "does not divide"),
+        (["--params", _RECURRENT, "--kv-cache-memory", "7GB", "--shared-prefix", "9"], "recurrent state share no"),
+        (["--params", _RECURRENT, "--kv-cache-memory", "6GB"], "recurrent state 6,400,000,000: 0 bytes remain"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +93,26 @@ def test_what_is_wrong_is_said_in_one_line(flags: list[str], message: str, capsy
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_recurrent_state_takes_memory_in_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 rows of 100 MB leave 0.6 of 7 GB for KV; with 20 MB each, rows limit the number of short requests."""
+    flags = ("--kv-cache-memory=7GB", "--context=1024,4096", "--output=0")
+    large = _max_concurrent(tmp_path, *flags, f"--params={_RECURRENT}")
+    small = _max_concurrent(tmp_path, *flags, f"--params={_RECURRENT.replace('1e8', '2e7')}")
+
+    assert large == {"1024": 600_000_000 // (1024 * 20480), "4096": 600_000_000 // (4096 * 20480)}
+    assert small == {"1024": 64, "4096": 64}
+    assert "64 rows x 100,000,000 bytes" in capsys.readouterr().out
+
+
+def test_the_size_of_a_state_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A config.json of a hybrid does not show it, so the line names the flag."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}))
+
+    assert main(["capacity", "--model", str(config), "--gpu-memory", "80GB"]) == 1
+    assert "recurrent state, whose size is not in config.json; pass the sizes with --params" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported() -> None:

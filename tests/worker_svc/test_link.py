@@ -326,11 +326,11 @@ def test_a_refused_worker_exits_with_the_reason(router: "zmq.Socket[bytes]", che
 @pytest.mark.every(3)
 def test_a_model_that_cannot_be_served_is_one_line(router: "zmq.Socket[bytes]", tmp_path: Path) -> None:
     """The process ends with exit code 1 and nothing on stderr but the reason."""
-    (tmp_path / "config.json").write_text('{"model_type": "jamba", "architectures": ["JambaForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}')
 
     process = start_worker(router, tmp_path)
     _, errors = process.communicate(timeout=60)
 
     assert process.returncode == 1
     assert errors.count("\n") == 1, errors
-    assert errors.startswith("quire worker: model: JambaForCausalLM is not supported: ")
+    assert errors.startswith("quire worker: model: RwkvForCausalLM is not supported: ")

@@ -41,7 +41,13 @@ def refusal(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("architecture", "config_class", "sizes", "why"),
     [
-        ("MambaForCausalLM", "MambaConfig", {"vocab_size": 64, "hidden_size": 32}, "(linear_attention)"),
+        ("RwkvForCausalLM", "RwkvConfig", {"vocab_size": 64, "hidden_size": 32}, "no KV cache"),
+        (
+            "RecurrentGemmaForCausalLM",
+            "RecurrentGemmaConfig",
+            SMALL | {"lru_width": 32, "block_types": ["recurrent", "attention"], "max_position_embeddings": 64},
+            "differ from its own",
+        ),
         ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", {"vocab_size": 64, "n_embd": 32, "n_head": 2}, "no KV cache"),
         ("BertForMaskedLM", "BertConfig", SMALL, "the decoder of model_type bert is"),
         ("BertLMHeadModel", "BertConfig", SMALL, "not causal"),
@@ -61,18 +67,12 @@ def test_an_unfit_architecture_is_named(
     assert "LlamaForCausalLM" in line
 
 
-def test_layers_with_state_of_their_own_are_refused(tmp_path: Path) -> None:
-    """A class that declares support, but has layers whose memory is not paged KV, is refused by its layer types."""
-    folder = write_config(
-        tmp_path,
-        "Lfm2ForCausalLM",
-        "Lfm2Config",
-        **SMALL,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-    )
+def test_layers_with_a_past_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
+    """A class that declares support, but has layers whose cache is of another kind, is refused by its layer types."""
+    folder = write_config(tmp_path, "Lfm2ForCausalLM", "Lfm2Config", **SMALL, num_key_value_heads=2)
+    edit_config(folder, lambda config: config.update(layer_types=["indexed_attention", "full_attention"]))
 
-    assert "(conv)" in refusal(folder, load_format="random")
+    assert "a past of an unknown kind (indexed_attention)" in refusal(folder, load_format="random")
 
 
 def test_a_model_without_a_number_of_positions_needs_max_model_len(tmp_path: Path) -> None:

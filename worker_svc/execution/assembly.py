@@ -58,6 +58,10 @@ def build_engine(
     num_weights = description.weights_per_layer * num_layers
     # A step holds every running request, so a small limit of tokens lowers the default of rows.
     max_rows = config.max_num_seqs or min(default_rows(gpu), config.max_num_batched_tokens or MAX_STEP_TOKENS)
+    if model.state_bytes:
+        _check_recurrent(config)
+        max_rows = _rows_with_state(config, model, max_rows, device)
+        model.allocate_states(max_rows)
     max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, max_rows)
     limits = Limits(
         max_rows=max_rows,
@@ -68,6 +72,7 @@ def build_engine(
         vocab_size=description.vocab_size,
         hidden_size=model.hidden_size,
         max_draft_tokens=0 if config.speculation == "off" else config.speculative_tokens,
+        state_bytes=model.state_bytes,
     )
     group = group or Group()
     draft_model = _load_draft_model(config, description, device, group)
@@ -83,7 +88,7 @@ def build_engine(
     bytes_per_block = block_bytes(kv_shapes, limits.block_size, description.kv_dtype)
     memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, decode, mixed)
     num_blocks = count_blocks(memory, bytes_per_block, limits.max_rows * limits.max_blocks_per_row, setting)
-    if num_blocks < memory // bytes_per_block:
+    if bytes_per_block and num_blocks < memory // bytes_per_block:
         get_logger().info(
             "KV cache smaller than its memory allows: more blocks than all rows at full length can use are not needed",
             setting=setting,
@@ -92,7 +97,7 @@ def build_engine(
             rows=limits.max_rows,
             max_model_len=limits.max_model_len,
         )
-    num_host_blocks = parse_bytes(config.swap_space) // bytes_per_block
+    num_host_blocks = parse_bytes(config.swap_space) // bytes_per_block if bytes_per_block else 0
     num_blocks, num_host_blocks = group.least((num_blocks, num_host_blocks))
     limits = dataclasses.replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     caches = allocate(kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
@@ -110,6 +115,51 @@ def build_engine(
         group=group,
         worker_id=config.worker_id,
     )
+
+
+def _check_recurrent(config: WorkerConfig) -> None:
+    """Check that the settings do not need to go back to an earlier state, or to copy one.
+
+    Raises:
+        ConfigError: a setting does.
+    """
+    used = {"speculation": config.speculation != "off", "swap_space": parse_bytes(config.swap_space) > 0}
+    for setting in (name for name, is_used in used.items() if is_used):
+        raise ConfigError(
+            f"{setting}: {getattr(config, setting)} is not supported for models with recurrent state, which is not"
+            f" copied; use {WorkerConfig.__dataclass_fields__[setting].default}"
+        )
+
+
+def _rows_with_state(config: WorkerConfig, model: Model, max_rows: int, device: torch.device) -> int:
+    """Return the number of rows whose recurrent states fit into memory.
+
+    A default number of rows is reduced so that the states take at most half of the memory for KV.
+
+    Raises:
+        ConfigError: the states of the configured rows do not fit.
+    """
+    if device.type == "cpu":
+        setting, memory = "kv_cache_memory", parse_bytes(config.kv_cache_memory)
+    else:
+        setting = "gpu_memory_utilization"
+        total = torch.cuda.mem_get_info(device)[1]
+        memory = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
+    share = memory if config.max_num_seqs or not model.kv_shapes else memory // 2
+    fitting, least = share // model.state_bytes, config.max_num_seqs or 1
+    if fitting < least:
+        raise ConfigError(
+            f"{setting}: the recurrent state of {least} rows takes {least * model.state_bytes:,} bytes, but there are"
+            f" {share:,} for it; raise it{', or lower max_num_seqs' if config.max_num_seqs else ''}"
+        )
+    rows = min(max_rows, fitting)
+    get_logger().info(
+        "rows have recurrent state: prefixes are not cached, and preempted requests are computed again",
+        state_bytes=model.state_bytes,
+        rows=rows,
+        setting=setting,
+    )
+    return rows
 
 
 def _load_draft_model(
@@ -172,7 +222,7 @@ def _memory_for_kv(
 ) -> int:
     """Return the bytes for KV; `decode` and `mixed` are the sizes of the graphs."""
     if device.type == "cpu":
-        return parse_bytes(config.kv_cache_memory)
+        return parse_bytes(config.kv_cache_memory) - limits.max_rows * limits.state_bytes
     captured = dataclasses.replace(limits, max_tokens_per_step=max((1, *decode, *mixed)))
     return cuda_memory_for_kv(
         device,

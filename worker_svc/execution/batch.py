@@ -189,6 +189,7 @@ class BatchBuilder:
                 query_start=self._query_start,
                 context_lens=context_lens,
                 max_query_len=1,
+                rows=rows,
             ),
             logits_index=None,
             sample_rows=rows,
@@ -234,7 +235,7 @@ class BatchBuilder:
             if num_singles
             else known_ids_,
             positions=positions_,
-            attention=self._attention(slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
+            attention=self._attention(rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
             logits_index=logits_index if num_singles else None,
             sample_rows=sample_rows,
             sample_rows_on_device=sample_rows_,
@@ -302,7 +303,7 @@ class BatchBuilder:
         return StepBatch(
             input_ids=torch.cat((table.last_token.index_select(0, rows_[:num_singles]), known_ids_)),
             positions=positions_,
-            attention=self._attention(slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
+            attention=self._attention(rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
             logits_index=logits_index,
             sample_rows=sample_rows,
             sample_rows_on_device=sample_rows_,
@@ -320,8 +321,9 @@ class BatchBuilder:
 
     def _attention(
         self,
+        rows: IntArray,
         slots: torch.Tensor,
-        rows: torch.Tensor,
+        rows_on_device: torch.Tensor,
         query_start: torch.Tensor,
         context_lens: torch.Tensor,
         lengths: IntArray,
@@ -331,12 +333,13 @@ class BatchBuilder:
         """Return the inputs of rows with `lengths[i]` tokens up to position `ends[i]`; rows of one token are first."""
         return AttentionInputs(
             slot_mapping=slots,
-            block_tables=self._block_tables(rows, int(ends.max())),
+            block_tables=self._block_tables(rows_on_device, int(ends.max())),
             query_start=query_start,
             context_lens=context_lens,
             max_query_len=int(lengths.max()),
             min_query_len=int(lengths.min()),
             num_leading_decodes=num_singles,
+            rows=rows,
         )
 
     def _without_drafts(self, decode_rows: IntArray, drafts: Drafts) -> IntArray:

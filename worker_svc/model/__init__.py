@@ -19,7 +19,8 @@
 * `hf_model`: what both ways have in common
 * `hf_interface`: decoders that call our attention through the attention interface
 * `hf_attention`: the attention function that they call
-* `hf_cache`: decoders that attend themselves, and whose `Cache` is our paged KV cache
+* `hf_cache`: decoders that attend themselves, and whose `Cache` is our paged KV cache and the states of rows
+* `recurrent`: the recurrent states of rows
 * `hf_packed`: linear layers of decoders of `transformers` with quantised weights, on a CPU
 * `hf_trial`: compares their logits with those of their own attention
 * `loader`: loads a model from a configuration

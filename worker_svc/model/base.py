@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from kernels.paged_attention import DecodeSchedule, schedule_decode
+from worker_svc.interface.arrays import IntArray
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, width]`."""
@@ -51,6 +52,9 @@ class AttentionInputs:
     """Fewest tokens of one row in this step; 1 if not known."""
     num_leading_decodes: int = 0
     """Number of rows at the front with at most one token each; not used if `max_query_len` is 1."""
+    rows: IntArray | None = None
+    """`[R]`, on the host: places of the rows in the row table, which are those of their recurrent states. None: rows of
+    a trial or a profile without a state, which begin with their first token."""
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
         """Return the split of decode rows' keys among GPU programs, for all layers with these parameters.
@@ -70,6 +74,18 @@ class Model(Protocol):
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """KV shape of each layer, in the order of the `caches` of `forward`."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's recurrent state; 0 if a row has only keys and values.
+
+        If it is above 0, `allocate_states` must be called before `forward`.
+        """
+        ...
+
+    def allocate_states(self, num_rows: int) -> None:
+        """Allocate the recurrent states of a worker's rows; does nothing without `state_bytes`."""
         ...
 
     @property

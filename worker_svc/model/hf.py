@@ -1,10 +1,10 @@
 """Decoders of `transformers` over the paged KV cache.
 
 There are two ways. `hf_interface` replaces the attention of a class that declares attention-backend support. `hf_cache`
-replaces the `Cache` of any other class whose layers keep keys and values. Both are checked at load. A *probe* records
-what each layer stores, and rejects layers that a paged KV cache cannot represent. A *trial* (`hf_trial`) computes two
-short rows and compares the logits with those of the class's own forward pass without a cache. A model that would return
-wrong results is rejected with a one-line message.
+replaces the `Cache` of any other class, which may have keys and values, recurrent state or both. Both ways are checked
+at load. A *probe* records what each layer stores, and rejects layers whose past is of another kind. A *trial*
+(`hf_trial`) computes two short rows and compares the logits with those of the class's own forward pass without a cache.
+A model that would return wrong results is rejected with a one-line message.
 """
 
 import inspect
@@ -28,8 +28,13 @@ from worker_svc.model.weights import check_unquantised, read_tensors
 
 _TEXT_OF = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
 """Classes for several media; the class of `transformers` for their text part serves it."""
-_KV_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers whose past is keys and values."""
+_LAYERS = {
+    *("full_attention", "sliding_attention", "chunked_attention"),
+    *hf_cache.STATE_LAYERS,
+    *hf_cache.INDEXED_LAYERS,
+    *("dummy", "mlp", "moe"),
+}
+"""Kinds of layers whose past is keys and values, recurrent state, an index or nothing."""
 
 
 def load(
@@ -119,11 +124,13 @@ def _ways(decoder: PreTrainedModel, device: torch.device) -> Iterator[Callable[[
     takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     if _calls_interface(type(decoder), decoder.config):
         yield lambda: hf_interface.InterfaceModel(decoder, hf_interface.probe(decoder, device))
-    for together in (True,) if takes_positions else (True, False):
-        decoder.set_attn_implementation(hf_cache.CacheModel.attention)
-        yield lambda together=together: hf_cache.CacheModel(  # type: ignore[misc]
-            decoder, hf_cache.probe(decoder, device), together=together
-        )
+    has_state = hf_cache.keeps_state(decoder.config)
+    for together in (True,) if takes_positions and not has_state else (True, False):
+        for by_token in (False, True) if has_state else (False,):
+            decoder.set_attn_implementation(hf_cache.CacheModel.attention)
+            yield lambda together=together, by_token=by_token: hf_cache.CacheModel(  # type: ignore[misc]
+                decoder, hf_cache.probe(decoder, device), together=together, by_token=by_token
+            )
 
 
 def _try_packed(
@@ -159,14 +166,13 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
         raise _refusal(architecture, "this version of transformers has no decoder of this name")
     if name != architecture and (text is config or architecture not in _TEXT_OF):
         raise _refusal(architecture, f"the decoder of model_type {config.model_type} is {name}")
-    others = set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYERS
     if others:
-        raise _refusal(architecture, f"its layers keep state that is not paged KV ({', '.join(sorted(others))})")
+        raise _refusal(architecture, f"its layers have a past of an unknown kind ({', '.join(sorted(others))})")
     if getattr(text, "attention_type", None) == "block_sparse" and not text.is_encoder_decoder:
         raise _refusal(architecture, "its attention skips blocks of longer contexts")
-    if known._is_stateful:
-        raise _refusal(architecture, "its layers keep recurrent state")
-    if not _calls_interface(known, text) and "past_key_values" not in inspect.signature(known.forward).parameters:
+    parameters = inspect.signature(known.forward).parameters
+    if not _calls_interface(known, text) and not {"past_key_values", "cache_params"} & parameters.keys():
         raise _refusal(architecture, "its class in transformers has no KV cache")
 
 
@@ -177,6 +183,9 @@ def _calls_interface(known: type[PreTrainedModel], text: PretrainedConfig) -> bo
         and "position_ids" in inspect.signature(known.forward).parameters
         and "chunked_attention" not in (getattr(text, "layer_types", None) or ())
         and not getattr(text, "num_kv_shared_layers", 0)
+        and not known._is_stateful
+        and hf_cache.INDEXED_LAYERS.isdisjoint(getattr(text, "layer_types", None) or ())
+        and not hf_cache.keeps_state(text)
     )
 
 
@@ -246,6 +255,6 @@ def _first_line(error: Exception) -> str:
 def _refusal(architecture: str, why: str) -> ConfigError:
     return ConfigError(
         f"model: {architecture} is not supported: {why}; use {', '.join(families.ARCHITECTURES)} or a decoder of"
-        " transformers whose layers keep keys and values, such as Gemma2ForCausalLM or Phi3ForCausalLM;"
-        " docs/models.md lists them"
+        " transformers whose cache has keys and values or recurrent state, such as Gemma2ForCausalLM or"
+        " Lfm2ForCausalLM; docs/models.md lists them"
     )

@@ -1,30 +1,37 @@
-"""Decoders of `transformers` that keep their past in a `Cache`, which here is a view of the paged KV cache.
+"""Decoders of `transformers` that keep their past in a `Cache`, which here is a view of Quire's KV cache and states.
 
 A layer of such a decoder passes its new keys and values to `Cache.update`, and attends over what the call returns. This
 module writes what is passed into the paged KV cache, and returns what is stored for the whole row. The class's own
 attention does the rest, with its own mask, position biases and scaling. What is stored is up to the class: keys and
-values of different sizes, or a latent vector from which the class computes both.
+values of different sizes, a latent vector from which the class computes both, or in addition an index of the tokens.
 
-This serves every class whose past is in calls of `update`, but it is slower than `hf_interface`, because each step
+A layer with recurrent state reads and replaces its state in the `Cache`. Before a forward pass this module copies the
+states of the pass's rows (`recurrent`) into layers of `transformers`, and afterwards it copies them back. A row that
+begins has no state: its layers start empty, as in `generate`. So a row never sees the state of an earlier request.
+
+This serves every class whose past is in its `Cache`, but it is slower than `hf_interface`, because each step
 gathers the KV of its rows. Rows with equally many tokens in a step, and with contexts of similar length, are computed
 together. Their contexts are padded on the left, as for `generate` on a batch, and the attention mask excludes the
 padding. Some classes that count positions themselves cannot do this, so their rows are computed one by one. The trial
 at load decides.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from kernels.kv_cache import read_kv, write_kv_reference
 from worker_svc.model import hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.hf_model import TransformersModel, UnsuitableError
+from worker_svc.model.recurrent import RowStates, StateShape
 
 
 class CacheModel(TransformersModel):
@@ -33,17 +40,37 @@ class CacheModel(TransformersModel):
     attention = "eager"
     """Old classes ignore it and keep the default. For Falcon with ALiBi this matters: its `eager` adds ALiBi twice."""
 
-    def __init__(self, decoder: PreTrainedModel, layers: "Layers", *, together: bool) -> None:
+    def __init__(self, decoder: PreTrainedModel, layers: "Layers", *, together: bool, by_token: bool = False) -> None:
         """Create the model.
 
         Args:
             decoder: the decoder.
             layers: what each layer stores, from `probe`.
             together: compute rows together.
+            by_token: compute the tokens of a row that has a state one by one. Some classes, such as Mamba, ignore the
+                state if a forward pass has several tokens.
         """
-        super().__init__(decoder, [shape for shape in layers if shape is not None])
+        super().__init__(decoder, [shape for layer in layers for shape in (layer.kv, layer.index) if shape is not None])
         self._layers = layers
         self._together = together
+        self._by_token = by_token
+        self._cache_name = _cache_name(decoder)
+        self._state_shapes = [part.shape for layer in layers for part in layer.states]
+        self._states: RowStates | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(shape.num_bytes for shape in self._state_shapes)
+
+    def allocate_states(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
+        """See `Model.allocate_states`.
+
+        Args:
+            num_rows: number of rows.
+            dtype: type of the states; None for that of the class.
+        """
+        if self._state_shapes:
+            self._states = RowStates(self._state_shapes, num_rows, self._decoder.device, dtype)
 
     def _run(
         self,
@@ -57,16 +84,19 @@ class CacheModel(TransformersModel):
         kept: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_logits and last_only else {}
         logits, tokens_of_logits = [], []
         hidden: torch.Tensor | None = None
-        for batch in _batches(attention, caches[0][0].shape[2], together=self._together):
+        for batch in self._batches(attention, caches):
             placed: dict[str, Any] = {"position_ids": positions[batch.tokens]} if self.takes_positions else {}
+            cache = Cache(layers=self._views(batch, caches))
+            self._load_states(batch, cache)
             output = self._decoder(
                 input_ids=input_ids[batch.tokens],
                 attention_mask=batch.mask,
-                past_key_values=Cache(layers=self._views(batch, caches)),
                 use_cache=True,
+                **{self._cache_name: cache},
                 **placed,
                 **kept,
             ).logits
+            self._store_states(batch, cache)
             logits.append(output.flatten(0, 1))
             tokens_of_logits.append(batch.tokens[:, -output.shape[1] :].flatten())
             last_hidden = self._take_hidden()
@@ -79,12 +109,95 @@ class CacheModel(TransformersModel):
         places[computed] = torch.arange(len(computed), device=places.device)
         return torch.cat(logits)[places if logits_index is None else places[logits_index]], hidden
 
+    def _batches(self, attention: AttentionInputs, caches: Sequence[KVCache]) -> Iterator["_Batch"]:
+        """Yield the tokens of a step, in batches of rows that are alike if they are computed together, else by row.
+
+        The batches of a row come in the order of its tokens.
+        """
+        alike: dict[tuple[int, int, bool, int], list[_Span]] = defaultdict(list)
+        for span in self._spans(attention):
+            # Padding is at most as long as the contexts themselves.
+            length = (span.end.bit_length() if caches else 0) if self._together else -span.place
+            has_state = bool(self._state_shapes) and span.end > span.num_tokens
+            alike[span.turn, span.num_tokens, has_state, length].append(span)
+        device = attention.query_start.device
+        for (_, num_tokens, has_state, _), spans in sorted(alike.items(), key=lambda each: each[0][0]):
+            first = torch.tensor([span.first for span in spans], device=device)
+            tokens = first[:, None] + torch.arange(num_tokens, device=device)
+            places, ends = [span.place for span in spans], [span.end for span in spans]
+            slots, mask = _context(attention, places, ends, caches)
+            yield _Batch(
+                tokens=tokens,
+                new_slots=attention.slot_mapping[tokens.flatten()],
+                slots=slots,
+                mask=mask,
+                rows=None if attention.rows is None else attention.rows[places].tolist(),
+                ends=ends,
+                has_state=has_state,
+            )
+
+    def _spans(self, attention: AttentionInputs) -> Iterator["_Span"]:
+        """Yield the tokens of each row of a step, as one span or, with `by_token`, as many."""
+        starts, contexts = attention.query_start.tolist(), attention.context_lens.tolist()
+        for place, (start, end, context) in enumerate(zip(starts, starts[1:], contexts, strict=False)):
+            if not context or end == start:  # padding of a captured graph
+                continue
+            if self._by_token and context > end - start:
+                for turn, first in enumerate(range(start, end)):
+                    yield _Span(turn, place, first, 1, context - (end - first) + 1)
+            else:
+                yield _Span(0, place, start, end - start, context)
+
     def _views(self, batch: "_Batch", caches: Sequence[KVCache]) -> list[Any]:
         stored = iter(caches)
-        return [_View(batch, None if shape is None else next(stored)) for shape in self._layers]
+        views: list[Any] = []
+        for layer in self._layers:
+            cache = None if layer.kv is None else next(stored)
+            index = None if layer.index is None else next(stored)
+            if not layer.num_states:
+                views.append(_View(batch, cache) if index is None else _IndexedView(batch, cache, index))
+            elif layer.kv is None:
+                views.append(LinearAttentionLayer(layer.num_states))
+            else:
+                views.append(_HybridView(batch, cache, layer.num_states))
+        return views
+
+    def _load_states(self, batch: "_Batch", cache: Cache) -> None:
+        """Copy the states of the rows to the layers; layers without a state begin empty."""
+        if not batch.has_state:
+            return
+        if self._states is None or batch.rows is None:
+            raise RuntimeError("recurrent state: rows without a state must begin with their first token")
+        starts = [end - batch.tokens.shape[1] for end in batch.ends]
+        states = iter(self._states.read(batch.rows, starts))
+        for layer, view in zip(self._layers, cache.layers, strict=True):
+            for part, state in zip(layer.states, islice(states, len(layer.states)), strict=True):
+                part.load(view, state)
+
+    def _store_states(self, batch: "_Batch", cache: Cache) -> None:
+        """Copy the states of the rows from the layers."""
+        if self._states is None or batch.rows is None:
+            return
+        parts = [part.of(view) for layer, view in zip(self._layers, cache.layers, strict=True) for part in layer.states]
+        self._states.write(batch.rows, batch.ends, parts)
 
 
 @dataclass(frozen=True, slots=True)
+class _Span:
+    """Tokens of a row that are computed in one forward pass."""
+
+    turn: int
+    """Number of the row's spans before this one in the step."""
+    place: int
+    """Place of the row in the step."""
+    first: int
+    """Place of the first token in the step."""
+    num_tokens: int
+    end: int
+    """Length of the row's context up to the last token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
     """Rows that are computed together; n rows with t tokens each, and the longest with a context of c."""
 
@@ -93,34 +206,32 @@ class _Batch:
     new_slots: torch.Tensor
     """`[n * t] int64`: slots of the tokens."""
     slots: torch.Tensor
-    """`[n, c] int64`: slots of the contexts, which end together; padding repeats the first slot of a row."""
-    mask: torch.Tensor
-    """`[n, c] int64`: 0 for padding, else 1."""
+    """`[n, c] int64`: slots of the contexts, which end together; padding repeats the first slot of a row. `[n, 0]` if
+    no layer has keys and values."""
+    mask: torch.Tensor | None
+    """`[n, c] int64`: 0 for padding, else 1; None if no layer has keys and values."""
+    rows: list[int] | None
+    """The rows of the states; None: the states are not kept."""
+    ends: list[int]
+    """Length of each context."""
+    has_state: bool
+    """Whether the rows have a state: the model has one, and the tokens are not the first ones."""
 
 
-def _batches(attention: AttentionInputs, block_size: int, *, together: bool) -> Iterator[_Batch]:
-    """Yield the rows of a step, in batches of rows that are alike if `together`, else one by one."""
-    starts, contexts = attention.query_start.tolist(), attention.context_lens.tolist()
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row, (start, end, context) in enumerate(zip(starts, starts[1:], contexts, strict=False)):
-        if context and end > start:  # others are padding of a captured graph
-            # Padding is at most as long as the contexts themselves.
-            alike[end - start, context.bit_length() if together else -row].append(row)
-    for (num_tokens, _), rows in alike.items():
-        device = attention.query_start.device
-        first = torch.tensor([starts[row] for row in rows], device=device)
-        tokens = first[:, None] + torch.arange(num_tokens, device=device)
-        lengths = torch.tensor([contexts[row] for row in rows], device=device)
-        longest = max(contexts[row] for row in rows)
-        positions = torch.arange(longest, device=device) - (longest - lengths)[:, None]
-        visible = positions.clamp(min=0)
-        blocks = attention.block_tables[rows].long().gather(1, visible // block_size)
-        yield _Batch(
-            tokens,
-            attention.slot_mapping[tokens.flatten()],
-            blocks * block_size + visible % block_size,
-            (positions >= 0).long(),
-        )
+def _context(
+    attention: AttentionInputs, places: list[int], contexts: list[int], caches: Sequence[KVCache]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `_Batch.slots` and `_Batch.mask` for some rows of a step."""
+    device = attention.query_start.device
+    if not caches:
+        return torch.zeros(len(places), 0, dtype=torch.int64, device=device), None
+    block_size = caches[0][0].shape[2]
+    longest = max(contexts)
+    lengths = torch.tensor(contexts, device=device)
+    positions = torch.arange(longest, device=device) - (longest - lengths)[:, None]
+    visible = positions.clamp(min=0)
+    blocks = attention.block_tables[places].long().gather(1, visible // block_size)
+    return blocks * block_size + visible % block_size, (positions >= 0).long()
 
 
 class _View(CacheLayerMixin):
@@ -130,6 +241,9 @@ class _View(CacheLayerMixin):
 
     def __init__(self, batch: _Batch, cache: KVCache | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._open(batch, cache)
+
+    def _open(self, batch: _Batch, cache: KVCache | None) -> None:
         self._batch = batch
         self._cache = cache
         self._length = batch.slots.shape[1] - batch.tokens.shape[1]
@@ -162,27 +276,138 @@ class _View(CacheLayerMixin):
         """Do nothing: the pool is allocated."""
 
 
-Layers = tuple[KVShape | None, ...]
-"""What each layer stores per token; None: nothing."""
+class _IndexedView(_View):  # type: ignore[no-untyped-call]
+    """A layer that also stores an index: one vector per token, by which queries select the tokens they attend to."""
+
+    def __init__(self, batch: _Batch, cache: KVCache | None, index: KVCache) -> None:
+        super().__init__(batch, cache)
+        self._index = index
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write vectors `[rows, tokens, width]`, and return those of the whole contexts."""
+        new = indexer_key_states.flatten(0, 1)[:, None]
+        keys, values = new.tensor_split([_index_shape(new.shape[-1]).head_dim], dim=-1)
+        write_kv_reference(keys, values, *self._index, self._batch.new_slots)
+        return torch.cat([read_kv(each, self._batch.slots, new.dtype)[:, :, 0] for each in self._index], dim=-1)
+
+
+def _index_shape(width: int) -> KVShape:
+    """Return the shape of an index with vectors of this width: half of a vector is stored as a key, half as a value."""
+    return KVShape(1, width // 2, width - width // 2)
+
+
+class _HybridView(LinearAttentionLayer, _View):  # type: ignore[override]
+    """A layer with recurrent state, and with keys and values in the paged KV cache."""
+
+    def __init__(self, batch: _Batch, cache: KVCache | None, num_states: int) -> None:
+        LinearAttentionLayer.__init__(self, num_states)  # type: ignore[no-untyped-call]
+        self._open(batch, cache)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of a layer's recurrent state, by its place in `LinearAttentionLayer`."""
+
+    index: int
+    is_convolution: bool
+    shape: StateShape
+
+    def of(self, layer: Any) -> torch.Tensor:
+        """Return the tensor of a layer, `[rows, *shape]`."""
+        return layer.conv_states[self.index] if self.is_convolution else layer.recurrent_states[self.index]  # type: ignore[no-any-return]
+
+    def load(self, layer: Any, state: torch.Tensor) -> None:
+        """Set the tensor of a layer, as after a forward pass with the tokens before."""
+        layer.has_previous_state[self.index] = True
+        if self.is_convolution:
+            layer.conv_states[self.index] = state
+            layer.conv_kernel_size[self.index] = state.shape[-1]
+            layer.is_conv_states_initialized[self.index] = True
+            layer.dtype, layer.device = state.dtype, state.device
+        else:
+            layer.recurrent_states[self.index] = state
+            layer.is_recurrent_states_initialized[self.index] = True
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPast:
+    """What one layer stores."""
+
+    kv: KVShape | None
+    """Keys and values per token; None: nothing."""
+    index: KVShape | None = None
+    """The index, see `_IndexedView`; None: nothing."""
+    num_states: int = 0
+    """Number of states in the layer's class; 0: it has no recurrent state."""
+    states: tuple[StatePart, ...] = ()
+
+
+Layers = tuple[LayerPast, ...]
+
+STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+"""Kinds of layers with recurrent state, as `transformers` names them."""
+INDEXED_LAYERS = frozenset({"indexed_attention"})
+"""Kinds of layers with an index."""
+
+
+def keeps_state(config: PretrainedConfig) -> bool:
+    """Return whether the cache of a decoder has recurrent state, as far as its configuration shows."""
+    return not STATE_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def probe(decoder: PreTrainedModel, device: torch.device) -> Layers:
-    """Return what each layer passes to `Cache.update`.
+    """Return what each layer stores in the cache that it is given.
 
     Raises:
-        UnsuitableError: no layer calls it, a layer does so twice, or attention is not causal.
+        UnsuitableError: no layer stores anything, a layer stores keys and values twice, or attention is not causal.
     """
     if hf_trial.sees_later_tokens(decoder, device):
         raise UnsuitableError("its attention is not causal")
-    cache = Cache(layer_class_to_replicate=_Recorder)
+    cache = _recording_cache(decoder.config)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    decoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, use_cache=True)
-    recorded = [layer.shapes for layer in cache.layers if isinstance(layer, _Recorder)]
-    if not any(recorded):
+    decoder(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=True, **{_cache_name(decoder): cache})
+    layers = tuple(map(_recorded, cache.layers))
+    if not any(layer.kv or layer.states for layer in layers):
         raise UnsuitableError("no layer stores keys and values in the cache that it is given")
-    if any(len(shapes) > 1 for shapes in recorded):
+    return layers
+
+
+def _cache_name(decoder: PreTrainedModel) -> str:
+    """Return the name of the argument with the cache."""
+    return "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"
+
+
+def _recording_cache(config: PretrainedConfig) -> Cache:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds.isdisjoint(STATE_LAYERS | INDEXED_LAYERS):
+        return Cache(layer_class_to_replicate=_Recorder)
+    layers: list[Any] = []
+    for layer in DynamicCache(config=config).layers:
+        has_kv = isinstance(layer, CacheLayerMixin)
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            layers.append(_Recorder())
+        elif has_kv:
+            layers.append(_HybridRecorder(layer.number_of_states))
+        else:
+            layers.append(LinearAttentionLayer(layer.number_of_states))
+    return Cache(layers=layers)
+
+
+def _recorded(layer: Any) -> LayerPast:
+    shapes = layer.shapes if isinstance(layer, _Recorder) else []
+    if len(shapes) > 1:
         raise UnsuitableError("a layer stores keys and values twice")
-    return tuple(shapes[0] if shapes else None for shapes in recorded)
+    kv = shapes[0] if shapes else None
+    if not isinstance(layer, LinearAttentionLayer):
+        width = layer.index_width if isinstance(layer, _Recorder) else 0
+        return LayerPast(kv, _index_shape(width) if width else None)
+    parts = [
+        StatePart(index, is_convolution, StateShape(tuple(state.shape[1:]), state.dtype))
+        for is_convolution, states in ((True, layer.conv_states), (False, layer.recurrent_states))
+        for index, state in states.items()
+        if state is not None
+    ]
+    return LayerPast(kv, num_states=layer.number_of_states, states=tuple(parts))
 
 
 class _Recorder(CacheLayerMixin):
@@ -193,6 +418,12 @@ class _Recorder(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: list[KVShape] = []
+        self.index_width = 0
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Record the width of the index."""
+        self.index_width = indexer_key_states.shape[-1]
+        return indexer_key_states
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -217,3 +448,11 @@ class _Recorder(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: nothing is stored."""
+
+
+class _HybridRecorder(LinearAttentionLayer, _Recorder):  # type: ignore[override]
+    """Records the shapes of keys and values in a layer that also has recurrent state."""
+
+    def __init__(self, num_states: int) -> None:
+        LinearAttentionLayer.__init__(self, num_states)  # type: ignore[no-untyped-call]
+        self.shapes = []

@@ -43,6 +43,14 @@ class TransformersModel(ABC):
         return self._kv_shapes
 
     @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate_states(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
+        """See `Model.allocate_states`; only a model with recurrent state has a type of it."""
+        assert not self.state_bytes, "a model with recurrent state allocates it"
+
+    @property
     def capturable(self) -> bool:
         """Return False, because only a trial shows whether a decoder of `transformers` supports capture."""
         return False

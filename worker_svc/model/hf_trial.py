@@ -12,6 +12,7 @@ about a millionth. The weights are not copied: each operation converts its input
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -27,11 +28,11 @@ TOLERANCE = 1e-3
 _ROUNDING = 1e-5
 
 _16_BITS = (torch.bfloat16, torch.float16)
-_LENGTHS = (12, 9)
+_LENGTHS = (16, 13)
 """Tokens of each row."""
 _TOKENS = max(_LENGTHS)
 _BLOCK_SIZE = 4
-_CHUNKS = (((0, 7), (0, 1)), ((7, 11), (1, 8)), ((11, 12), (8, 9)))
+_CHUNKS = (((0, 7), (0, 1)), ((7, 11), (1, 8)), ((11, 15), (8, 12)), ((15, 16), (12, 13)))
 """First and last position (exclusive) of each row in each step."""
 
 
@@ -47,6 +48,7 @@ def distance(decoder: PreTrainedModel, model: TransformersModel, device: torch.d
     tokens, positions = _rows(decoder, device, num_positions)
     with InFloat32():  # type: ignore[no-untyped-call]
         decoder.set_attn_implementation(model.attention)
+        model.allocate_states(len(_LENGTHS), torch.float32)
         paged = _paged_logits(model, tokens, positions, device)
         decoder.set_attn_implementation("eager")
         first, last = (slice(row, row + 1) for row in range(2))
@@ -70,8 +72,11 @@ def sees_later_tokens(decoder: PreTrainedModel, device: torch.device) -> bool:
         return not bool((logits[:, 0] - others[:, 0]).abs().max() <= _ROUNDING * logits.abs().max())
 
 
-def has_finite_logits(decoder: PreTrainedModel, model: Model, device: torch.device, num_positions: int) -> bool:
+def has_finite_logits(
+    decoder: PreTrainedModel, model: TransformersModel, device: torch.device, num_positions: int
+) -> bool:
     """Return whether the logits of the two rows are finite; the arguments are those of `distance`."""
+    model.allocate_states(len(_LENGTHS))
     return bool(_paged_logits(model, *_rows(decoder, device, num_positions), device).isfinite().all())
 
 
@@ -105,6 +110,7 @@ def _paged_logits(model: Model, tokens: torch.Tensor, positions: torch.Tensor, d
             query_start=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device),
             context_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
             max_query_len=max(lengths),
+            rows=np.arange(len(spans)),
         )
         logits = model.forward(
             torch.cat([tokens[row, span] for row, span in taken]),

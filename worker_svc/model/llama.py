@@ -90,6 +90,13 @@ class LlamaModel:
         return (KVShape(self._num_kv_heads, self._head_dim),) * int(self._config.num_hidden_layers)
 
     @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate_states(self, num_rows: int) -> None:
+        """Do nothing: a row has only keys and values."""
+
+    @property
     def capturable(self) -> bool:
         return True
 

@@ -49,6 +49,8 @@ def load_draft_model(config: WorkerConfig, description: ModelDescription, device
         model, draft = load_model(own, device)
     except ConfigError as error:
         raise ConfigError(f"draft_model: {error}") from None
+    if model.state_bytes:
+        raise ConfigError("draft_model: rejected drafts would remain in its recurrent state; use a model without one")
     if draft.vocab_size != description.vocab_size:
         raise ConfigError(
             f"draft_model: its vocabulary of {draft.vocab_size} tokens is not that of the model, with"

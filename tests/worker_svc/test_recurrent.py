@@ -1,0 +1,144 @@
+"""What rows with recurrent state promise: the tokens of `generate`, and that no row sees the state of another one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from checks.driver import CPU, Driver, make_engine
+from measure.testbed.checkpoints import make_checkpoint
+from shared.config import ConfigError, WorkerConfig
+from tests.worker_svc.oracle import Oracle, Verdict
+from worker_svc.interface.errors import PlanError
+from worker_svc.model.loader import load_model
+from worker_svc.model.recurrent import RowStates, StateShape
+
+PROMPT = list(range(40, 75))
+COUNT = 12
+
+
+@pytest.fixture(scope="module", params=["Lfm2ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a hybrid, a purely recurrent model, and one whose class ignores its state within chunks."""
+    architecture: str = request.param
+    return make_checkpoint(architecture, tmp_path_factory.mktemp(architecture))
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    """Return the reference for its tokens."""
+    return Oracle(checkpoint)
+
+
+def _engine(checkpoint: Path) -> Driver:
+    return Driver(make_engine(checkpoint, max_num_seqs=3, max_num_batched_tokens=128))
+
+
+def _check(oracle: Oracle, prompt: list[int], answer: list[int]) -> None:
+    verdict = Verdict()
+    oracle.judge(prompt, answer, verdict)
+    assert verdict.near_ties == 0
+    assert verdict.num_tokens == COUNT
+
+
+def _decode(driver: Driver, rows: dict[int, list[int]]) -> None:
+    """Compute `COUNT` tokens after the prompts of some rows, with chunks of different lengths."""
+    length = 3
+    while any(len(driver.rows[row].tokens) < len(prompt) + COUNT for row, prompt in rows.items()):
+        for row in rows:
+            state = driver.rows[row]
+            if state.in_prefill:
+                driver.chunk(row, min(length, state.num_known - state.computed))
+                length = length % 11 + 4
+        driver.step()
+
+
+def test_continuations_of_one_prompt_each_have_their_state(checkpoint: Path, oracle: Oracle) -> None:
+    """Rows with the same prompt, and a row with another one, are computed together in chunks and in decode."""
+    driver = _engine(checkpoint)
+    rows = {driver.admit(prompt): prompt for prompt in (PROMPT, PROMPT[:9], PROMPT)}
+    _decode(driver, rows)
+
+    for row, prompt in rows.items():
+        _check(oracle, prompt, driver.rows[row].tokens[len(prompt) :][:COUNT])
+
+
+def test_the_next_turn_begins_with_an_empty_state(checkpoint: Path, oracle: Oracle) -> None:
+    """A request that uses the row of an ended or aborted one does not see its state."""
+    driver = _engine(checkpoint)
+    first = driver.generate(PROMPT, COUNT)
+    _check(oracle, PROMPT, first)
+    turn = [*PROMPT, *first, 7, 8, 9]
+    row = driver.admit(turn, row=0)
+    driver.chunk(row, 17)
+    driver.step()
+    driver.leave(row)  # aborted in the middle of its prompt
+
+    row = driver.admit(turn, row=0)
+    _decode(driver, {row: turn})
+
+    _check(oracle, turn, driver.rows[row].tokens[len(turn) :][:COUNT])
+
+
+def test_a_preempted_row_continues_after_recomputation(checkpoint: Path, oracle: Oracle) -> None:
+    """A row that left and is admitted again with its tokens gives the tokens that it would have given."""
+    driver = _engine(checkpoint)
+    row = driver.admit(PROMPT)
+    driver.chunk(row, len(PROMPT))
+    for _ in range(5):
+        driver.step()
+    tokens = driver.leave(row)
+    driver.generate([5, 6, 7], 3)  # another request uses the row meanwhile
+
+    row = driver.admit(tokens, row=row)
+    _decode(driver, {row: PROMPT})
+
+    _check(oracle, PROMPT, driver.rows[row].tokens[len(PROMPT) :][:COUNT])
+
+
+def test_a_row_with_computed_tokens_is_refused(checkpoint: Path) -> None:
+    """KV of a prefix does not suffice, so the plan violates the protocol."""
+    driver = _engine(checkpoint)
+    driver.generate(PROMPT, 3)
+    blocks = [driver.take_block() for _ in range(3)]
+    row = driver.admit(PROMPT, blocks=blocks, computed=16)
+    driver.chunk(row, len(PROMPT) - 16)
+
+    with pytest.raises(PlanError, match="recurrent state begins with the first token"):
+        driver.step()
+
+
+def test_settings_that_copy_or_roll_back_a_state_are_refused(checkpoint: Path) -> None:
+    """The line names the setting and what to use."""
+    with pytest.raises(ConfigError, match=r"speculation: ngram is not supported for models with recurrent state.*off"):
+        make_engine(checkpoint, speculation="ngram")
+    with pytest.raises(ConfigError, match=r"swap_space: 1MiB is not supported for models with recurrent state.*use 0"):
+        make_engine(checkpoint, swap_space="1MiB")
+
+
+def test_states_are_counted_in_the_memory(checkpoint: Path) -> None:
+    """States take their share of `kv_cache_memory`; too many rows are refused, a default number is reduced."""
+    model, _ = load_model(WorkerConfig(model=str(checkpoint), device="cpu", dtype="float32"), CPU)
+    state = model.state_bytes
+    assert state > 0
+
+    with pytest.raises(ConfigError, match=f"the recurrent state of 3 rows takes {3 * state:,} bytes"):
+        make_engine(checkpoint, max_num_seqs=3, kv_cache_memory=str(3 * state - 1))
+    share = 2 if model.kv_shapes else 1
+    engine = make_engine(checkpoint, kv_cache_memory=str(5 * state * share), block_size=2, max_model_len=8)
+    assert engine.limits.max_rows == 5
+    kv = sum(tensor.nbytes for pair in engine._caches for tensor in pair)
+    assert kv <= 5 * state * (share - 1)
+
+
+def test_a_state_at_another_token_is_not_read() -> None:
+    """The step fails rather than compute tokens from the wrong state."""
+    states = RowStates([StateShape((2, 3), torch.float32)], 4, CPU)
+    written = torch.arange(12.0).view(2, 2, 3)
+    states.write([3, 1], [7, 5], [written])
+
+    assert torch.equal(states.read([1], [5])[0], written[1:])
+    with pytest.raises(RuntimeError, match="that of row 3 is computed for 7 tokens, but the step begins at token 8"):
+        states.read([1, 3], [5, 8])
+    assert np.array_equal(states.read([3], [7])[0].numpy(), written[:1].numpy())
