@@ -59,4 +59,10 @@ def is_in_row(stream: Stream) -> bool:
         return False
     if stream.demand.pooling is not Pooling.NONE:
         return row.computed < row.num_prompt
-    return len(row.tokens) < stream.longest
+    return len(row.tokens) - _num_accepted_in_flight(stream, epoch, row.index) < stream.longest
+
+
+def _num_accepted_in_flight(stream: Stream, epoch: Epoch, row: int) -> int:
+    """Return how many accepted drafts of a row the core does not know yet. It counts one token for each such step."""
+    answers = (sent.answer for sent in epoch.in_flight if stream.name in sent.names)
+    return sum(int((answer.counts[answer.rows == row] - 1).sum()) for answer in answers if answer.counts is not None)

@@ -184,6 +184,10 @@ class ShortPromptsStart(Promise):
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
         self._is_calm = False
 
+    def ended(self, stream: Stream) -> None:
+        # The place that a refused request leaves in its tenant's quota is free from the next plan on.
+        self._is_calm &= not self._eligibility.has_quota(stream)
+
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         self._is_calm &= len(plan.admissions) < _MOST_ADMITTED
 
