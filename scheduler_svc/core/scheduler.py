@@ -360,7 +360,7 @@ class Scheduler:
         worker = self._fleet.named(event.worker_id)
         if worker is None:
             return
-        worker.draining = True
+        self._fleet.drain(worker)
         self._requests.doubt_grammars()
         self._fleet_changed(now)
         if not event.move:

@@ -1,5 +1,7 @@
 """The content of an admission: the tokens, the worker, and the cached prefix."""
 
+import numpy as np
+
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise
 from checks.sim.sites import Epoch
@@ -70,12 +72,14 @@ class PrefixesAreShared(Promise):
         self.seen(Limit.SHARED)
         if not self.world.scenario.shares_prefixes and not plan.swap_ins:
             raise ViolationError("prefix.off", f"{num_cached} cached tokens", stream.name)
-        num_full, rest = divmod(num_cached, epoch.model.block_size)
-        self._check_salt(stream, row.blocks[:num_full], epoch)
-        if rest and row.blocks[num_full] in plan.copy_targets:
+        # A copy may span a whole block: a request that has waited for another model has keys of the former one.
+        num_blocks = -(-num_cached // epoch.model.block_size)
+        copied = [block for block in row.blocks[:num_blocks] if block in plan.copy_targets]
+        shared = [block for block in row.blocks[: num_cached // epoch.model.block_size] if block not in copied]
+        self._check_salt(stream, shared, epoch)
+        if copied:
             self.seen(Limit.COPIED)
-            sources = plan.copy_sources[plan.copy_targets == row.blocks[num_full]]
-            self._check_salt(stream, sources.tolist(), epoch)
+            self._check_salt(stream, plan.copy_sources[np.isin(plan.copy_targets, copied)].tolist(), epoch)
 
     def _check_salt(self, stream: Stream, blocks: list[int], epoch: Epoch) -> None:
         for block in blocks:

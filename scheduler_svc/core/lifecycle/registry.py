@@ -18,7 +18,7 @@ from scheduler_svc.core.lifecycle.states import WAITING, RequestEvent, RequestSt
 from scheduler_svc.core.lifecycle.statistics import RequestStats, request_stats
 from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.queueing.backlog import Backlog
-from scheduler_svc.core.queueing.forecast import Forecast, Queue
+from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.policies import make_policy
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.history import History, Story, story_of
@@ -185,11 +185,14 @@ class RequestRegistry:
 
     def _predict(self, request: Request, now: float) -> None:
         """Forecast times for a new request."""
-        request.wait.uncached = uncached = self.forecast.uncached_tokens(request)
+        worker, uncached = self.forecast.look_up(request)
+        request.wait.uncached = uncached
         request.wait.must_start = self.forecast.must_start(request, uncached)
         if not request.accepted and not request.num_generated:
-            queue = Queue(self.backlog.num_startable, self.backlog.competing_tokens)
-            request.prediction = self.forecast.predict(request, uncached, queue, now)
+            backlog = self.backlog
+            request.prediction = self.forecast.predict(
+                request, uncached, worker, backlog.num_startable, backlog.competing_tokens, now
+            )
 
     def grant(self, request: Request, credit: int, now: float) -> None:
         """Add `credit` bytes to the request's credit."""
@@ -234,7 +237,7 @@ class RequestRegistry:
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
         """Make a request wait for a worker; `outcome` is the reason why it left its previous worker."""
         is_new = request.state is RequestState.ARRIVED
-        uncached = request.wait.uncached if is_new else self.forecast.uncached_tokens(request)
+        uncached = request.wait.uncached if is_new else self.forecast.look_up(request)[1]
         wait = Wait(since=now, tokens=len(request.tokens), uncached=uncached)
         if self._orders_by_length:
             wait.forecast_tokens = self.forecast.output_tokens(request)

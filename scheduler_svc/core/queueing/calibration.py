@@ -64,7 +64,7 @@ class Calibration:
         self.within_p90 = 0
         """Requests whose time was within the predicted 90th percentile."""
 
-    def estimate(self, bases: tuple[float, ...], *, is_blocked: bool) -> Estimate:
+    def estimate(self, bases: tuple[float, float, float], *, is_blocked: bool) -> Estimate:
         """Return the quantiles of a time.
 
         Args:
@@ -73,24 +73,29 @@ class Calibration:
         """
         size = min((int(bases[1] * 100).bit_length() + 1) // 2, _REGIMES - 1)
         regime = 2 * size + is_blocked
-        ratios = self._regimes.get(regime, self._all).values
-        values = [
-            max(0.0, (base + _OFFSET_S) * exp(ratio) - _OFFSET_S) for base, ratio in zip(bases, ratios, strict=True)
-        ]
-        return Estimate(regime, bases, (values[0], max(values[:2]), max(values)))
+        low, middle, high = self._regimes.get(regime, self._all).values
+        first, second, third = bases
+        surely = max(0.0, (first + _OFFSET_S) * exp(low) - _OFFSET_S)
+        median = max(surely, (second + _OFFSET_S) * exp(middle) - _OFFSET_S)
+        return Estimate(regime, bases, (surely, median, max(median, (third + _OFFSET_S) * exp(high) - _OFFSET_S)))
 
     def happened(self, estimate: Estimate, seconds: float) -> None:
         """Record the true time of a request with this estimate."""
         self.count += 1
-        self.within_median += seconds <= estimate.median
-        self.within_p90 += seconds <= estimate.p90
-        first, second, third = estimate.bases
-        logs = [log((seconds + _OFFSET_S) / (second + _OFFSET_S))] * 3
+        regime, (first, second, third), (_, median, p90) = estimate
+        self.within_median += seconds <= median
+        self.within_p90 += seconds <= p90
+        middle = log((seconds + _OFFSET_S) / (second + _OFFSET_S))
+        logs = middle, middle, middle
         if first != second or second != third:
-            logs = [log((seconds + _OFFSET_S) / (base + _OFFSET_S)) for base in estimate.bases]
-        ratios = self._regimes.get(estimate.regime)
+            low, high = (
+                log((seconds + _OFFSET_S) / (first + _OFFSET_S)),
+                log((seconds + _OFFSET_S) / (third + _OFFSET_S)),
+            )
+            logs = low, middle, high
+        ratios = self._regimes.get(regime)
         if ratios is None:
-            ratios = self._regimes[estimate.regime] = _Ratios(self._all.values, self._all.distances)
+            ratios = self._regimes[regime] = _Ratios(self._all.values, self._all.distances)
         ratios.add(logs)
         if ratios.count <= _EARLY:
             self._all.add(logs)

@@ -14,8 +14,8 @@ clients do not set it and the limit is then the rest of the context. No request 
 """
 
 from collections import deque
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import WaitReason
@@ -34,14 +34,6 @@ _MAX_LOOKS = 4
 """Maximum number of workers considered per forecast."""
 _CAUTION = 0.8
 """Share of the expected service time that every request is assumed to take."""
-
-
-class Queue(NamedTuple):
-    """The requests that compete when a request arrives."""
-
-    num_requests: int
-    num_tokens: int
-    """Their uncached tokens."""
 
 
 class Forecast:
@@ -68,30 +60,23 @@ class Forecast:
     def _mean_tokens(self, request: Request, hint: int) -> float:
         if request.spec.pooling:
             return 0.0
-        most = request.limit - request.spec.num_prompt_tokens
         if hint:
-            return min(hint, most)
-        like = self.lengths.like(request)
-        return min(sum(like) / len(like), most) if like else most
-
-    def _lengths(self, request: Request) -> tuple[float, float, float] | None:
-        """Return the 5th, 50th and 90th percentile of the request's output length; None if unknown."""
-        if request.spec.pooling:
-            return 0.0, 0.0, 0.0
-        most = float(request.limit - request.spec.num_prompt_tokens)
-        if request.spec.expected_output_tokens:
-            hint = min(float(request.spec.expected_output_tokens), most)
-            return hint, hint, hint
-        like = self.lengths.like(request, request.num_generated)
-        if not like:
-            return None
-        return min(most, quantile(like, 0.05)), min(most, quantile(like, 0.5)), min(most, quantile(like, 0.9))
+            return min(hint, request.limit - request.spec.num_prompt_tokens)
+        return _mean(request, self.lengths.like(request))
 
     # ---------------------------------------------------------------- service
 
-    def uncached_tokens(self, request: Request) -> int:
-        """Return the number of the request's tokens that no available worker has cached."""
-        return len(request.tokens) - max((worker.cached_tokens(request) for worker in self._likely(request)), default=0)
+    def look_up(self, request: Request) -> tuple[Worker | None, int]:
+        """Return the likely worker that would compute the prompt soonest, and the tokens that no available worker has cached."""
+        found, soonest, most_cached = None, 0, 0
+        for worker in self._likely(request):
+            num_cached = worker.cached_tokens(request)
+            ahead = worker.prefill_backlog() - num_cached
+            if found is None or ahead < soonest:
+                found, soonest = worker, ahead
+            if num_cached > most_cached:
+                most_cached = num_cached
+        return found, len(request.tokens) - most_cached
 
     def service_s(self, request: Request, uncached: int, num_outputs: float) -> float:
         """Return the time to compute the request's uncached tokens and to generate the rest of its output."""
@@ -107,7 +92,7 @@ class Forecast:
         """
         if request.deadline is None:
             return None
-        lengths = self._lengths(request)
+        lengths = _quantiles(request, self._like(request))
         rest = max(0.0, lengths[0] - request.num_generated) if lengths is not None else 0.0
         return request.deadline - _CAUTION * self.service_s(request, uncached, rest)
 
@@ -123,40 +108,61 @@ class Forecast:
 
     # ---------------------------------------------------------------- predictions
 
-    def predict(self, request: Request, uncached: int, queue: Queue, now: float) -> Prediction | None:
+    def predict(
+        self,
+        request: Request,
+        uncached: int,
+        worker: Worker | None,
+        num_competing: int,
+        competing_tokens: int,
+        now: float,
+    ) -> Prediction | None:
         """Return the times of a request that arrives now; None before the first measurement.
 
         Args:
-            request: the request, which is not part of the queue.
+            request: the request, which does not compete yet.
             uncached: its uncached tokens.
-            queue: the requests that compete.
+            worker: the worker that would compute it soonest, if there is one.
+            num_competing: number of requests that compete.
+            competing_tokens: their uncached tokens.
             now: the time, s.
         """
-        worker = self._worker_for(request)
         if worker is None or not worker.costs.is_measured:
             return None
-        num_workers = max(1, len(self._fleet))
+        num_workers, costs, rows = len(self._fleet), worker.costs, worker.rows
+        num_running = rows.num_running
+        # Both are computed once here, because an arrival uses them several times.
+        decode_s = costs.decode_s(num_running, rows.num_table_blocks * rows.block_size)
+        step_s = decode_s if num_running else worker.decode_step_s
+        step_s += worker.mean_chunks * costs.prompt_token_s
+        like = self._like(request)
         present = self._residual_s(worker, now)
-        is_blocked = self._is_blocked(worker, queue.num_requests)
+        is_blocked = self._is_blocked(worker, num_competing)
         wait = present
         if is_blocked:
-            wait += (queue.num_requests + 1) / self._admission_rate(request, worker, num_workers, now)
-        ahead = worker.prefill_backlog() + queue.num_tokens / num_workers
-        rows, budget = worker.rows.num_running, self._chunk_budget(worker)
-        context = worker.rows.num_table_blocks * worker.rows.block_size
-        queued = worker.costs.prefill_s(ahead, rows, context, budget) if ahead else 0.0
+            length = _mean(request, self.lengths.like(request) if request.spec.expected_output_tokens else like)
+            wait += (num_competing + 1) / self._admission_rate(worker, step_s, length, num_workers, now)
+        budget = max(1, min(self._config.max_num_batched_tokens, worker.max_tokens_per_step) - num_running)
+        ahead = worker.prefill_backlog() + competing_tokens / num_workers
+        queued = costs.prefill_s(ahead, budget, decode_s) if ahead else 0.0
         wait = max(wait, present + queued)
-        first = wait + worker.costs.prefill_s(uncached, rows, context, budget)
-        lengths = self._lengths(request)
+        first = wait + costs.prefill_s(uncached, budget, decode_s)
+        lengths = _quantiles(request, like)
         end = None
         if lengths is not None:
-            step_s = worker.decode_step_s + worker.mean_chunks * worker.costs.prompt_token_s
-            bases = tuple(first + step_s * max(0.0, each - 1) for each in lengths)
-            end = self.ends.estimate(bases, is_blocked=is_blocked)
+            low, median, high = lengths
+            end = self.ends.estimate(
+                (
+                    first + step_s * max(0.0, low - 1),
+                    first + step_s * max(0.0, median - 1),
+                    first + step_s * max(0.0, high - 1),
+                ),
+                is_blocked=is_blocked,
+            )
         return Prediction(
             is_blocked,
-            self.waits.estimate((wait,) * 3, is_blocked=is_blocked),
-            self.first_tokens.estimate((first,) * 3, is_blocked=is_blocked),
+            self.waits.estimate((wait, wait, wait), is_blocked=is_blocked),
+            self.first_tokens.estimate((first, first, first), is_blocked=is_blocked),
             end,
         )
 
@@ -190,20 +196,21 @@ class Forecast:
 
     # ----------------------------------------------------------------
 
-    def _likely(self, request: Request) -> list[Worker]:
-        """Return workers that may run the request; workers that have cached the beginning of its prompt come first."""
-        workers = [worker for worker in self._fleet if not worker.draining]
-        if len(workers) > _MAX_LOOKS:
-            with_prefix = set(self._fleet.directory.epochs(next(iter(request.keys.values()), b"")[:KEY_BYTES]))
-            workers = [*sorted(workers, key=lambda worker: worker.epoch not in with_prefix)]
-        return list(islice(workers, _MAX_LOOKS))
+    def _likely(self, request: Request) -> Iterable[Worker]:
+        """Return a few workers that may run the request, first those that have the beginning of its prompt cached."""
+        workers = self._fleet.open
+        if len(workers) <= _MAX_LOOKS:
+            return workers.values()
+        with_prefix = self._fleet.directory.epochs(next(iter(request.keys.values()), b"")[:KEY_BYTES])
+        first = (workers[epoch] for epoch in with_prefix if epoch in workers)
+        others = (worker for epoch, worker in workers.items() if epoch not in with_prefix)
+        return islice(chain(first, others), _MAX_LOOKS)
 
-    def _worker_for(self, request: Request) -> Worker | None:
-        """Return the likely worker that would compute the request's prompt soonest."""
-        likely = self._likely(request)
-        if len(likely) < 2:
-            return likely[0] if likely else None
-        return min(likely, key=lambda worker: worker.prefill_backlog() - worker.cached_tokens(request))
+    def _like(self, request: Request) -> Sequence[int]:
+        """Return the lengths of similar finished requests that have more tokens; empty if the length needs none."""
+        if request.spec.pooling or request.spec.expected_output_tokens:
+            return ()
+        return self.lengths.like(request, request.num_generated)
 
     def _is_blocked(self, worker: Worker, num_competing: int) -> bool:
         """Return whether a request that arrives must wait until others end."""
@@ -213,25 +220,54 @@ class Forecast:
 
     def _residual_s(self, worker: Worker, now: float) -> float:
         """Return the time until the results of the steps in flight arrive."""
-        if not worker.in_flight:
-            return 0.0
-        first, *others = worker.in_flight
-        rest = max(0.0, first.started + first.expected_s - now)
-        return rest + sum(step.expected_s for step in others)
+        rest = 0.0
+        for number, step in enumerate(worker.in_flight):
+            rest += step.expected_s if number else max(0.0, step.started + step.expected_s - now)
+        return rest
 
-    def _chunk_budget(self, worker: Worker) -> int:
-        """Return the number of prompt tokens per step."""
-        return max(1, min(self._config.max_num_batched_tokens, worker.max_tokens_per_step) - worker.rows.num_running)
+    def _admission_rate(self, worker: Worker, step_s: float, num_outputs: float, num_workers: int, now: float) -> float:
+        """Return how many blocked requests all workers together admit per second.
 
-    def _admission_rate(self, request: Request, worker: Worker, num_workers: int, now: float) -> float:
-        """Return how many blocked requests all workers together admit per second."""
+        Args:
+            worker: the worker that stands for all.
+            step_s: time of its steps, s.
+            num_outputs: expected output tokens per request.
+            num_workers: number of workers.
+            now: the time, s.
+        """
         times = self._admissions
         while times and now - times[0] > _WINDOW_S:
             times.popleft()
-        step_s = worker.decode_step_s + worker.mean_chunks * worker.costs.prompt_token_s
-        # A running request is at least as long as it is now.
-        held_s = step_s * max(1.0, self.learned_output_tokens(request), worker.rows.mean_generated())
         rows = max(1, worker.rows.num_running)
+        # A running request is at least as long as it is now.
+        held_s = step_s * max(1.0, num_outputs, worker.rows.num_all_generated / rows)
         # Weight the prior like the admission of one batch of rows.
         measured_s = now - times[0] if times else 0.0
         return (len(times) + rows * num_workers) / (measured_s + held_s)
+
+
+def _mean(request: Request, like: Sequence[int]) -> float:
+    """Return the expected output tokens, given the lengths of similar requests; the limit if there are none."""
+    if request.spec.pooling:
+        return 0.0
+    most = request.limit - request.spec.num_prompt_tokens
+    return min(sum(like) / len(like), most) if like else most
+
+
+def _quantiles(request: Request, like: Sequence[int]) -> tuple[float, float, float] | None:
+    """Return the 5th, 50th and 90th percentile of the output length; None if it is unknown.
+
+    Args:
+        request: the request, which may have a hint.
+        like: the lengths of similar requests, ascending.
+    """
+    spec = request.spec
+    if spec.pooling:
+        return 0.0, 0.0, 0.0
+    most = float(request.limit - spec.num_prompt_tokens)
+    if spec.expected_output_tokens:
+        hint = min(float(spec.expected_output_tokens), most)
+        return hint, hint, hint
+    if not like:
+        return None
+    return min(most, quantile(like, 0.05)), min(most, quantile(like, 0.5)), min(most, quantile(like, 0.9))

@@ -10,6 +10,7 @@ exceeded the usual length is likely to be long.
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 
 from scheduler_svc.core.requests.request import Request
 from shared.prefix_keys import KEY_BYTES
@@ -25,12 +26,32 @@ _MAX_KEYS = 4096
 _Likeness = tuple[str | int | bytes, ...]
 
 
+class _Samples:
+    """The lengths of the newest finished requests with equal properties."""
+
+    __slots__ = ("ascending", "newest")
+
+    def __init__(self) -> None:
+        self.newest: deque[int] = deque(maxlen=_SAMPLES)
+        self.ascending: list[int] = []
+        """The same lengths in order; empty if it must be sorted again."""
+
+    def add(self, length: int) -> None:
+        self.newest.append(length)
+        self.ascending = []
+
+    def in_order(self) -> list[int]:
+        if not self.ascending:
+            self.ascending = sorted(self.newest)
+        return self.ascending
+
+
 class OutputLengths:
     """Lengths of finished requests, by shared properties."""
 
     def __init__(self) -> None:
         """Start without lengths."""
-        self._samples: OrderedDict[_Likeness, deque[int]] = OrderedDict()
+        self._samples: OrderedDict[_Likeness, _Samples] = OrderedDict()
 
     def finished(self, request: Request) -> None:
         """Record the output length of a completed request."""
@@ -38,14 +59,14 @@ class OutputLengths:
         for key in _likenesses(request):
             samples = self._samples.get(key)
             if samples is None:
-                samples = self._samples[key] = deque(maxlen=_SAMPLES)
+                samples = self._samples[key] = _Samples()
                 if len(self._samples) > _MAX_KEYS:
                     self._samples.popitem(last=False)
             else:
                 self._samples.move_to_end(key)
-            samples.append(generated)
+            samples.add(generated)
 
-    def like(self, request: Request, num_generated: int = 0) -> list[int]:
+    def like(self, request: Request, num_generated: int = 0) -> Sequence[int]:
         """Return the lengths of similar finished requests, ascending; empty if too few are known.
 
         Args:
@@ -57,26 +78,30 @@ class OutputLengths:
             samples = self._samples.get(key)
             if samples is None:
                 continue
-            longer = sorted(samples)
+            longer = samples.in_order()
             if num_generated:
                 longer = longer[bisect_right(longer, num_generated) :]
-            if len(samples) >= _ENOUGH and len(longer) >= _ENOUGH_LONGER:
+            if len(samples.newest) >= _ENOUGH and len(longer) >= _ENOUGH_LONGER:
                 return longer
             few = longer or few
         # The last one is the most general: all finished requests.
         return few
 
 
-def quantile(values: list[int], share: float) -> float:
+def quantile(values: Sequence[int], share: float) -> float:
     """Return the value that this share of the ascending values does not exceed."""
     return values[min(int(share * len(values)), len(values) - 1)]
 
 
-def _likenesses(request: Request) -> tuple[_Likeness, ...]:
+def _likenesses(request: Request) -> Iterator[_Likeness]:
     """Return the properties that the request shares with others, most specific first."""
     spec = request.spec
-    size, most, constrained = spec.num_prompt_tokens.bit_length(), spec.max_tokens.bit_length(), bool(spec.grammar)
-    kind = (spec.tenant, spec.request_class, most, constrained)
-    general: tuple[_Likeness, ...] = (*kind, size), (spec.tenant, size), (spec.tenant,), ()
+    tenant, size = spec.tenant, spec.num_prompt_tokens.bit_length()
+    kind = (tenant, spec.request_class, spec.max_tokens.bit_length(), bool(spec.grammar))
     first_block = next(iter(request.keys.values()), b"")[:KEY_BYTES]
-    return ((*kind, first_block), *general) if first_block else general
+    if first_block:
+        yield (*kind, first_block)
+    yield (*kind, size)
+    yield tenant, size
+    yield (tenant,)
+    yield ()

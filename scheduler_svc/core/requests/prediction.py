@@ -16,9 +16,9 @@ class Estimate(NamedTuple):
 
     regime: int
     """Number of the kind of estimate, see `queueing.calibration`."""
-    bases: tuple[float, ...]
+    bases: tuple[float, float, float]
     """Rough estimates, one for each of `SHARES`."""
-    values: tuple[float, ...]
+    values: tuple[float, float, float]
     """Quantiles for `SHARES`."""
 
     @property

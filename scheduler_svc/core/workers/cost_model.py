@@ -214,17 +214,19 @@ class CostModel:
             self._bounds, self._bounds_rows, self._bounds_left = found, rows, _BATCH
         return found
 
-    def prefill_s(self, num_tokens: float, num_running: int, context: int, budget: int) -> float:
+    def decode_s(self, num_rows: int, context: int) -> float:
+        """Return the expected time of a step that only decodes, without drafts; `context`: tokens that rows read."""
+        return self._line.expected_s((num_rows, 0, context))
+
+    def prefill_s(self, num_tokens: float, budget: int, decode_s: float) -> float:
         """Return the expected time until a prompt is computed, while other requests run.
 
         Args:
             num_tokens: uncached tokens of the prompt, and of prompts that are computed before it.
-            num_running: decode rows of the steps.
-            context: tokens whose KV these rows read.
             budget: prompt tokens per step.
+            decode_s: time of a step without prompt tokens, s.
         """
-        num_steps = max(1.0, num_tokens / max(1, budget))
-        return num_steps * self.expected_s(StepShape(num_running, 0, context)) + num_tokens * self.prompt_token_s
+        return max(1.0, num_tokens / budget) * decode_s + num_tokens * self._line.prompt_token_s
 
     def recompute_steps(self, num_tokens: int, num_running: int) -> float:
         """Return the cost of recomputing tokens, in steps of one row.

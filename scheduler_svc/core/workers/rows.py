@@ -126,6 +126,8 @@ class RowTable:
         """Blocks in the longest possible sequences of all running requests. A shared block counts once per request."""
         self.num_table_blocks = 0
         """Blocks in all block tables. A shared block counts once per table."""
+        self.num_all_generated = 0
+        """Tokens that the running requests have generated and delivered."""
         self._decoding: IndexArray | None = None
 
     @property
@@ -176,6 +178,7 @@ class RowTable:
         self.limit[row] = limit
         self.worst_blocks += self._worst_blocks(limit)
         self.num_table_blocks += num_blocks
+        self.num_all_generated += request.num_generated
         self.set_allowed(row, request.allowed)
         self.capacity[row] = num_blocks * self.block_size
         self.num_prompt[row] = request.spec.num_prompt_tokens
@@ -203,6 +206,7 @@ class RowTable:
         assert request is not None
         self._flush(row, request)
         blocks = self.blocks(row).copy()
+        self.num_all_generated -= request.num_generated
         request.drafted_tokens += self.drafted.item(row)
         request.accepted_tokens += self.accepted.item(row)
         self.draft_limit[row] = self.drafts[row] = self.drafted[row] = self.accepted[row] = 0
@@ -267,6 +271,7 @@ class RowTable:
             the index of each row's first token among the generated tokens of the row, `[n]`.
         """
         length = self.committed[rows]
+        self.num_all_generated += len(tokens)
         if counts is None:
             self._recent[self._places[rows] + length] = tokens
             self.committed[rows] = length + ONE
@@ -331,12 +336,6 @@ class RowTable:
         """Return the number of tokens that the row's request has generated and delivered."""
         return self.committed.item(row) - self.num_prompt.item(row)
 
-    def mean_generated(self) -> float:
-        """Return the mean number of tokens that running requests have generated and delivered; 0 without any."""
-        running = self.state != FREE
-        num_generated = self.committed[running] - self.num_prompt[running]
-        return float(num_generated.mean()) if len(num_generated) else 0.0
-
     def validate(self) -> None:
         """Check the invariants in the module's docstring."""
         for row in range(self.max_rows):
@@ -363,6 +362,7 @@ class RowTable:
         assert sorted(self._free) == where(self.state == FREE).tolist()
         assert self.num_running == self.max_rows - len(self._free)
         assert self.num_table_blocks == self._num_blocks.sum()
+        assert self.num_all_generated == sum(map(self.num_generated, self.occupied()))
         assert self.worst_blocks == sum(self._worst_blocks(int(self.limit[row])) for row in self.occupied())
 
     def _worst_blocks(self, limit: int) -> int:

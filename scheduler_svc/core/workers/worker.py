@@ -207,9 +207,7 @@ class Worker:
     def decode_step_s(self) -> float:
         """Expected time of a step with the current rows and without chunks, s; 0 before the first measurement."""
         rows = self.rows
-        if not rows.num_running:
-            return self.costs.expected_s(StepShape(1))
-        return self.costs.expected_s(StepShape(rows.num_running, 0, rows.num_table_blocks * rows.block_size))
+        return self.costs.decode_s(rows.num_running or 1, rows.num_table_blocks * rows.block_size)
 
     def limit_of(self, request: Request) -> int:
         """Return the maximum number of tokens that the request can have here, including the prompt."""
