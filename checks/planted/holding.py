@@ -116,7 +116,7 @@ def resumed_stays_drained(patch: pytest.MonkeyPatch) -> None:
     def stays(resume: Any, self: Fleet, worker_id: str) -> Any:
         worker = resume(self, worker_id)
         if worker is not None:
-            worker.draining = True
+            self.drain(worker)
         return worker
 
     wrap(patch, Fleet, "resume", stays)

@@ -18,6 +18,7 @@ from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.rows import RowTable
 from scheduler_svc.core.workers.worker import Worker
 from tests.scheduler_svc.cluster import Cluster
+from tests.scheduler_svc.operations import count_calls
 from tests.scheduler_svc.requests import make_request
 
 # ---------------------------------------------------------------- forecast
@@ -41,6 +42,7 @@ class _Fleet(Fleet):
     def __init__(self, *workers: Worker) -> None:
         super().__init__(CoreConfig(), 1, TokenFacts())
         self._workers = {worker.peer: worker for worker in workers}
+        self._changed()
 
 
 def _forecast(*workers: Worker) -> Forecast:
@@ -76,6 +78,26 @@ def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
     assert forecast.latest_start(total, 10) == pytest.approx(100 - 0.1 - 1.0, abs=0.02)
     both = make_request(total_deadline=100.0, ttft_deadline=50.0)
     assert forecast.latest_start(both, 10) == pytest.approx(50 - 0.1, abs=0.01)
+
+
+def test_an_arrival_costs_the_same_with_many_workers_and_waiting_requests() -> None:
+    """Its forecast looks at a few workers, whether 8 or 64 are there, and 10 or 500 requests wait."""
+    calls = {}
+    for num_workers, num_waiting in ((8, 10), (64, 10), (64, 500)):
+        cluster = Cluster(max_num_seqs=1)
+        for number in range(num_workers):
+            cluster.join(ModelWorker(b"w%d" % number, num_blocks=64, block_size=16, max_rows=1), f"w{number}")
+        for stream in range(num_workers):
+            cluster.submit(stream, [stream, 2, 3], 40)
+        for _ in range(3):
+            cluster.plan()
+            cluster.answer()
+        for stream in range(num_waiting):
+            cluster.submit(1000 + stream, [4, 5, 6], 40)
+        calls[num_workers, num_waiting] = count_calls(
+            lambda cluster=cluster: cluster.submit(5000, [4, 5, 6], 40)  # type: ignore[misc]
+        )
+    assert len(set(calls.values())) == 1, calls
 
 
 def test_a_limit_is_no_forecast_that_refuses() -> None:

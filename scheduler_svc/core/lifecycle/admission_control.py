@@ -52,8 +52,11 @@ class TurnedAway(NamedTuple):
 class AdmissionControl:
     """Decides which new requests a core accepts."""
 
-    def __init__(self, config: CoreConfig, tenants: Tenants, predict: Callable[[Request, float], None]) -> None:
-        """Create the admission control; `predict` forecasts the times of a request that arrives at a given time."""
+    def __init__(self, config: CoreConfig, tenants: Tenants, predict: Callable[[Request, int, float], None]) -> None:
+        """Create the admission control.
+
+        `predict` forecasts the times of a request, given the number of competing requests and the time.
+        """
         self._config = config
         self._tenants = tenants
         self._predict = predict
@@ -75,21 +78,21 @@ class AdmissionControl:
         """
         full = None if request.accepted else self._lack_of_room(request, num_waiting, num_tokens)
         if full is not None:
-            return full._replace(retry_ms=self._forecast_retry_ms(request, now))
-        self._predict(request, now)
+            return full._replace(retry_ms=self._forecast_retry_ms(request, num_competing, now))
+        self._predict(request, num_competing, now)
         if not request.accepted and self._misses_its_deadline(request, num_competing, now):
             message = f"the deadline cannot be met: {num_competing} requests wait; allow more time or try again later"
             return TurnedAway(EndReason.DEADLINE, message, _retry_ms(request))
         return None
 
-    def _forecast_retry_ms(self, request: Request, now: float) -> int:
+    def _forecast_retry_ms(self, request: Request, num_competing: int, now: float) -> int:
         """Return the time after which to retry a request for which there is no room, ms.
 
         All requests that arrive at the same time share one forecast. Computing a forecast is most of the cost of a
         refusal, and a front end may submit hundreds of such requests in one message.
         """
         if self._retry_at != now:
-            self._predict(request, now)
+            self._predict(request, num_competing, now)
             self._retry_at, self._retry_ms = now, _retry_ms(request)
         return self._retry_ms
 

@@ -48,7 +48,11 @@ class RequestRegistry:
         self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
         self.forecast = Forecast(fleet, config)
         self.tenants = Tenants(config.tenant_limits)
-        self.backlog = Backlog(self.policy, self.tenants)
+        self.backlog = Backlog(
+            self.policy,
+            self.tenants,
+            serves_short_first=config.serves_short_first and not self.policy.is_by_turns,
+        )
         self.history = History()
         self.ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)
         """Number of ended requests per reason."""
@@ -183,15 +187,14 @@ class RequestRegistry:
                 request.note(now, NoteKind.FORECAST, request.prediction.text)
             self.requeue(request, now)
 
-    def _predict(self, request: Request, now: float) -> None:
-        """Forecast times for a new request."""
+    def _predict(self, request: Request, num_competing: int, now: float) -> None:
+        """Forecast times for a new request, which `num_competing` others compete with."""
         worker, uncached = self.forecast.look_up(request)
         request.wait.uncached = uncached
         request.wait.must_start = self.forecast.must_start(request, uncached)
         if not request.accepted and not request.num_generated:
-            backlog = self.backlog
             request.prediction = self.forecast.predict(
-                request, uncached, worker, backlog.num_startable, backlog.competing_tokens, now
+                request, uncached, worker, num_competing, self.backlog.competing_tokens, now
             )
 
     def grant(self, request: Request, credit: int, now: float) -> None:

@@ -111,6 +111,10 @@ class PrefixCache:
             return found[0]
         return np.concatenate(found) if found else NO_INDICES
 
+    def count(self, keys: bytes) -> int:
+        """Return the number of blocks in the longest cached prefix of the joined `keys`."""
+        return self._walk(keys)[2] if keys[:KEY_BYTES] in self._root.children else 0
+
     def publish(self, keys: bytes, blocks: IndexArray, tokens: bytes = b"") -> None:
         """Make a chain of blocks shareable, except where other blocks already have the keys.
 

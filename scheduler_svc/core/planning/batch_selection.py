@@ -165,14 +165,7 @@ class Admission:
         """
         gate = self._worker.gate
         while self._may_look_further():
-            num_waiting = self._backlog.num_startable
-            if num_waiting and not gate.is_open(
-                num_running=self._worker.rows.num_running,
-                num_waiting=num_waiting,
-                now=self._now,
-                prefill_s=self._worker.costs.expected_s(self._worker.prefill),
-                num_assigned=self._backlog.num_assigned(self._worker),
-            ):
+            if not gate.is_always_open and self._is_gate_closed():
                 self.obstacle = WaitReason.BATCH
                 return None
             if not self._looked_for_suspects:
@@ -210,6 +203,16 @@ class Admission:
         if self._overtakable and all_of_them:
             self.obstacle = self._overtakable[0].wait.reason
         return None
+
+    def _is_gate_closed(self) -> bool:
+        worker, num_waiting = self._worker, self._backlog.num_startable
+        return num_waiting > 0 and not worker.gate.is_open(
+            num_running=worker.rows.num_running,
+            num_waiting=num_waiting,
+            now=self._now,
+            prefill_s=worker.costs.expected_s(worker.prefill),
+            num_assigned=self._backlog.num_assigned(worker),
+        )
 
     def _find_first(self) -> None:
         """Find the first request that has room, and the requests before it that lack memory."""

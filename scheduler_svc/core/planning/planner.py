@@ -409,6 +409,8 @@ class Planner:
         The preempted request also had no credit in an earlier plan, and has no step in flight.
         """
         rows = self._rows
+        if not any_of(rows.hold_noted):
+            return
         idle = rows.hold_noted & (rows.length >= rows.allowed) & (rows.length == rows.committed)
         idle &= (rows.state == DECODE) & (rows.committed - rows.num_prompt > rows.preempted_at)
         idle[self._newly_held] = False

@@ -48,8 +48,11 @@ _REFILL_S = 0.01
 class Backlog:
     """The waiting requests of one core that have credit."""
 
-    def __init__(self, policy: Policy, tenants: Tenants) -> None:
-        """Start empty, in the order of `policy`, within the limits of `tenants`."""
+    def __init__(self, policy: Policy, tenants: Tenants, *, serves_short_first: bool = True) -> None:
+        """Start empty, in the order of `policy`, within the limits of `tenants`.
+
+        With `serves_short_first`, `take_short` finds the shortest request. Otherwise, it takes the first one.
+        """
         self.policy = policy
         self._tenants = tenants
         self._num_requests = 0
@@ -61,8 +64,8 @@ class Backlog:
         self._restricted: dict[Scope | Worker, WaitingQueue] = {}
         """Queues by the workers that serve their requests, or by one draining worker; none is empty."""
         self._suspects = KeyedQueue(policy.rank)
-        self._shortest = None if policy.is_by_turns else ShortestFirst(self._competing, policy.rank)
-        """The competing requests by length, without suspects; None if groups of requests take turns."""
+        self._shortest = ShortestFirst(self._competing, policy.rank) if serves_short_first else None
+        """The competing requests by length, without suspects; None if nothing is served by length."""
         self._late: dict[Request, int] = {}
         """Waiting requests that have missed their targets, with their token counts."""
         self.late_tokens = 0
@@ -151,7 +154,7 @@ class Backlog:
     @property
     def num_startable(self) -> int:
         """Number of requests that a plan may take: ready ones, and those that wait for a prefix on another worker."""
-        return self.num_ready + len(self._for_prefix)
+        return len(self._competing) + len(self._assigned) + len(self._for_prefix)
 
     @property
     def may_start(self) -> bool:

@@ -22,6 +22,7 @@ _EARLY = 15
 _LEAST_DISTANCE, _MOST_DISTANCE = 0.01, 3.0
 _OFFSET_S = 0.001
 """Added to measured and estimated times, so that no ratio divides by zero."""
+_SHARES = tuple(enumerate(SHARES))
 _REGIMES = 8
 """Sizes of estimates, each four times the one before; the smallest is 10 ms."""
 
@@ -39,15 +40,15 @@ class _Ratios:
         """Record the logarithm of true time / estimate, for the estimate of each share."""
         self.count += 1
         gain = _GAIN if self.count > _EARLY else 1.0 / (self.count + 5)
-        values, distances = self.values, self.distances
-        for at, share in enumerate(SHARES):
-            error = logs[at] - values[at]
+        for at, share in _SHARES:
+            value, mean = self.values[at], self.distances[at]
+            error = logs[at] - value
             distance = error if error > 0 else -error
             if distance > _MOST_DISTANCE:
                 distance = _MOST_DISTANCE
-            distances[at] += gain * (distance - distances[at])
-            step = 2.0 * gain * (distances[at] if distances[at] > _LEAST_DISTANCE else _LEAST_DISTANCE)
-            values[at] += step * (share if error > 0 else share - 1.0)
+            self.distances[at] = mean = mean + gain * (distance - mean)
+            step = 2.0 * gain * (mean if mean > _LEAST_DISTANCE else _LEAST_DISTANCE)
+            self.values[at] = value + step * (share if error > 0 else share - 1.0)
 
 
 class Calibration:
@@ -71,13 +72,18 @@ class Calibration:
             bases: rough estimates of the quantiles for `SHARES`, s.
             is_blocked: whether the request must wait until others end.
         """
-        size = min((int(bases[1] * 100).bit_length() + 1) // 2, _REGIMES - 1)
-        regime = 2 * size + is_blocked
-        low, middle, high = self._regimes.get(regime, self._all).values
         first, second, third = bases
-        surely = max(0.0, (first + _OFFSET_S) * exp(low) - _OFFSET_S)
-        median = max(surely, (second + _OFFSET_S) * exp(middle) - _OFFSET_S)
-        return Estimate(regime, bases, (surely, median, max(median, (third + _OFFSET_S) * exp(high) - _OFFSET_S)))
+        size = (int(second * 100).bit_length() + 1) // 2
+        regime = 2 * (size if size < _REGIMES else _REGIMES - 1) + is_blocked
+        low, middle, high = self._regimes.get(regime, self._all).values
+        surely = (first + _OFFSET_S) * exp(low) - _OFFSET_S
+        if surely < 0.0:
+            surely = 0.0
+        median = (second + _OFFSET_S) * exp(middle) - _OFFSET_S
+        if median < surely:
+            median = surely
+        p90 = (third + _OFFSET_S) * exp(high) - _OFFSET_S
+        return Estimate(regime, bases, (surely, median, p90 if p90 > median else median))
 
     def happened(self, estimate: Estimate, seconds: float) -> None:
         """Record the true time of a request with this estimate."""

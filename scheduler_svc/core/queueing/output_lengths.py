@@ -9,7 +9,7 @@ exceeded the usual length is likely to be long.
 """
 
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from scheduler_svc.core.requests.request import Request
@@ -26,45 +26,27 @@ _MAX_KEYS = 4096
 _Likeness = tuple[str | int | bytes, ...]
 
 
-class _Samples:
-    """The lengths of the newest finished requests with equal properties."""
-
-    __slots__ = ("ascending", "newest")
-
-    def __init__(self) -> None:
-        self.newest: deque[int] = deque(maxlen=_SAMPLES)
-        self.ascending: list[int] = []
-        """The same lengths in order; empty if it must be sorted again."""
-
-    def add(self, length: int) -> None:
-        self.newest.append(length)
-        self.ascending = []
-
-    def in_order(self) -> list[int]:
-        if not self.ascending:
-            self.ascending = sorted(self.newest)
-        return self.ascending
-
-
 class OutputLengths:
     """Lengths of finished requests, by shared properties."""
 
     def __init__(self) -> None:
         """Start without lengths."""
-        self._samples: OrderedDict[_Likeness, _Samples] = OrderedDict()
+        self._samples: OrderedDict[_Likeness, list[int]] = OrderedDict()
 
     def finished(self, request: Request) -> None:
         """Record the output length of a completed request."""
-        generated = request.num_generated
+        generated, known = request.num_generated, self._samples
         for key in _likenesses(request):
-            samples = self._samples.get(key)
+            samples = known.get(key)
             if samples is None:
-                samples = self._samples[key] = _Samples()
-                if len(self._samples) > _MAX_KEYS:
-                    self._samples.popitem(last=False)
-            else:
-                self._samples.move_to_end(key)
-            samples.add(generated)
+                known[key] = [generated]
+                if len(known) > _MAX_KEYS:
+                    known.popitem(last=False)
+                continue
+            known.move_to_end(key)
+            samples.append(generated)
+            if len(samples) > _SAMPLES:
+                del samples[0]
 
     def like(self, request: Request, num_generated: int = 0) -> Sequence[int]:
         """Return the lengths of similar finished requests, ascending; empty if too few are known.
@@ -78,10 +60,10 @@ class OutputLengths:
             samples = self._samples.get(key)
             if samples is None:
                 continue
-            longer = samples.in_order()
+            longer = sorted(samples)
             if num_generated:
                 longer = longer[bisect_right(longer, num_generated) :]
-            if len(samples.newest) >= _ENOUGH and len(longer) >= _ENOUGH_LONGER:
+            if len(samples) >= _ENOUGH and len(longer) >= _ENOUGH_LONGER:
                 return longer
             few = longer or few
         # The last one is the most general: all finished requests.

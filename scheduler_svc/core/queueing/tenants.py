@@ -182,7 +182,7 @@ class Tenants:
                 self._forget_idle(now)
             full = BURST_S * self._limits_of(name).tokens_per_s
             tenant = self._tenants[name] = _Tenant(tokens=full, refilled=now)
-        else:
+        elif self._limits:
             self._refill(tenant, self._limits_of(name), now)
         return tenant
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from scheduler_svc.core.interface.records import Note
-from scheduler_svc.core.requests.request import Request, RequestKey
+from scheduler_svc.core.requests.request import Line, Request, RequestKey
 
 MAX_ENDED = 1024
 """Number of stored histories; each has at most as many lines as that of a live request."""
@@ -13,9 +13,10 @@ MAX_ENDED = 1024
 class Story(NamedTuple):
     """History of one request."""
 
+    key: RequestKey
     request_id: str
-    notes: list[Note]
-    """Notes, oldest first; bounded."""
+    lines: list[Line]
+    """Oldest first; bounded."""
     outcome: str = ""
     """The end reason; "" while the request is live."""
 
@@ -25,6 +26,15 @@ class Story(NamedTuple):
         return not self.outcome
 
     @property
+    def notes(self) -> list[Note]:
+        """Notes, oldest first."""
+        frontend, stream = self.key
+        return [
+            Note(frontend=frontend, stream=stream, time=time, kind=kind, text=text, by=by)
+            for time, kind, text, by in self.lines
+        ]
+
+    @property
     def events(self) -> list[tuple[float, str]]:
         """Return (time on the core's clock, text) of each note."""
         return [(note.time, note.line) for note in self.notes]
@@ -32,7 +42,7 @@ class Story(NamedTuple):
 
 def story_of(request: Request, outcome: str = "") -> Story:
     """Return the history of a request, which is live if there is no `outcome`."""
-    return Story(request.spec.request_id, request.story, outcome)
+    return Story(request.key, request.spec.request_id, request.story, outcome)
 
 
 class History:

@@ -32,6 +32,10 @@ class RequestKey(NamedTuple):
     stream: int
 
 
+Line = tuple[float, NoteKind, str, RequestKey | None]
+"""Time, kind and text of a note, and the request that caused it. Most lines are never read, so they are no objects."""
+
+
 class RequestState(enum.Enum):
     """State of a request; only `lifecycle.states` changes it."""
 
@@ -169,7 +173,7 @@ class Request:
     unsettled: bool = False
     """Whether steps in flight still name a row that it has left."""
     credit_remainder: int = 0
-    story: list[Note] = field(default_factory=list)
+    story: list[Line] = field(default_factory=list)
     """Its history; bounded."""
     notes: Notes | None = None
     """Receives the notes of all requests for a recorder, without a bound; None without readers."""
@@ -209,12 +213,11 @@ class Request:
 
     def note(self, now: float, kind: NoteKind, text: str, *, by: "RequestKey | None" = None) -> None:
         """Add a line to the request's history."""
-        frontend, stream = self.key
-        note = Note(frontend=frontend, stream=stream, time=now, kind=kind, text=text, by=by)
         if len(self.story) < _STORY_LENGTH:
-            self.story.append(note)
+            self.story.append((now, kind, text, by))
         if self.notes is not None:
-            self.notes.append(note)
+            frontend, stream = self.key
+            self.notes.append(Note(frontend=frontend, stream=stream, time=now, kind=kind, text=text, by=by))
 
     def waits_for(self, reason: WaitReason, now: float) -> None:
         """Record the reason why the request waits. A note is added only when the reason changes."""

@@ -19,6 +19,8 @@ class BatchGate:
 
     def __init__(self, limits: BatchingLimits) -> None:
         self._limits = limits
+        self.is_always_open = limits.mode == "continuous" and not limits.delay_factor
+        """Whether requests may be admitted at every step."""
         self._collecting_since: float | None = None
         self._seats = 0
         """Number of requests that the current batch can still accept. Static and dynamic modes only."""

@@ -278,6 +278,9 @@ class Worker:
 
     def cached_tokens(self, request: Request) -> int:
         """Return how many of the request's tokens need no computation on this worker."""
+        if request.swapped is None and self.pool.cache.partial is None:
+            # Every arrival looks up its prompt, so count the blocks without collecting them.
+            return self.pool.cache.count(self.shareable_keys(request)) * self.rows.block_size
         return self.num_cached(self.match(request))
 
     def num_cached(self, match: Match) -> int:
