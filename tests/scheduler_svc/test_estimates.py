@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from records.rules.model_worker import ModelWorker
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CAPACITY_MODES, BatchingLimits, CoreConfig, TenantLimits
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.queueing.forecast import Forecast
@@ -17,7 +18,8 @@ from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.rows import RowTable
 from scheduler_svc.core.workers.worker import Worker
-from tests.scheduler_svc.cluster import Cluster
+from shared.request_spec import RequestSpec
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.operations import count_calls
 from tests.scheduler_svc.requests import make_request
 
@@ -94,8 +96,15 @@ def test_an_arrival_costs_the_same_with_many_workers_and_waiting_requests() -> N
             cluster.answer()
         for stream in range(num_waiting):
             cluster.submit(1000 + stream, [4, 5, 6], 40)
+        arrival = ev.RequestArrived(
+            frontend=FRONTEND,
+            stream=5000,
+            spec=RequestSpec("r5000", 3, 40),
+            token_ids=np.array([4, 5, 6], np.int32),
+            credit=1000,
+        )
         calls[num_workers, num_waiting] = count_calls(
-            lambda cluster=cluster: cluster.submit(5000, [4, 5, 6], 40)  # type: ignore[misc]
+            lambda core=cluster.core, now=cluster.now, event=arrival: core.handle(event, now)  # type: ignore[misc]
         )
     assert len(set(calls.values())) == 1, calls
 

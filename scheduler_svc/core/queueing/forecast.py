@@ -67,7 +67,7 @@ class Forecast:
     # ---------------------------------------------------------------- service
 
     def look_up(self, request: Request) -> tuple[Worker | None, int]:
-        """Return the worker that would compute the prompt soonest, and the number of tokens that no worker has cached."""
+        """Return the worker that would compute the prompt soonest, and the number of tokens that none has cached."""
         found, soonest, most_cached = None, 0, 0
         for worker in self._likely(request):
             num_cached = worker.cached_tokens(request)
