@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.planning.prompt_chunks import short_part
+from scheduler_svc.core.queueing.shortest_first import ShortestFirst
 from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.operations import count_calls
+from tests.scheduler_svc.requests import make_request
 
 _EVERY_POLICY_BUT_FCFS = ["balanced", "priority", "sjf", "edf", "slo", "fair", "lpm"]
 
@@ -140,3 +142,14 @@ def test_plans_cost_the_same_however_many_requests_wait() -> None:
         return count_calls(lambda: core.plan(b"w", now))
 
     assert calls(1000) <= 1.2 * calls(30) + 20
+
+
+def test_a_request_that_grew_while_it_waits_is_as_long_as_it_is_now() -> None:
+    """A preempted request may still get tokens of steps in flight. It then waits behind shorter requests."""
+    grown, other = make_request(1, prompt=2), make_request(2, prompt=3)
+    by_length = ShortestFirst({grown: "queue", other: "queue"}, lambda request: 0.0)
+    by_length.push(grown)
+    by_length.push(other)
+    grown.tokens.extend([7, 8])
+    assert by_length.first(lambda request: True) is other
+    assert by_length.first(lambda request: request is grown) is grown

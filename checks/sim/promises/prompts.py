@@ -199,10 +199,10 @@ class ShortPromptsStart(Promise):
         prompts = self._order.prompts(plan, epoch)
         given = [each for each in prompts if each.chunk]
         others = [other.num_known for other in waiting if other is not shortest]
-        if (
-            min([each.length for each in prompts] + others) <= shortest.num_known
-            or sum(each.cost for each in given) < 2
-        ):
+        if min([each.length for each in prompts] + others) <= shortest.num_known:
+            return
+        # One token goes to the two parts in turn. It is computed even if its budget tokens exceed the budget.
+        if sum(each.chunk for each in given) < 2:
             return
         model, memory = epoch.model, self._eligibility.memory(epoch)
         if len(model.rows) + 1 >= min(self.config.max_num_seqs, model.max_rows):

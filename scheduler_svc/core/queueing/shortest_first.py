@@ -55,6 +55,9 @@ class ShortestFirst:
                 heapq.heappop(self._heap)
                 if is_newest:
                     del self._places[request]
+            elif len(request.tokens) != length:
+                heapq.heappop(self._heap)  # Steps in flight have given it tokens since it was preempted.
+                self.push(request)
             elif accepts(request):
                 found = request
                 break
