@@ -82,7 +82,7 @@ class RecordedFacts(TokenFacts):
 
     def partial(self, match: PartialMatch | None) -> PartialMatch | None:
         if self._num_partial >= len(self._partial):
-            raise FactsRunOutError("partial matches: more asked than recorded")
+            raise FactsRunOutError("partial matches: more requested than recorded")
         self._num_partial += 1
         return self._partial[self._num_partial - 1]
 
@@ -178,7 +178,9 @@ def replay(segments: Iterable[Segment], *, to: int | None = None) -> Outcome:
             run = None
     reader.close()
     if not outcome.entries:
-        raise ReplayError("record: no segment contains the start of a core or a complete snapshot; add earlier ones")
+        raise ReplayError(
+            "record: no segment contains the start of a core or a complete snapshot; add earlier segments"
+        )
     return outcome
 
 
@@ -379,7 +381,7 @@ def to_config(text: str) -> CoreConfig:
         values["tenant_limits"] = {name: TenantLimits(**each) for name, each in values["tenant_limits"].items()}
         return CoreConfig(**values)
     except (TypeError, KeyError) as error:
-        raise ReplayError(f"record: made with other settings than this release has ({error})") from None
+        raise ReplayError(f"record: made with settings that this release does not have ({error})") from None
 
 
 def entries(segments: Iterable[Segment]) -> Iterator[Entry]:

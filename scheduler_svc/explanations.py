@@ -75,7 +75,7 @@ class LiveExplanations:
             if self._folder is None:
                 raise UnsupportedMethodError("explain: the scheduler keeps no record; start it with --record-dir")
             if len(self._waiting) >= _MAX_WAITING:
-                raise OverloadedError("explain: too many explanations are asked for at once; try again later")
+                raise OverloadedError("explain: too many explanations are requested at the same time; try again later")
         except QuireError as error:
             return error_reply(request.number, error)
         self._waiting.append(_Question(peer, request.number, request.call.SerializeToString(), now + _MAX_S))

@@ -54,7 +54,7 @@ class LeaderLease:
             ) from None
         self._path, self._addresses = path, addresses
         if not stat.S_ISREG(os.fstat(self._file).st_mode) or not self._is_lease():
-            raise ConfigError(f"leader_lease (--leader-lease): {path} is no lease file; use a new file")
+            raise ConfigError(f"leader_lease (--leader-lease): {path} is not a lease file; use a new file")
         self._decided = threading.Event()
         self._cancelled = False
 

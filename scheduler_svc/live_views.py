@@ -84,7 +84,9 @@ class LiveViews:
             if self._recorder.tape.is_off:
                 raise UnsupportedMethodError("watch: the scheduler has stopped recording; see its log, and restart it")
             if len(self._views) >= MAX_VIEWS:
-                raise OverloadedError(f"watch: {MAX_VIEWS} others watch already; end another live view first")
+                raise OverloadedError(
+                    f"watch: the limit of {MAX_VIEWS} live views is reached; close another live view first"
+                )
         except DecodeError:
             return error_reply(request.number, InvalidRequestError(FieldViolation("request", "not a valid message")))
         except QuireError as error:

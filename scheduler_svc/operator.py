@@ -115,12 +115,16 @@ class Operator:
         for worker in self._core.stats().workers:
             if worker.worker_id == worker_id:
                 return to_worker(worker)
-        raise WorkerNotFoundError("worker_id: no usable worker has this name; ListWorkers or quire workers lists them")
+        raise WorkerNotFoundError(
+            "worker_id: no usable worker has this name; use ListWorkers or quire workers to list the workers"
+        )
 
     def _cancel(self, request_id: str, now: float) -> admin.CancelRequestResponse:
         events = self._core.cancelling(request_id)
         if not events:
-            raise RequestNotFoundError("request_id: no live request has this id; ListRequests returns the live ones")
+            raise RequestNotFoundError(
+                "request_id: no live request has this id; use ListRequests to list the live requests"
+            )
         for event in events:
             self._order(event, now)
         return admin.CancelRequestResponse(cancelled=len(events))

@@ -161,9 +161,9 @@ class Cluster:
             case "stale" if effects:
                 raise ViolationError("worker.stale", f"effects {effects} of an answer of an epoch that is over")
             case "wrong" if believed or not unknown:
-                raise ViolationError("worker.wrong", f"an answer to step {event.step} that does not fit was believed")
+                raise ViolationError("worker.wrong", f"an result of step {event.step} that does not fit was believed")
             case "sound" if unknown:
-                raise ViolationError("worker.sound", f"a sound answer to step {event.step} was not believed")
+                raise ViolationError("worker.sound", f"a sound result of step {event.step} was not believed")
 
     def _check_overdue(self) -> None:
         """Check that no worker lives past the longest deadline of its step."""

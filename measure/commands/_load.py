@@ -355,7 +355,7 @@ def _url(text: str) -> str:
 def _folder(text: str) -> Path:
     folder = Path(text).expanduser()
     if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder; use the --record-dir of the server's scheduler")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder; use the --record-dir of the server's scheduler")
     return folder
 
 

@@ -98,7 +98,7 @@ def _check_loop(options: Namespace) -> None:
         said = " and ".join(f"--{name}" for name in given) or "no load"
         raise CommandError(f"{said} given; use one of --rate (open loop), --trace or --concurrency (closed loop)")
     if options.trace is not None and (options.workload or options.dataset):
-        raise CommandError("--trace has lengths of its own; remove --workload or --dataset")
+        raise CommandError("--trace: a trace defines the lengths; remove --workload or --dataset")
 
 
 def _with_load(plan: "Plan", options: Namespace, seed: int) -> "Plan":
@@ -129,7 +129,7 @@ def _load(options: Namespace, seed: int, duration_s: float | None) -> "tuple[Ope
         return Users(options.concurrency, options.think), workload
     if options.ramp_to is not None:
         if duration_s is None:
-            raise CommandError("--ramp-to: needs the time of the change; add --duration")
+            raise CommandError("--ramp-to: the duration of the ramp is missing; add --duration")
         return Ramp(options.rate, options.ramp_to, options.warmup + duration_s), workload
     if options.constant:
         return Constant(options.rate), workload

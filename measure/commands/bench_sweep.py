@@ -116,7 +116,9 @@ def _loads_of(options: Namespace) -> "Search | Sequence[float]":
     from measure.load.search import Search
 
     if options.users and any(load != round(load) for load in [*(options.loads or ()), options.first, options.last]):
-        raise CommandError("--users: a number of users is not whole; pass whole numbers with --loads, --from and --to")
+        raise CommandError(
+            "--users: the number of users must be whole; pass whole numbers with --loads, --from and --to"
+        )
     if options.loads:
         return sorted(options.loads)
     if options.first > options.last:

@@ -97,7 +97,10 @@ def _from_trace(options: Namespace) -> "Case":
     from records.whatif.load import traced
 
     if options.step_times is None:
-        raise CommandError("step-times: a trace has none; learn them with quire replay RECORD --learn-step-times FILE")
+        raise CommandError(
+            "step-times: missing, and a trace has no step times; "
+            "learn them with quire replay RECORD --learn-step-times FILE"
+        )
     service = read_service(options.step_times)
     requests = read_trace(options.place).requests
     block_size = service.members[0].hello.block_size

@@ -51,7 +51,9 @@ def main() -> None:
     set_threads(options.num_threads)
     levels = _serving_levels()
     if not levels:
-        raise SystemExit("cpu-levels: no level of the CPU kernels serves here; install Quire where there is a compiler")
+        raise SystemExit(
+            "cpu-levels: the CPU kernels are not available on this machine; install Quire with a C++ compiler"
+        )
     print(f"{_processor()}, {options.num_threads or len(os.sched_getaffinity(0))} threads")
     for name, own, peer_name, peer in (
         ("bf16", _bf16, "oneDNN", _onednn_bf16),

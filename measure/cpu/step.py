@@ -41,7 +41,7 @@ def main() -> None:
     )
     model, description = load_model(config, _CPU)
     if not isinstance(model, LlamaModel) or (decoder := model.packed) is None:
-        raise SystemExit("the CPU kernels do not serve this model here")
+        raise SystemExit("the CPU kernels do not support this model on this machine")
     rows, context, chunk = options.rows, max(options.context, options.chunk), options.chunk
     times = _run(model, decoder, description.kv_dtype, rows, context, chunk, options.steps)
     step_ms, phases = sorted(times)[len(times) // 2] * 1e3, decoder.counted_ns()

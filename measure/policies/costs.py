@@ -141,7 +141,7 @@ def read_costs(name: str) -> Costs:
     if absent := [key for key in missing if key not in fields]:
         raise ConfigError(f"--costs: {name}: lacks {', '.join(absent)}; add it")
     if fields["constant_s"] == 0:
-        raise ConfigError(f"--costs: {name}: constant_s is 0; a step takes time, so give more than 0")
+        raise ConfigError(f"--costs: {name}: constant_s is 0; use a number above 0")
     values: dict[str, Any] = {key: int(value) if types[key] is int else value for key, value in fields.items()}
     return Costs(**values)
 

@@ -151,7 +151,7 @@ class QuireEngine(Engine):
                         )
                     )
                 case ef.WorkerRefused() | ef.WorkerUnknown():
-                    raise AssertionError(f"the core gave up a worker: {effect}")
+                    raise AssertionError(f"the core declared a worker lost: {effect}")
 
     def _step(self, worker: int, plan: Plan) -> Step:
         """Return the step that a worker computes for a plan."""

@@ -287,5 +287,5 @@ def trace_of(name: str, path: Path | None, seconds: float) -> list[Recorded]:
     has_blocks = any(each.blocks for each in recorded)
     if has_blocks != (name == "mooncake"):
         kind = "Mooncake" if has_blocks else "Azure"
-        raise ConfigError(f"--trace: {path}: a trace of {kind}; use --workload {kind.lower()}")
+        raise ConfigError(f"--trace: {path}: this is a trace of {kind}; use --workload {kind.lower()}")
     return recorded

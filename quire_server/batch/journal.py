@@ -68,6 +68,6 @@ class Journal:
             try:
                 done.add(id_of_answer(json.loads(line)))
             except (ValueError, TypeError, KeyError):
-                raise BatchError(f"{self._path}:{number}: not an answer of a batch; name another file") from None
+                raise BatchError(f"{self._path}:{number}: not a result of a batch; name another file") from None
             end += len(line)
         return done

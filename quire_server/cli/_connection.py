@@ -144,7 +144,7 @@ def _grpc_target(text: str) -> str:
     """Check and return the address; gRPC also accepts dns:///HOST:PORT or unix:PATH."""
     if text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is the address of HTTP; this command uses gRPC: give HOST:PORT of the gRPC port"
+            f"{text!r} is an HTTP address, but this command uses gRPC; use HOST:PORT of the gRPC port"
         )
     text = text.removeprefix("grpc://")
     # gRPC itself reduces a port modulo 65,536.
@@ -159,7 +159,7 @@ def _http_target(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r}: give HOST:PORT, and the CA of TLS with --tls-ca")
     if text.startswith("grpc://"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is the address of gRPC; this command uses HTTP: give HOST:PORT of the HTTP port"
+            f"{text!r} is a gRPC address, but this command uses HTTP; use HOST:PORT of the HTTP port"
         )
     text = text.removeprefix("http://").removesuffix("/")
     if not _is_address(text):

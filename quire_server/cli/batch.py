@@ -65,7 +65,7 @@ def run(options: Namespace) -> int:
     if options.concurrency < 1:
         raise CommandError(f"--concurrency: {options.concurrency} is too small; use at least 1")
     if options.requests.resolve() == options.answers.resolve():
-        raise CommandError("answers: the same file as the requests; name another file")
+        raise CommandError("answers: this is the file of the requests; name another file")
     try:
         ids = read_ids(options.requests)
         with Journal(options.answers) as journal:

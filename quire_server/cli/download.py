@@ -33,7 +33,7 @@ def run(options: Namespace) -> int:
         print(f"{folder}: exists already; nothing to download")
         return 0
     if folder.exists():
-        raise ConfigError(f"folder: {folder} exists, but holds no model; choose a folder that does not exist")
+        raise ConfigError(f"folder: {folder} exists but contains no model; choose a new folder")
     partial = folder.with_name(folder.name + _PARTIAL)
     try:
         download(options.model, options.revision, partial)

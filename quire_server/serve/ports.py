@@ -49,7 +49,7 @@ def _reserve(holder: ExitStack, host: str, wanted: _Wanted) -> int:
     except OSError as error:
         raise ConfigError(
             f"{wanted.setting}: cannot listen on {host}:{wanted.port} ({error.strerror}); "
-            f"choose another with {flag}, 0 for any free one"
+            f"choose another port with {flag}, or 0 for any free port"
         ) from None
     port: int = held.getsockname()[1]
     return port

@@ -102,9 +102,9 @@ def read_load(segments: Iterable[Segment], since_unix_s: float = -math.inf) -> R
         found[-1].read(iter(segment))
     best = max(found, key=lambda each: each.num_requests, default=None)
     if best is None or not best.num_requests:
-        raise WhatIfError("record: it has no request; record the service while it is used")
+        raise WhatIfError("record: contains no requests; record the service while it is in use")
     if not best.has_workers:
-        raise WhatIfError("record: it has no worker; record the service while it is used")
+        raise WhatIfError("record: contains no workers; record the service while it is in use")
     recorded = best.recorded()
     recorded.skipped_parts = len(found) - 1
     return recorded

@@ -115,7 +115,7 @@ def run_strategies(
         raise WhatIfError(f"no request has arrived in the last {since_s:g} s; send some, or ask for a longer time")
     members = [dataclasses.replace(each, joined=0.0) for each in load.members if each.lost is None]
     if not members:
-        raise WhatIfError("the record has no worker that is still there; wait for one")
+        raise WhatIfError("the record has no worker that is still connected; wait until a worker joins")
 
     def simulated(arrivals: list[Arrival], is_late: IsLate) -> admin.CompareStrategiesResponse:
         response = admin.CompareStrategiesResponse(

@@ -82,7 +82,7 @@ def load(data: bytes, facts: TokenFacts) -> Scheduler:
             f"snapshot: incompatible with this release ({error!r}); use the one that wrote it"
         ) from None
     if not isinstance(core, Scheduler):
-        raise SnapshotError("snapshot: it is not the state of a scheduler; use another segment")
+        raise SnapshotError("snapshot: not the state of a scheduler; use another segment")
     return core
 
 

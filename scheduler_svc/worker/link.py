@@ -174,7 +174,9 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> ev.Ste
             rows, counts = from_columns(result.rows, result.counts)
             tokens = from_column(result.tokens)
             if int(counts.sum()) != len(tokens):
-                raise MalformedFrameError(f"counts: {int(counts.sum())} tokens are counted, {len(tokens)} were sent")
+                raise MalformedFrameError(
+                    f"counts: their sum is {int(counts.sum())}, but {len(tokens)} tokens were sent"
+                )
         else:
             rows, tokens = from_columns(result.rows, result.tokens)
         if "draft_counts" in parts:

@@ -249,7 +249,7 @@ class CoreLink:
                 if reply is None:
                     self._end_order(request.number)  # The caller has left, so the core may stop the work.
         if reply is None:
-            raise NotReadyError("scheduler did not answer in time; try again in a moment", retry_ms=RETRY_MS)
+            raise NotReadyError("scheduler did not respond in time; try again in a moment", retry_ms=RETRY_MS)
         if reply.HasField("error"):
             raise operator_error(reply.error)
         return reply

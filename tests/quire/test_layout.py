@@ -167,7 +167,7 @@ def test_a_port_of_another_service_is_refused_even_if_it_could_be_shared() -> No
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(ConfigError, match=r"^grpc_port: cannot listen on .* choose another with --grpc-port"):
+        with pytest.raises(ConfigError, match=r"^grpc_port: cannot listen on .* choose another port with --grpc-port"):
             reserve_ports(holder, "127.0.0.1", grpc_port=other.getsockname()[1], http_port=0)
 
 

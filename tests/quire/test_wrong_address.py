@@ -257,13 +257,13 @@ def test_tls_at_a_port_without(command: str, papers: Papers, tmp_path: Path) -> 
         (
             "batch",
             "grpc://127.0.0.1:50051",
-            "'grpc://127.0.0.1:50051' is the address of gRPC; this command uses HTTP: give HOST:PORT of the HTTP port",
+            "'grpc://127.0.0.1:50051' is a gRPC address, but this command uses HTTP; use HOST:PORT of the HTTP port",
         ),
         ("batch", "127.0.0.1:http", "'127.0.0.1:http' is not HOST:PORT with a port from 1 to 65535"),
         (
             "workers",
             "http://127.0.0.1:8000",
-            "'http://127.0.0.1:8000' is the address of HTTP; this command uses gRPC: give HOST:PORT of the gRPC port",
+            "'http://127.0.0.1:8000' is an HTTP address, but this command uses gRPC; use HOST:PORT of the gRPC port",
         ),
         ("workers", "127.0.0.1:99999", "'127.0.0.1:99999' is not HOST:PORT with a port from 1 to 65535"),
         ("workers", "dns:///localhost:0", "'dns:///localhost:0' is not HOST:PORT with a port from 1 to 65535"),

@@ -117,7 +117,9 @@ def test_a_file_of_another_kind_is_refused_and_left_as_it_is(tmp_path: Path) -> 
     os.mkfifo(pipe)
 
     for path in (notes, pipe):
-        with pytest.raises(ConfigError, match=r"leader_lease \(--leader-lease\): .* is no lease file; use a new file"):
+        with pytest.raises(
+            ConfigError, match=r"leader_lease \(--leader-lease\): .* is not a lease file; use a new file"
+        ):
             LeaderLease(path, "a b")
 
     assert notes.read_text() == "[section]\nkey = 1\n"

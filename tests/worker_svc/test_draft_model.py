@@ -246,13 +246,13 @@ def test_the_demo_model_has_a_draft_model_of_its_own() -> None:
 def test_draft_models_that_do_not_fit_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     """The refusal names the setting and what does not fit."""
     others = {
-        "its vocabulary of 400 tokens": make_checkpoint("LlamaForCausalLM", tmp_path / "wide", vocab_size=400),
+        "its vocabulary has 400 tokens": make_checkpoint("LlamaForCausalLM", tmp_path / "wide", vocab_size=400),
         "exceeds the model's 64 positions": make_checkpoint(
             "LlamaForCausalLM", tmp_path / "short", max_position_embeddings=64
         ),
-        "tokenizer.json has other tokens": make_checkpoint("LlamaForCausalLM", tmp_path / "other"),
+        "its tokens differ": make_checkpoint("LlamaForCausalLM", tmp_path / "other"),
     }
-    path = others["tokenizer.json has other tokens"] / "tokenizer.json"
+    path = others["its tokens differ"] / "tokenizer.json"
     path.write_text(path.read_text().replace("<|pad|>", "<|fill|>"))
     for reason, folder in others.items():
         with pytest.raises(ConfigError, match=f"draft_model: .*{reason}"):

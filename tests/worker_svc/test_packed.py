@@ -225,7 +225,7 @@ def test_a_class_that_cannot_compute_with_packed_weights_is_refused_at_load(
 
 def test_fp8_weights_are_not_made_at_load(tmp_path: Path) -> None:
     """The message says why, and what to use."""
-    with pytest.raises(ConfigError, match=r"quantization: fp8 weights are not made at load: .*; use int8 on a CPU"):
+    with pytest.raises(ConfigError, match=r"quantization: fp8 is not available at load.*; use int8 on a CPU"):
         load(make_checkpoint("LlamaForCausalLM", tmp_path), quantization="fp8")
 
 

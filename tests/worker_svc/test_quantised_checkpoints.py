@@ -302,7 +302,7 @@ def test_gguf_files_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     content = file.read_bytes()
 
     (folder / "second.gguf").write_bytes(content)
-    with pytest.raises(ConfigError, match="has 2 GGUF files; leave the one to serve"):
+    with pytest.raises(ConfigError, match="has 2 GGUF files; remove all except the one to serve"):
         load(folder)
     (folder / "second.gguf").unlink()
     file.write_bytes(b"GGML" + content[4:])

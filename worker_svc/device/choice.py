@@ -21,8 +21,8 @@ def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> torc
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < num_gpus < local_size and not wanted.startswith("cpu"):
         raise ConfigError(
-            f"tensor_parallel_size: {local_size} ranks on this machine need a GPU each, and it has {num_gpus}; give"
-            " fewer, or --device cpu"
+            f"tensor_parallel_size: {local_size} ranks on this machine need {local_size} GPUs, but it has"
+            f" {num_gpus}; use fewer ranks, or --device cpu"
         )
     device = torch.device(name_device(wanted, num_gpus, local_rank))
     if device.type == "cuda":

@@ -188,7 +188,7 @@ class DecodeGraphs:
             difference = (self.forward(bucket, 1) - expected[:1]).abs().max()
             self._lanes.forget()
             if not difference <= _TRIAL_TOLERANCE * expected[:1].abs().max():
-                raise RuntimeError(f"the graph computes other logits than the model (token {token})")
+                raise RuntimeError(f"the graph computes different logits than the model (token {token})")
 
     def _compute(self, bucket: int) -> torch.Tensor:
         inputs = self._lanes.compute_inputs(bucket)

@@ -47,7 +47,8 @@ def find(folder: Path) -> Path | None:
     files = sorted(folder.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         raise ConfigError(
-            f"model: {folder} has {len(files)} GGUF files; leave the one to serve (files in parts are not supported)"
+            f"model: {folder} has {len(files)} GGUF files; "
+            "remove all except the one to serve (split files are not supported)"
         )
     return files[0] if files else None
 

@@ -175,7 +175,7 @@ class StoredWeights:
             names = sorted(name for name, _ in self._weights.values())
             raise ConfigError(
                 f"model: {names[0]} is quantised in the checkpoint, which is not supported for this tensor"
-                f" ({len(names)} in total); use a checkpoint that keeps its type"
+                f" ({len(names)} in total); use a checkpoint in which it is not quantised"
             )
 
     def _dequantise(self, parts: Mapping[int, QuantisedWeight], matrix: torch.Tensor) -> None:

@@ -58,8 +58,8 @@ def build_model(
     """
     if quantization == "fp8":
         raise ConfigError(
-            "quantization: fp8 weights are not made at load: on a CPU int8 takes as much memory, is faster and more"
-            " exact, and on a GPU there are no products over them; use int8 on a CPU, or none"
+            "quantization: fp8 is not available at load, because int8 is faster and more accurate on a CPU and a GPU"
+            " has no products for it; use int8 on a CPU, or none"
         )
     decoder = families.own_config(architecture, config)
     if decoder is None:

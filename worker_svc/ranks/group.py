@@ -61,7 +61,7 @@ def place_of(tensor_parallel_size: int, environ: Mapping[str, str]) -> Place:
     if size != tensor_parallel_size or not 0 <= rank < size:
         raise ConfigError(
             f"tensor_parallel_size: {tensor_parallel_size} does not match rank {rank} of {size} (RANK, WORLD_SIZE);"
-            " start as many ranks as the setting says"
+            " start tensor_parallel_size ranks"
         )
     return Place(Shard(rank, size), local_rank, local_size)
 

@@ -390,7 +390,9 @@ class RowTable:
         if self._state[row] != RowState.FREE:
             raise PlanError(f"admission: row {row} is occupied")
         if admission.generation <= self._generation[row]:
-            raise PlanError(f"admission: generation {admission.generation} of row {row} is not newer than its last one")
+            raise PlanError(
+                f"admission: generation {admission.generation} of row {row} is not newer than the previous generation"
+            )
         self._state[row] = RowState.PREFILL
         self._generation[row] = admission.generation
         self._held[row] = self._failed[row] = False

@@ -53,12 +53,12 @@ def load_draft_model(config: WorkerConfig, description: ModelDescription, device
         raise ConfigError("draft_model: rejected drafts would remain in its recurrent state; use a model without one")
     if draft.vocab_size != description.vocab_size:
         raise ConfigError(
-            f"draft_model: its vocabulary of {draft.vocab_size} tokens is not that of the model, with"
-            f" {description.vocab_size}; use a model with the same tokenizer"
+            f"draft_model: its vocabulary has {draft.vocab_size} tokens, but that of the model has"
+            f" {description.vocab_size}; use a draft model with the same tokenizer"
         )
     if _vocabulary(draft.folder) != _vocabulary(description.folder):
         raise ConfigError(
-            "draft_model: its tokenizer.json has other tokens than that of the model; use one with the same tokenizer"
+            "draft_model: its tokens differ from those of the model; use a draft model with the same tokenizer"
         )
     return model
 

@@ -65,7 +65,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     """
     if not worker.in_flight or worker.in_flight[0].step != event.step:
         expected = worker.in_flight[0].step if worker.in_flight else None
-        raise ProtocolViolationError(f"answer to step {event.step}: step {expected} was expected")
+        raise ProtocolViolationError(f"result of step {event.step}: step {expected} was expected")
     record = worker.in_flight[0]
     answered, generations, limits = record.rows, record.generations, record.draft_limits
     if event.failures:
@@ -76,19 +76,19 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         answered, generations = answered[kept], generations[kept]
         limits = limits[kept] if limits is not None else None
     if not _are_same(answered, event.rows):
-        raise ProtocolViolationError(f"answer to step {event.step}: its rows are not those of the plan")
+        raise ProtocolViolationError(f"result of step {event.step}: its rows are not those of the plan")
     drafts = None
     if limits is not None or event.counts is not None or event.draft_counts is not None:
         drafts = _drafts(event, limits)
     elif len(event.tokens) != len(event.rows):
-        raise ProtocolViolationError(f"answer to step {event.step}: {len(event.tokens)} tokens for its rows")
+        raise ProtocolViolationError(f"result of step {event.step}: {len(event.tokens)} tokens for its rows")
     # Read as unsigned numbers, negative ids are large, so one comparison checks both bounds.
     if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size)):
-        raise ProtocolViolationError(f"answer to step {event.step}: a sampled token is outside the vocabulary")
+        raise ProtocolViolationError(f"result of step {event.step}: a sampled token is outside the vocabulary")
 
     _check_embeddings(worker, record, event)
     if record.copy_ids and not set(record.copy_ids) <= set(event.completed_copies):
-        raise ProtocolViolationError(f"answer to step {event.step}: block copies of the plan are missing")
+        raise ProtocolViolationError(f"result of step {event.step}: block copies of the plan are missing")
 
     worker.in_flight.popleft()
     worker.answered_step = record.step
@@ -180,11 +180,11 @@ def _drafts(event: StepDone, limits: Int32Array | None) -> _Drafts:
     verified = np.zeros(num_rows, np.int32) if event.draft_counts is None else event.draft_counts
     if len(counts) != num_rows or len(verified) != num_rows or int(counts.sum()) != len(event.tokens):
         raise ProtocolViolationError(
-            f"answer to step {event.step}: the numbers of tokens and drafts do not fit its rows"
+            f"result of step {event.step}: the numbers of tokens and drafts do not fit its rows"
         )
     if any_of((verified < 0) | (verified > limits) | (counts < ONE) | (counts > verified + ONE)):
         raise ProtocolViolationError(
-            f"answer to step {event.step}: a row has more tokens or drafts than the plan allows"
+            f"result of step {event.step}: a row has more tokens or drafts than the plan allows"
         )
     return _Drafts(counts, verified, limits, int(verified.sum()))
 
@@ -318,7 +318,7 @@ def _check_embeddings(worker: Worker, record: StepInFlight, event: StepDone) -> 
     answered = sorted((each.row, each.generation) for each in event.embeddings)
     num_bytes = 4 * worker.model.hidden_size
     if answered != sorted(set(record.pooled) - failed) or any(len(e.values) != num_bytes for e in event.embeddings):
-        raise ProtocolViolationError(f"answer to step {event.step}: its embeddings are not those of the plan")
+        raise ProtocolViolationError(f"result of step {event.step}: its embeddings are not those of the plan")
 
 
 def _settle_embeddings(worker: Worker, event: StepDone, settled: Settled) -> None:

@@ -102,7 +102,7 @@ def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
 
     with Journal(path), pytest.raises(BatchError, match="another run"):
         Journal(path)
-    with pytest.raises(BatchError, match="not an answer"):
+    with pytest.raises(BatchError, match="not a result"):
         Journal(other)
     assert "my diary" in other.read_text()
     Journal(path).close()

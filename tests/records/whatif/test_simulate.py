@@ -329,7 +329,7 @@ def test_the_page_names_changes_and_caveats(tmp_path: Path) -> None:
 
 def test_a_record_without_requests_is_an_error(tmp_path: Path) -> None:
     """A record of an unused service cannot be simulated, and the message says what to do."""
-    with pytest.raises(WhatIfError, match="record the service while it is used"):
+    with pytest.raises(WhatIfError, match="record the service while it is in use"):
         read_load(read(tmp_path))
 
 

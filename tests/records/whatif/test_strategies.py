@@ -116,7 +116,7 @@ def test_what_there_is_no_time_for_is_left_out(power: int, budget: float, expect
 
 def test_a_record_without_requests_is_refused(tmp_path: Path) -> None:
     """An empty record is an error that says what to do."""
-    with pytest.raises(RequestNotFoundError, match="compare: record: it has no request"):
+    with pytest.raises(RequestNotFoundError, match="compare: record: contains no requests"):
         compare_strategies(admin.CompareStrategiesRequest(), tmp_path, math.inf)
 
 
