@@ -325,7 +325,7 @@ def weights_bytes(
             return outputs * inputs * element
         rows = -(-outputs // 16) * 16
         if kind == "int8":
-            return rows * (-(-inputs // 4) * 4 + 8)  # a scale and a sum per output
+            return rows * (-(-inputs // 4) * 4 + 8)  # Each output has a scale and a sum.
         return rows * -(-inputs // INT4_GROUP) * 36  # 64 weights of 4 bits, a scale and a zero point of 2 bytes each
 
     experts = sizes.num_experts * (product(2 * inner, hidden) + product(hidden, inner))

@@ -99,7 +99,9 @@ def open_journal(config: SchedulerConfig) -> Journal | None:
     except OSError as error:
         raise ConfigError(f"journal (--journal): {error}; use a folder that only this scheduler writes to") from None
     except NewerJournalError as error:
-        raise ConfigError(f"journal (--journal): {error}; start that release, or use another folder") from None
+        raise ConfigError(
+            f"journal (--journal): {error}; start the release that wrote the journal, or use another folder"
+        ) from None
 
 
 def open_recorder(config: SchedulerConfig, core: CoreConfig, incarnation: int) -> Recorder | None:

@@ -13,7 +13,7 @@ def return_large_blocks() -> None:
     By default, freeing such a block raises glibc's threshold for mmap, up to 32 MiB. Later large blocks then come from
     the heap, which cannot shrink while a small block after them is in use.
     """
-    mallopt = getattr(_C, "mallopt", None)  # other C libraries have no such limit
+    mallopt = getattr(_C, "mallopt", None)  # Other C libraries do not have this limit.
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
 

@@ -111,7 +111,7 @@ HTTP_DURATION = Metric(
     _FRONTEND,
 )
 
-# Names of vLLM.
+# Metric names of vLLM.
 
 _MODEL = ("model_name",)
 _ENGINE = ("model_name", "engine")

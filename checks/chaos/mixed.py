@@ -169,7 +169,7 @@ class _Load:
         running = stub.Generate(request, timeout=600)
         try:
             if patience == 0:
-                await asyncio.sleep(rng.uniform(0.2, 2.0))  # the client cancels while it waits
+                await asyncio.sleep(rng.uniform(0.2, 2.0))  # The client cancels while the request waits.
                 running.cancel()
             while await running.read() is not aio.EOF:
                 call.num_messages += 1

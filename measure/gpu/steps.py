@@ -82,7 +82,7 @@ class Loaded:
 
     def engine(self, *, graphs: bool) -> tuple[Engine, Figures]:
         """Build an engine; return it with its start time, and the part of its memory share that is unused."""
-        gc.collect()  # an engine before may still hold its KV cache
+        gc.collect()  # A previous engine may still hold its KV cache.
         began = time.perf_counter()
         settings = {name: getattr(self.config, name) for name in self.config.__slots__}
         engine = build_engine(

@@ -93,7 +93,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
     run()
     if device.type == "cpu":
         times: list[float] = []
-        deadline = time.perf_counter() + budget_s / 20  # only a trial run
+        deadline = time.perf_counter() + budget_s / 20  # This is only a trial run.
         while not times or (time.perf_counter() < deadline and len(times) < 100):
             began = time.perf_counter()
             run()

@@ -131,7 +131,7 @@ def _tls_context(options: Namespace) -> ssl.SSLContext | None:
         return None
     try:
         return ssl.create_default_context(cafile=options.tls_ca)
-    except OSError as error:  # errors of ssl are OSErrors too
+    except OSError as error:  # Errors of ssl are also OSErrors.
         raise ConfigError(f"tls_ca: {options.tls_ca} cannot be used ({error.strerror or error})") from None
 
 
@@ -172,5 +172,5 @@ def _is_address(text: str) -> bool:
     try:
         parts = urlsplit(f"//{text}")
         return bool(parts.hostname) and bool(parts.port) and parts.netloc == text and "@" not in text
-    except ValueError:  # the port is not a number or too large, or a bracket is missing
+    except ValueError:  # The port is invalid, or a bracket is missing.
         return False

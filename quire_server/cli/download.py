@@ -37,7 +37,7 @@ def run(options: Namespace) -> int:
     partial = folder.with_name(folder.name + _PARTIAL)
     try:
         download(options.model, options.revision, partial)
-        shutil.rmtree(partial / ".cache", ignore_errors=True)  # what the hub's client remembers of the download
+        shutil.rmtree(partial / ".cache", ignore_errors=True)  # The hub's client stores its state there.
         partial.rename(folder)
     except OSError as error:
         raise CommandError(f"{partial}: {error.strerror or error}; free the disk, or choose another folder") from None

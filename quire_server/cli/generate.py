@@ -105,7 +105,7 @@ def _stream(generation: Generation) -> None:
             _write(delta.text)
             started = True
     except BaseException:
-        if started:  # so that the error, or the shell's prompt, starts on a line of its own
+        if started:  # The error or the shell's prompt needs a new line.
             _write("\n")
         raise
     _write("\n")

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.configure(parser)
     options = parser.parse(arguments[len(command.name.split()) :])
     try:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by quire_server.entry
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `quire_server.entry` sets this.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return module.run(options)
     except KeyboardInterrupt:
@@ -118,7 +118,7 @@ def installed_commands() -> list[Command]:
 def _is_installed(command: Command) -> bool:
     try:
         return importlib.util.find_spec(command.module) is not None
-    except ModuleNotFoundError:  # the package that contains it is not installed
+    except ModuleNotFoundError:  # The package of the command is not installed.
         return False
 
 

@@ -85,7 +85,7 @@ def run(options: Namespace) -> int:
         given = os.environ.get(API_KEY_VARIABLE)
         os.environ[API_KEY_VARIABLE] = ",".join([*options.api_key, *([given] if given else [])])
     config = serve_config(options)
-    if options.show_sample:  # without a sample, the log lines of all processes show the progress
+    if options.show_sample:  # Otherwise the log lines show the progress.
         print(f"starting quire: loading model {config.worker.model}", file=sys.stderr, flush=True)
     # Imported late, so that `quire serve --help` and the line above do not wait for it.
     from quire_server.serve.foreground import serve

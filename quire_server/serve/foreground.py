@@ -60,7 +60,7 @@ async def _serve(config: ServeConfig, *, show_sample: bool) -> int:
         await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
         if serving.done():
-            await serving  # raises an error that says why it could not start
+            await serving  # This raises the error that prevented the start.
         serving.cancel()
     return 130 if signals.killed else 0
 
@@ -73,7 +73,7 @@ async def _serve_until_signal(service: Service, *, show_sample: bool) -> None:
     addresses = await service.ready()
     print(f"ready grpc={addresses.grpc} http={addresses.http}", flush=True)
     if show_sample:
-        from quire_server.serve.sample import show_sample as show  # imports grpc
+        from quire_server.serve.sample import show_sample as show  # Only a sample needs grpc.
 
         await show(addresses, os.environ.get(API_KEY_VARIABLE, "").partition(",")[0])
     await asyncio.Event().wait()

@@ -42,7 +42,7 @@ def _readable(event: dict[str, object]) -> str:
 
 @cache
 def _console() -> "ConsoleRenderer":
-    from structlog.dev import ConsoleRenderer  # slow to import, and only terminals need it
+    from structlog.dev import ConsoleRenderer  # The import is slow, and only terminals need it.
 
     return ConsoleRenderer()
 

@@ -25,7 +25,7 @@ async def show_sample(addresses: Addresses, token: str) -> None:
             print(f"\n  (the sample failed: {error.code}: {error.message})", end="")
         else:
             finished = generation.finished
-            assert finished is not None  # a stream that ends without it raises
+            assert finished is not None  # A stream without `finished` raises an error.
             rate = finished.usage.completion_tokens / max(finished.timings.total_s, 1e-9)
             print(
                 f"\n\n  {finished.usage.completion_tokens} tokens, first after"

@@ -82,7 +82,7 @@ class Service:
     async def launch(self) -> None:
         """Start every process; return when they have begun to load."""
         self._supervisor.start()
-        await asyncio.sleep(0)  # the turn of the event loop in which the supervisor's tasks start them
+        await asyncio.sleep(0)  # The supervisor's tasks start the processes now.
 
     async def ready(self) -> Addresses:
         """Wait until the service is ready.
@@ -131,7 +131,7 @@ class Service:
 
     async def _until_ready(self) -> Addresses:
         addresses = await self._supervisor.listening()
-        from quire_server.serve.readiness import until_ready  # imports ssl and http, for which no process waits
+        from quire_server.serve.readiness import until_ready  # This imports ssl and http, after the processes start.
 
         await until_ready(self._probes(addresses), workers=self._config.workers, frontends=self._config.frontends)
         self._supervisor.was_ready = True

@@ -118,7 +118,7 @@ class Supervisor:
         used = {}
         for slot in self._slots:
             if slot.child:
-                with contextlib.suppress(OSError):  # the process has just ended
+                with contextlib.suppress(OSError):  # The process may have ended.
                     used[slot.spec.name] = cpu_seconds(slot.child.pid)
         return used
 
@@ -136,7 +136,7 @@ class Supervisor:
                     on_stderr=lambda line: self._on_stderr(slot, line),
                 )
                 exit_code = await self._watch(slot, slot.child, watchdog)
-            except OSError as error:  # the system has no processes, memory or files left
+            except OSError as error:  # The system has no free processes, memory or files.
                 slot.last_words.add(str(error))
                 exit_code = _NOT_STARTED
             if self._stopping.is_set():
@@ -209,5 +209,5 @@ def how_it_ended(exit_code: int) -> str:
     """Describe an exit code, negative for a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
-    names = {each.value: each.name for each in signal.Signals}  # real-time signals have numbers only
+    names = {each.value: each.name for each in signal.Signals}  # Real-time signals have no names.
     return f"killed by {names.get(-exit_code, f'signal {-exit_code}')}"

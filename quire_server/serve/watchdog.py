@@ -39,7 +39,7 @@ class Watchdog:
         try:
             beat = self._path.stat().st_mtime_ns
         except OSError:
-            return False  # no pulse yet
+            return False  # The process has sent no pulse yet.
         if beat != self._last_beat:
             self._last_beat, self._silent_checks = beat, 0
             return False

@@ -292,7 +292,7 @@ class _Pass:
         key = self._key(event.frontend, event.stream)
         known = self._live.get(key)
         if known is not None and known.end is None:
-            return  # submitted twice: the core keeps the first one
+            return  # The request was submitted twice; the core keeps the first.
         request_id = event.spec.request_id
         if self._take_over_request(key, event, arrival):
             return
@@ -379,7 +379,7 @@ class _Pass:
             return
         request.report = self._report(message, request)
         if request.end is None:
-            return  # the client has left; the core has not heard of it yet
+            return  # The client has left, but the core does not know it yet.
         del self._live[key]
         ended = self._found.ended
         for index in range(len(ended) - 1, max(-1, len(ended) - 1000), -1):

@@ -170,7 +170,7 @@ class _Pass:
     def _add(self, event: ev.RequestArrived, at: float, *, left_out: bool) -> None:
         name = _Name(event.frontend, event.stream)
         if name in self._live:
-            return  # submitted twice: the core keeps the first one
+            return  # The request was submitted twice; the core keeps the first.
         left_out |= at < self._since
         number = self._timeline.arrived(
             at,

@@ -37,7 +37,7 @@ class Collector:
         response, finished = self._response, self._finished
         assert finished is not None, "an answer ends with `finished`"
         first = self._choice(0)
-        if not first.HasField("finished"):  # a single choice, whose end is reported by `Finished`
+        if not first.HasField("finished"):  # A call with one choice ends with `Finished`.
             first.finished.reason = finished.reason
             first.finished.completion_tokens = finished.usage.completion_tokens
             match finished.WhichOneof("stop"):

@@ -30,7 +30,7 @@ from shared.model_path import resolve_model
 try:
     from smg_grpc_proto import vllm_engine_pb2 as pb
     from smg_grpc_proto import vllm_engine_pb2_grpc as pb_grpc
-except ImportError:  # the extra "vllm-protocol" is not installed
+except ImportError:  # The extra "vllm-protocol" is not installed.
     pb = pb_grpc = None
 
 SERVICE = "vllm.grpc.engine.VllmEngine"

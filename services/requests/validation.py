@@ -309,7 +309,7 @@ def _check_input(request: v1.GenerateRequest, model: link_pb2.ServedModel, has_c
 
 
 def check_sampling_ranges(sampling: v1.SamplingOptions) -> Violations:
-    if not 0 <= sampling.temperature <= MAX_TEMPERATURE:  # false for NaN
+    if not 0 <= sampling.temperature <= MAX_TEMPERATURE:  # The comparison is false for NaN.
         yield FieldViolation("sampling.temperature", f"must lie in [0, {MAX_TEMPERATURE:g}]")
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
         yield FieldViolation("sampling.top_p", "must lie in (0, 1]")

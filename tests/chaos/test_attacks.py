@@ -125,7 +125,7 @@ def under(kinds: list[str], served: Served, first: str) -> Load:
     ]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
-            time.sleep(3)  # its bodies take CPU time to make
+            time.sleep(3)  # Making its bodies takes CPU time.
             with half_a_core(process):
                 asyncio.run(work(f"http://{served.http}", first, load))
             out, _ = process.communicate(timeout=PATIENCE_S)

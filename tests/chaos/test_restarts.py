@@ -23,7 +23,7 @@ STREAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A service of two workers and two front ends, and what its model would say."""
+    """A service of two workers and two front ends, and the expected output of its model."""
 
     served: Served
     oracle: Oracle
@@ -199,7 +199,7 @@ def _under_load(stage: Stage, act: Callable[[Served], Coroutine[None, None, None
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Waits for what only shows in a log or a figure."""
+    """Waits for an event that only a log or a metric shows."""
     end = time.monotonic() + PATIENCE_S
     while not await asyncio.to_thread(_holds, condition):
         assert time.monotonic() < end, "it does not come about"

@@ -1,4 +1,4 @@
-"""SIGTERM, wherever it arrives, under load: what is in hand is finished or handed over, and the process exits 0."""
+"""On SIGTERM under load, every process finishes or hands over its requests and exits with 0."""
 
 import asyncio
 import os

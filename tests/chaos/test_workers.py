@@ -31,7 +31,7 @@ def test_faults_of_ranks_lose_and_repeat_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.release
 def test_faults_of_workers_that_speculate_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    """The same while workers verify drafts: tokens that a lost worker had accepted are neither lost nor repeated."""
+    """With speculation, tokens that a lost worker had accepted are neither lost nor repeated."""
     campaign = Campaign(num_streams=8, faults_of_each_kind=2, max_tokens=200, pause_s=1.0, speculation="ngram")
     outcome = run(campaign, tmp_path)
 

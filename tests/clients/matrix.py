@@ -25,7 +25,7 @@ _CELLS = {"pass": "yes", "fail": "**no**", "absent": "–"}  # noqa: RUF001
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one feature of one client."""
+    """The outcome of one feature of one client."""
 
     client: str
     version: str

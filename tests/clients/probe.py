@@ -99,7 +99,7 @@ def run(*probes: Probe) -> None:
 
 
 def _reason_of(trial: Trial) -> str:
-    """Run a trial in a thread of its own; return why it failed, or nothing."""
+    """Run a trial in a separate thread; return why it failed, or nothing."""
     reasons = [f"no result within {FEATURE_S:.0f} s"]
 
     def attempt() -> None:

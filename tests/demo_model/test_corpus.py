@@ -161,7 +161,7 @@ def test_recall_items_keep_their_distance() -> None:
 
 
 def test_tokenizer_round_trip() -> None:
-    """Decoding what was encoded gives back any text, be it of the corpus or not."""
+    """Decoding the tokens of any text returns the text, even if the corpus does not contain it."""
     tokenizer = checkpoint()[1]
     texts = [*sample().splitlines()[:300], "naïve café, 東京 🦊\t\x00", "  two  spaces\n\n", "x = {'a': [1, 2]}"]
 

@@ -76,7 +76,7 @@ def test_system_message_and_tools_share_a_turn() -> None:
 
 
 def test_several_calls_and_their_results() -> None:
-    """Calls of one message follow one another, after its text; results that follow one another share a turn."""
+    """The calls of a message are rendered after its text, in order; consecutive results share a turn."""
     call = {"function": {"name": "now", "arguments": {"a": [1, "é"]}}}
     broken = {"function": {"name": "now", "arguments": '{"a": '}}
     messages: list[dict[str, Any]] = [

@@ -118,12 +118,12 @@ class Image:
 
     @property
     def size(self) -> int:
-        """Bytes of all layers: what `docker images` prints."""
+        """Bytes of all layers, as `docker images` prints them."""
         return sum(size_of(layer) for layer in self.layers)
 
     @property
     def pulled(self) -> int:
-        """Bytes of the compressed layers: what a node downloads, and a registry prints."""
+        """Bytes of the compressed layers, which a node downloads and a registry prints."""
         return sum(_compressed(layer) for layer in self.layers)
 
     def container(

@@ -64,12 +64,12 @@ class Pod:
 
 @functools.cache
 def rendered(example: str) -> str:
-    """Return what `kubectl kustomize` makes of an example."""
+    """Return the objects that `kubectl kustomize` renders for an example."""
     return kustomized(KUBERNETES / "examples" / example)
 
 
 def kustomized(folder: Path) -> str:
-    """Return what `kubectl kustomize` makes of a folder."""
+    """Return the objects that `kubectl kustomize` renders for a folder."""
     command = [str(TOOLS / "kubectl"), "kustomize", str(folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -361,7 +361,7 @@ class Node:
         os.rename(folder / "..new", folder / "..data")
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for running in list(self.pods.values()):
             with contextlib.suppress(Exception):
                 self.kill(running)

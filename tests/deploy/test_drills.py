@@ -44,7 +44,7 @@ def test_the_page_has_every_drill_and_the_commands_that_it_tests() -> None:
 
 
 def test_entry_points_are_those_of_the_images() -> None:
-    """The drills start what the images start."""
+    """The drills start the same commands as the images."""
     for image, role in (("quire-scheduler", "scheduler"), ("quire-worker", "worker")):
         text = (Path(ROOT) / "deploy" / f"Dockerfile.{role}").read_text("utf-8")
         (found,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)

@@ -29,7 +29,7 @@ def _worker(example: str) -> Pod:
 
 
 def test_a_worker_of_one_machine_has_all_its_gpus_in_one_pod() -> None:
-    """Its ranks are processes of one pod, which asks for one GPU each, and share memory."""
+    """The ranks are processes of one pod and share memory; the pod requests one GPU per rank."""
     pod = _worker("tensor-parallel")
     size = pod.variables()["QUIRE_TENSOR_PARALLEL_SIZE"]
     resources = pod.container["resources"]

@@ -139,7 +139,7 @@ def test_pods_have_no_rights(example: str) -> None:
 
 @every_example
 def test_openshift_may_choose_the_users(example: str) -> None:
-    """With the component, no pod has a user or group of its own; the rest of its restrictions stays."""
+    """With the component, no pod sets a user or group; its other restrictions remain."""
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
         (Path(folder) / "kustomization.yaml").write_text(
             f"resources: [../../deploy/kubernetes/examples/{example}]\n"
@@ -186,7 +186,7 @@ def test_the_links_of_a_cell_and_no_others_are_allowed(example: str) -> None:
 
 
 def _links(example: str, everyone: list[Pod]) -> set[tuple[Any, Any, int | None]]:
-    """Return what is allowed at both ends: (from, to, port), where None is every port."""
+    """Return the connections that both ends allow as (from, to, port); a port of None is every port."""
     policies = [each["spec"] for each in of_kind(example, "NetworkPolicy")]
     for pod in everyone:
         for direction in ("Ingress", "Egress"):

@@ -129,7 +129,7 @@ def test_a_rollout_on_one_gpu_node_needs_no_spare_gpu() -> None:
 
 @pytest.mark.parametrize("path", sorted(KUBERNETES.glob("examples/**/quire.toml")), ids=lambda path: path.parent.name)
 def test_a_settings_file_repeats_the_settings_of_the_base(path: Any) -> None:
-    """It replaces the base's file; what it leaves out would be lost."""
+    """The example's file replaces that of the base, so it must contain every setting of the base."""
     base = tomllib.loads((KUBERNETES / "base" / "quire.toml").read_text("utf-8"))
 
     assert base.keys() <= tomllib.loads(path.read_text("utf-8")).keys()
@@ -180,7 +180,7 @@ def test_the_overlay_of_the_page_renders() -> None:
 
 
 def test_the_overlay_of_a_second_cell_renders() -> None:
-    """The cell has its own certificate and metrics label, and leaves the rules for all cells to the first one."""
+    """The second cell has its own certificate and metrics label; the rules for all cells are in the first cell."""
     (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "$patch: delete" in block)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
         example = "../../deploy/kubernetes/examples/one-gpu-node"

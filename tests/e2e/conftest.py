@@ -1,4 +1,4 @@
-"""The service that end-to-end tests share if they neither configure nor damage it."""
+"""The service that end-to-end tests share, except those that configure or damage a service."""
 
 import os
 from collections.abc import Iterator

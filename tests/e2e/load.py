@@ -16,7 +16,7 @@ from worker_svc.model.loader import load_model
 
 @dataclass(slots=True)
 class Answer:
-    """One request and what came back."""
+    """One request and its response."""
 
     prompt: list[int]
     max_tokens: int

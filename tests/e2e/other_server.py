@@ -118,7 +118,7 @@ def generated(url: str) -> int | None:
 
 
 def check_serve(url: str, name: str, flags: Sequence[str], folder: Path) -> list[str]:
-    """Measure one load; return what is wrong with the report."""
+    """Measure one load; return the errors in the report."""
     print(f"quire bench serve, {name}:", flush=True)
     before = generated(url)
     report = quire_bench("serve", url, folder / "serve.json", "--prompts=text", *flags)
@@ -138,7 +138,7 @@ def check_serve(url: str, name: str, flags: Sequence[str], folder: Path) -> list
 
 
 def check_sweep(url: str, folder: Path) -> list[str]:
-    """Measure two loads; return what is wrong with the report."""
+    """Measure two loads; return the errors in the report."""
     print("quire bench sweep:", flush=True)
     flags = ("--loads=2,4", "--duration=5", "--warmup=0", "--max-repeats=1", "--slo=e2e_ms=60000")
     page = folder / "sweep.html"

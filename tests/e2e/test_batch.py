@@ -106,7 +106,7 @@ def test_the_address_comes_from_the_environment(demo: Served, tmp_path: Path) ->
 
 @pytest.mark.every(3)
 def test_a_server_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    """Until something listens, the command says once what is missing; then it goes on."""
+    """While no server listens, the command reports this once, and it continues when a server listens."""
     requests, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     requests.write_text('{"id": "only", "prompt": "x", "max_tokens": 2}\n')
     (port,) = free_ports(1)

@@ -55,7 +55,7 @@ def test_counts_are_those_of_the_server(demo: Served, tmp_path: Path, load: str)
 
 
 def test_texts_have_about_the_length_asked_for(demo: Served, tmp_path: Path) -> None:
-    """Words are scaled by what the server counts: within a tenth of 300 tokens on average."""
+    """The number of words is scaled by the server's token counts; the average is within a tenth of 300 tokens."""
     report = _bench(demo, tmp_path / "r.json", "--concurrency=2", "--requests=6", "--input=300", http=True)
 
     assert report["prompt_tokens"] / report["requests"] == pytest.approx(300, rel=0.1)

@@ -96,7 +96,7 @@ def test_the_log_level_of_a_running_service_can_be_changed(demo: Served) -> None
 
 
 def test_requests_that_nobody_knows(demo: Served) -> None:
-    """An id that never was has neither a story nor an end."""
+    """An unknown request id has neither a story nor an end."""
     for flag in ("--story", "--cancel"):
         command = [*QUIRE, "requests", flag, "nobody", "--target", demo.grpc]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

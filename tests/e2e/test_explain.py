@@ -54,7 +54,7 @@ def _explained(served: Service, request_id: str, count: int = 1) -> Any:
 
 
 def _plant(served: Served, name: str, planted: Planted, rng: random.Random) -> tuple[str, str]:
-    """Plant a cause; return one line about the outcome, and what is wrong with the explanation, or nothing."""
+    """Plant a cause; return one line about the outcome, and the error in the explanation, if any."""
 
     async def plant() -> Scene:
         async with AsyncClient(served.grpc) as client:

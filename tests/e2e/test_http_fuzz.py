@@ -265,7 +265,7 @@ BEGIN = "{} {} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request as bytes, and what its client does."""
+    """A request as bytes, and the behaviour of its client."""
 
     head: str
     body: bytes

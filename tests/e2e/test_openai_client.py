@@ -1,4 +1,4 @@
-"""The official `openai` package against a running Quire: what its users expect to work, works."""
+"""The official `openai` package works with a running Quire."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_several_prompts_and_choices_are_numbered(client: Any) -> None:
 
 
 def test_choices_of_a_stream_come_interleaved(client: Any) -> None:
-    """Each choice of a streamed conversation has its own text, role and end."""
+    """Each choice of a streamed chat completion has its own text, role and end."""
     stream = client.chat.completions.create(
         model="demo", messages=ARITHMETIC, n=2, max_tokens=5, stream=True, seed=7, extra_body={"ignore_eos": True}
     )
@@ -106,7 +106,7 @@ def test_choices_of_a_stream_come_interleaved(client: Any) -> None:
 
 
 def test_one_seed_gives_one_answer(client: Any) -> None:
-    """Two requests with one seed get one answer; what vLLM adds to OpenAI's parameters is taken, too."""
+    """Two requests with the same seed get the same answer; vLLM's additional parameters are accepted."""
     extra = {"top_k": 50, "min_p": 0.01, "ignore_eos": True, "priority": -3, "cache_salt": "mine"}
     texts = {
         client.completions.create(
@@ -316,7 +316,8 @@ def test_a_forced_call_is_parsed(client: Any, stream: bool) -> None:
             assert call.id.startswith("call_")
             assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
 
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, CLOCK)}  # type: ignore[index]
+        # type: ignore[index]
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, CLOCK)}
         jsonschema.validate(json.loads(arguments), schemas[name])
         assert choice == "required" or name == "get_weather"
 

@@ -173,7 +173,7 @@ def test_every_panel_shows_data(board: Any, loaded: tuple[Served, "Prometheus"])
 
 
 def test_dashboards_for_vllm_show_data(loaded: tuple[Served, "Prometheus"]) -> None:
-    """The expressions of vLLM's dashboards return data, and endpoint pickers find one series of what they read."""
+    """The expressions of vLLM's dashboards return data, and endpoint pickers find one series of each metric."""
     _, prometheus = loaded
     for expr in VLLM_DASHBOARD:
         prometheus.wait_for_data(expr)

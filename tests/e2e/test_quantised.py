@@ -94,7 +94,7 @@ def test_weights_as_stored_give_the_tokens_of_the_model_with_rounded_activations
 def test_kv_in_eight_bits_gives_the_tokens_of_a_reference_that_rounds_kv(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
-    """Each key and value of a head is rounded with a scale of its own, also across preemptions and chunks."""
+    """Each key and value of a head is rounded with a separate scale, also across preemptions and chunks."""
     checkpoint = make_checkpoint(architecture, tmp_path / "model")
     tally = check(checkpoint, Oracle(checkpoint, kv=kind), memory_in_eight_bits(checkpoint), f"--kv-cache-dtype={kind}")
 

@@ -38,7 +38,7 @@ CLIENT = """
 
 
 def client_process(target: str, request_id: str, *arguments: str) -> "subprocess.Popen[str]":
-    """A client in a process of its own."""
+    """A client in a separate process."""
     command = [sys.executable, "-c", textwrap.dedent(CLIENT), target, request_id, *arguments]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 

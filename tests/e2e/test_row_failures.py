@@ -23,7 +23,7 @@ POISON = 99
 
 
 class Neighbours:
-    """Streams of one prompt prefix that run, one after the other, for as long as other requests fail."""
+    """Streams with the same prompt prefix, which run one after another while other requests fail."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

@@ -31,7 +31,7 @@ OUTPUTS = (30, 20, 40, 10, 25, 35, 16, 24)
     ids=" ".join,
 )
 def test_every_policy_and_mode_delivers_the_oracles_tokens(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Whatever decides the order, what is delivered is the reference's, also when memory is short."""
+    """Every policy delivers the reference's tokens, also when memory is short."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
     prompts = draw_prompts(LENGTHS, oracle.vocab_size, seed=5)
@@ -88,7 +88,7 @@ async def _order_of_ends(served: Served, request_class: str = "") -> list[str]:
             for number, (name, target_s) in enumerate((("patient", None), ("wanted soon", 40.0), ("late", 1e-9)), 1):
                 tasks.create_task(one(client, name, target_s))
                 while await asyncio.to_thread(served.metric, "vllm:num_requests_waiting") < number:
-                    pass  # every look lets the request go on
+                    pass  # The request continues between the looks.
             await admin.ResumeWorker(admin_pb2.ResumeWorkerRequest(worker_id=worker.worker_id))
     ends.remove("late")
     return ends
@@ -129,7 +129,7 @@ async def _drain_under_load(target: str, answers: list[Answer], *, move: bool) -
 
         streams = [asyncio.create_task(generate(client, answer)) for answer in answers]
         while not all(worker.running_requests for worker in (await workers()).values()):
-            pass  # every round trip lets the streams go on
+            pass  # The streams continue during each round trip.
         name = next(iter(await workers()))
         drained = await admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id=name, move_requests=move))
         assert drained.worker.draining

@@ -97,7 +97,7 @@ def test_the_command_line_gives_one_json_object(served: Served) -> None:
 
 
 def test_ctrl_c_of_generate_cancels_the_request(served: Served) -> None:
-    """Ctrl-C ends the command with 130 and frees what the request held."""
+    """Ctrl-C ends the command with exit code 130 and frees the request's rows and blocks."""
     arguments = ["generate", "the", "--max-tokens=900", "--ignore-eos", f"--target={served.grpc}"]
     with subprocess.Popen([*QUIRE, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         assert command.stdout is not None

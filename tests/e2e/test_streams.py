@@ -1,4 +1,4 @@
-"""Many streams at once through real gRPC, and what is left when half of them go away."""
+"""Many concurrent streams through real gRPC; half of the clients leave."""
 
 import asyncio
 from pathlib import Path

@@ -141,7 +141,7 @@ def _check(calls: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_a_forced_call_is_valid(ask: Callable[[Asked], Answer], temperature: float) -> None:
-    """A forced answer is one call of one of the tools, or of the named one, and follows its schema."""
+    """A forced answer is one call of a tool, or of the named tool, and follows the tool's schema."""
     forced = ask(Asked("required", temperature=temperature))
     named = ask(Asked("clock", temperature=temperature))
 
@@ -168,7 +168,7 @@ def test_a_strict_call_follows_the_schema_where_the_model_decides(ask: Callable[
 
 
 def test_a_forced_call_that_is_cut_off_is_there_so_far(ask: Callable[[Asked], Answer]) -> None:
-    """At max_tokens, the answer has what there is of the call, and says that it reached the limit."""
+    """At max_tokens, the answer contains the incomplete call, and its finish reason is the limit."""
     answer = ask(Asked("get_weather", max_tokens=20))
 
     assert answer.reached_limit

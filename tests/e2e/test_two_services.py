@@ -15,7 +15,7 @@ from quire import Client
 
 @pytest.mark.every(3)
 def test_two_services_of_one_user_can_both_be_looked_into(tmp_path: Path) -> None:
-    """Each has a folder of its own for its record; commands and console show the service that they are asked about."""
+    """Each service records to a separate folder; commands and console show the service they are connected to."""
     models = [make_checkpoint("LlamaForCausalLM", tmp_path / name) for name in ("small", "other")]
     ports = free_ports(4)
     place = {"XDG_STATE_HOME": str(tmp_path / "state")}

@@ -11,7 +11,7 @@ CHOSEN_BY_THE_USER = {"torch", "triton"}
 
 
 def test_the_lock_satisfies_every_requirement() -> None:
-    """requirements-dev.txt pins what pyproject.toml asks for, with hashes; except torch and triton."""
+    """requirements-dev.txt pins the requirements of pyproject.toml with hashes, except torch and triton."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = [Requirement(each) for each in (*project["dependencies"], *extras["worker"], *extras["dev"])]

@@ -36,7 +36,7 @@ def _command_lines(text: str) -> Iterator[str]:
 
 
 def _wrong(line: str) -> str:
-    """Return what is wrong with a command line; empty if nothing is."""
+    """Return the error in a command line, or an empty string."""
     words = line.split()
     command = next((each for each in COMMANDS if each.name.split() == words[: len(each.name.split())]), None)
     if command is None:

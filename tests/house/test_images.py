@@ -1,4 +1,4 @@
-"""The images are built from a part of the tree; what their installation needs must be in it."""
+"""The images are built from a part of the tree, which must contain everything that their installation needs."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def sent(image: str) -> set[str]:
 
 @pytest.mark.parametrize("image", ["scheduler", "worker"])
 def test_an_image_is_sent_all_packages(image: str) -> None:
-    """Every package that is installed, and what the project's description names."""
+    """Every package that is installed, and every file that pyproject.toml names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {*PRIVATE, "quire_server"}
     named = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}

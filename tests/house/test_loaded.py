@@ -73,7 +73,7 @@ def test_a_process_loads_only_these_packages(program: str, own: set[str], foreig
 
 
 def test_transformers_is_loaded_for_a_model_that_runs_through_it(tmp_path: Path) -> None:
-    """The counterpart: what `config_reader` leaves is read by transformers."""
+    """A configuration that `config_reader` cannot read is read by transformers."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     program = f"""
 from pathlib import Path

@@ -56,7 +56,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def test_help_lists_every_target() -> None:
-    """Whatever can be made by name is listed with what it does, and is made even if a file has that name."""
+    """Each target is listed with its description, and is made even if a file has the same name."""
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)

@@ -38,7 +38,7 @@ def installed(text: str) -> Iterator[str]:
 
 
 def wrong(word: str) -> str:
-    """Return what is wrong with a word of a pip command; empty if nothing is."""
+    """Return the error in a word of a pip command, or an empty string."""
     project = read_project(ROOT)
     wheels = {name.replace("-", "_") for name in (project["name"], client_name(ROOT))}
     file, _, extras = word.partition("[")

@@ -89,7 +89,7 @@ def paged_batch(
 
 
 def as_float64(batch: PagedBatch) -> tuple[torch.Tensor, ...]:
-    """The batch's tensors with query and cache widened: for a reference without rounding of its own."""
+    """The batch's tensors with query and cache widened, so that the reference does not round."""
     caches = (_wide(cache) for cache in (batch.k_cache, batch.v_cache))
     return (batch.query.double(), *caches, *batch.tensors[3:])
 

@@ -62,7 +62,7 @@ with before_compiling(lambda name: print("about to compile", name)):
 
 
 def run(program: str, cache: Path) -> list[str]:
-    """The lines that a program prints which really compiles, with a cache of its own."""
+    """Run a program that compiles kernels, with a separate cache; return the lines it prints."""
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM + program],
         cwd=ROOT,

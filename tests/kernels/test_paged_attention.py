@@ -175,7 +175,7 @@ def test_sinks_on_the_cpu_path(window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("cap", [None, 30.0])
 def test_cpu_path_equals_reference(rows: list[tuple[int, int]], window: int | None, cap: float | None) -> None:
-    """The CPU path computes what the reference says, whatever lies in the pages' unused places."""
+    """The CPU path agrees with the reference, whatever the unused slots of the pages contain."""
     batch = paged_batch(rows)
 
     torch.testing.assert_close(on_cpu(batch, window, cap), reference(batch, window, cap).float(), rtol=1e-5, atol=1e-5)
@@ -211,7 +211,7 @@ def test_cpu_path_keeps_16_bit_accuracy(dtype: torch.dtype) -> None:
 
 
 def test_long_chunk_after_a_prefix() -> None:
-    """A chunk longer than one tile of queries sees its prefix and its own past, and no future."""
+    """A chunk longer than one tile of queries attends to its prefix and to earlier tokens of the chunk only."""
     batch = paged_batch([(700, 600)], block_size=32)
 
     torch.testing.assert_close(on_cpu(batch), reference(batch).float(), rtol=1e-5, atol=1e-5)

@@ -57,7 +57,7 @@ def test_words_follow_the_specification() -> None:
 
 
 def test_words_at_chosen_indices_are_the_same_words() -> None:
-    """Asking for some vocabulary indices gives what asking for all of them gives there."""
+    """The noise of some vocabulary indices equals their noise when all indices are computed."""
     seed, position, choice = torch.tensor([3, -9]), torch.tensor([4, 5]).int(), torch.tensor([0, 1]).int()
     index = torch.tensor([[0, 999, 17, 17], [5, 6, 7, 8]])
     everything = philox.random_words(seed, position, choice, 1000)

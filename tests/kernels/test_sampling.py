@@ -83,7 +83,7 @@ def by_transformers(
 
 
 def as_float32(value: float) -> float:
-    """The number that a float32 tensor holds for ``value``: what the row's parameter really is."""
+    """``value`` rounded to float32, as the row's parameter is stored."""
     return float(torch.tensor(value))
 
 
@@ -204,7 +204,7 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     ids=str,
 )
 def test_draws_follow_the_softmax(filters: dict[str, Any]) -> None:
-    """Over 20,000 positions the frequencies pass a chi-squared test against what transformers would draw from."""
+    """Over 20,000 positions the frequencies pass a chi-squared test against the distribution of transformers."""
     num_draws = 20000
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 1.5, 0.25, -3.0])
     params = sampling(num_draws, temperature=0.9, **filters)

@@ -1,4 +1,4 @@
-"""The table of tiles: what is in it is used, what is not gets the default."""
+"""The table of tiles: listed shapes use their entry, and others use the default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_entries_are_used_where_they_hold(table: Path) -> None:
-    """An entry serves its own key, others get the default; a group of heads that is larger gets a larger tile."""
+    """An entry applies to its own key only; other keys get the default. A larger group of heads gets a larger tile."""
     key = Key("decode", 90, 128, 2)
     tuning.write_table({key: Tuning(16, 128, 8, 2)}, table)
 

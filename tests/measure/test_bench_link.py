@@ -69,7 +69,7 @@ def test_a_burst_is_taken_in_while_it_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_burst_needs_free_rows(tmp_path: Path) -> None:
-    """A burst that leaves no row for the steady load is refused, with what to change."""
+    """A burst that leaves no row for the steady load is refused with a remedy."""
     with pytest.raises(LinkBenchError, match=r"--burst: 8 requests need more than 8 rows; raise --workers"):
         measure(Case(1, 8, 5.0, 1, burst=8), 0.1, tmp_path, {})
 
@@ -82,7 +82,7 @@ def test_the_longest_turn_is_that_of_the_last_bucket_that_grew() -> None:
 
 
 def test_a_plan_in_hand_starts_when_its_predecessor_ends() -> None:
-    """Waiting is what passes between the end of a step and the arrival of the next plan, and nothing else."""
+    """The waiting time is only the time between the end of a step and the arrival of the next plan."""
     timeline = Timeline(step_s=1.0)
     timeline.measure_from(0.0)
 

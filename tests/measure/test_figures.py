@@ -72,7 +72,7 @@ def test_figures_count_requests_tokens_and_failures() -> None:
 
 
 def test_requests_of_the_warm_up_do_not_count() -> None:
-    """Neither in counts nor in times."""
+    """Figures exclude warm-up requests from counts and times."""
     warm_up = Outcome(0, 0.0, 0.0, 9.0, counted=False, output_tokens=99)
 
     assert Figures.of([warm_up, _outcome(2.0, due=1.0)], Slo()) == Figures.of([_outcome(2.0, due=1.0)], Slo())

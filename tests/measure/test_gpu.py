@@ -68,7 +68,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_items_are_done_once_and_failures_do_not_stop_the_rest(tmp_path: Path) -> None:
-    """What is done stays done in the next process, what failed is tried again, and without time nothing begins."""
+    """The next process skips completed parts and repeats failed parts; without time left, no part begins."""
     path = tmp_path / "part.json"
 
     def fail() -> dict[str, float | int | str]:

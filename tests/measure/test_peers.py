@@ -1,4 +1,4 @@
-"""What the comparison with peers rests on: the same work for all, and figures that say what they are called."""
+"""The comparison with peers: all servers get the same work, and every figure matches its name."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def test_everybody_is_asked_for_the_same() -> None:
 
 
 def test_our_own_benchmark_reads_the_workloads(tmp_path: Path) -> None:
-    """What is written for the peers is what `quire bench offline` takes."""
+    """`quire bench offline` accepts the file that is written for the peers."""
     workload = workloads(1000)["W4"]
     write_jsonl(workload, tmp_path / "w.jsonl")
     read = read_requests(tmp_path / "w.jsonl")

@@ -111,7 +111,7 @@ def test_padding_costs_the_time_of_full_steps() -> None:
 
 @pytest.mark.release
 def test_the_engine_takes_the_steps_that_the_lengths_imply() -> None:
-    """Static batches take the sum of their longest outputs, continuous batching what starting at once takes."""
+    """Static batches take the sum of their longest outputs; continuous batching takes as long as immediate starts."""
     workload = Workload("small", "small", tuple(Asked(length) for length in (4, 30, 8, 30, 2, 30)), 2)
     runs = [Case(workload=workload, strategy=name, slots=2) for name in ("static", "continuous")]
 
@@ -171,7 +171,7 @@ def test_the_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_an_unknown_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error lists what there is."""
+    """The error lists the valid workloads."""
     assert main(["bench", "strategies", "--workload", "x"]) == 1
 
     assert f"unknown workload 'x'; use {cases.FOUR.name}" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def test_the_highest_load_within_the_limits_is_found() -> None:
 
 
 def test_a_load_is_measured_again_only_while_it_is_not_sure() -> None:
-    """Far from the capacity one run is enough; each run has a seed of its own."""
+    """Far from the capacity one run is enough; each run has a different seed."""
     points = _sweep([2.0, 9.9, 40.0])
 
     assert [len(points[0].runs), len(points[2].runs)] == [1, 1]

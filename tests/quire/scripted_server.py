@@ -1,4 +1,4 @@
-"""A gRPC server that answers as a test says: the peer of the client, which is what the tests test."""
+"""A gRPC server that answers as a test prescribes; the tests check its client."""
 
 import queue
 import threading
@@ -20,7 +20,7 @@ Script = Callable[[pb.GenerateRequest, grpc.ServicerContext], Iterable[pb.Genera
 
 
 class ScriptedServer(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.ModelServiceServicer):
-    """Plays `script` for every Generate and remembers what it was asked."""
+    """Plays `script` for every Generate and keeps the requests."""
 
     def __init__(self) -> None:
         self.target = ""
@@ -113,7 +113,8 @@ def delta(first_index: int, token_ids: Iterable[int], text: str) -> pb.GenerateR
 
 def finished(reason: pb.FinishReason.ValueType = pb.FINISH_REASON_LENGTH, **fields: object) -> pb.GenerateResponse:
     """The final message."""
-    return pb.GenerateResponse(finished=pb.Finished(reason=reason, request_id="r1", model="demo", **fields))  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return pb.GenerateResponse(finished=pb.Finished(reason=reason, request_id="r1", model="demo", **fields))
 
 
 def reason(name: str, **metadata: str) -> error_details_pb2.ErrorInfo:

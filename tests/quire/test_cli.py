@@ -86,7 +86,7 @@ def quire(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[bytes
     ],
 )
 def test_an_error_is_one_line_with_its_remedy(arguments: list[str], code: int, line: str) -> None:
-    """Nothing on stdout, one line on stderr, 2 for a wrong command line and 1 for what fails."""
+    """An error prints one line to stderr and nothing to stdout; the exit code is 2 for a wrong command line, else 1."""
     ended = quire(*arguments)
 
     assert ended.stderr.decode() == line + "\n"
@@ -267,7 +267,7 @@ def test_an_error_in_mid_stream_starts_on_a_line_of_its_own(server: ScriptedServ
 
 
 def test_every_flag_of_generate_reaches_the_server(server: ScriptedServer) -> None:
-    """What the command line names is what the server gets."""
+    """The server receives the values of the command line."""
     quire(
         "generate", "x", "--target", server.target, "--max-tokens=5", "--temperature=0", "--top-k=2", "--top-p=0.5",
         "--min-p=0.25", "--seed=7", "--stop=a", "--stop=b", "--stop-token-id=3", "--ignore-eos", "--request-id=r",

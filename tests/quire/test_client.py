@@ -63,7 +63,7 @@ def test_generate_yields_deltas_and_then_tells_how_it_ended(server: ScriptedServ
 
 
 def test_every_option_reaches_its_field(server: ScriptedServer, client: Client) -> None:
-    """What the caller names is what the server gets, field by field."""
+    """The server receives each field as the caller gave it."""
     client.generate(
         token_ids=[1, 2],
         model="m",
@@ -126,7 +126,7 @@ def test_one_stop_string_may_be_given_as_a_string(server: ScriptedServer, client
 
 
 def test_an_empty_prompt_is_the_servers_to_judge(server: ScriptedServer, client: Client) -> None:
-    """An empty text and an empty list of ids are sent as what they are."""
+    """An empty text and an empty list of ids are sent unchanged."""
     client.generate("").result()
     client.generate(token_ids=[]).result()
 
@@ -194,7 +194,7 @@ def test_text_that_is_no_unicode_is_refused(client: Client) -> None:
 
 
 def test_a_target_of_no_time_is_the_servers_to_judge(server: ScriptedServer, client: Client) -> None:
-    """Zero seconds are sent as what they are."""
+    """A TTFT target of zero seconds is sent unchanged."""
     client.generate("text", scheduling=SchedulingOptions(ttft_target_s=0)).result()
 
     assert server.requests[0].scheduling.HasField("ttft_target")
@@ -336,7 +336,7 @@ def test_the_timeout_is_the_calls_deadline(server: ScriptedServer, client: Clien
         list(client.generate("text", timeout=0.2))
 
     assert server.deadlines[0] is not None
-    assert server.deadlines[0] <= 0.4  # gRPC rounds what is left up on its way
+    assert server.deadlines[0] <= 0.4  # gRPC rounds the remaining time up.
 
 
 def test_the_current_trace_context_travels_as_traceparent(server: ScriptedServer, client: Client) -> None:
@@ -405,7 +405,7 @@ def test_a_batch_brings_every_answer_with_its_key(server: ScriptedServer, client
 
 
 def test_a_request_that_cannot_be_sent_fails_alone(server: ScriptedServer, client: Client) -> None:
-    """Its answer has its place and an error that says what is wrong; the others are sent."""
+    """The answer to an invalid request is at its place and has an error; the other requests are sent."""
     server.script = lambda request, _context: [delta(0, [1], request.text.upper()), finished()]
     requests = ["a", {"prompt": "b", "max_token": 1}, 5, {"prompt": "c", "max_tokens": -1}, {"prompt": "d"}]
 

@@ -59,7 +59,7 @@ def test_flags_win_over_the_environment_and_the_environment_over_defaults() -> N
 
 
 def test_a_file_wins_over_defaults_only(tmp_path: Path) -> None:
-    """The file gives what neither flag nor variable gives, for every process; whole numbers do for fractions."""
+    """The file sets values that no flag and no variable sets; fractions accept whole numbers."""
     path = tmp_path / "quire.toml"
     path.write_text('policy = "edf"\nmax_num_seqs = 5\nworker_wait_s = 3\nhttp_port = 80\nworkers = 2\n')
     parser = argparse.ArgumentParser()

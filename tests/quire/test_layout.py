@@ -1,4 +1,4 @@
-"""What a service on one machine consists of: names, flags, addresses, ports, and what follows from a death."""
+"""The layout of a service on one machine: names, flags, addresses, ports, and the consequences of a death."""
 
 import socket
 from contextlib import ExitStack

@@ -53,7 +53,7 @@ def test_every_documented_option_is_taken() -> None:
 
 
 def test_tools_travel_as_json() -> None:
-    """Tools, tool calls and template variables are the JSON of what was given."""
+    """Tools, tool calls and template variables are sent as JSON."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     request = _requests.build_generate(
         None,

@@ -10,7 +10,7 @@ TAKEN = errors.DuplicateRequestError("taken", code="ALREADY_EXISTS")
 
 
 def resumption() -> Resumption:
-    """Of a request without an id of its own."""
+    """Return the resumption of a request that the caller gave no id."""
     request = pb.GenerateRequest(text="hi")
     make_resumable(request)
     assert request.request_id

@@ -84,7 +84,7 @@ def starts(journal: Iterable[str]) -> list[str]:
 
 
 def test_children_end_front_ends_first_and_scheduler_last(tmp_path: Path) -> None:
-    """Requests may finish because what computes them ends after what listens to clients."""
+    """Requests can finish, because front ends end before workers, and workers before the scheduler."""
 
     async def scenario() -> None:
         journal = tmp_path / "journal"

@@ -89,7 +89,7 @@ class Written:
         assert book.num_bytes == sum(entry.size for entry in book)
 
     def commit(self) -> None:
-        """The end of a turn that is worth remembering."""
+        """End the turn, and keep what the journal and the readers contain at this moment."""
         self.end_turn()
         told = {stream: list(reader.tokens) for stream, reader in self.cluster.readers.items()}
         self.moments.append(Moment(len(self.files()[-1]), _known(to_event(self.journal._book, 0).logs), told))

@@ -264,7 +264,7 @@ def test_an_unsent_submission_is_not_marked_as_accepted(tmp_path: Path) -> None:
                 streams.append(Stream(_request(name), detokenizer_factory(byte_level())(True), lambda: None))
                 link.submit(streams[-1])
                 if name == "sent":
-                    link._outgoing.take()  # it is on its way; whether a core has it, nobody knows
+                    link._outgoing.take()  # It was sent, but a core may not have received it.
             link._send_hello(0)
             stack.core_or_none = core = TestCore(stack.core.address)
             await core.saw(lambda core: len(core.submissions) == 2)

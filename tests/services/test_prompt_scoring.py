@@ -18,7 +18,7 @@ PROMPT = [5, 6, EOS, 7]
 
 
 def request(**output: Any) -> v1.GenerateRequest:
-    """A request for no token. The echo core answers with the prompt, so a stop token ends what it generates."""
+    """Return a request with `max_tokens` 0. The echo core repeats the prompt, so a stop token ends the output."""
     return v1.GenerateRequest(
         token_ids=v1.TokenIds(ids=PROMPT),
         stop=v1.StopOptions(max_tokens=0, stop_token_ids=[5]),

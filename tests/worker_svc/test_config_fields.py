@@ -279,7 +279,7 @@ def compare(folder: Path, content: Change) -> str:
     try:
         write_checkpoint(folder, content)
         theirs = their_logits(folder)
-    except Exception as error:  # whatever a class makes of values that it does not expect
+    except Exception as error:  # A class may raise any error for an unexpected value.
         theirs = None
         their_error = error
     try:

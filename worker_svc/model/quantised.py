@@ -334,7 +334,7 @@ def _consistent(
         raise ValueError(f"zero points {tuple(zeros.shape)} do not match scales {(rows, groups)}")
     if group_of is not None:
         if group_of.shape != (inputs,) or int(group_of.max()) >= groups or int(group_of.min()) < 0:
-            raise ValueError(f"the groups of {inputs} inputs are not valid")
+            raise ValueError(f"the groups of the {inputs} inputs must be from 0 to {groups - 1}")
         group_of = group_of.long()
         if bool((group_of == torch.arange(inputs) // wide).all()):
             group_of = None

@@ -75,7 +75,7 @@ class RowTable:
         self._generation = np.zeros(rows, np.int64)
         self._held = np.zeros(rows, np.bool_)
         self._failed = np.zeros(rows, np.bool_)
-        self._any_failed = False  # in this epoch; if False, the rows need not be checked
+        self._any_failed = False  # While False, the rows of this epoch need no check.
         self._num_tokens = np.zeros(rows, np.int64)
         self._num_computed = np.zeros(rows, np.int64)
         self._num_prompt = np.zeros(rows, np.int64)

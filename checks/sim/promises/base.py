@@ -70,7 +70,7 @@ class Promise:
         """Handle an event that the core has handled, after its effects were executed."""
 
     def asked(self, epoch: Epoch) -> None:
-        """Handle that the core is about to be asked for a plan."""
+        """Handle the moment before the core is asked for a plan."""
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         """Handle an admission of a plan; called before `plan_made`, in the plan's order."""

@@ -62,7 +62,7 @@ def anthropic_messages(url=DEMO, model="demo", key=KEY, **options):
 
 
 def try_all(probe, make, errors):
-    """Try what all chat models of LangChain have; `errors` is the package with the client's exceptions."""
+    """Try the features that all chat models of LangChain have; `errors` is the package with the client's exceptions."""
     required = "any" if errors is anthropic else "required"
 
     @probe.tries("create")

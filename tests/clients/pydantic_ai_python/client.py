@@ -83,7 +83,7 @@ def called(result):
 
 
 def try_all(probe, make):
-    """Try what all models of pydantic-ai have."""
+    """Try the features that all models of pydantic-ai have."""
 
     @probe.tries("create")
     def _():

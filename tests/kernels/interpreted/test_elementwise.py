@@ -49,7 +49,7 @@ def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...], weight_offset: flo
 
 @pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 def test_rms_norm_rounds_where_the_reference_does(weight_offset: float) -> None:
-    """In 16 bits nearly every element is bit-equal: what the sum's order may change is far less than a rounding."""
+    """In 16 bits nearly every element is bit-equal: the order of the sum changes far less than rounding does."""
     x, weight = torch.randn(20, 96).half(), torch.randn(96).half()
     equal = rms_norm(x, weight, 1e-5, weight_offset=weight_offset) == rms_norm_reference(
         x, weight, 1e-5, weight_offset=weight_offset

@@ -155,7 +155,7 @@ def test_quantiles_are_values_of_the_sample() -> None:
 
 
 def test_service_counts_only_while_both_tenants_wait() -> None:
-    """A prompt token counts 1 and a generated one 2; what one tenant gets while the other has no backlog is fair."""
+    """A prompt token counts 1 and a generated token 2; service without competition counts as fair."""
     one = [Served(job=_job(0.0, 10, 1, tenant="one"), seen=0, tokens=[at], ended=at) for at in (1.0, 2.0, 3.0)]
     other = Served(job=_job(1.5, 10, 1, tenant="two"), seen=0, tokens=[2.5], ended=2.5)
 

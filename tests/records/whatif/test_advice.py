@@ -155,7 +155,7 @@ def _run(case: Case, config: CoreConfig, blocks: int, workers: int) -> tuple[flo
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_the_advised_setting_improves_the_request(name: str) -> None:
-    """The advice for the cause names the change, and with it the request takes at least a fifth less time."""
+    """The advice for the cause names the change, and the change shortens the request by at least a fifth."""
     case = CASES[name]
     key = StreamKey(b"f", 1)
     note = Note(frontend=b"f", stream=1, time=0.0, kind=NoteKind.ARRIVED, text="arrived")
