@@ -3,6 +3,7 @@
 A router in front of the schedulers chooses a worker for each job when it is sent, as a load balancer does.
 """
 
+import atexit
 import dataclasses
 import json
 import os
@@ -10,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from measure.policies.costs import Costs, Work
 from measure.policies.engine import Ended, Engine, News, Step
@@ -20,6 +21,39 @@ from shared.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 _MILLISECONDS = 1000
+_Process = tuple["subprocess.Popen[str]", TextIO]
+"""A process and its standard error."""
+_idle: dict[Path, _Process] = {}
+"""By interpreter, a process that no engine uses."""
+
+
+@atexit.register
+def _end_idle() -> None:
+    while _idle:
+        _end(*_idle.popitem()[1])
+
+
+def _start(python: Path) -> _Process:
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `_end` closes it
+    try:
+        process = subprocess.Popen(
+            [str(python), "-m", "measure.policies.peer.vllm"],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    except OSError as error:
+        raise ConfigError(f"--vllm-python: {python}: cannot be run ({error.strerror}); run make arena-vllm") from None
+    return process, errors
+
+
+def _end(process: "subprocess.Popen[str]", errors: TextIO) -> None:
+    process.kill()
+    process.communicate()
+    errors.close()
 
 
 class PeerEngine(Engine):
@@ -50,21 +84,8 @@ class PeerEngine(Engine):
         router: Router,
     ) -> None:
         self._in_flight_limit, self._router = in_flight, router
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes it
-        try:
-            self._process = subprocess.Popen(
-                [str(python), "-m", "measure.policies.peer.vllm"],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"--vllm-python: {python}: cannot be run ({error.strerror}); run make arena-vllm"
-            ) from None
+        self._python = python
+        self._process, self._errors = _idle.pop(python) if python in _idle else _start(python)
         facts = dataclasses.asdict(costs) | {"num_blocks": costs.num_blocks}
         started = self._ask(
             op="start", costs=facts, policy=policy, settings=dict(settings), workers=num_workers, in_flight=in_flight
@@ -122,10 +143,11 @@ class PeerEngine(Engine):
         return news
 
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        """Keep the process for the next engine, because the import of vLLM takes seconds. End it if one is idle."""
+        if self._process.poll() is None and self._python not in _idle:
+            _idle[self._python] = self._process, self._errors
+        else:
+            _end(self._process, self._errors)
 
     def _priority(self, job: Job) -> int:
         """Return vLLM's priority, where lower is more urgent. A job with a target gets its deadline in ms."""
