@@ -72,8 +72,14 @@ def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
 
 @bug("order.prompts", aim=_MANY_PROMPTS)
 def short_prompts_take_all(patch: pytest.MonkeyPatch) -> None:
-    """The shortest prompts get all prompt tokens of a step, so a long prompt waits as long as others arrive."""
-    patch.setattr(planner, "short_part", lambda budget, _step: budget)
+    """The shortest prompts get all prompt tokens of a step, so a long one waits for as long as others arrive."""
+    patch.setattr(planner, "short_part", lambda budget, _step, **_: budget)
+
+
+@bug("order.prompts", aim=_MANY_PROMPTS)
+def first_prompt_counts_as_late(patch: pytest.MonkeyPatch) -> None:
+    """The shortest prompts get three quarters of a step even while the first prompt can be in time."""
+    patch.setattr(Planner, "_first_is_late", lambda _self, _under_way: True)
 
 
 @bug("order.prompts", aim=_LONG_PROMPTS)
@@ -84,8 +90,8 @@ def longest_prompt_first(patch: pytest.MonkeyPatch) -> None:
 
 @bug("order.short", aim=_LONG_PROMPTS)
 def short_prompts_wait(patch: pytest.MonkeyPatch) -> None:
-    """There is no part for short prompts, so they wait for started long prompts."""
-    patch.setattr(planner, "short_part", lambda _budget, _step: 0)
+    """There is no part for short prompts: they wait for the long ones under way."""
+    patch.setattr(planner, "short_part", lambda _budget, _step, **_: 0)
 
 
 @bug("order.prompts", aim=both(_LONG_PROMPTS, with_limits(policy="priority")))

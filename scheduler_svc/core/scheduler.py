@@ -128,6 +128,7 @@ class Scheduler:
             requests.forecast,
             self._config,
             self._frontends.numbers,
+            max(0, requests.num_waiting - backlog.num_late) // len(self._fleet),
             max(0, requests.queued_tokens - backlog.late_tokens) // len(self._fleet),
             now,
         ).run()

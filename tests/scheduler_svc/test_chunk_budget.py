@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.workers.chunks import FIRST_CHUNKS, PREFILL_FACTOR, affordable_tokens, chunk_budget
+from scheduler_svc.core.workers.chunks import (
+    FIRST_CHUNKS,
+    PACE_S,
+    PREFILL_FACTOR,
+    Pace,
+    affordable_tokens,
+    chunk_budget,
+)
 from scheduler_svc.core.workers.cost_model import CostModel, StepShape
 from tests.scheduler_svc.cluster import Cluster
 
@@ -151,6 +158,64 @@ def test_without_a_target_there_is_no_limit() -> None:
     assert device.budget() is None
     device.step(waiting=1000)
     assert device.budget() is None
+
+
+# ---------------------------------------------------------------- the pace of the readers
+
+
+def _fast_costs() -> CostModel:
+    """Return the costs of a device that computes 40,000 tokens per second, with 6 ms for each step."""
+    costs = CostModel()
+    for number in range(400):
+        shape = StepShape(1 + number % 8, 500 * (number % 3), 1000)
+        costs.measured(shape, 0.006 + 25e-6 * shape.prompt_tokens)
+    return costs
+
+
+def _step_s(costs: CostModel, tokens: int | None) -> float:
+    assert tokens is not None
+    return costs.fixed_s + tokens * costs.prompt_token_s
+
+
+def test_a_step_keeps_the_pace_or_is_as_long_as_pays() -> None:
+    """Few prompts leave the readers their pace, many end it, and no number of them leads to a step between."""
+    costs, pace = _fast_costs(), Pace()
+    shape = StepShape(4, 0, 1000)
+    durations = [
+        _step_s(costs, pace.chunk_budget(costs, TARGET_S, shape, number, 2000 * number)) for number in range(400)
+    ]
+
+    assert durations[0] == pytest.approx(PACE_S, rel=0.05)
+    assert durations[-1] > 3 * PACE_S
+    assert len({round(duration, 4) for duration in durations}) == 2
+
+
+def test_the_pace_returns_when_most_prompts_are_computed() -> None:
+    """The number of prompts that ends the pace is larger than the number at which it returns."""
+    costs, pace = _fast_costs(), Pace()
+    shape = StepShape(4, 0, 1000)
+
+    def keeps(number: int) -> bool:
+        return _step_s(costs, pace.chunk_budget(costs, TARGET_S, shape, number, 2000 * number)) < 1.1 * PACE_S
+
+    ended = next(number for number in range(1000) if not keeps(number))
+    returned = next(number for number in reversed(range(ended)) if keeps(number))
+    assert returned < 0.7 * ended
+
+
+def test_more_readers_keep_the_pace_longer() -> None:
+    """The pace is worth more delay of prompts, the more readers there are."""
+    costs = _fast_costs()
+
+    def ends_at(num_rows: int) -> int:
+        pace, shape = Pace(), StepShape(num_rows, 0, 1000)
+        return next(
+            number
+            for number in range(1000)
+            if _step_s(costs, pace.chunk_budget(costs, TARGET_S, shape, number, 2000 * number)) > 1.1 * PACE_S
+        )
+
+    assert ends_at(8) > 1.3 * ends_at(2)
 
 
 # ---------------------------------------------------------------- in the core

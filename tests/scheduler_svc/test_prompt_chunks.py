@@ -33,12 +33,12 @@ def _chunks(plan: Plan) -> dict[int, int]:
     return dict(zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True))
 
 
-@given(st.integers(1, 10_000), st.integers(0, 100))
-def test_two_steps_divide_the_budget_into_halves(budget: int, step: int) -> None:
-    """The short part is half of the budget, and over two steps exactly so, even of a budget of one token."""
-    parts = short_part(budget, step), short_part(budget, step + 1)
-    assert sum(parts) == budget
-    assert abs(parts[0] - parts[1]) <= 1
+@given(st.integers(1, 10_000), st.integers(0, 100), st.booleans())
+def test_four_steps_divide_the_budget_exactly(budget: int, step: int, first_is_late: bool) -> None:
+    """The short part is half of the budget, or three quarters if the first prompt is late, even of one token."""
+    parts = [short_part(budget, step + each, first_is_late=first_is_late) for each in range(4)]
+    assert sum(parts) == (3 if first_is_late else 2) * budget
+    assert max(parts) - min(parts) <= 1
 
 
 @pytest.mark.parametrize("policy", _EVERY_POLICY_BUT_FCFS)
@@ -89,6 +89,32 @@ def test_short_prompts_double_the_time_of_a_long_one_at_most() -> None:
         (admission,) = [each for plan in cluster.plans for each in plan.admissions if each.stream == 1]
         num_decodes = cluster.plans[-1].num_decodes
         assert _chunks(cluster.plans[-1])[admission.row] >= (16 - num_decodes) // 2 or long.tokens
+
+
+def _short_tokens(policy: str, waited_s: float) -> int:
+    """Return how many of the 16 tokens of a plan shorter prompts get when the first one has waited."""
+    cluster = _cluster(policy)
+    cluster.submit(1, [1] * 400, 5, priority=1)
+    _next_plan(cluster)
+    cluster.now += waited_s
+    for stream in range(2, 5):
+        cluster.submit(stream, [stream] * 40, 5)
+    plan = _next_plan(cluster)
+    rows = {each.row for each in plan.admissions}
+    return sum(length for row, length in _chunks(plan).items() if row in rows)
+
+
+@pytest.mark.parametrize("policy", ["balanced", "sjf", "slo"])
+def test_a_prompt_that_has_missed_its_target_yields_three_quarters(policy: str) -> None:
+    """Shorter prompts get half of the tokens while the first one can be in time, and three quarters after that."""
+    target_s = 2.0 + 400 * 125e-6
+    assert _short_tokens(policy, target_s - 0.5) == 8
+    assert _short_tokens(policy, target_s + 0.5) == 12
+
+
+def test_an_urgent_prompt_keeps_half_when_it_is_late() -> None:
+    """Under `priority` the first prompt is urgent however long it has waited."""
+    assert _short_tokens("priority", 60.0) == 8
 
 
 def test_a_short_prompt_leaves_the_last_row_to_the_first_request() -> None:

@@ -15,6 +15,9 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from shared.request_spec import Pooling
 
 _HAVE_NO_KEYS = ("fair", "lpm")
+_URGENT_ALL_THE_SAME = ("priority", "edf")
+"""Policies under which a prompt keeps its share after it has missed its target."""
+_EPSILON_S = 1e-6
 _MOST_ADMITTED = 32
 """Maximum number of admissions in one plan up to which no other limit stops the short part."""
 
@@ -92,8 +95,28 @@ class PromptOrder(Promise):
         break_even = epoch.model.break_even_context
         # Costs are rounded up, and the remaining budget may not suffice for another token.
         dearest = max((each.row.num_admitted for each in all_of_them), default=0) / break_even if break_even else 0.0
-        tolerance = 1 + len(all_of_them) + dearest if break_even else 0.5
-        return sum(each.cost for each in behind) <= budget / 2 + tolerance
+        # In some steps the short part is rounded up, by three quarters of a token at most.
+        share, rounding = (3 / 4, 3 / 4) if self._first_may_be_late(all_of_them) else (1 / 2, 1 / 2)
+        tolerance = 1 + len(all_of_them) + dearest if break_even else rounding
+        return sum(each.cost for each in behind) <= share * budget + tolerance
+
+    def _first_may_be_late(self, prompts: list[Prompt]) -> bool:
+        """Return whether a prompt that may be the first one in progress has missed its target for the first token."""
+        if not self.has_keys or self.config.policy in _URGENT_ALL_THE_SAME:
+            return False
+        started = [each for each in prompts if not each.is_new]
+        return any(
+            self._is_late(each.stream)
+            for each in started
+            if not any(self.is_behind(each.stream, other.stream) for other in started)
+        )
+
+    def _is_late(self, stream: Stream) -> bool:
+        due = stream.ttft_deadline
+        if due is None:
+            prompt_s = self.config.slo_ttft_token_s * len(stream.demand.prompt)
+            due = stream.arrival + self.config.slo_ttft_s + prompt_s
+        return self.world.now > due - _EPSILON_S
 
     def by_short_part(
         self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch, *, num_given_back: int = 0
@@ -129,8 +152,10 @@ class PromptOrder(Promise):
 class PromptsAreShared(Promise):
     """The first prompts in the order of the policy get at least half of a step's prompt tokens.
 
-    The other half goes to the shortest prompts. Under `fcfs` and in batch modes, all prompt tokens go in the order of
-    the policy. So a prompt waits at most twice the time for itself and all prompts before it.
+    The rest goes to the shortest prompts. Under `fcfs` and in batch modes, all prompt tokens go in the order of the
+    policy. So a prompt waits at most twice the time for itself and all prompts before it. If the first prompt in
+    progress has missed its target, the first ones get at least a quarter, and a prompt waits at most four times as
+    long.
     """
 
     def __init__(self, watched: Watched, suspects: Suspects) -> None:

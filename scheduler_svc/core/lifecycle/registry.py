@@ -154,9 +154,8 @@ class RequestRegistry:
                 )
         self._sequence += 1
         request = to_request(event, self._sequence, now, self._notes)
-        if request.ttft_deadline is None and self._config.policy_of(request.spec.request_class) == "slo":
-            prompt_s = self._config.slo_ttft_token_s * request.spec.num_prompt_tokens
-            request.ttft_deadline = now + self._config.slo_ttft_s + prompt_s
+        if self._config.policy_of(request.spec.request_class) == "slo":
+            request.ttft_deadline = request.first_token_due(self._config.slo_ttft_s, self._config.slo_ttft_token_s)
         self._requests[key] = request
         if request.grammar_key:
             self._by_grammar.setdefault(request.grammar_key, {})[key] = request

@@ -3,8 +3,8 @@
 A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 
 * Every decode row that can continue gets one token, and the drafts that it may verify (`speculation`).
-* Prompts get chunks (`prompt_chunks`): first the shortest prompts, up to half of the remaining budget, then all prompts
-  in policy order. Chunks use only a part of the budget if the step would otherwise exceed its target time (`chunks`).
+* Prompts get chunks (`prompt_chunks`): first the shortest ones, up to a part of the remaining budget, then all in
+  policy order. Chunks take less than the rest of the budget if the step would exceed its target time (`chunks`).
 * Waiting requests are admitted in their turn while rows, blocks and budget last (iteration-level batching, Orca, OSDI
   2022).
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, IndexArray, Int32Array, all_of, any_of, where
-from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES, CoreConfig
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind, WaitReason
 from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victim_for_tenant, victims_for_urgent
@@ -35,7 +35,6 @@ from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.placement import Placement, Room
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, as_column
-from scheduler_svc.core.workers.chunks import PACE_S, STEPS_TO_DRAIN, chunk_budget
 from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.rows import DECODE
 from scheduler_svc.core.workers.speculation import fitting
@@ -76,6 +75,7 @@ class Planner:
         forecast: Forecast,
         config: CoreConfig,
         frontends: dict[bytes, int],
+        num_queued: int,
         queued_tokens: int,
         now: float,
     ) -> None:
@@ -92,8 +92,8 @@ class Planner:
         self._copy_targets: list[int] = []
         self._config = config
         self._frontends = frontends
-        self._queued_tokens = queued_tokens
-        """The worker's share of the tokens of waiting requests."""
+        self._num_queued, self._queued_tokens = num_queued, queued_tokens
+        """The worker's share of the waiting requests and of their tokens."""
         self._now = now
         budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
         self._chunks = StepChunks(worker, budget, config.long_prefill_token_threshold or budget)
@@ -289,14 +289,10 @@ class Planner:
             return
         shape = StepShape(len(decodes), 0, int(self._rows.length[decodes].sum()), self._num_drafts)
         costs = self._worker.costs
-        for_chunks = chunk_budget(costs, target_s, shape)
-        if for_chunks is None:
-            return
-        self._chunks.limit(for_chunks)
-        if len(decodes):
-            paced = chunk_budget(costs, min(target_s, PACE_S), shape)
-            assert paced is not None
-            self._chunks.limit(max(paced, -(-self._prompt_tokens_here() // STEPS_TO_DRAIN)))
+        num_prompts = self._num_queued + len(self._worker.prefilling)
+        for_chunks = self._worker.pace.chunk_budget(costs, target_s, shape, num_prompts, self._prompt_tokens_here())
+        if for_chunks is not None:
+            self._chunks.limit(for_chunks)
 
     def _prompt_tokens_here(self) -> int:
         """Return the uncached prompt tokens of all requests that wait or are in prefill here."""
@@ -341,7 +337,7 @@ class Planner:
     def _share_short_part(self, under_way: list[int], admission: Admission | None) -> None:
         """Spend the short part on the prompts with the fewest tokens left."""
         self._limit_chunks()
-        left = short_part(self._chunks.budget, self._worker.last_step)
+        left = short_part(self._chunks.budget, self._worker.last_step, first_is_late=self._first_is_late(under_way))
         rows = self._rows
         longest_first = sorted(
             under_way, key=lambda row: (-self._chunks.rest(row), -rows.rank.item(row), -rows.sequence.item(row))
@@ -361,6 +357,18 @@ class Planner:
             if not cost:
                 return  # The remaining budget is too small for one token of the shortest prompt.
             left -= cost
+
+    def _first_is_late(self, under_way: list[int]) -> bool:
+        """Return whether the first started prompt in the order has missed the target for its first token.
+
+        Under `priority` and `edf` it is urgent all the same.
+        """
+        config = self._config
+        if not under_way or not self._policy.has_keys or config.policy in PREEMPTIVE_POLICIES:
+            return False
+        first = self._rows.requests[min(under_way, key=self._place_of)]
+        assert first is not None
+        return not first.num_generated and self._now > first.first_token_due(config.slo_ttft_s, config.slo_ttft_token_s)
 
     def _admit(self, under_way: list[int]) -> None:
         """Share the chunk budget, and admit waiting requests while it lasts."""

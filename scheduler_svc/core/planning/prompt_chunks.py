@@ -2,13 +2,14 @@
 
 The prompt tokens of a step are shared in two parts:
 
-* The *short part*, half of the tokens, goes to the started or waiting prompts with the fewest tokens left (shortest
-  remaining processing time). A short prompt therefore starts with the next plan even if long prompts are in progress.
+* The *short part* goes to the started or waiting prompts with the fewest tokens left (shortest remaining processing
+  time). So a short prompt starts with the next plan even if long prompts are in progress.
 * The rest, including the unused short part, goes in policy order.
 
-The first prompts in the policy's order get at least half of all prompt tokens. A prompt therefore gets its first token
-after at most `1 / (1 - SHORT_SHARE)` = 2 times the time for itself and all prompts before it, regardless of the short
-prompts that arrive.
+The short part is half of the tokens, and three quarters once the first started prompt in the policy's order has missed
+the target for its first token. Haste gains nothing for that prompt then, while shorter ones may still be in time. So a
+prompt gets its first token after at most k times the time for itself and all prompts before it, regardless of the short
+prompts that arrive: k is 2 as long as the first prompts can be in time, and 4 after that.
 
 Under `fcfs` there is no short part: all prompt tokens go in order of arrival.
 """
@@ -18,19 +19,24 @@ from scheduler_svc.core.workers.worker import Worker
 from shared.frames import MAX_STEP_VECTOR_BYTES
 from shared.request_spec import Pooling
 
-SHORT_SHARE = 0.5
-"""Share of a step's prompt tokens for the shortest prompts."""
+_QUARTERS, _QUARTERS_IF_LATE = 2, 3
+"""Quarters of a step's prompt tokens for the shortest prompts."""
 _FLOAT_BYTES = 4
 """Bytes of one element of an embedding."""
 
 
-def short_part(budget: int, step: int) -> int:
+def short_part(budget: int, step: int, *, first_is_late: bool) -> int:
     """Return the budget tokens of the short part.
 
-    If the budget is odd, the extra token goes to the two parts alternately, so that both parts advance even if a step
-    has only one token.
+    The remainder of the division goes to one part or the other, depending on the step. So both parts advance even if
+    each step has one token.
+
+    Args:
+        budget: budget tokens of the step's chunks.
+        step: number of the step.
+        first_is_late: whether the first started prompt has missed its target.
     """
-    return (budget + step % 2) // 2
+    return ((_QUARTERS_IF_LATE if first_is_late else _QUARTERS) * budget + step % 4) // 4
 
 
 class StepChunks:

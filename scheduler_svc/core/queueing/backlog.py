@@ -152,6 +152,11 @@ class Backlog:
         return len(self._competing) + len(self._assigned)
 
     @property
+    def num_late(self) -> int:
+        """Number of waiting requests that have missed their targets."""
+        return len(self._late)
+
+    @property
     def num_startable(self) -> int:
         """Number of requests that a plan may take: ready ones, and those that wait for a prefix on another worker."""
         return len(self._competing) + len(self._assigned) + len(self._for_prefix)

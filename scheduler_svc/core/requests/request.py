@@ -183,6 +183,17 @@ class Request:
         """Number of delivered tokens that are not only in a row."""
         return len(self.tokens) - self.spec.num_prompt_tokens
 
+    def first_token_due(self, constant_s: float, token_s: float) -> float:
+        """Return the time by which the first token is wanted: the request's own target, or else the given one.
+
+        Args:
+            constant_s: target for every prompt, in seconds.
+            token_s: time added per prompt token, in seconds.
+        """
+        if self.ttft_deadline is not None:
+            return self.ttft_deadline
+        return self.arrival + constant_s + token_s * self.spec.num_prompt_tokens
+
     @property
     def under_way(self) -> bool:
         """Whether its acceptance is final.

@@ -20,15 +20,16 @@ PREFILL_FACTOR = 2.0
 end.
 """
 
-PACE_S = 0.04
-"""Target time in seconds for a step with chunks and decode rows while few prompt tokens wait: 25 tokens per second and
-stream.
+PACE_S = 0.048
+"""Target time in seconds for a step with chunks and decode rows that keeps the pace of the readers: 50 ms per token,
+the default target, and a little to spare for the uncertainty of the expected time.
 """
-STEPS_TO_DRAIN = 192
-"""Number of steps in which the started and waiting prompts should be computed, if the target allows it.
-
-The more prompt tokens wait, the longer the steps are, so a busy worker loses no throughput through short chunks.
-"""
+FIXED_SHARE = 1 / 32
+"""Share of the fixed time in a step that does not keep the pace. Longer steps would hardly compute more per second."""
+DELAY_PER_READER_S = 12.0
+"""Delay of all waiting prompts together that keeping the pace is worth for each reader, in seconds."""
+_RETURN = 4
+"""The pace is kept again when the delay has fallen to this part of its bound. So the two modes alternate slowly."""
 
 _LEAST_SHARE = 0.25
 """Minimum share of the expected time of a step without chunks that is counted, regardless of its uncertainty."""
@@ -55,6 +56,42 @@ def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | N
         # As long as all measured steps had chunks of the same size, the fixed time is not known separately.
         without *= max(_LEAST_SHARE, 1.0 - costs.uncertainty(shape))
     return affordable_tokens(target_s, without, token_s)
+
+
+class Pace:
+    """Whether a worker's steps keep the pace of the readers, or compute prompts as fast as possible.
+
+    Short steps spend more of their time on the fixed part, so waiting prompts are computed later. The pace is kept
+    until this delays the prompts, all together, by more than `DELAY_PER_READER_S` for each decode row. Then steps are
+    as long as the target allows. There is nothing between: a step a little too long already misses the time per token
+    of every reader, and computes hardly more.
+    """
+
+    def __init__(self) -> None:
+        self._is_kept = True
+
+    def chunk_budget(
+        self, costs: CostModel, target_s: float, shape: StepShape, num_prompts: int, num_tokens: int
+    ) -> int | None:
+        """Return the maximum budget tokens for a step's chunks, at least 1; None for no limit.
+
+        Args:
+            costs: those of the worker.
+            target_s: longest target time of a step with decode rows, s; 0 for none.
+            shape: the step without chunks.
+            num_prompts: started and waiting prompts.
+            num_tokens: their uncached tokens.
+        """
+        if not (target_s and shape.rows and costs.is_measured):
+            return chunk_budget(costs, target_s, shape)
+        paced = chunk_budget(costs, min(target_s, PACE_S), shape)
+        full = chunk_budget(costs, min(target_s, max(PACE_S, costs.fixed_s / FIXED_SHARE)), shape)
+        if paced is None or full is None:
+            return None
+        last_s = num_tokens * costs.fixed_s * (1 / paced - 1 / full)  # the delay of the last prompt
+        bound_s = DELAY_PER_READER_S * shape.rows
+        self._is_kept = num_prompts * last_s / 2 <= (bound_s if self._is_kept else bound_s / _RETURN)
+        return paced if self._is_kept else max(paced, full)
 
 
 def affordable_tokens(target_s: float, decode_s: float, token_s: float) -> int:

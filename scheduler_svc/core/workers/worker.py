@@ -23,6 +23,7 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
+from scheduler_svc.core.workers.chunks import Pace
 from scheduler_svc.core.workers.cost_model import NO_STEP, CostModel, StepShape
 from scheduler_svc.core.workers.grammars import Grammars
 from scheduler_svc.core.workers.kinds import Kind
@@ -175,6 +176,7 @@ class Worker:
     answered_step: int = 0
     last_tokens: int = 0
     compiling_until: float = 0.0
+    pace: Pace = field(default_factory=Pace)
     trial: Trial | None = None
     suspended_trials: list[Trial] = field(default_factory=list)
     """Trials of suspects in this worker's rows that have no credit."""
