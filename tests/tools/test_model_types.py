@@ -7,6 +7,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tools.model_types import PAGE, Finding, read_result, section, survey, surveyed, written
 
 SERVED = {"own code", "attention interface", "cache interface"}
+IN_TRANSFORMERS = "its class in transformers"
 
 
 def test_the_page_has_the_result_of_the_survey() -> None:
@@ -41,7 +42,10 @@ def test_every_type_is_as_surveyed() -> None:
         ("qwen2", Finding("Qwen2ForCausalLM", "own code", kinds="full")),
         ("olmo2", Finding("Olmo2ForCausalLM", "attention interface", kinds="full")),
         ("deepseek_v3", Finding("DeepseekV3ForCausalLM", "cache interface", kinds="latent")),
-        ("rwkv", Finding("RwkvForCausalLM", "refused", "its layers keep recurrent state")),
+        (
+            "rwkv",
+            Finding("RwkvForCausalLM", "refused", "its class in transformers keeps recurrent state outside of a cache"),
+        ),
     ],
 )
 def test_a_type_is_served_or_refused(model_type: str, expected: Finding) -> None:

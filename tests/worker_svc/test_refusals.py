@@ -41,7 +41,7 @@ def refusal(folder: Path, **settings: Any) -> str:
 @pytest.mark.parametrize(
     ("architecture", "config_class", "sizes", "why"),
     [
-        ("RwkvForCausalLM", "RwkvConfig", {"vocab_size": 64, "hidden_size": 32}, "no KV cache"),
+        ("RwkvForCausalLM", "RwkvConfig", {"vocab_size": 64, "hidden_size": 32}, "outside of a cache"),
         (
             "RecurrentGemmaForCausalLM",
             "RecurrentGemmaConfig",
@@ -70,9 +70,9 @@ def test_an_unfit_architecture_is_named(
 def test_layers_with_a_past_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
     """A class that declares support, but has layers whose cache is of another kind, is refused by its layer types."""
     folder = write_config(tmp_path, "Lfm2ForCausalLM", "Lfm2Config", **SMALL, num_key_value_heads=2)
-    edit_config(folder, lambda config: config.update(layer_types=["indexed_attention", "full_attention"]))
+    edit_config(folder, lambda config: config.update(layer_types=["compressed_sparse_attention", "full_attention"]))
 
-    assert "a past of an unknown kind (indexed_attention)" in refusal(folder, load_format="random")
+    assert "a past of an unknown kind (compressed_sparse_attention)" in refusal(folder, load_format="random")
 
 
 def test_a_model_without_a_number_of_positions_needs_max_model_len(tmp_path: Path) -> None:

@@ -173,7 +173,8 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
         raise _refusal(architecture, "its attention skips blocks of longer contexts")
     parameters = inspect.signature(known.forward).parameters
     if not _calls_interface(known, text) and not {"past_key_values", "cache_params"} & parameters.keys():
-        raise _refusal(architecture, "its class in transformers has no KV cache")
+        what = "keeps recurrent state outside of a cache" if known._is_stateful else "has no KV cache"
+        raise _refusal(architecture, f"its class in transformers {what}")
 
 
 def _calls_interface(known: type[PreTrainedModel], text: PretrainedConfig) -> bool:
