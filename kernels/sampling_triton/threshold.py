@@ -47,7 +47,7 @@ def _largest_reaching(
             if above + tl.sum(tl.where(key >= trial, weight, 0), 0) >= target:
                 found = trial
         else:
-            # All keys have the same bits down to this one.
+            # All keys agree in this bit and in all higher bits.
             found = found | (largest & bit)
     return found
 

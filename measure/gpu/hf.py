@@ -35,7 +35,7 @@ def generate(model: Any, requests: Sequence[OfflineRequest], device: torch.devic
     output = requests[0].max_tokens
     times = []
     for count in (1, output):
-        for attempt in range(2):  # the first request is a warm-up
+        for attempt in range(2):  # The first request is a warm-up.
             began = time.perf_counter()
             found = model.generate(
                 prompts,

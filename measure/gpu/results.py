@@ -130,7 +130,7 @@ class Results:
             watchdog.cancel()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Record and print that an item, or a preparation of several, has failed."""
+        """Record and print the failure of an item, or of a preparation of several items."""
         self.failed.append(name)
         self._failures[name] = f"{type(error).__name__}: {error}"
         print(f"  {name}: FAILED {self._failures[name]}", flush=True)

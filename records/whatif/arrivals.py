@@ -52,7 +52,7 @@ class Recorded:
     begin: float
     """Core time at the beginning of the load."""
     acceptance: Acceptance | None
-    """None if no row was allowed drafts."""
+    """Is None if no row could have drafts."""
     skipped_parts: int = 0
     """Number of parts of the record that are not used."""
 

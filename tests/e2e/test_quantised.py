@@ -57,7 +57,7 @@ def test_dequantised_weights_give_the_tokens_of_the_plain_model(
 
 @pytest.mark.release
 def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(tmp_path: Path) -> None:
-    """The weights of a GGUF file are computed as those of a plain checkpoint, on the CPU kernels."""
+    """On the CPU kernels, a GGUF file gives the same results as a plain checkpoint."""
     pair = make_gguf("Q4_K", tmp_path)
     tally = check(pair.quantised, Oracle(pair.plain), memory(pair.plain))
 

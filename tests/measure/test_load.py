@@ -125,7 +125,7 @@ def test_a_connection_that_the_server_closes_is_replaced() -> None:
     run, _ = _run(_plan(Users(1), sessions=5), once)
 
     assert (run.figures.done, run.figures.failures) == (3, {"connection: ConnectionResetError": 2})
-    assert len(hung_up) == 5  # three kept connections; then two new ones
+    assert len(hung_up) == 5  # Three connections are reused; then two are new.
 
 
 @pytest.mark.parametrize(

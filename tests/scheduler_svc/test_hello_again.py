@@ -118,7 +118,7 @@ def test_a_step_that_a_worker_died_of_is_held_against_its_requests(reason: ev.He
 
 @pytest.mark.parametrize("reason", SURVIVED)
 def test_the_successor_of_a_dead_process_does_not_clear_requests(reason: ev.HelloReason) -> None:
-    """What is held against requests for the death of a process stays when the process after it loses its session."""
+    """Requests that are suspected of a process's death remain suspects when the next process loses its session."""
     one = OneWorker()
     one.cluster.submit(1, [1, 2, 3], 40)
     one.step(2)

@@ -763,7 +763,7 @@ def test_a_tenants_held_backlog_changes_nothing_for_other_tenants() -> None:
 
 
 def test_a_held_request_does_not_keep_the_floor_low() -> None:
-    """A tenant that returns shares the service equally, although a request of a third one has long been held."""
+    """A returning tenant gets an equal share, even if a request of a third tenant has been held for long."""
     cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64, policy="fair", prefix_cache="off")
     cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=16, max_rows=2), "w1")
     owners: dict[int, str] = {}

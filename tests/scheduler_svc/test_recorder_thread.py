@@ -326,7 +326,7 @@ def test_clients_do_not_wait_for_the_end_of_the_record(tmp_path: Path, monkeypat
     try:
         frontend.hello()
         frontend.submit(1)
-        frontend.metrics()  # by then the submission is there
+        frontend.metrics()  # The submission has arrived by then.
     finally:
         service.stop()
         thread.join()

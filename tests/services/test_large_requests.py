@@ -86,7 +86,7 @@ def test_the_json_of_a_conversation_is_bounded_before_it_is_read() -> None:
 
 
 def test_the_token_ids_of_a_call_for_embeddings_are_bounded() -> None:
-    """All inputs together have at most as many as a prompt may have."""
+    """The limit of a prompt applies to the sum of all inputs."""
     request = v1.EmbedRequest()
     for _ in range(17):
         request.inputs.add().token_ids.ids.extend([1] * (1 << 16))

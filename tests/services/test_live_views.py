@@ -89,7 +89,7 @@ def test_a_view_that_fails_at_the_core_ends_with_its_error(tmp_path: Path) -> No
 
 
 def test_a_reader_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path) -> None:
-    """Parts that a caller does not take are dropped; those that it gets and those that it missed are all of them."""
+    """Parts that a slow caller does not take are dropped; received and missed parts add up to all parts."""
     num_parts, per_part = 400, 5
 
     async def main() -> None:

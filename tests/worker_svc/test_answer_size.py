@@ -1,4 +1,4 @@
-"""Answers to plans fit into frames, and what the core passes on from them fits into its frames to front ends."""
+"""Results of plans fit into frames, and so do the core's messages to front ends about these results."""
 
 import re
 from pathlib import Path

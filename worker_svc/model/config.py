@@ -108,7 +108,7 @@ def fix_long_rope(config: ModelConfig, num_positions: int) -> int:
         The original length in tokens if the long factors are used; 0 if not, or if there is no longrope scaling.
     """
     if isinstance(config, DecoderConfig):
-        return 0  # `llama` has no longrope
+        return 0  # `llama` does not support longrope.
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":

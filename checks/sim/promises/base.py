@@ -57,7 +57,7 @@ class Promise:
         """Handle an event that the core is about to get."""
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
-        """Return what contradicts the reason for an end, as far as this promise can tell."""
+        """Return the contradiction between the reason of an end and this promise, if any."""
         return None
 
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:

@@ -110,7 +110,7 @@ def test_steps_with_prompts_scatter_for_themselves() -> None:
 
 
 def test_a_jump_between_sizes_is_learned() -> None:
-    """Steps of more than 31 rows take twice as long; the model says so for both sizes."""
+    """Steps of more than 31 rows take twice as long, and the model predicts both durations."""
     times = learn(_samples(lambda shape: _known(shape) * (2 if shape.decodes > 31 else 1)))
 
     for shape in (Shape(24, 0, 20_000, 0), Shape(48, 0, 40_000, 0)):
