@@ -316,8 +316,8 @@ def test_a_forced_call_is_parsed(client: Any, stream: bool) -> None:
             assert call.id.startswith("call_")
             assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
 
-        # type: ignore[index]
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, CLOCK)}
+        functions: list[Any] = [tool["function"] for tool in (WEATHER, CLOCK)]
+        schemas = {function["name"]: function["parameters"] for function in functions}
         jsonschema.validate(json.loads(arguments), schemas[name])
         assert choice == "required" or name == "get_weather"
 

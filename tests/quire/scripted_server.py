@@ -113,8 +113,8 @@ def delta(first_index: int, token_ids: Iterable[int], text: str) -> pb.GenerateR
 
 def finished(reason: pb.FinishReason.ValueType = pb.FINISH_REASON_LENGTH, **fields: object) -> pb.GenerateResponse:
     """The final message."""
-    # type: ignore[arg-type]
-    return pb.GenerateResponse(finished=pb.Finished(reason=reason, request_id="r1", model="demo", **fields))
+    end = pb.Finished(reason=reason, request_id="r1", model="demo", **fields)  # type: ignore[arg-type]
+    return pb.GenerateResponse(finished=end)
 
 
 def reason(name: str, **metadata: str) -> error_details_pb2.ErrorInfo:

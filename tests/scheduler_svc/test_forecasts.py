@@ -9,7 +9,7 @@ from scheduler_svc.core.interface.config import TenantLimits
 from scheduler_svc.core.interface.records import EndReason, NoteKind
 from scheduler_svc.core.queueing.calibration import Calibration
 from scheduler_svc.core.queueing.output_lengths import OutputLengths, quantile
-from scheduler_svc.core.requests.prediction import SHARES, read_text
+from scheduler_svc.core.requests.prediction import read_text
 from shared.prefix_keys import KEY_BYTES
 from tests.scheduler_svc.cluster import Cluster
 from tests.scheduler_svc.requests import make_request
@@ -60,7 +60,7 @@ def test_quantiles_hold_as_often_as_they_say(factor: float, sigma: float) -> Non
     surely = 0
     for _ in range(10_000):
         base = rng.choice([0.005, 0.05, 0.5, 5.0])
-        estimate = calibration.estimate((base,) * len(SHARES), is_blocked=rng.random() < 0.3)
+        estimate = calibration.estimate((base, base, base), is_blocked=rng.random() < 0.3)
         seconds = base * factor * rng.lognormvariate(0, sigma)
         surely += seconds < estimate.surely
         calibration.happened(estimate, seconds)

@@ -175,7 +175,8 @@ def test_falcon_with_alibi_computes_what_generate_does() -> None:
         vocab_size=384, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, alibi=True, multi_query=False
     )
     torch.manual_seed(0)
-    reference = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
+    maker: Any = transformers.AutoModelForCausalLM
+    reference = maker.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
 
     model = hf.load(
         "FalconForCausalLM", config, Path("none"), seed=0, dtype=torch.float32, device=CPU, num_positions=64
