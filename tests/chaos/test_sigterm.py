@@ -69,8 +69,9 @@ def test_every_kind_of_process_ends_in_order_under_load(tmp_path: Path) -> None:
         assert _deaths(served) == [
             ("worker-0", "exit code 0"), ("scheduler", "exit code 0"), ("frontend-0", "exit code 0")
         ]  # fmt: skip
-        told = [line["event"] for line in served.log_lines() if line["event"].endswith((" left", " lost"))]
-        assert told == ["worker left", "front end left"]
+        # A process that is not told to end may be lost, if the machine stalls for longer than a heartbeat's timeout.
+        left = [line["event"] for line in served.log_lines() if line["event"].endswith(" left")]
+        assert left == ["worker left", "front end left"]
     tally = Tally()
     for streamed in load.done:
         check(oracle, streamed, tally)
