@@ -2,9 +2,9 @@
 
     python -m checks.chaos.attackers HOST:PORT TOKEN KIND,KIND,... SECONDS
 
-It prints the cores that it used, and the number of exchanges by kind and status, as JSON. Status 0 is a connection that
-the server closed. Connections come from 127.0.0.2 and up, like another machine, because the front end counts
-connections by address.
+It prints "ready" when its bodies are made. At the end it prints the cores that it used and the number of exchanges by
+kind and status, as JSON. Status 0 is a connection that the server closed. Connections come from 127.0.0.2 and up, like
+another machine, because the front end counts connections by address.
 """
 
 import asyncio
@@ -229,6 +229,7 @@ class Clients:
 async def _main(address: str, token: str, names: list[str], seconds: float) -> None:
     clients = Clients(address, token)
     kinds = {name: kind for name, kind in clients.kinds() if name in names}
+    print("ready", flush=True)
     before = time.process_time()
     try:
         async with asyncio.timeout(seconds):

@@ -139,7 +139,7 @@ def suspects_run_in_company(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.reason", aim=_CRASHES)
 def condemned_in_company(patch: pytest.MonkeyPatch) -> None:
-    """A request is rejected because of deaths in steps with other requests."""
+    """A request is refused because workers died in steps that also contained other requests."""
     original = quarantine.record_fatal_step
 
     def rejects(request: Any, *, alone: bool) -> bool:

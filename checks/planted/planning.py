@@ -38,7 +38,7 @@ _MANY_PROMPTS = both(_LONG_PROMPTS, with_overload, with_limits(max_num_seqs=12, 
 
 @bug("limit.tokens", "plan.tokens", "limit.chunk")
 def budget_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    """A step contains one token more than its limit."""
+    """A step may contain one token more than its limit."""
 
     def larger(init: Any, self: Planner, *arguments: Any, **keywords: Any) -> None:
         init(self, *arguments, **keywords)

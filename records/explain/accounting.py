@@ -542,7 +542,11 @@ class _Walk:
     def _charge_departure(self, seconds: float) -> None:
         note = self._departure
         assert note is not None
-        by = () if note.by is None else (StreamKey(*note.by),)
+        by: Counter[StreamKey] = Counter()
+        if note.by == self._key:  # The request lacked memory itself.
+            by = self._holders(CauseKind.MEMORY, self._at, self._at + seconds)
+        elif note.by is not None:
+            by[StreamKey(*note.by)] = 1
         self._charge(_OF_DEPARTURE[note.kind], seconds, note.text, by)
 
     def _charge(

@@ -51,8 +51,7 @@ class _Gathered:
     grammar_lines: torch.Tensor
     """`[G] int64`: `grammar_rows` on the device."""
     restricted: torch.Tensor | None
-    """`[R] int64`: places of rows with rules or a grammar, for which no token may be allowed; None if there are none.
-    """
+    """`[R] int64`: places of the rows whose rules or grammar could forbid every token; None if there are none."""
     needs_host_tokens: bool
     """Whether a row needs its last token on the host."""
     whole: torch.Tensor | None = None

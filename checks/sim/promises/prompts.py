@@ -226,7 +226,8 @@ class ShortPromptsStart(Promise):
         others = [other.num_known for other in waiting if other is not shortest]
         if min([each.length for each in prompts] + others) <= shortest.num_known:
             return
-        # One token goes to the two parts in turn. It is computed even if its budget tokens exceed the budget.
+        # A step for a single token has no two parts: the token goes to one of them. It is computed even if its budget
+        # tokens exceed the budget.
         if sum(each.chunk for each in given) < 2:
             return
         model, memory = epoch.model, self._eligibility.memory(epoch)

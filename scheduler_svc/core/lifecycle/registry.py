@@ -276,12 +276,13 @@ class RequestRegistry:
         if request.swapped is not None:
             kind, remedy = NoteKind.SWAPPED, f"{len(request.swapped.host_blocks)} blocks swapped out"
         whose = f"by {by.spec.request_id}"
+        has_credit = request.allowed > len(request.tokens)
         if by is request:
-            has_credit = request.allowed > len(request.tokens)
             why = "it is out of memory and ranks last" if has_credit else "its reader takes no output"
             whose = f"because {why}"
         text = f"preempted on {worker.worker_id} {whose}; {remedy}"
-        request.note(now, kind, text, by=by.key)
+        # The request's own key means that it lacked memory. No key means that no other request took its place.
+        request.note(now, kind, text, by=by.key if by is not request or has_credit else None)
         self.requeue(request, now, "preempted")
         request.wait.behind = by if by is not request else None
 

@@ -268,6 +268,23 @@ def test_requests_that_took_part_are_named() -> None:
         assert "the-other" in page(account(life)), kind
 
 
+def test_holders_of_the_memory_are_named_for_a_request_that_lacked_it_itself() -> None:
+    """A request that cannot grow and ranks last is preempted for itself; it does not hold what it lacks."""
+    notes = [
+        _note(0.0, NoteKind.ARRIVED),
+        _note(0.0, NoteKind.ADMITTED),
+        _note(0.2, NoteKind.PREEMPTED, by=ME),
+        _note(2.0, NoteKind.ADMITTED),
+        _note(2.2, NoteKind.ENDED),
+    ]
+    life = _life(notes, [*_steps(0.0, 20), *_steps(2.0, 20, first=40)], holdings=(_HOLDING,))
+
+    first = account(life).causes[0]
+
+    assert first.kind is CauseKind.PREEMPTED
+    assert set(first.by) == {OTHER}
+
+
 def test_the_worst_step_is_the_one_that_was_waited_for_longest() -> None:
     """The worst step has its neighbours with the tokens of their prompts, most first."""
     slow = dataclasses.replace(_prompt({OTHER: 64}, 0.6), decodes=frozenset({ME, StreamKey(b"front/1", 3)}))
