@@ -324,8 +324,21 @@ class _Walk:
                 middle = max(begin, overtaken)
                 parts = [(begin, middle, kind), (middle, finish, CauseKind.ORDER)]
             for since, until, each in parts:
+                if each is CauseKind.BUDGET and self._waits_for_prefix(since, until, worker_id):
+                    each = CauseKind.PREFIX
                 detail = f"the policy is {life.policy}" if each is CauseKind.ORDER and life.policy else ""
                 self._charge(each, until - since, detail, self._holders(each, since, until, worker_id))
+
+    def _waits_for_prefix(self, since: float, until: float, worker_id: str | None) -> bool:
+        """Return whether steps were full of a prompt with which most of this request's prompt begins.
+
+        The planner does not look at the prompts of requests for which a step has no room. More room would not help this
+        request: it would wait for the other prompt.
+        """
+        life = self._life
+        if life.known_by is None or 2 * life.known_tokens < life.num_prompt_tokens:
+            return False
+        return life.known_by in self._holders(CauseKind.BUDGET, since, until, worker_id)
 
     def _holders(
         self, kind: CauseKind, since: float, until: float, worker_id: str | None = None

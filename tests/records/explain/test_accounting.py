@@ -268,6 +268,18 @@ def test_requests_that_took_part_are_named() -> None:
         assert "the-other" in page(account(life)), kind
 
 
+@pytest.mark.parametrize(("known_tokens", "kind"), [(96, CauseKind.PREFIX), (32, CauseKind.BUDGET)])
+def test_a_wait_for_room_behind_the_own_prefix_is_a_wait_for_the_prefix(known_tokens: int, kind: CauseKind) -> None:
+    """If the prompt that fills the steps is most of the request's own, more room in steps would not help."""
+    life = _queued(WaitReason.BUDGET)
+    steps = (_prompt({OTHER: 2048}), *life.steps)
+
+    first = account(dataclasses.replace(life, steps=steps, known_by=OTHER, known_tokens=known_tokens)).causes[0]
+
+    assert first.kind is kind
+    assert set(first.by) == {OTHER}
+
+
 def test_holders_of_the_memory_are_named_for_a_request_that_lacked_it_itself() -> None:
     """A request that cannot grow and ranks last is preempted for itself; it does not hold what it lacks."""
     notes = [
