@@ -315,7 +315,10 @@ class Scheduler:
             if replaced is not None:
                 self._lose(replaced, f"a worker of its name connected: {event.reason.value}", now, fatal=not survived)
                 self._effects.append(WorkerUnknown(worker=replaced.peer))
+            former = self._fleet.fingerprint
             worker = self._fleet.join(event)
+            if former not in ("", worker.model.fingerprint):
+                self._requests.model_changed()
             if not survived:
                 self._quarantine.worker_died(event.worker_id)
             else:

@@ -114,6 +114,22 @@ def test_other_salts_find_nothing() -> None:
     assert found == [0, 0, 36]
 
 
+def test_a_request_that_waits_for_another_model_shares_its_prefix_there() -> None:
+    """Keys depend on the model, so a request that waited while the model changed gets keys for the new model."""
+    cluster = _cluster()
+    cluster.submit(1, [*PREFIX, 1], 5)
+    cluster.plan()
+    cluster.lose(b"w/1")
+    cluster.submit(2, [9, 9], 5, model="g")
+    cluster.join(ModelWorker(b"w/2", 200, 4, 8, fingerprint="g"), "w/2")
+    cluster.run()
+    third = cluster.submit(3, [*PREFIX, 3], 5)
+    cluster.run()
+
+    assert third.end is not None
+    assert third.end.cached_prompt_tokens == 40
+
+
 def test_off_shares_nothing() -> None:
     """With the cache off every prompt is computed in full, with the same tokens."""
     cluster = _cluster(prefix_cache="off")

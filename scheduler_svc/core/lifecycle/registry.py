@@ -260,6 +260,11 @@ class RequestRegistry:
         """Move a request that no worker can serve out of the queue until the fleet changes."""
         self._states.strand(request, now)
 
+    def model_changed(self) -> None:
+        """Drop the block keys of all requests, because they depend on the model. They are computed again on demand."""
+        for request in self._requests.values():
+            request.keys.clear()
+
     def fleet_changed(self, now: float) -> None:
         """Put stranded requests that a worker can now serve into the backlog, which already knows the new fleet."""
         for request in list(self._states.stranded):

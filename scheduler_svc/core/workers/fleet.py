@@ -100,6 +100,11 @@ class Fleet:
         worker.draining = True
         self._changed()
 
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the served model, or of the last one; "" before the first worker."""
+        return "" if self._model is None else self._model.fingerprint
+
     def service(self) -> Service:
         lengths = [worker.max_model_len for worker in self._workers.values()]
         self._max_model_len = min(lengths, default=self._max_model_len)
@@ -139,8 +144,7 @@ class Fleet:
                 )
             return _contradiction(served, found)
         missing_s = 0.0 if self.empty_since is None else now - self.empty_since
-        last = served.fingerprint if served is not None else ""
-        wanted = {fingerprint or last for fingerprint in models_in_use} - {""}
+        wanted = {fingerprint or self.fingerprint for fingerprint in models_in_use} - {""}
         if not wanted or missing_s > self._config.worker_wait_s:
             return None
         if found.fingerprint not in wanted:
@@ -149,7 +153,7 @@ class Fleet:
                 f" ({min(wanted)[:12]}) wait for a worker; start it with that model, or again in"
                 f" {self._config.worker_wait_s - missing_s:.0f} s"
             )
-        return _contradiction(served, found) if served is not None and last == found.fingerprint else None
+        return _contradiction(served, found) if served is not None and served.fingerprint == found.fingerprint else None
 
     def join(self, hello: ev.WorkerHello) -> Worker:
         """Open an epoch for a worker that `refusal` accepts."""
