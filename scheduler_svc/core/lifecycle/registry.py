@@ -51,7 +51,7 @@ class RequestRegistry:
         self.backlog = Backlog(
             self.policy,
             self.tenants,
-            serves_short_first=config.serves_short_first and not self.policy.is_by_turns,
+            serves_by_length=config.serves_short_first and not self.policy.is_by_turns,
         )
         self.history = History()
         self.ended: dict[EndReason, int] = dict.fromkeys(EndReason, 0)

@@ -135,17 +135,27 @@ class Admission:
     def next_short(self, rest: int | None) -> tuple[Request, Room] | None:
         """Return the shortest request if it has fewer tokens than `rest`, and the memory for its KV; otherwise None.
 
-        This request overtakes requests that rank ahead. It must therefore leave a row and the memory that the first of
+        If groups of requests take turns, the first request of the next group counts as the shortest. Otherwise, this
+        request overtakes requests that rank ahead. It must therefore leave a row and the memory that the first of
         them needs. Requests that lack memory are determined first, because they must not be overtaken too often.
         """
         is_half_full = self._num_admitted >= MAX_ADMITTED // 2 or self._num_bytes >= MAX_ADMITTED_BYTES // 2
-        if is_half_full or self._worker.rows.num_running >= self._max_running:
+        if is_half_full or self._worker.draining or self._worker.rows.num_running >= self._max_running:
             return None
         return self._next(lambda: self._take_short(rest), all_of_them=False)
 
     def _take_short(self, rest: int | None) -> Request | None:
+        if not self._backlog.serves_by_length:
+            request = self._take_first()
+            if request is not None and rest is not None and len(request.tokens) >= rest:
+                self._backlog.put_back(request)
+                return None
+            return request
         if not self._has_found_first:
-            self._find_first()
+            self._has_found_first = True
+            self._first = self._take_first()
+            if self._first is not None:
+                self._backlog.put_back(self._first)
         request = self._backlog.take_short(self._worker, rest) if self._may_look_further() else None
         if request is None:
             return None
@@ -214,16 +224,15 @@ class Admission:
             num_assigned=self._backlog.num_assigned(worker),
         )
 
-    def _find_first(self) -> None:
-        """Find the first request that has room, and the requests before it that lack memory."""
-        self._has_found_first = True
+    def _take_first(self) -> Request | None:
+        """Take out the first request that has room, or return None; requests before it that lack memory wait."""
         while self._may_look_further():
             request = self._backlog.take(self._worker, self._cached_tokens)
             if request is None:
-                return
+                return None
             if request.faults.suspect:
                 self._backlog.put_back(request)
-                return
+                continue
             if _requeue_if_late(request, self._backlog, self._now):
                 self._num_late += 1
                 continue
@@ -231,11 +240,10 @@ class Admission:
                 continue
             worker = self._worker
             if find_room(worker, request, NOTHING_CACHED) or find_room(worker, request, worker.match(request)):
-                self._first = request
-                self._backlog.put_back(request)
-                return
+                return request
             request.waits_for(WaitReason.MEMORY, self._now)
             self._overtakable.append(request)
+        return None
 
     def _leaves_room(self, request: Request, first: Request) -> bool:
         """Return whether a row and memory are left for `first` if `request` is admitted."""

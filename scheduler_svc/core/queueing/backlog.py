@@ -48,10 +48,10 @@ _REFILL_S = 0.01
 class Backlog:
     """The waiting requests of one core that have credit."""
 
-    def __init__(self, policy: Policy, tenants: Tenants, *, serves_short_first: bool = True) -> None:
+    def __init__(self, policy: Policy, tenants: Tenants, *, serves_by_length: bool = True) -> None:
         """Start empty, in the order of `policy`, within the limits of `tenants`.
 
-        With `serves_short_first`, `take_short` finds the shortest request. Otherwise, it takes the first one.
+        With `serves_by_length`, `take_short` finds the shortest request.
         """
         self.policy = policy
         self._tenants = tenants
@@ -64,7 +64,7 @@ class Backlog:
         self._restricted: dict[Scope | Worker, WaitingQueue] = {}
         """Queues by the workers that serve their requests, or by one draining worker; none is empty."""
         self._suspects = KeyedQueue(policy.rank)
-        self._shortest = ShortestFirst(self._competing, policy.rank) if serves_short_first else None
+        self._shortest = ShortestFirst(self._competing, policy.rank) if serves_by_length else None
         """The competing requests by length, without suspects; None if nothing is served by length."""
         self._late: dict[Request, int] = {}
         """Waiting requests that have missed their targets, with their token counts."""
@@ -145,6 +145,11 @@ class Backlog:
     def charges_output(self) -> bool:
         """Whether `charge` must be called with every generated token."""
         return self.policy.accounts_service or self._tenants.have_rates
+
+    @property
+    def serves_by_length(self) -> bool:
+        """Whether `take_short` may be called: short requests overtake others, and no groups take turns."""
+        return self._shortest is not None
 
     @property
     def num_ready(self) -> int:
@@ -329,16 +334,9 @@ class Backlog:
     def take_short(self, worker: Worker, rest: int | None) -> Request | None:
         """Take out the shortest request that the worker can serve if it is shorter than `rest` tokens, or return None.
 
-        If groups of requests take turns, the first request of the next group counts as the shortest.
+        Call it only if `serves_by_length`, and not for a draining worker.
         """
-        if worker.draining:
-            return None
-        if self._shortest is None:
-            request = self.take(worker, None)
-            if request is not None and rest is not None and len(request.tokens) >= rest:
-                self.put_back(request)
-                return None
-            return request
+        assert self._shortest is not None
         request = self._shortest.first(lambda request: self.can_serve(worker, request))
         if request is None or (rest is not None and len(request.tokens) >= rest):
             return None
