@@ -82,7 +82,9 @@ class AttentionIsCounted(Promise):
 class TargetIsKept(Promise):
     """Chunks do not make a step with decode rows much longer than its target, once the worker's speed is known.
 
-    Steps without chunks may take longer than the target. Then chunks may double the time.
+    Steps without chunks may take longer than the target. Then chunks may double the time. Workers that report a
+    break-even context are not checked: the core expects more time for tokens after a long context, but the simulated
+    time of a token does not depend on its context.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -92,7 +94,7 @@ class TargetIsKept(Promise):
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         target_s = self.config.itl_target_s
-        if not target_s:
+        if not target_s or epoch.model.break_even_context:
             return
         count = self._plans.get(epoch, -_LARGE_CHUNKS)
         num_prefill = plan.num_tokens - plan.num_decodes
