@@ -78,7 +78,7 @@ class Scheduler:
         self._requests = RequestRegistry(config, self._fleet, self._effects, notes)
         self._notes = notes
         self._placement = Placement(self._requests.backlog, self._fleet.directory, config.max_num_seqs)
-        self._schedule = PlanSchedule(config.max_plans_in_flight)
+        self._schedule = PlanSchedule(config.max_plans_in_flight, collects=config.batching.mode != "continuous")
         self._quarantine = Quarantine()
         self._untidy: list[tuple[Worker, list[int]]] = []
         """Workers that got a plan since the last call of `tidy`, with the rows whose requests end with this plan."""

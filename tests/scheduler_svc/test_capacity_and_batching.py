@@ -123,15 +123,19 @@ def test_a_static_batch_waits_for_its_last_request() -> None:
     assert not any(group & {0, 1, 2, 3} and group & {4, 5, 6, 7} for group in seen)
 
 
-def test_static_batching_does_not_wait_for_ever() -> None:
-    """An incomplete static batch starts once its first request has waited max_wait."""
-    cluster = _cluster(batching=BatchingLimits(mode="static", max_batch_size=4, max_wait_s=5.0))
+def test_an_incomplete_static_batch_starts_after_its_maximum_wait() -> None:
+    """Its plan is due when its first request has waited max_wait, without another event, and not before."""
+    cluster = _cluster(batching=BatchingLimits(mode="static", max_batch_size=4, max_wait_s=0.7))
     cluster.submit(1, [1, 2], 3)
     assert cluster.plan() == 0
-    cluster.now += 4
-    assert cluster.plan() == 0
-    cluster.now += 2
+    due = cluster.core.next_plan_due(cluster.now)
+    assert due == cluster.now + 0.7
+    (peer,) = cluster.core.workers()
+    assert cluster.core.plan(peer, due - 0.01)[0] is None
     assert cluster.plan() > 0
+    assert cluster.now == due
+    cluster.run()
+    assert cluster.core.next_plan_due(cluster.now) is None
 
 
 def test_a_batch_takes_a_request_that_waits_for_a_prefix_on_another_worker_through_its_gate() -> None:

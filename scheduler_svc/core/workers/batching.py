@@ -27,6 +27,12 @@ class BatchGate:
         self._tokens = 0
         self._last_admission: float | None = None
 
+    @property
+    def opens_at(self) -> float | None:
+        """Time at which the batch that is being collected starts, even if it is not full; None if none is collected."""
+        since = self._collecting_since
+        return None if since is None else since + self._limits.max_wait_s
+
     def may_open(self, num_running: int) -> bool:
         """Return whether a request assigned to the worker would be admitted, given that it has room."""
         return self._limits.mode == "continuous" or num_running == 0 or self._seats > 0
@@ -57,7 +63,7 @@ class BatchGate:
             if self._collecting_since is None:
                 self._collecting_since = now
             is_collected = num_assigned or num_waiting >= limits.max_batch_size
-            if not is_collected and now - self._collecting_since < limits.max_wait_s:
+            if not is_collected and now < self._collecting_since + limits.max_wait_s:
                 return False
             self._collecting_since = None
             self._seats = limits.max_batch_size

@@ -6,6 +6,7 @@ due workers is proportional to their number, not to the size of the fleet.
 
 import heapq
 from collections.abc import Iterable
+from itertools import chain
 
 from scheduler_svc.core.workers.plan_timing import EARLY_S
 from scheduler_svc.core.workers.worker import Worker
@@ -14,9 +15,10 @@ from scheduler_svc.core.workers.worker import Worker
 class PlanSchedule:
     """The workers of one core, ordered by the time at which their next plan is due."""
 
-    def __init__(self, max_plans_in_flight: int) -> None:
-        """Start without workers."""
+    def __init__(self, max_plans_in_flight: int, *, collects: bool) -> None:
+        """Start without workers; `collects` says whether workers collect batches."""
         self._max_in_flight = max_plans_in_flight
+        self._collects = collects
         self._due: dict[Worker, float] = {}
         """Workers whose plan will be due, with the time."""
         self._heap: list[tuple[float, int, Worker]] = []
@@ -62,7 +64,12 @@ class PlanSchedule:
     def next_due(self, now: float) -> float | None:
         """Return the next time after `now` at which a plan becomes due, or None."""
         self._advance(now)
-        return self._heap[0][0] if self._heap else None
+        times = [self._heap[0][0]] if self._heap else []
+        if self._collects:
+            for worker in chain(self._ready, self._idle):
+                if (opens_at := worker.gate.opens_at) is not None and opens_at > now:
+                    times.append(opens_at)
+        return min(times, default=None)
 
     def _advance(self, now: float) -> None:
         """Move workers whose plan is due out of the heap, until its first entry lies in the future."""
