@@ -13,6 +13,7 @@ from typing import Protocol
 from measure.policies.costs import Costs
 from measure.policies.engine import Engine, Step
 from measure.policies.jobs import Job, SeenPrefixes
+from scheduler_svc.core.lifecycle.statistics import ForecastStats
 
 _MOST_IDLE_S = 3600.0
 """Virtual time without a step after which the remaining jobs are considered stuck."""
@@ -64,11 +65,17 @@ class Run:
     """Time from the beginning to the last end."""
     busy_s: float
     """Time during which devices computed, summed over the devices."""
+    arrivals_s: float
+    """Time from the beginning to the arrival of the last job."""
+    arrivals_busy_s: float
+    """Part of `busy_s` before the last arrival."""
     num_workers: int
     steps: int
     cpu_s: float
     """CPU time for the scheduler's decisions."""
     version: str
+    forecasts: Sequence[ForecastStats]
+    """Accuracy of each kind of the scheduler's forecasts."""
 
 
 def run(engine: Engine, workload: Workload, costs: Costs, num_workers: int = 1) -> Run:
@@ -88,6 +95,7 @@ class _Arena:
         self._agenda: list[tuple[float, int, Job | tuple[Step, float]]] = []
         self._num_events = self._num_live = self._steps = 0
         self._now = self._last_step = self._busy_s = 0.0
+        self._arrivals_s = self._arrivals_busy_s = 0.0
         self._free_at = [0.0] * num_workers
 
     def run(self) -> Run:
@@ -99,10 +107,13 @@ class _Arena:
             served=self._served,
             duration_s=max((each.ended for each in self._served), default=0.0),
             busy_s=self._busy_s,
+            arrivals_s=self._arrivals_s,
+            arrivals_busy_s=self._arrivals_busy_s,
             num_workers=len(self._free_at),
             steps=self._steps,
             cpu_s=self._engine.cpu_s,
             version=self._engine.version,
+            forecasts=self._engine.forecasts(),
         )
 
     def _turn(self) -> None:
@@ -132,6 +143,8 @@ class _Arena:
         self._served.append(Served(job=job, seen=self._prefixes.add(job.prompt)))
         self._num_live += 1
         self._last_step = self._now
+        self._arrivals_s = self._now
+        self._arrivals_busy_s = self._busy_s - sum(max(0.0, free_at - self._now) for free_at in self._free_at)
         self._engine.submit(number, job, self._now)
 
     def _execute(self, step: Step) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from measure.policies.costs import Work
 from measure.policies.jobs import Job
+from scheduler_svc.core.lifecycle.statistics import ForecastStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,10 @@ class Engine(ABC):
     @abstractmethod
     def complete(self, step: Step, now: float, idle_s: float) -> None:
         """Apply the results of a step. Its device was idle for `idle_s` before the step."""
+
+    def forecasts(self) -> Sequence[ForecastStats]:
+        """Return the accuracy of each kind of forecast; empty if the scheduler makes none."""
+        return ()
 
     @abstractmethod
     def take_news(self) -> News:

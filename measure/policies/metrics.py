@@ -61,8 +61,17 @@ def metrics(run: Run) -> Result:
         "preemptions": sum(each.preemptions for each in run.served),
         "service_difference": service_difference(run.served),
         "device_busy_share": run.busy_s / duration / run.num_workers,
+        "arrivals_busy_share": run.arrivals_busy_s / max(run.arrivals_s, 1e-9) / run.num_workers,
         "steps": run.steps,
         "scheduler_us_per_step": run.cpu_s / max(1, run.steps) * 1e6,
+    }
+    found["forecasts"] = {
+        each.of: {
+            "count": each.count,
+            "within_p50": each.within_median / max(1, each.count),
+            "within_p90": each.within_p90 / max(1, each.count),
+        }
+        for each in run.forecasts
     }
     short = [each for each in done if each.job.num_prompt - each.seen <= SHORT_TOKENS]
     found["short_prompts"] = {"requests": len(short), **latencies(short)}

@@ -18,6 +18,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.lifecycle.statistics import ForecastStats
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.worker.hub import PING_INTERVAL_S
 from shared.prefix_keys import following_keys, root_key
@@ -127,6 +128,9 @@ class QuireEngine(Engine):
     def take_news(self) -> News:
         news, self._news = self._news, News()
         return news
+
+    def forecasts(self) -> Sequence[ForecastStats]:
+        return self._core.stats().forecasts
 
     def _handle(self, event: ev.Event, now: float) -> None:
         began = time.thread_time()

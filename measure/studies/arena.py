@@ -1,19 +1,21 @@
 """Compare Quire's default policy and `slo` with vLLM's scheduler on two traces, two devices and two loads.
 
+    python -m measure.studies.arena --traces FOLDER --capacities --seeds 1,2,3
     python -m measure.studies.arena --traces FOLDER --schedulers vllm:best --json vllm.json
     python -m measure.studies.arena --traces FOLDER --schedulers quire:default,quire:slo --seeds 1,2,3 \
         --against vllm.json --json quire.json
 
 FOLDER has the traces by their names in `CELLS`. Each run is one of `quire bench policies` (docs/arena.md), of a short
-part of the trace. So a round of one scheduler takes about a minute of CPU time. The second command prints the
-targets: for each trace, device and load, how the medians over the seeds compare with those of vLLM's best setting.
-`--cells` selects cells by a part of their name. `--reuse FILE` prints the table of earlier results.
+part of the trace. So a round of one scheduler takes about a minute of CPU time. The first command measures the
+capacities in `CELLS`. The last one prints the targets: for each trace, device and load, how the medians over the seeds
+compare with those of vLLM's best setting. `--reuse FILE` prints the table of earlier results.
+`--cells` selects cells by a part of their name.
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,8 @@ class Cell:
     trace: str
     costs: str
     capacity: float
-    """Share of the trace's requests that keeps the device busy under first come, first served, while requests arrive.
-    It is an estimate. Measured only for Mooncake's conversations and 70B: the device is 98 % busy.
+    """Smallest share of the trace's requests at which vLLM's fcfs keeps the device 99 % busy while requests arrive.
+    `--capacities` measures it.
     """
     seconds: float
     """Length of the part of the trace."""
@@ -54,6 +56,10 @@ CELLS = (
 )
 LOADS = (0.9, 1.1)
 """Loads as shares of the capacity."""
+_BUSY = 0.99
+"""Share of the time in which a device at its capacity computes while requests arrive."""
+_PRECISION = 0.01
+"""Relative precision of a measured capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,40 @@ def runs(
             )
             for result in campaign.results():
                 yield {"cell": cell.name, "of_capacity": load, **result}
+
+
+def capacity(cell: Cell, seeds: Sequence[int], traces: Path, python: Path) -> float:
+    """Return the smallest share of the trace at which vLLM's fcfs keeps the device 99 % busy (median of the seeds)."""
+    recorded = trace_of(cell.workload, traces / cell.trace, cell.seconds)
+
+    def is_busy(share: float) -> bool:
+        campaign = Campaign(
+            workload=cell.workload,
+            loads=[share],
+            seeds=seeds,
+            schedulers=[parse("vllm:fcfs")],
+            setup=Setup(costs=read_costs(cell.costs), num_workers=1, in_flight=1, vllm_python=python),
+            seconds=cell.seconds,
+            recorded=recorded,
+        )
+        return statistics.median(float(each["arrivals_busy_share"]) for each in campaign.results()) >= _BUSY
+
+    return smallest(is_busy, cell.capacity)
+
+
+def smallest(is_busy: Callable[[float], bool], guess: float) -> float:
+    """Return the smallest share that is busy, for a function that is monotone, by bisection around a guess."""
+    low = high = guess
+    if is_busy(guess):
+        while is_busy(low := low / 1.25):
+            high = low
+    else:
+        while not is_busy(high := high * 1.25):
+            low = high
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_busy(middle) else (middle, high)
+    return high
 
 
 def best_of_peer(results: Sequence[Result], cell: str, load: float) -> dict[int, Result]:
@@ -194,16 +234,22 @@ def main() -> None:
     parser.add_argument("--schedulers", default="quire:default,quire:slo")
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--cells", default="", help="run only cells whose name contains this")
+    parser.add_argument("--capacities", action="store_true", help="measure the capacities, and nothing else")
     parser.add_argument("--against", type=Path, help="results with vLLM's schedulers")
     parser.add_argument("--reuse", type=Path, help="print the table of these results, and run nothing")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--vllm-python", type=Path, default=VLLM_PYTHON)
     options = parser.parse_args()
     schedulers = options.schedulers.split(",")
+    seeds = [int(each) for each in options.seeds.split(",")]
+    cells = [cell for cell in CELLS if options.cells in cell.name]
+    if options.capacities:
+        for cell in cells:
+            found = capacity(cell, seeds, options.traces, options.vllm_python)
+            print(f"{cell.name}: {found:.3g} of the trace (so far {cell.capacity})", flush=True)
+        return
     results: list[Result] = _read(options.reuse)
     if options.reuse is None:
-        seeds = [int(each) for each in options.seeds.split(",")]
-        cells = [cell for cell in CELLS if options.cells in cell.name]
         print(HEADER)
         for result in runs(schedulers, seeds, options.traces, cells, options.vllm_python):
             results.append(result)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from measure.studies.arena import CELLS, judge, table
+from measure.studies.arena import CELLS, judge, smallest, table
 
 CELL = CELLS[0].name
 
@@ -50,3 +50,10 @@ def test_variants_of_a_scheduler_stand_for_it() -> None:
     (row,) = judge([_result(name, 1, goodput=0.9)], [_result("vllm:fcfs", 1)], [name])
     assert row.target.scheduler == "quire:slo"
     assert row.is_met
+
+
+@pytest.mark.parametrize("guess", [0.1, 0.45, 3.0])
+def test_the_capacity_is_the_smallest_load_that_keeps_the_device_busy(guess: float) -> None:
+    """It is found within one percent from any guess, and the device is busy at the result."""
+    found = smallest(lambda share: share >= 0.469, guess)
+    assert 0.469 <= found <= 0.469 * 1.01

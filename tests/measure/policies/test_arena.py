@@ -273,6 +273,25 @@ def test_the_command_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFi
     assert html.read_text().count("quire:sjf") == 2
 
 
+def test_results_report_the_accuracy_of_forecasts() -> None:
+    """The shares within the forecast quantiles are given for each kind, and those of p90 are not smaller."""
+    (result,) = _campaign("bursts").results()
+    assert set(result["forecasts"]) == {"wait", "first_token", "end"}
+    for each in result["forecasts"].values():
+        assert 0 < each["count"] <= result["requests"]
+        assert 0 <= each["within_p50"] <= each["within_p90"] <= 1
+
+
+def test_the_busy_share_while_jobs_arrive_excludes_the_end() -> None:
+    """A device that computes from the first to the last arrival, and then for longer, is busy in all that time."""
+    setup = _setup(costs=_SLOW)
+    workload = OpenLoop(name="test", load=1.0, jobs=[_job(0.0, 32, 3), _job(4.0, 16, 1, 1)])
+    outcome = run(make(parse(_WHOLE_PROMPTS), setup), workload, setup.costs)
+    assert outcome.arrivals_s == 4.0
+    assert outcome.arrivals_busy_s == pytest.approx(4.0)
+    assert outcome.busy_s > 6.0
+
+
 def test_the_page_lists_what_a_peer_does_better() -> None:
     """A loss counts if the best of Quire's policies is worse than the best peer by more than 2 %."""
     fcfs, sjf = next(_campaign("bursts").results()), next(_campaign("bursts").results())
