@@ -244,7 +244,7 @@ def _by_its_defaults(architecture: str, model_type: str, failure: Exception) -> 
 def _reason(message: str) -> str:
     """Return the reason of a refusal without what differs between models."""
     found = re.search(r"is not supported: (.*?); use", message)
-    text = re.sub(r" by [\d.]+%| \(.*?\)|its \d+ (?=layers)", "", found.group(1)) if found else message
+    text = re.sub(r" by [\d.]+%| \(.*\)$|its \d+ (?=layers)", "", found.group(1)) if found else message
     return re.sub("the decoder of model_type .*", "its decoder in transformers is another class", text)
 
 

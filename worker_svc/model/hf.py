@@ -99,12 +99,12 @@ def _choose(architecture: str, decoder: PreTrainedModel, device: torch.device, n
                 reasons.append(str(error))
                 continue
             except Exception as error:  # a class that fails now would fail for a request
-                reasons.append(f"its forward pass fails: {_first_line(error)}")
+                reasons.append(f"its forward pass fails ({_first_line(error)})")
                 continue
             try:
                 distance = hf_trial.distance(decoder, model, device, num_positions)
             except Exception as error:
-                reasons.append(f"its forward pass fails: {_first_line(error)}")
+                reasons.append(f"its forward pass fails ({_first_line(error)})")
             else:
                 if distance <= hf_trial.TOLERANCE:
                     if isinstance(model, hf_cache.CacheModel):
@@ -145,7 +145,7 @@ def _try_packed(
         with torch.inference_mode():
             finite = hf_trial.has_finite_logits(decoder, model, torch.device("cpu"), num_positions)
     except Exception as error:  # a class that fails now would fail for a request
-        why = f"its forward pass fails: {_first_line(error)}"
+        why = f"its forward pass fails ({_first_line(error)})"
     else:
         if finite:
             return
