@@ -6,16 +6,18 @@ over workers must therefore be sums of rates (`sum(rate(...))`), not rates of su
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.lifecycle.statistics import SchedulerStats, WorkerStats
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.recorder.recorder import RecorderStats
 from shared import metric_names as names
 from shared.metrics import Distribution, Registry, make_family
+
+_PHASES_OF = attrgetter("prepare_ns", "forward_ns", "sample_ns", "idle_before_ns")
 
 
 @dataclass(slots=True)
@@ -25,6 +27,10 @@ class _WorkerTimes:
     step: Distribution
     idle: Distribution
     link: Distribution
+    iteration: Distribution
+    """Tokens per step."""
+    model: str
+    """Name of the model in the labels of `iteration`."""
     prepare_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
@@ -69,23 +75,26 @@ class SchedulerMetrics:
         """Count a turn of the loop with its duration."""
         self._turn.observe(seconds)
 
-    def plan_sent(self, worker_id: str, plan: Plan, began: float, now: float) -> None:
-        """Count a plan that was made and sent from `began` to `now`."""
+    def plan_sent(self, worker_id: str, step: int, num_tokens: int, began: float, now: float) -> None:
+        """Count a plan with this many tokens that was made and sent from `began` to `now`."""
+        times = self._times.get(worker_id) or self._of(worker_id)
         self._plan.observe(now - began)
-        self._iteration.labels(self.model, worker_id).observe(plan.num_tokens)
-        self._of(worker_id).sent[plan.step] = now
+        if times.model != self.model:
+            times.model, times.iteration = self.model, self._iteration.labels(self.model, worker_id)
+        times.iteration.observe(num_tokens)
+        times.sent[step] = now
 
     def observe_step(self, worker_id: str, step: int, timings: plan_pb2.StepTimings, now: float) -> None:
         """Add a worker's timings of one step, whose result arrived at `now`."""
-        times = self._of(worker_id)
-        prepare, forward, sample = timings.prepare_ns, timings.forward_ns, timings.sample_ns
+        times = self._times.get(worker_id) or self._of(worker_id)
+        prepare, forward, sample, idle = _PHASES_OF(timings)
         seconds = (prepare + forward + sample) / 1e9
         times.step.observe(seconds)
-        times.idle.observe(timings.idle_before_ns / 1e9)
+        times.idle.observe(idle / 1e9)
         times.prepare_ns += prepare
         times.forward_ns += forward
         times.sample_ns += sample
-        times.idle_ns += timings.idle_before_ns
+        times.idle_ns += idle
         sent = times.sent.pop(step, None)
         if sent is not None:
             times.link.observe(max(now - max(sent, times.answered) - seconds, 0.0))
@@ -159,7 +168,11 @@ class SchedulerMetrics:
         times = self._times.get(worker_id)
         if times is None:
             times = self._times[worker_id] = _WorkerTimes(
-                self._step.labels(worker_id), self._idle.labels(worker_id), self._link.labels(worker_id)
+                step=self._step.labels(worker_id),
+                idle=self._idle.labels(worker_id),
+                link=self._link.labels(worker_id),
+                iteration=self._iteration.labels(self.model, worker_id),
+                model=self.model,
             )
         return times
 

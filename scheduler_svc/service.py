@@ -8,6 +8,7 @@ pause do not count as missing. Only the poll blocks.
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import zmq
 
@@ -44,6 +45,8 @@ RECEIVING_S = 0.004
 """Maximum time to read frames from one socket before reading the other socket and planning."""
 PLANNING_S = 0.008
 """Maximum time to make plans before the sockets are read again. The current plan is completed."""
+TOGETHER_S = 0.0005
+"""Maximum time for which a plan waits for others, so that several are sent together."""
 IDLE_INTERVAL_S = 0.5
 """Interval of pings and of polls of the worker processes while no request is live."""
 SHUTDOWN_FLUSH_S = 1.0
@@ -58,6 +61,19 @@ _FAULTS = {
 """End reasons that are logged here. The front end logs every end, and an overload causes thousands of refusals."""
 
 log = get_logger()
+
+
+class _UnsentPlan(NamedTuple):
+    """A plan that was made and not sent yet."""
+
+    peer: ev.Peer
+    worker_id: str
+    """Name of the worker; empty if the worker is unknown."""
+    step: int
+    num_tokens: int
+    frame: bytes
+    began: float
+    """Time at which planning began, s."""
 
 
 class SchedulerService:
@@ -117,6 +133,8 @@ class SchedulerService:
         self._gone: dict[ev.Peer, str] = {}
         """Unreachable workers with the reasons. They are dropped in the next turn, unless their Goodbye is read first.
         """
+        self._unsent: list[_UnsentPlan] = []
+        """Plans that were made in this turn and not sent yet, in order."""
         self._stopping = False
         self._log_level = ""
         """Log level set by an operator; empty for none."""
@@ -197,12 +215,7 @@ class SchedulerService:
         for peer, reply in self._explanations.replies(now):
             self._frontends.outgoing(peer).add_reply(reply)
         self._planned_at = now
-        for peer in self._core.due_workers(now):
-            self._plan(peer)
-            if time.monotonic() - now > PLANNING_S:
-                # The other workers stay due, longest due first. Frames that have arrived meanwhile are read first.
-                more = True
-                break
+        more |= self._plan_for(self._core.due_workers(now), now)
         written, durable = 0, 0
         if self._journal is not None:
             self._journal.commit()
@@ -257,41 +270,62 @@ class SchedulerService:
                     self._recorder.tape.timings = timings
         self._apply(event, now)
 
+    def _plan_for(self, peers: list[ev.Peer], now: float) -> bool:
+        """Make and send the plans that are due; return whether some are left for the next turn."""
+        for peer in peers:
+            self._plan(peer)
+            planned = time.monotonic()
+            if self._unsent and planned - self._unsent[0].began > TOGETHER_S:
+                self._send_plans()
+            if planned - now > PLANNING_S:
+                # The other workers stay due, longest due first. Frames that have arrived meanwhile are read first.
+                break
+        self._send_plans()
+        self._core.tidy()
+        return bool(peers) and peer is not peers[-1]
+
     def _plan(self, peer: ev.Peer) -> None:
+        """Make the plans of a worker that are due."""
+        core, worker_id = self._core, self._workers.worker_id(peer) or ""
         while True:
             now = time.monotonic()
-            plan, effects = self._core.plan(peer, now)
+            plan, effects = core.plan(peer, now)
             # Spans of attempts that planning ended are closed before new ones are opened.
-            self._carry_out(effects, now)
+            if effects:
+                self._carry_out(effects, now)
             if plan is None:
                 return
-            if self._kv_events is not None and (worker := self._core.worker(peer)) is not None:
+            if self._kv_events is not None and (worker := core.worker(peer)) is not None:
                 self._kv_events.changes.observe(worker, [admission.row for admission in plan.admissions])
             for admission in plan.admissions:
                 log.debug(
                     "request admitted",
                     request_id=admission.spec.request_id,
-                    worker=self._workers.worker_id(peer),
+                    worker=worker_id,
                     row=admission.row,
                     step=plan.step,
                 )
-            step_traceparent, attempts = self._tracing.plan_issued(plan, self._workers.worker_id(peer) or "", now)
+            step_traceparent, attempts = self._tracing.plan_issued(plan, worker_id, now)
             try:
                 frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
             except FrameTooLargeError as error:
                 # The core assumes that the plan is executed, so the worker must begin a new epoch. If the plan was too
                 # large because of a request, this request is planned alone after two failures.
-                log.error("plan not sent: it is too large", worker=self._workers.worker_id(peer), error=str(error))
+                log.error("plan not sent: it is too large", worker=worker_id, error=str(error))
+                self._send_plans()
                 self._workers.try_send(peer, worker_link.UNKNOWN)
                 self._gone[peer] = str(error)
                 return
-            is_sent = self._send_to_worker(peer, frame, now)
-            worker_id = self._workers.worker_id(peer)
-            if is_sent and worker_id is not None:
-                self._metrics.plan_sent(worker_id, plan, now, time.monotonic())
-            self._core.tidy()
-            if not is_sent:
+            self._unsent.append(_UnsentPlan(peer, worker_id, plan.step, plan.num_tokens, frame, now))
+            if not core.is_due(peer, now):
                 return
+
+    def _send_plans(self) -> None:
+        """Send the plans that were made. One wake-up of ZeroMQ's thread then serves several of them."""
+        for plan in self._unsent:
+            if self._send_to_worker(plan.peer, plan.frame, plan.began) and plan.worker_id:
+                self._metrics.plan_sent(plan.worker_id, plan.step, plan.num_tokens, plan.began, time.monotonic())
+        self._unsent.clear()
 
     def _send_to_worker(self, peer: ev.Peer, frame: bytes, now: float) -> bool:
         trouble = self._workers.send(peer, frame, now)
@@ -447,6 +481,7 @@ class SchedulerService:
                     frame = worker_link.encode_prepare_grammar(
                         effect.epoch, key=effect.key, grammar=effect.grammar, drop=effect.drop
                     )
+                    self._send_plans()  # Earlier plans may use a grammar that this frame drops.
                     self._send_to_worker(effect.worker, frame, now)
                 case ef.AttemptPrefilled():
                     self._tracing.attempt_prefilled((effect.frontend, effect.stream), now)
