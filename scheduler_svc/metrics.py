@@ -4,6 +4,7 @@ Series with a worker label exist while the worker is connected, and their counte
 over workers must therefore be sums of rates (`sum(rate(...))`), not rates of sums.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -162,6 +163,7 @@ class SchedulerMetrics:
             families += _recorder_families(recorder)
         if lease is not None:
             families.append(make_family(names.STANDBY_READY, [((), lease.has_standby)]))
+            families.append(make_family(names.LEADER_PID, [((), os.getpid())]))
         return families
 
     def _of(self, worker_id: str) -> _WorkerTimes:

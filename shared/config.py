@@ -28,9 +28,10 @@ def _option(
     least: float | None = None,
     most: float | None = None,
     is_size: bool = False,
+    is_path: bool = False,
 ) -> Any:
-    metadata = {"help": help_text, "choices": choices, "unit": unit, "least": least, "most": most, "is_size": is_size}
-    return field(default=default, metadata=metadata)
+    metadata = {"help": help_text, "choices": choices, "unit": unit, "least": least, "most": most}
+    return field(default=default, metadata=metadata | {"is_size": is_size, "is_path": is_path})
 
 
 class _Checked:
@@ -66,7 +67,7 @@ class SchedulerConfig(_Checked):
         "scheduling policy: the order in which prompts are computed",
         choices=("balanced", "fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm"),
     )
-    admission_file: str = _option("", "TOML file with limits and shares of tenants, and request classes")
+    admission_file: str = _option("", "TOML file with limits and shares of tenants, and request classes", is_path=True)
     batching: str = _option("continuous", "batching mode", choices=("continuous", "static", "dynamic"))
     max_batch_size: int = _option(16, "static and dynamic batching: maximum number of requests per batch", least=1)
     max_wait_ms: float = _option(
@@ -98,7 +99,11 @@ class SchedulerConfig(_Checked):
         least=0,
     )
     slo_ttft_ms: float = _option(
-        2000.0, "policy slo: target for the first token of a request without its own", unit="ms", least=0
+        2000.0,
+        "policy slo: target for the first token of a request without its own; with balanced and sjf, shorter prompts get"
+        " more of a step once it has passed",
+        unit="ms",
+        least=0,
     )
     slo_ttft_token_us: float = _option(
         125.0, "policy slo: time that is added to this target for each prompt token", unit="us", least=0
@@ -147,7 +152,9 @@ class SchedulerConfig(_Checked):
     stall_timeout_s: float = _option(
         60.0, "cancel a stream whose client reads nothing for this long; 0: never", unit="s", least=0
     )
-    keys: str = _option("", "folder of CURVE keys (quire keys create); without it links are not encrypted")
+    keys: str = _option(
+        "", "folder of CURVE keys (quire keys create); without it links are not encrypted", is_path=True
+    )
     insecure: bool = _option(False, "allow listening on addresses that other machines can reach without TLS or keys")
     on_stop: str = _option(
         "hand_over",
@@ -164,6 +171,7 @@ class SchedulerConfig(_Checked):
         "",
         "folder of the journal, which lets Resume work even after scheduler and front ends are lost together; it "
         "contains prompts and outputs of resumable requests; empty: no journal",
+        is_path=True,
     )
     journal_bytes: int = _option(256 << 20, "approximate maximum size of the journal", unit="bytes", least=1 << 20)
     journal_fsync: str = _option(
@@ -176,6 +184,7 @@ class SchedulerConfig(_Checked):
         "auto",
         "folder of the flight recorder, which records every decision, without text and token ids; 'auto': "
         "quire/record/PORT in $XDG_STATE_HOME (~/.local/state), with the gRPC port of quire serve, 'off': no record",
+        is_path=True,
     )
     record_bytes: int = _option(
         256 << 20, "maximum size of the flight record; the oldest part is deleted first", unit="bytes", least=8 << 20
@@ -190,6 +199,7 @@ class SchedulerConfig(_Checked):
         "",
         "file that several schedulers on one machine share, with the same addresses: one leads, the others wait as "
         "standbys and take over when it ends; empty: this scheduler leads at once",
+        is_path=True,
     )
     frontend_lease_s: float = _option(
         10.0, "a front end that is silent for this long is considered lost", unit="s", least=3
@@ -204,7 +214,9 @@ class WorkerConfig(_Checked):
     """Settings of a worker process."""
 
     worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address of the scheduler")
-    keys: str = _option("", "folder of CURVE keys (quire keys create); without it links are not encrypted")
+    keys: str = _option(
+        "", "folder of CURVE keys (quire keys create); without it links are not encrypted", is_path=True
+    )
     worker_id: str = _option("", "name of this worker, at most 64 bytes; empty: host and process id")
     model: str = _option("demo", "'demo', the folder of a Hugging Face checkpoint, or a hub id")
     served_model_name: str = _option("", "model name in requests; empty: the name of the folder")
@@ -282,7 +294,9 @@ class FrontendConfig(_Checked):
     """Settings of a front-end process."""
 
     frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address of the scheduler core")
-    keys: str = _option("", "folder of CURVE keys (quire keys create); without it links are not encrypted")
+    keys: str = _option(
+        "", "folder of CURVE keys (quire keys create); without it links are not encrypted", is_path=True
+    )
     insecure: bool = _option(False, "allow listening on addresses that other machines can reach without TLS or keys")
     frontend_id: str = _option("frontend-0", "stable name of this front end")
     model: str = _option("demo", "model whose tokenizer is used: 'demo', a checkpoint folder, or a hub id")
@@ -359,13 +373,21 @@ class FrontendConfig(_Checked):
         "",
         "link of the console to a request's trace, with {trace_id}, such as https://jaeger.example.org/trace/{trace_id}",
     )
-    tls_cert: str = _option("", "PEM file with the server's certificate chain; enables TLS for gRPC and HTTP")
-    tls_key: str = _option("", "PEM file with the private key of tls_cert")
-    tls_client_ca: str = _option(
-        "", "PEM file with the CA of client certificates; clients without a certificate are rejected"
+    tls_cert: str = _option(
+        "", "PEM file with the server's certificate chain; enables TLS for gRPC and HTTP", is_path=True
     )
-    principals: str = _option("", "TOML file with the principals: their tokens, certificates and permissions")
-    api_key_file: str = _option("", "file with API keys, one per line: accept only callers with one as bearer token")
+    tls_key: str = _option("", "PEM file with the private key of tls_cert", is_path=True)
+    tls_client_ca: str = _option(
+        "",
+        "PEM file with the CA of client certificates; clients without a certificate are rejected",
+        is_path=True,
+    )
+    principals: str = _option(
+        "", "TOML file with the principals: their tokens, certificates and permissions", is_path=True
+    )
+    api_key_file: str = _option(
+        "", "file with API keys, one per line: accept only callers with one as bearer token", is_path=True
+    )
     health_port: int = _option(
         -1, "separate port for /health, /ready and /metrics, without TLS; -1: none", least=-1, most=65535
     )

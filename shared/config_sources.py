@@ -84,6 +84,11 @@ class ConfigSources:
         return [self._setting(option) for option in dataclasses.fields(config)]
 
     def _setting(self, option: Field) -> Setting:
+        found = self._found(option)
+        is_home = option.metadata["is_path"] and found.value.startswith("~")
+        return dataclasses.replace(found, value=os.path.expanduser(found.value)) if is_home else found
+
+    def _found(self, option: Field) -> Setting:
         name = option.name
         variable = _PREFIX + name.upper()
         given = getattr(self._options, name, None)

@@ -407,6 +407,7 @@ JOURNAL_FORGOTTEN = Metric("quire.journal_forgotten", _C, "Requests dropped from
 STANDBY_READY = Metric(
     "quire.standby_ready", _G, "1 while a standby scheduler waits to take over, else 0; absent without a leader lease"
 )
+LEADER_PID = Metric("quire.leader_pid", _G, "Process id of the scheduler that leads; absent without a leader lease")
 RECORD_SIZE = Metric("quire.record_bytes", _G, "Bytes of the flight record on disk", unit="By")
 RECORD_WRITES = Metric(
     "quire.record_writes",

@@ -90,6 +90,12 @@ def plan_children(
     scheduler = replace(config.scheduler, frontend_address=frontend_address, worker_address=worker_address)
     if scheduler.record_dir == "auto" and config.frontend.grpc_port:
         scheduler = replace(scheduler, record_dir=str(record_dir / str(config.frontend.grpc_port)))
+    if scheduler.leader_lease and not config.standby:
+        # Without a second process of this service there would never be a standby, and an alert would say so.
+        raise ConfigError(
+            "leader_lease (--leader-lease): quire serve starts no standby without --standby; add it, or use"
+            " --leader-lease with quire scheduler only"
+        )
     if config.standby:
         scheduler = replace(scheduler, leader_lease=scheduler.leader_lease or str(socket_dir / "leader"))
     ranks = config.worker.tensor_parallel_size

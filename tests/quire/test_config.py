@@ -102,6 +102,25 @@ def test_an_invalid_setting_in_the_file_is_refused(tmp_path: Path, content: str,
         from_options(SchedulerConfig, argparse.Namespace(config=str(path)), {})
 
 
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands a tilde in a file, a variable or `--flag=~/…`. Other settings keep theirs."""
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "quire.toml"
+    file.write_text('journal = "~/journal"\nworker_address = "ipc://~/workers"\n')
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    add_options(parser, SchedulerConfig)
+
+    config = from_options(
+        SchedulerConfig,
+        parser.parse_args([f"--config={file}", "--leader-lease=~/lease"]),
+        {"QUIRE_RECORD_DIR": "~/record"},
+    )
+
+    assert (config.leader_lease, config.record_dir) == ("/home/me/lease", "/home/me/record")
+    assert (config.journal, config.worker_address) == ("/home/me/journal", "ipc://~/workers")
+
+
 def test_misspelt_variables_are_errors() -> None:
     """A variable with almost the name of a setting is an error; others with the prefix are ignored."""
     with pytest.raises(ConfigError, match="did you mean QUIRE_MAX_NUM_SEQS"):

@@ -57,6 +57,13 @@ def test_a_standby_is_a_second_scheduler_with_the_same_lease_and_addresses() -> 
     assert flags_of(children_of()[0])["--leader-lease"] == ""
 
 
+def test_a_lease_without_a_standby_is_refused() -> None:
+    """The leader's metrics would say that no standby waits, and there would be an alert until someone starts one."""
+    assert flags_of(children_of("--standby", "--leader-lease=/mine")[0])["--leader-lease"] == "/mine"
+    with pytest.raises(ConfigError, match=r"leader_lease .* starts no standby without --standby; add it"):
+        children_of("--leader-lease=/mine")
+
+
 def test_all_links_use_private_sockets() -> None:
     """Both ends of each link get the same address in the service's own folder."""
     scheduler, worker, frontend = map(flags_of, children_of())

@@ -69,6 +69,10 @@ def test_a_standby_serves_at_the_same_addresses_after_its_leader_was_killed(pair
 
     assert standby.leader() == standby.process.pid
     standby.until_standby_ready(0)
+    frontend = standby.frontend()
+    frontend.hello()
+    assert [each.value for each in frontend.metrics() if each.name == "quire_leader_pid"] == [standby.process.pid]
+    frontend.close()
 
 
 def test_a_standby_serves_after_its_leader_has_ended_in_order(pair: tuple[Scheduler, Scheduler]) -> None:
