@@ -100,8 +100,8 @@ class SchedulerConfig(_Checked):
     )
     slo_ttft_ms: float = _option(
         2000.0,
-        "policy slo: target for the first token of a request without its own; with balanced and sjf, shorter prompts get"
-        " more of a step once it has passed",
+        "policy slo: target for the first token of a request without its own; with balanced and sjf, shorter prompts"
+        " get more of a step once it has passed",
         unit="ms",
         least=0,
     )
