@@ -6,7 +6,7 @@ come from config.json (Llama family and its mixtures of experts), or from a numb
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.config import ConfigError
@@ -353,6 +353,21 @@ def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
     activations = serving.max_tokens_per_step * (inner + 4 * sizes.hidden_size) * element
     logits = serving.max_tokens_per_step * sizes.vocab_size * element
     return max(activations, logits + serving.max_rows * sizes.vocab_size * (element + _RULES_BYTES))
+
+
+def with_default_rows(serving: Serving, sizes: ModelSizes, memory: int) -> Serving:
+    """Return `serving` with fewer rows if their recurrent states would take more than half of the memory.
+
+    A worker without `--max-num-seqs` reduces its rows in the same way.
+
+    Args:
+        serving: settings of the worker, with the default number of rows.
+        sizes: the model.
+        memory: bytes that states and KV may use.
+    """
+    if not sizes.state_bytes:
+        return serving
+    return replace(serving, max_rows=max(1, min(serving.max_rows, memory // 2 // sizes.state_bytes)))
 
 
 def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step: int) -> Memory:

@@ -6,7 +6,7 @@ weights), or hidden, heads, intermediate and vocab; positions, experts and state
 optional.
 
 A worker measures the memory of a step at its start; this command estimates it. --tensor-parallel-size divides weights
-and KV heads by formula; Quire itself runs a model on one GPU.
+and KV heads by formula; tensor parallelism has not been run on several GPUs yet.
 """
 
 import dataclasses
@@ -63,10 +63,20 @@ def configure(parser: OneLineParser) -> None:
 
 def run(options: Namespace) -> int:
     """Compute and print."""
-    from quire_server.capacity import Serving, concurrency, fit, kv_bytes, kv_formula, step_bytes, weights_bytes
+    from quire_server.capacity import (
+        Serving,
+        concurrency,
+        fit,
+        kv_bytes,
+        kv_formula,
+        step_bytes,
+        weights_bytes,
+        with_default_rows,
+    )
     from shared.config import parse_bytes
 
-    options.max_num_seqs = options.max_num_seqs or (256 if options.kv_cache_memory is None else 64)
+    is_default = options.max_num_seqs is None
+    options.max_num_seqs = (256 if options.kv_cache_memory is None else 64) if is_default else options.max_num_seqs
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
         if getattr(options, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')}: {getattr(options, name)} is too small; use at least 1")
@@ -96,13 +106,15 @@ def run(options: Namespace) -> int:
     weights = weights_bytes(sizes, serving.quantization, longest, as_stored=on_cpu)
     step = step_bytes(sizes, serving) if options.step_memory is None else parse_bytes(options.step_memory)
     if options.kv_cache_memory is not None:
-        memory = fit(parse_bytes(options.kv_cache_memory), sizes, serving, weights=0, step=0)
+        usable, own, step = parse_bytes(options.kv_cache_memory), 0, 0
     elif options.gpu_memory is not None:
         usable = int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization)
         own = weights_bytes(sizes, serving.quantization, longest, serving.tensor_parallel_size)
-        memory = fit(usable, sizes, serving, weights=own, step=step)
     else:
         raise CommandError("--gpu-memory is missing; add for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
+    if is_default:
+        serving = with_default_rows(serving, sizes, usable - own)
+    memory = fit(usable, sizes, serving, weights=own, step=step)
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
         for context in _contexts(options, longest)
@@ -224,7 +236,10 @@ def _page(
     if sizes.stored != "none" and options.kv_cache_memory is None:
         lines += ["", f"A GPU holds the weights of this checkpoint dequantised; a CPU holds them in {sizes.stored}."]
     if cards > 1:
-        lines += ["", "Quire runs a model on one GPU; the figures for several cards are a formula."]
+        lines += [
+            "",
+            "Numbers for several cards are computed: tensor parallelism has not been run on several GPUs yet.",
+        ]
     return "\n".join(lines)
 
 

@@ -97,13 +97,23 @@ def test_what_is_wrong_is_said_in_one_line(flags: list[str], message: str, capsy
 
 def test_recurrent_state_takes_memory_in_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """64 rows of 100 MB leave 0.6 of 7 GB for KV; with 20 MB each, rows limit the number of short requests."""
-    flags = ("--kv-cache-memory=7GB", "--context=1024,4096", "--output=0")
+    flags = ("--kv-cache-memory=7GB", "--context=1024,4096", "--output=0", "--max-num-seqs=64")
     large = _max_concurrent(tmp_path, *flags, f"--params={_RECURRENT}")
     small = _max_concurrent(tmp_path, *flags, f"--params={_RECURRENT.replace('1e8', '2e7')}")
 
     assert large == {"1024": 600_000_000 // (1024 * 20480), "4096": 600_000_000 // (4096 * 20480)}
     assert small == {"1024": 64, "4096": 64}
     assert "64 rows x 100,000,000 bytes" in capsys.readouterr().out
+
+
+def test_states_of_default_rows_take_at_most_half_of_the_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """35 rows of 100 MB leave 3.5 of 7 GB for KV, as in a worker without --max-num-seqs."""
+    flags = ("--kv-cache-memory=7GB", "--context=4096", "--output=0", f"--params={_RECURRENT}")
+
+    assert _max_concurrent(tmp_path, *flags) == {"4096": min(35, 3_500_000_000 // (4096 * 20480))}
+    assert "35 rows x 100,000,000 bytes" in capsys.readouterr().out
 
 
 def test_the_size_of_a_state_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
