@@ -9,6 +9,7 @@
 | deadlines | requests with targets of their own, which the scheduler learns | share of the capacity |
 | stall | short prompts, and one of 100,000 tokens now and then | share of the capacity |
 | bursts | conversations that arrive in bursts | share of the capacity |
+| prefixes | tenants whose requests share system prompts, which do not all fit into the cache | share of the capacity |
 """
 
 import math
@@ -264,12 +265,33 @@ def bursts(drawing: Drawing) -> OpenLoop:
     return _open("bursts", drawing.load, jobs)
 
 
+def prefixes(drawing: Drawing) -> OpenLoop:
+    """Return four tenants with ten system prompts each, which together exceed the KV cache by half.
+
+    Two tenants send twice as many requests as the others. The capacity assumes that half of the system prompts are
+    cached.
+    """
+    rng = random.Random(drawing.seed)
+    costs, tenants, each = drawing.costs, 4, 10
+    system = round(1.5 * costs.kv_tokens / (tenants * each))
+    rate = drawing.load * capacity(costs, system / 2 + 256, 128, drawing.num_workers)
+    jobs: list[Job] = []
+    for at in _poisson(rng, rate, drawing.seconds):
+        tenant = rng.choices(range(tenants), (1, 2, 1, 2))[0]
+        job = _drawn(len(jobs), at, rng.randint(128, 384), rng.randint(64, 192))
+        common = Piece(_COPIES + tenant * each + rng.randrange(each), system)
+        name = f"tenant {tenant}"
+        jobs.append(replace(job, prompt=(common, *job.prompt), tenant=name, group=name))
+    return _open("prefixes", drawing.load, jobs)
+
+
 DRAWN: dict[str, Callable[[Drawing], OpenLoop]] = {
     "vtc": two_tenants,
     "priorities": priorities,
     "deadlines": deadlines,
     "stall": stall,
     "bursts": bursts,
+    "prefixes": prefixes,
 }
 TRACED = ("mooncake", "azure")
 NAMES = (*TRACED, "agents", *DRAWN)

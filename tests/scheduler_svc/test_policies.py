@@ -120,7 +120,7 @@ def test_edf_goes_by_the_latest_start() -> None:
 
 def test_lpm_prefers_cached_prefixes_but_passes_nobody_for_ever() -> None:
     """The longest cached prefix goes first; a request passed over MAX_PASSED times goes next whatever is cached."""
-    queue = LongestPrefixQueue()
+    queue = LongestPrefixQueue(64)
     count = 2 * LongestPrefixQueue.MAX_PASSED
     for sequence in range(count):
         queue.push(make_request(sequence))
@@ -131,7 +131,7 @@ def test_lpm_prefers_cached_prefixes_but_passes_nobody_for_ever() -> None:
 
 def test_lpm_counts_admissions_only() -> None:
     """A request that is looked at and put back, because there is no room, passes no other one over."""
-    queue = LongestPrefixQueue()
+    queue = LongestPrefixQueue(64)
     for sequence in range(3):
         queue.push(make_request(sequence))
     for _ in range(2 * LongestPrefixQueue.MAX_PASSED):
@@ -150,6 +150,20 @@ def test_lpm_admits_the_longest_cached_prefix_also_among_prompts_of_equal_length
         cluster.submit(stream, [*families[family], 100 + stream], 4)
     cluster.run()
     assert [admission.stream for plan in cluster.plans for admission in plan.admissions] == [0, 2, 4, 1, 3]
+
+
+def test_fair_admits_the_longest_cached_prefix_of_the_tenant_whose_turn_it_is() -> None:
+    """The order between tenants does not depend on the cache."""
+    queue = Line("fair")
+    for sequence, tenant in ((1, "a"), (2, "b"), (3, "a"), (4, "b")):
+        queue.push(make_request(sequence, prompt=10, tenant=tenant))
+    cached = {1: 0, 2: 0, 3: 8, 4: 9}
+    first = queue.take(lambda request: cached[request.sequence])
+    assert first is not None
+    queue.policy.served(first.account, prompt_tokens=10)
+    second = queue.take(lambda request: cached[request.sequence])
+    assert second is not None
+    assert (first.sequence, second.sequence) == (3, 4)
 
 
 def test_lpm_looks_up_no_prefix_while_all_rows_are_taken() -> None:
@@ -180,7 +194,7 @@ def test_edf_serves_a_late_request_after_those_that_can_be_in_time() -> None:
 
 def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
     """A request that did not fit is offered again, and one that ended is never offered."""
-    queue = LongestPrefixQueue()
+    queue = LongestPrefixQueue(64)
     requests = [make_request(sequence) for sequence in range(5)]
     for request in requests:
         queue.push(request)
@@ -682,8 +696,8 @@ def test_the_number_of_an_unused_account_is_reused() -> None:
 
 
 def test_the_longest_prefix_is_searched_in_a_window() -> None:
-    """Only the `WINDOW` oldest requests are ranked, and no request is lost when one is put back."""
-    queue = LongestPrefixQueue()
+    """Only the oldest requests are ranked, and no request is lost when one is put back."""
+    queue = LongestPrefixQueue(64)
     for sequence in range(80):
         queue.push(make_request(sequence))
     ranked: set[int] = set()
@@ -693,7 +707,7 @@ def test_the_longest_prefix_is_searched_in_a_window() -> None:
         return 0
 
     first = queue.take(cached)
-    assert ranked == set(range(queue.WINDOW))
+    assert ranked == set(range(64))
     second = queue.take(cached)
     assert first is not None
     assert second is not None

@@ -33,7 +33,7 @@ class PolicyKeys(Promise):
                 wanted = [stream.deadline, stream.total_deadline, stream.ttft_deadline]
                 has_target = any(time is not None for time in wanted)
                 return math.inf if has_target else stream.arrival + EDF_SLACK_S
-            case "lpm" | "slo":
+            case "lpm" | "fair" | "slo":
                 return math.inf
         return stream.arrival
 
@@ -51,7 +51,7 @@ class PolicyKeys(Promise):
                     return stream.arrival + EDF_SLACK_S
                 steps = len(demand.prompt) + demand.max_tokens
                 return min(soonest - steps * self.cluster.longest_step, stream.arrival + EDF_SLACK_S)
-            case "lpm" | "slo":
+            case "lpm" | "fair" | "slo":
                 return -math.inf
         return self.largest(stream)
 

@@ -1,8 +1,8 @@
 """How often a request is overtaken, under the policies whose keys change.
 
-`AdmissionOrder` compares keys that are the same at all times. The key of `edf` changes when a target is missed, and
-`lpm` has no key. With several workers a request may be assigned to one of them for a while. So only simulations with
-one worker are checked.
+`AdmissionOrder` compares keys that are the same at all times. The key of `edf` changes when a target is missed. `lpm`
+has no key, and neither has `fair` for the requests of one tenant. With several workers a request may be assigned to one
+of them for a while. So only simulations with one worker are checked.
 """
 
 from abc import ABC, abstractmethod
@@ -24,17 +24,17 @@ _LATITUDE = 8
 class _Passing(Promise, ABC):
     """Common part of the two promises."""
 
-    policy = ""
+    policies: tuple[str, ...] = ()
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched)
         self._eligibility = eligibility
-        self._prompts = PromptOrder(watched) if self.policy == "edf" else None
-        policies = {self.config.policy, *(each.policy for each in self.config.classes.values())}
-        self._applies = len(self.cluster.sites) == 1 and self.policy in policies
+        self._prompts = PromptOrder(watched) if "edf" in self.policies else None
+        used = {self.config.policy, *(each.policy for each in self.config.classes.values())}
+        self._applies = len(self.cluster.sites) == 1 and not used.isdisjoint(self.policies)
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
-        if self._applies and self.book.waiting and self.config.policy_of(stream.demand.tenant) == self.policy:
+        if self._applies and self.book.waiting and self.config.policy_of(stream.demand.tenant) in self.policies:
             rivals = [
                 other
                 for other in self.book.waiting
@@ -56,7 +56,7 @@ class _Passing(Promise, ABC):
 class TargetsGoFirst(_Passing):
     """Under `edf`, a request whose targets can still be met is admitted before those without such targets."""
 
-    policy = "edf"
+    policies = ("edf",)
 
     def _look(self, stream: Stream, rivals: list[Stream], epoch: Epoch, memory: Memory) -> None:
         if _targets(stream):
@@ -83,9 +83,12 @@ class TargetsGoFirst(_Passing):
 
 
 class PassedOverSeldom(_Passing):
-    """Under `lpm`, a bounded number of requests overtake the oldest request that could start."""
+    """Under `lpm`, a bounded number of requests overtake the oldest request that could start.
 
-    policy = "lpm"
+    Under `fair`, this holds for the requests of each tenant.
+    """
+
+    policies = ("lpm", "fair")
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched, eligibility)
@@ -93,6 +96,8 @@ class PassedOverSeldom(_Passing):
         """By stream, the number of requests admitted before it since it became the oldest."""
 
     def _look(self, stream: Stream, rivals: list[Stream], epoch: Epoch, memory: Memory) -> None:
+        if self.config.policy_of(stream.demand.tenant) == "fair":
+            rivals = [other for other in rivals if other.demand.tenant == stream.demand.tenant]
         sequence = self.book.sequence
         oldest = min(rivals, key=sequence.__getitem__, default=None)
         if oldest is None or sequence[oldest] > sequence[stream]:

@@ -25,8 +25,9 @@ slack than it had initially, or with at most `EDF_SLACK_S`. It therefore does no
 time, and it does not starve.
 
 `fair` (virtual token counter, Sheng et al., OSDI 2024) serves the tenant with the least service. `lpm` (longest prefix
-match, SGLang) ranks a window of the oldest requests by their cached tokens. If request classes are configured, each
-class has its own policy, and classes take turns like tenants under `fair`.
+match, SGLang) ranks a window of the oldest requests by their cached tokens. `fair` does the same for each tenant, as in
+deficit longest prefix match (arXiv 2501.14312), but without a deficit between tenants. If request
+classes are configured, each class has its own policy, and classes take turns like tenants under `fair`.
 """
 
 import bisect
@@ -55,6 +56,9 @@ SLO_LATE_S = 600.0
 """Assumed slack under `slo` of a request that can no longer meet its target, in seconds. It ranks after all that
 can.
 """
+
+LPM_WINDOW, FAIR_WINDOW = 64, 16
+"""Number of oldest requests that are ranked by their cached tokens, of the whole queue and of each tenant."""
 
 CachedTokens = Callable[[Request], int] | None
 """Returns the number of a request's cached tokens; None if they do not matter."""
@@ -382,8 +386,12 @@ class FairQueue(WaitingQueue):
 class LongestPrefixPolicy(Policy):
     """The oldest requests in the order of their cached tokens, most first; see `LongestPrefixQueue`."""
 
+    def __init__(self, window: int) -> None:
+        """Rank the `window` oldest requests of a queue."""
+        self._window = window
+
     def make_queue(self) -> WaitingQueue:
-        return LongestPrefixQueue()
+        return LongestPrefixQueue(self._window)
 
     def rank(self, request: Request) -> float:
         return fcfs_key(request)
@@ -393,16 +401,17 @@ class LongestPrefixPolicy(Policy):
 
 
 class LongestPrefixQueue(WaitingQueue):
-    """A queue in which, of the `WINDOW` oldest requests, the one with the most cached tokens is next.
+    """A queue in which, of a window of the oldest requests, the one with the most cached tokens is next.
 
     After `MAX_PASSED` admissions of other requests, a request is next regardless of cached tokens. It therefore waits
     for at most MAX_PASSED admissions more than under first come, first served.
     """
 
-    WINDOW = 64
     MAX_PASSED = 32
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
+        """Create a queue that ranks the `window` oldest requests."""
+        self._num_ranked = window
         self._rest = KeyedQueue(fcfs_key)
         self._window: list[Request] = []
         """The oldest requests, in order of arrival."""
@@ -413,13 +422,13 @@ class LongestPrefixQueue(WaitingQueue):
     def push(self, request: Request) -> None:
         if self._window and request.sequence < self._window[-1].sequence:
             bisect.insort(self._window, request, key=lambda each: each.sequence)
-            if len(self._window) > self.WINDOW:
+            if len(self._window) > self._num_ranked:
                 self._rest.push(self._window.pop())
         else:
             self._rest.push(request)
 
     def take(self, cached: CachedTokens) -> Request | None:
-        while len(self._window) < self.WINDOW and (following := self._rest.take(cached)) is not None:
+        while len(self._window) < self._num_ranked and (following := self._rest.take(cached)) is not None:
             self._window.append(following)
         if not self._window:
             return None
@@ -524,9 +533,9 @@ def make_policy(name: str, tenant_weights: Mapping[str, float], classes: Mapping
         policies |= {name: make_policy(each.policy, tenant_weights, {}) for name, each in classes.items()}
         return FairPolicy(_KnownClass(frozenset(classes)), weights, policies)
     if name == "fair":
-        return FairPolicy(_tenant, tenant_weights, {"": KeyedPolicy(fcfs_key)})
+        return FairPolicy(_tenant, tenant_weights, {"": LongestPrefixPolicy(FAIR_WINDOW)})
     if name == "lpm":
-        return LongestPrefixPolicy()
+        return LongestPrefixPolicy(LPM_WINDOW)
     if name == "slo":
         return KeyedPolicy(slo_key, SLO_LATE_S)
     return KeyedPolicy(_KEYS[name])
