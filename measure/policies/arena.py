@@ -66,7 +66,7 @@ class Run:
     busy_s: float
     """Time during which devices computed, summed over the devices."""
     arrivals_s: float
-    """Time from the beginning to the arrival of the last job."""
+    """Time from the arrival of the first job to that of the last one."""
     arrivals_busy_s: float
     """Part of `busy_s` before the last arrival."""
     num_workers: int
@@ -95,6 +95,7 @@ class _Arena:
         self._agenda: list[tuple[float, int, Job | tuple[Step, float]]] = []
         self._num_events = self._num_live = self._steps = 0
         self._now = self._last_step = self._busy_s = 0.0
+        self._first_at: float | None = None
         self._arrivals_s = self._arrivals_busy_s = 0.0
         self._free_at = [0.0] * num_workers
 
@@ -143,7 +144,9 @@ class _Arena:
         self._served.append(Served(job=job, seen=self._prefixes.add(job.prompt)))
         self._num_live += 1
         self._last_step = self._now
-        self._arrivals_s = self._now
+        if self._first_at is None:
+            self._first_at = self._now
+        self._arrivals_s = self._now - self._first_at
         self._arrivals_busy_s = self._busy_s - sum(max(0.0, free_at - self._now) for free_at in self._free_at)
         self._engine.submit(number, job, self._now)
 

@@ -44,6 +44,10 @@ QUEUED_PROMPT_TOKENS = 128
 CHURN = 8
 NUM_TENANTS = 50
 MANY_TENANTS = 10_000
+_COMPARED = ("balanced", "slo")
+"""Policies that are also measured without waiting requests, to compare them with `fcfs`."""
+_FEW = 100
+"""Number of waiting requests in the run that shows whether more of them cost more."""
 BURST_WORKERS = 64
 BURST_REQUESTS = 2_000
 BURST_ROWS = 32
@@ -266,13 +270,13 @@ class Bench:
                     self._tracing.attempt_prefilled((effect.frontend, effect.stream), self._now)
 
 
-def bench_steady(rows: int, steps: int, telemetry: Telemetry) -> CoreResult:
+def bench_steady(rows: int, steps: int, telemetry: Telemetry, *, policy: str = "fcfs") -> CoreResult:
     """Measure steps in which all rows decode; no request arrives or ends."""
-    bench = Bench(rows, "fcfs", telemetry)
+    bench = Bench(rows, policy, telemetry)
     for _ in range(rows):
         bench.submit(bench.submission(max_tokens=1 << 16), Outgoing())
     turns = list(bench.steps(rows // 4 + 200 + steps, _arrivals(bench, rows, 0)))[-steps:]
-    return _result("steady", rows, 0, "fcfs", turns)
+    return _result("steady", rows, 0, policy, turns)
 
 
 def bench_churn(
@@ -371,7 +375,9 @@ def run_all(steps: int, queued: int) -> list[CoreResult]:
     """Run every scenario once."""
     telemetry = Telemetry("quire-bench")
     results = [bench_steady(rows, steps, telemetry) for rows in (16, 256, 1024, 4096)]
-    results.append(bench_churn(256, steps, telemetry))
+    results += [bench_steady(256, steps, telemetry, policy=policy) for policy in _COMPARED]
+    results += [bench_churn(256, steps, telemetry, policy=policy) for policy in ("fcfs", *_COMPARED)]
+    results.append(bench_churn(256, steps // 4, telemetry, policy=_COMPARED[0], queued=min(queued, _FEW)))
     results += [bench_churn(256, steps // 4, telemetry, policy=policy, queued=queued) for policy in POLICIES]
     many = min(queued, MANY_TENANTS)
     results.append(bench_churn(256, steps // 4, telemetry, policy="fair", queued=many, tenants=many))

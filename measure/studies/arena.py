@@ -1,4 +1,4 @@
-"""Compare Quire's default policy and `slo` with vLLM's scheduler on two traces, two devices and two loads.
+"""Compare Quire's default policy and `slo` with vLLM's scheduler on three traces, two devices and two loads.
 
     python -m measure.studies.arena --traces FOLDER --capacities --seeds 1,2,3
     python -m measure.studies.arena --traces FOLDER --schedulers vllm:best --json vllm.json
@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +36,30 @@ class Cell:
     trace: str
     costs: str
     capacity: float
-    """Smallest share of the trace's requests at which vLLM's fcfs keeps the device 99 % busy while requests arrive.
-    `--capacities` measures it.
+    """Smallest share of the trace's requests at which vLLM's fcfs keeps the device 99 % busy between the first and the
+    last arrival. `--capacities` measures it.
     """
     seconds: float
     """Length of the part of the trace."""
+    busiest: tuple[float, float] | None = None
+    """Part whose requests are used to measure the capacity, from and to, s; None for all. They arrive at even distances
+    then, because no load fills the pauses of such a trace.
+    """
 
     @property
     def name(self) -> str:
         return f"{self.trace.split('.')[0]} {self.costs}"
 
 
-_MOONCAKE, _AZURE = "mooncake_conversation_0-30min.jsonl.gz", "azure_code_first_half.csv.gz"
+_MOONCAKE = "mooncake_conversation_0-30min.jsonl.gz"
+_CODE, _CONVERSATIONS = "azure_code_first_half.csv.gz", "azure_conv_first_half.csv.gz"
 CELLS = (
-    Cell("mooncake", _MOONCAKE, "8b-h100", 0.455, 240.0),
-    Cell("mooncake", _MOONCAKE, "70b-4xh100", 0.2, 400.0),
-    Cell("azure", _AZURE, "8b-h100", 2.45, 270.0),
-    Cell("azure", _AZURE, "70b-4xh100", 0.94, 270.0),
+    Cell("mooncake", _MOONCAKE, "8b-h100", 0.469, 240.0),
+    Cell("mooncake", _MOONCAKE, "70b-4xh100", 0.223, 400.0),
+    Cell("azure", _CODE, "8b-h100", 2.51, 270.0, busiest=(180.0, 240.0)),
+    Cell("azure", _CODE, "70b-4xh100", 0.514, 270.0, busiest=(180.0, 240.0)),
+    Cell("azure", _CONVERSATIONS, "8b-h100", 4.7, 120.0, busiest=(40.0, 120.0)),
+    Cell("azure", _CONVERSATIONS, "70b-4xh100", 2.4, 120.0, busiest=(40.0, 120.0)),
 )
 LOADS = (0.9, 1.1)
 """Loads as shares of the capacity."""
@@ -112,7 +119,11 @@ def runs(
 
 def capacity(cell: Cell, seeds: Sequence[int], traces: Path, python: Path) -> float:
     """Return the smallest share of the trace at which vLLM's fcfs keeps the device 99 % busy (median of the seeds)."""
-    recorded = trace_of(cell.workload, traces / cell.trace, cell.seconds)
+    begin, end = cell.busiest or (0.0, cell.seconds)
+    recorded = [each for each in trace_of(cell.workload, traces / cell.trace, end) if each.time_s >= begin]
+    if cell.busiest is not None:
+        gap = (end - begin) / len(recorded)
+        recorded = [replace(each, time_s=number * gap) for number, each in enumerate(recorded)]
 
     def is_busy(share: float) -> bool:
         campaign = Campaign(
@@ -121,7 +132,7 @@ def capacity(cell: Cell, seeds: Sequence[int], traces: Path, python: Path) -> fl
             seeds=seeds,
             schedulers=[parse("vllm:fcfs")],
             setup=Setup(costs=read_costs(cell.costs), num_workers=1, in_flight=1, vllm_python=python),
-            seconds=cell.seconds,
+            seconds=end - begin,
             recorded=recorded,
         )
         return statistics.median(float(each["arrivals_busy_share"]) for each in campaign.results()) >= _BUSY
