@@ -41,6 +41,7 @@ from scheduler_svc.core.planning.delivery import Frontends
 from scheduler_svc.core.planning.planner import Planner
 from scheduler_svc.core.planning.results import Settled, settle
 from scheduler_svc.core.planning.row_failures import END_REASONS, FailedRequest, judge, lost_prefix
+from scheduler_svc.core.planning.steady import plan_steady
 from scheduler_svc.core.queueing.placement import Placement
 from scheduler_svc.core.requests.history import Story
 from scheduler_svc.core.requests.request import Request, RequestState
@@ -104,8 +105,13 @@ class Scheduler:
             return None, []
         backlog = self._requests.backlog
         backlog.time_passed(now)
-        if not (worker.has_work or backlog.has_for(worker)):
+        may_admit = backlog.has_for(worker)
+        if not (may_admit or worker.has_work):
             return None, []
+        plan = None if may_admit else plan_steady(worker, self._config.step_deadline_s, now)
+        if plan is not None:
+            self._planned(worker, [], now)
+            return plan, []
         return self._plan(worker, now), self._take_effects()
 
     def is_due(self, peer: ev.Peer, now: float) -> bool:
@@ -148,12 +154,19 @@ class Scheduler:
             requests.preempted(request, by, worker, now)
         for request, admission in outcome.admitted:
             requests.admitted(request, worker, admission, now)
-        backlog.recall(worker, now)
-        self._placement.planned(worker)
-        if outcome.plan is not None:
-            self._schedule.update(worker)
-            self._untidy.append((worker, outcome.ending))
+        if outcome.plan is None:
+            backlog.recall(worker, now)
+            self._placement.planned(worker)
+        else:
+            self._planned(worker, outcome.ending, now)
         return outcome.plan
+
+    def _planned(self, worker: Worker, ending: list[int], now: float) -> None:
+        """Record that a plan was made; `ending` are the rows whose requests end with it."""
+        self._requests.backlog.recall(worker, now)
+        self._placement.planned(worker)
+        self._schedule.update(worker)
+        self._untidy.append((worker, ending))
 
     def tidy(self) -> None:
         """Do the work that was deferred from the last plan so that the worker does not wait for it.

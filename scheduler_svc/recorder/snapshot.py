@@ -222,7 +222,7 @@ def _scalar(value: Any) -> Any:
 def _hidden_array(value: Any, place: tuple[str, str]) -> Any:
     if place == ("RowTable", "_recent"):
         return np.zeros_like(value)
-    if place == ("RowTable", "_stops"):
+    if place in (("RowTable", "_stops"), ("SteadyRows", "stops")):
         return np.minimum(value, 0)
     return value
 

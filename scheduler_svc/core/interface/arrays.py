@@ -12,6 +12,7 @@ IndexArray = npt.NDArray[np.intp]
 BoolArray = npt.NDArray[np.bool_]
 
 NO_INDICES: IndexArray = np.zeros(0, np.intp)
+NO_NUMBERS: Int32Array = np.zeros(0, np.int32)
 
 ONE = np.array(1, np.int32)
 """The number 1 as an array. Arithmetic with it takes half the time, because numpy need not convert the number."""

@@ -46,7 +46,7 @@ class Frontends:
 
     def deliver(self, rows: RowTable, settled: Settled) -> None:
         """Append a step's tokens to the effects, one batch per front end."""
-        streams = rows.stream[settled.rows]
+        streams = rows.stream[settled.rows] if settled.streams is None else settled.streams
         if len(self.numbers) == 1 and len(streams):
             (peer,) = self.numbers
             self._tell(peer, streams, settled.first_indices, settled.tokens, settled.counts)
@@ -65,6 +65,8 @@ class Frontends:
                     settled.tokens[of_mine],
                     None if counts is None else counts[mine],
                 )
+        if not settled.late:
+            return
         late: dict[Peer, list[tuple[int, int, int]]] = {}
         for request, index, token in settled.late:
             late.setdefault(request.key.frontend, []).append((request.key.stream, index, token))

@@ -492,6 +492,7 @@ class Planner:
 
     def _issue(self, decodes: IndexArray) -> Plan:
         worker, rows = self._worker, self._rows
+        rows.outlook = None
         holds, releases = self._update_held(decodes)
         # Advance decode rows first: prefill rows become decode rows below.
         length = rows.length[decodes] + ONE
@@ -569,11 +570,8 @@ class Planner:
     def _context(self, decodes: IndexArray, length: Int32Array) -> int:
         """Return the total length of the decode rows, updated from the previous step if all of them decoded in it."""
         worker = self._worker
-        if decodes is worker.decoded_rows and not worker.speculation.max_drafts:
-            worker.decoded_context += len(decodes)
-        else:
-            worker.decoded_rows, worker.decoded_context = decodes, int(np.add.reduce(length))
-        return worker.decoded_context
+        is_same = decodes is worker.decoded_rows and not worker.speculation.max_drafts
+        return worker.decoded(decodes, None if is_same else length)
 
     def _set_draft_limits(
         self, decodes: IndexArray, of_limits: IndexArray, limits: Int32Array

@@ -18,6 +18,7 @@ from scheduler_svc.core.interface.records import NoteKind
 from scheduler_svc.core.planning.row_failures import FailedRequest
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.rows import FREE
+from scheduler_svc.core.workers.steady_rows import SteadyRows
 from scheduler_svc.core.workers.worker import StepInFlight, Worker
 
 _CHUNKS_GAIN = 0.02
@@ -38,6 +39,8 @@ class Settled:
     """Index of each row's first token here among the row's generated tokens."""
     counts: Int32Array | None = None
     """Number of tokens per row; None for one each."""
+    streams: Int32Array | None = None
+    """Streams of the rows, if they are known."""
     late: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, index, token) for requests that had left their row."""
     stopped: list[tuple[Request, int]] = field(default_factory=list)
@@ -75,7 +78,10 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         kept = np.array([use not in failed for use in uses], np.bool_)
         answered, generations = answered[kept], generations[kept]
         limits = limits[kept] if limits is not None else None
-    if not _are_same(answered, event.rows):
+    steady = worker.rows.steady
+    if steady is not None and steady.rows is not answered:
+        steady = None
+    if not _are_same(answered if steady is None else steady.numbers, event.rows):
         raise ProtocolViolationError(f"result of step {event.step}: its rows are not those of the plan")
     drafts = None
     if limits is not None or event.counts is not None or event.draft_counts is not None:
@@ -83,10 +89,11 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     elif len(event.tokens) != len(event.rows):
         raise ProtocolViolationError(f"result of step {event.step}: {len(event.tokens)} tokens for its rows")
     # Read as unsigned numbers, negative ids are large, so one comparison checks both bounds.
-    if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.model.vocab_size)):
+    if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.vocab_size)):
         raise ProtocolViolationError(f"result of step {event.step}: a sampled token is outside the vocabulary")
 
-    _check_embeddings(worker, record, event)
+    if record.pooled or event.embeddings:
+        _check_embeddings(worker, record, event)
     if record.copy_ids and not set(record.copy_ids) <= set(event.completed_copies):
         raise ProtocolViolationError(f"result of step {event.step}: block copies of the plan are missing")
 
@@ -101,7 +108,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if event.scores:
         before = {(each.row, each.generation): _find(worker, each) for each in event.scores}
     if drafts is None or not drafts.num_verified:
-        settled = _settle_rows(worker, answered, generations, event.tokens, now)
+        settled = _settle_rows(worker, answered, generations, event.tokens, steady, now)
         if limits is not None:
             own = limits if len(settled.rows) == len(answered) else limits[np.isin(answered, settled.rows)]
             worker.rows.drafts[settled.rows] -= own
@@ -109,7 +116,8 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         settled = _settle_drafts(worker, answered, generations, drafts, event.tokens, now)
     if event.scores:
         settled.scores = _scores(worker, event, before)
-    _settle_embeddings(worker, event, settled)
+    if event.embeddings:
+        _settle_embeddings(worker, event, settled)
     if record.prefilled and worker.pool.cache.partial is not None:
         worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
     if event.failures:
@@ -126,7 +134,8 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
             settled.first_tokens.append(request)
         if request.spec.traceparent:
             settled.prefilled.append(request)
-    _settle_departures(worker, record.step)
+    if worker.departed:
+        _settle_departures(worker, record.step)
     worker.pool.step_answered(record.step)
     worker.swap.pool.step_answered(record.step)
     return settled
@@ -189,24 +198,33 @@ def _drafts(event: StepDone, limits: Int32Array | None) -> _Drafts:
     return _Drafts(counts, verified, limits, int(verified.sum()))
 
 
-def _are_same(planned: IndexArray, answered: Int32Array) -> bool:
+def _are_same(planned: IndexArray | Int32Array, answered: Int32Array) -> bool:
     # Comparing bytes takes a fifth of the time of `np.array_equal`.
-    return planned.astype(np.int32).tobytes() == answered.tobytes()
+    return planned.astype(np.int32, copy=False).tobytes() == answered.tobytes()
 
 
 def _settle_rows(
-    worker: Worker, answered: IndexArray, generations: Int32Array, tokens: Int32Array, now: float
+    worker: Worker,
+    answered: IndexArray,
+    generations: Int32Array,
+    tokens: Int32Array,
+    steady: SteadyRows | None,
+    now: float,
 ) -> Settled:
     rows = worker.rows
     late: list[tuple[int, int, int]] = []
-    if worker.departed:
+    num_prompt = streams = stops = None
+    if steady is not None:
+        # No row was left since the step was planned.
+        num_prompt, streams, stops = steady.num_prompt, steady.streams, steady.stops
+    elif worker.departed:
         alive = (rows.generation[answered] == generations) & (rows.state[answered] != FREE)
         gone = ~alive
         late = list(zip(answered[gone].tolist(), generations[gone].tolist(), tokens[gone].tolist(), strict=True))
         answered, tokens = answered[alive], tokens[alive]
-    settled = Settled(answered, tokens, rows.commit(answered, tokens))
+    settled = Settled(answered, tokens, rows.commit(answered, tokens, None, num_prompt), None, streams)
     worker.counters.generated_tokens += len(tokens)
-    for position in worker.facts.stopped(rows.stopped(answered, tokens)).tolist():
+    for position in worker.facts.stopped(rows.stopped(answered, tokens, stops)).tolist():
         request = rows.requests[int(answered[position])]
         assert request is not None
         settled.stopped.append((request, int(tokens[position])))
@@ -312,8 +330,6 @@ def _check_embeddings(worker: Worker, record: StepInFlight, event: StepDone) -> 
     Raises:
         ProtocolViolationError: the embeddings are not the planned ones.
     """
-    if not record.pooled and not event.embeddings:
-        return
     failed = {(failure.row, failure.generation) for failure in event.failures}
     answered = sorted((each.row, each.generation) for each in event.embeddings)
     num_bytes = 4 * worker.model.hidden_size
@@ -372,8 +388,6 @@ def _scores(
 
 
 def _settle_departures(worker: Worker, step: int) -> None:
-    if not worker.departed:
-        return
     for key, departure in list(worker.departed.items()):
         if departure.last_step <= step:
             del worker.departed[key]

@@ -18,6 +18,8 @@ Invariants, for rows that are not free:
     capacity == number of blocks * block_size >= published * block_size and shared * block_size
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import (
@@ -32,6 +34,7 @@ from scheduler_svc.core.interface.arrays import (
 )
 from scheduler_svc.core.requests.accounts import Account, AccountNumbers
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.steady_rows import Outlook, SteadyRows
 
 FREE, PREFILL, DECODE = 0, 1, 2
 
@@ -129,6 +132,10 @@ class RowTable:
         self.num_all_generated = 0
         """Tokens that the running requests have generated and delivered."""
         self._decoding: IndexArray | None = None
+        self.steady: SteadyRows | None = None
+        """Columns of the decode rows, if `gather` was called for the present ones; read-only."""
+        self.outlook: Outlook | None = None
+        """What the next plans need, if it is known."""
 
     @property
     def num_free(self) -> int:
@@ -141,6 +148,41 @@ class RowTable:
         if self._decoding is None:
             self._decoding = where(self.state == DECODE)
         return self._decoding
+
+    def _decoding_changed(self) -> None:
+        self._decoding = self.steady = self.outlook = None
+
+    def gather(self) -> SteadyRows:
+        """Gather the columns of the decode rows that stay the same while the rows only continue."""
+        rows = self.decoding
+        traced = []
+        for row in sorted(self.traced):
+            request = self.requests[row]
+            if request is not None and self.state.item(row) == DECODE:
+                traced.append(request.key)
+        self.steady = SteadyRows(
+            rows=rows,
+            numbers=rows.astype(np.int32),
+            generations=self.generation[rows],
+            streams=self.stream[rows],
+            num_prompt=self.num_prompt[rows],
+            stops=None if self._many_stops else [stops[rows] for stops in self._stops[: self._most_stops]],
+            traced=tuple(traced),
+        )
+        return self.steady
+
+    def look_ahead(self) -> Outlook | None:
+        """Determine what the next plans need if the decode rows only continue; None if it cannot be foreseen."""
+        rows = self.decoding
+        length = self.length[rows]
+        plans_left = min(int((self.allowed[rows] - length).min()), int((self.limit[rows] - length).min()) - 1)
+        before = self.capacity[rows] + ONE - length
+        """Number of plans before the plan in which each row needs a block."""
+        if plans_left <= 0 or int(before.max()) >= self.block_size or any_of(self.held):
+            return None
+        ends = np.bincount(before, minlength=self.block_size).cumsum()
+        self.outlook = Outlook(plans_left, rows[before.argsort(kind="stable")], [0, *ends.tolist()])
+        return self.outlook
 
     def occupy(
         self,
@@ -212,7 +254,7 @@ class RowTable:
         self.draft_limit[row] = self.drafts[row] = self.drafted[row] = self.accepted[row] = 0
         self.hits[row] = self.tries[row] = 0.0
         self._accounts.leave(self._account.item(row))
-        self._decoding = None
+        self._decoding_changed()
         self.requests[row] = None
         self._num_blocks[row] = 0
         self.state[row] = FREE
@@ -227,6 +269,8 @@ class RowTable:
 
     def set_allowed(self, row: int, allowed: int) -> None:
         """Set the maximum number of tokens, prompt included, that the reader's credit allows."""
+        if allowed < self.allowed.item(row):
+            self.outlook = None
         self.allowed[row] = min(allowed, _INT32_MAX)
         self.hold_noted[row] = False
 
@@ -234,7 +278,7 @@ class RowTable:
         """Start decoding a row whose prompt is planned up to its end; its first token is in flight."""
         self.state[row] = DECODE
         self.length[row] += 1
-        self._decoding = None
+        self._decoding_changed()
 
     def set_draft_limits(self, rows: IndexArray, limits: Int32Array) -> None:
         """Set the draft limits of decode rows."""
@@ -259,13 +303,20 @@ class RowTable:
         reach: Int32Array = np.minimum(self.length[rows] + self.drafts[rows], self.capacity[rows] + ONE)
         return reach
 
-    def commit(self, rows: IndexArray, tokens: Int32Array, counts: Int32Array | None = None) -> Int32Array:
+    def commit(
+        self,
+        rows: IndexArray,
+        tokens: Int32Array,
+        counts: Int32Array | None = None,
+        num_prompt: Int32Array | None = None,
+    ) -> Int32Array:
         """Append tokens to each row; the rows are distinct.
 
         Args:
             rows: the rows, `[n]`.
             tokens: tokens, grouped by row in the order of `rows`.
             counts: number of tokens per row, `[n]`; None for one each.
+            num_prompt: numbers of prompt tokens of `rows`, if they were gathered.
 
         Returns:
             the index of each row's first token among the generated tokens of the row, `[n]`.
@@ -287,7 +338,7 @@ class RowTable:
             request = self.requests[row]
             if request is not None:
                 self._flush(row, request)
-        return length - self.num_prompt[rows]
+        return length - (self.num_prompt[rows] if num_prompt is None else num_prompt)
 
     def verified(self, rows: IndexArray, drafted: Int32Array, accepted: Int32Array) -> None:
         """Record how many drafts each row verified and accepted in a step; the rows are distinct."""
@@ -300,12 +351,20 @@ class RowTable:
             self.tries[rows] = _ACCEPTANCE_DECAY * self.tries[rows] + np.minimum(accepted + ONE, drafted)
             self.hits[rows] = _ACCEPTANCE_DECAY * self.hits[rows] + accepted
 
-    def stopped(self, rows: IndexArray, tokens: Int32Array) -> IndexArray:
-        """Return the positions within `rows` at which the token ends the row's request."""
+    def stopped(self, rows: IndexArray, tokens: Int32Array, gathered: Sequence[Int32Array] | None = None) -> IndexArray:
+        """Return the positions within `rows` at which the token ends the row's request.
+
+        Args:
+            rows: the rows, `[n]`.
+            tokens: one token for each row, `[n]`.
+            gathered: stop tokens of `rows`, if they were gathered.
+        """
         # Compare one array at a time, because comparing a matrix with a column takes many times as long.
         hits: BoolArray | None = None
-        for stops in self._stops[: self._most_stops]:
-            matches = stops[rows] == tokens
+        if gathered is None:
+            gathered = [stops[rows] for stops in self._stops[: self._most_stops]]
+        for stops in gathered:
+            matches = stops == tokens
             if any_of(matches):
                 hits = matches if hits is None else hits | matches
         if self._many_stops:
@@ -359,6 +418,9 @@ class RowTable:
             else:
                 assert self.capacity[row] >= self.length[row] - 1
         assert self.decoding.tolist() == where(self.state == DECODE).tolist()
+        if self.steady is not None:
+            assert self.steady.rows is self.decoding
+            assert self.steady.generations.tolist() == self.generation[self.decoding].tolist()
         assert sorted(self._free) == where(self.state == FREE).tolist()
         assert self.num_running == self.max_rows - len(self._free)
         assert self.num_table_blocks == self._num_blocks.sum()

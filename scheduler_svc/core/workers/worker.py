@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
 from scheduler_svc.core.interface.events import ModelFacts
@@ -201,8 +202,11 @@ class Worker:
     grammars: Grammars = field(default_factory=Grammars)
     counters: WorkerCounters = field(default_factory=WorkerCounters)
     kind: Kind = field(init=False)
+    vocab_size: npt.NDArray[np.uint32] = field(init=False)
+    """The model's vocabulary size as an array, because comparing with an array takes half the time."""
 
     def __post_init__(self) -> None:
+        self.vocab_size = np.array(self.model.vocab_size, np.uint32)
         self.kind = Kind(self.max_model_len, bool(self.model.hidden_size), self.model.fingerprint)
 
     @property
@@ -442,6 +446,19 @@ class Worker:
             if self.in_flight
             else None
         )
+
+    def decoded(self, rows: IndexArray, length: Int32Array | None = None) -> int:
+        """Return the total length of the decode rows of a plan, and remember it.
+
+        Args:
+            rows: the decode rows.
+            length: their lengths, this plan included; None if they were the rows of the last plan.
+        """
+        if length is None:
+            self.decoded_context += len(rows)
+        else:
+            self.decoded_rows, self.decoded_context = rows, int(np.add.reduce(length))
+        return self.decoded_context
 
     def plan_due(self, max_in_flight: int) -> float | None:
         """Return when to send the next plan: 0 for immediately, None for not before a result."""

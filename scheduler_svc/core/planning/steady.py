@@ -1,0 +1,96 @@
+"""Plans of steps in which the decode rows of a worker only continue.
+
+Most plans of a busy worker are of this kind. They equal those of the planner, but take a fraction of its time. Nothing
+has to be chosen, and what does not change is known from earlier plans (`steady_rows`).
+"""
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, NO_NUMBERS, ONE
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.workers.cost_model import StepShape
+from scheduler_svc.core.workers.worker import StepInFlight, Worker
+
+
+def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | None:
+    """Plan the next step if the decode rows only continue in it; return None if the planner must make the plan.
+
+    Args:
+        worker: a worker whose plan is due, and that no waiting request may join in this plan.
+        step_deadline_s: maximum time of a step, s.
+        now: the time, s.
+    """
+    rows, in_flight = worker.rows, worker.in_flight
+    decodes = rows.decoding
+    if (
+        decodes is not worker.decoded_rows
+        or worker.prefilling
+        or worker.pending_leaves
+        or worker.speculation.max_drafts
+        or worker.trial is not None
+        or worker.suspended_trials
+        or worker.trial_due
+        or worker.obstacle is not None
+        or not in_flight
+        or in_flight[-1].solo is not None
+    ):
+        return None
+    num_rows = len(decodes)
+    outlook = rows.outlook
+    if outlook is None or not outlook.plans_left:
+        outlook = rows.look_ahead() if num_rows else None
+        if outlook is None:
+            return None
+    if outlook.num_needy > worker.pool.num_available:
+        return None
+    needy, blocks = outlook.next_plan(), NO_INDICES
+    if len(needy):
+        blocks = worker.pool.take(len(needy))
+        rows.grow(needy, blocks)
+        worker.capacity.grew(len(needy))
+    rows.length[decodes] += ONE
+    steady = rows.steady or rows.gather()
+    shape = StepShape(num_rows, 0, worker.decoded(decodes))
+    least_s, expected_s, allowance = worker.costs.bounds(shape, step_deadline_s)
+    step = worker.last_step = worker.last_step + 1
+    worker.last_tokens = num_rows
+    in_flight.append(
+        StepInFlight(
+            step=step,
+            rows=decodes,
+            generations=steady.generations,
+            draft_limits=None,
+            prefilled=[],
+            pooled=[],
+            shape=shape,
+            expected_s=expected_s,
+            least_s=least_s,
+            started=now,
+            successor_due=now + worker.timing.lead(least_s),
+            goes_on=True,
+            chunk_rows=[],
+            chunk_generations=NO_NUMBERS,
+            solo=None,
+            copy_ids=[],
+            allowance=allowance,
+        )
+    )
+    worker.capacity.step_planned()
+    counters = worker.counters
+    counters.steps += 1
+    counters.scheduled_tokens += num_rows
+    counters.decode_rows += num_rows
+    return Plan(
+        worker=worker.peer,
+        epoch=worker.epoch,
+        step=step,
+        leaves=NO_INDICES,
+        admissions=(),
+        append_rows=needy,
+        append_blocks=blocks,
+        chunk_rows=NO_INDICES,
+        chunk_lengths=NO_INDICES,
+        holds=NO_INDICES,
+        releases=NO_INDICES,
+        num_decodes=num_rows,
+        num_tokens=num_rows,
+        traced_rows=steady.traced,
+    )
