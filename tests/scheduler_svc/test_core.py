@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from checks.sim.promises.sizes import sizes_of
 from records.rules.model_worker import ModelWorker
 from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
@@ -505,6 +506,18 @@ def test_time_in_the_queue_ends_with_the_first_plan() -> None:
     cluster.run()
     assert reader.end is not None
     assert reader.end.queued_s <= planned - before < cluster.now - before
+
+
+def test_deadlines_of_ended_requests_take_no_memory() -> None:
+    """When many requests with distant deadlines have ended, their deadlines are dropped although no request arrives."""
+    cluster = Cluster(**SMALL)
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    for stream in range(200):
+        cluster.submit(stream, [1, 2], 2, deadline=cluster.now + 1e6)
+    cluster.run()
+    cluster.handle(ev.TimePassed())
+
+    assert sizes_of(cluster.core, cluster.core.epochs())["Timeouts._deadlines"] <= 64
 
 
 def test_deadlines_hold_after_many_requests_have_ended() -> None:

@@ -42,10 +42,7 @@ class Timeouts:
         if request.deadline is None:
             return
         heapq.heappush(self._deadlines, (request.deadline, request.sequence, request.key))
-        # Deadlines of ended requests stay in the heap until they pass, and a client may have set them years ahead.
-        if len(self._deadlines) > 64 + 2 * len(self._requests):
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
-            heapq.heapify(self._deadlines)
+        self._drop_ended()
 
     def watch_reader(self, request: Request, now: float) -> None:
         """Watch a request without credit. It ends if its client does not read for too long."""
@@ -66,7 +63,14 @@ class Timeouts:
         yield from self._stranded(stranded, now)
         yield from self._stalled(now)
 
+    def _drop_ended(self) -> None:
+        """Drop the deadlines of ended requests if there are many. A client may have set them years ahead."""
+        if len(self._deadlines) > 64 + 2 * len(self._requests):
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._requests]
+            heapq.heapify(self._deadlines)
+
     def _late(self, now: float) -> Iterator[Overdue]:
+        self._drop_ended()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, sequence, key = heapq.heappop(self._deadlines)
             request = self._requests.get(key)
