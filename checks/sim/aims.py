@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checks.sim.faults import REQUEST_FAULTS, STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
-from checks.sim.scenario import Scenario, draw
+from checks.sim.scenario import TENANTS, Scenario, draw
 from scheduler_svc.core.interface.config import BatchingLimits, RequestClass, TenantLimits
 
 Aim = Callable[[Scenario], Scenario]
@@ -319,15 +319,21 @@ def with_groups(scenario: Scenario) -> Scenario:
 
 
 def with_deadlines(scenario: Scenario) -> Scenario:
-    """Use few rows, many deadlines, no faults, and a tenant that may run one request at a time."""
-    limits = {"a": TenantLimits(max_running=1)}
-    calm = both(with_much_memory, with_faults(), with_limits(**CONTINUOUS | {"tenant_limits": limits}))(scenario)
+    """Use few rows, many deadlines, and tenants with a long backlog that may run one request at a time.
+
+    With several workers, there are also faults that interrupt no worker.
+    """
+    num_workers = len(scenario.workers)
+    harmless = (Fault.LATE_RESULT, Fault.DUPLICATE_RESULT, Fault.FAILED_ROW, Fault.CANCEL)
+    faults = with_faults(*harmless, per_step=0.03) if num_workers > 1 else with_faults()
+    limits = {tenant: TenantLimits(max_running=1) for tenant in TENANTS[1:]}
+    calm = both(with_much_memory, faults, with_limits(**CONTINUOUS | {"tenant_limits": limits}))(scenario)
     config = dataclasses.replace(calm.config, policy="fcfs", classes={}, max_num_seqs=3, max_num_batched_tokens=64)
     size = dataclasses.replace(calm.workers[0], max_rows=3, max_tokens_per_step=64)
     traffic = dataclasses.replace(
         calm.traffic,
         deadlines=0.5,
-        steps_per_token=100.0,
+        steps_per_token=600.0,
         longest_prompt=8,
         longest_output=8,
         credit_tokens=0,
@@ -335,11 +341,12 @@ def with_deadlines(scenario: Scenario) -> Scenario:
         identified=0.0,
         embeds=0.0,
         traced=1.0,
-        most_live=60,
-        gap_s=calm.pace.step * 2,
-        burst=8,
+        most_live=200,
+        gap_s=calm.pace.step * 2 / num_workers,
+        burst=16,
     )
-    return with_much_rows(dataclasses.replace(calm, config=config, workers=(size,), traffic=traffic))
+    scenario = with_much_rows(dataclasses.replace(calm, config=config, workers=(size,), traffic=traffic))
+    return dataclasses.replace(scenario, workers=scenario.workers * num_workers)
 
 
 def with_short_logs(scenario: Scenario) -> Scenario:

@@ -9,6 +9,22 @@ from checks.sim.promises.quotas import Quotas
 from checks.sim.stream import Stream
 from scheduler_svc.core.interface.records import EndReason
 
+_HARMLESS = frozenset(
+    (
+        Fault.LATE_RESULT,
+        Fault.DUPLICATE_RESULT,
+        Fault.UNKNOWN_FAILURE,
+        Fault.FAILED_ROW,
+        Fault.SPOILT_ROW,
+        Fault.UNKNOWN_STREAM,
+        Fault.UNKNOWN_FRONTEND,
+        Fault.CANCEL,
+        Fault.STOP_STRING,
+        Fault.SUBMITTED_TWICE,
+        Fault.INVALID_REQUEST,
+    )
+)
+"""Faults that interrupt no worker and hold up no request."""
 _CAUTION = 3.0
 """Factor on a request's longest possible time, because forecasts have safety factors and durations are random."""
 
@@ -17,7 +33,8 @@ class RefusalsAreNeeded(Promise):
     """A request is refused by its deadline only if the requests that compete with it may make it miss the deadline.
 
     Requests that are held for their tenants' quotas do not compete. The check examines worlds in which the time that
-    requests take is bounded: with one worker, and without faults and readers that hold requests up.
+    requests take is bounded: without faults that interrupt workers, and without readers that hold requests up. All
+    competing requests may need the same worker.
     """
 
     def __init__(self, watched: Watched, quotas: Quotas) -> None:
@@ -26,8 +43,7 @@ class RefusalsAreNeeded(Promise):
         scenario = self.world.scenario
         faults, traffic = scenario.faults, scenario.traffic
         self._applies = (
-            len(scenario.workers) == 1
-            and not (faults.of_steps or faults.timed or faults.of_requests.keys() - {Fault.CANCEL, Fault.STOP_STRING})
+            _HARMLESS.issuperset((*faults.of_steps, *faults.timed, *faults.of_requests))
             and not (traffic.credit_tokens or traffic.grammars)
             and scenario.config.batching.mode == "continuous"
             and not scenario.config.batching.delay_factor
@@ -45,8 +61,7 @@ class RefusalsAreNeeded(Promise):
         self.seen(Limit.REFUSED)
         running = sum(other.epoch is not None for other in self.book.sequence)
         competing = sum(self._quotas.may_start(other) for other in self.book.waiting if other is not stream)
-        (epoch,) = self.cluster.usable
-        rows = min(self.config.max_num_seqs, epoch.model.max_rows)
+        rows = min(self.config.max_num_seqs, *(epoch.model.max_rows for epoch in self.cluster.usable))
         rounds = math.ceil((running + competing + 1) / rows)
         # Prompts may be computed token by token.
         longest_s = self.cluster.longest_step * self._most_tokens * (rounds + 1)
