@@ -83,7 +83,10 @@ def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
         (["--model", "demo", "--gpu-memory", "1GB", "--gpu-memory-utilization", "90"], "90 is not a share"),
         (["--model", "demo", "--gpu-memory", "1GB", "--tensor-parallel-size", "3"], "does not divide"),
         (["--params", _RECURRENT, "--kv-cache-memory", "7GB", "--shared-prefix", "9"], "recurrent state share no"),
-        (["--params", _RECURRENT, "--kv-cache-memory", "6GB"], "recurrent state 6,400,000,000: 0 bytes remain"),
+        (
+            ["--params", _RECURRENT, "--kv-cache-memory", "6GB", "--max-num-seqs", "64"],
+            "recurrent state 6,400,000,000: 0 bytes remain",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
