@@ -2,8 +2,9 @@
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,33 @@ def _of_request(request_id: str, segments: list[Segment]) -> Answer:
         count *= 2
     if not found.lives:
         raise RequestNotFoundError(f"request_id: no request with this id is in the record{_extent(found)}")
-    accounts = [account(life) for life in found.lives[-_MAX_LIVES:]]
+    accounts = [account(life) for life in _with_choices(found.lives)[-_MAX_LIVES:]]
     note = f"Times within steps are known to {seconds_text(found.clock_error_s)}: the error of the workers' clocks.\n"
     text = "\n".join(page(each) for each in accounts) + note + _gaps_text(found)
     values = [as_json(each) for each in accounts]
     return Answer(text, {"requests": values, "clock_error_s": found.clock_error_s, "gaps_unix_s": found.gaps})
+
+
+def _with_choices(lives: list[Life]) -> list[Life]:
+    """Return the lives, in order of arrival, with the numbers of choices.
+
+    The record has no such numbers. Choices of a call are submitted in order, and share an id that no other request of
+    the tenant may have before all of them have ended.
+    """
+    calls: dict[tuple[bytes, str, str], list[list[int]]] = {}
+    ends: dict[tuple[bytes, str, str], float] = {}
+    for at, life in enumerate(lives):
+        name = life.key.frontend, life.tenant, life.request_id
+        began, ended = life.notes[0].time, inf if life.until is not None else life.notes[-1].time
+        if began > ends.get(name, -inf):
+            calls.setdefault(name, []).append([])
+        calls[name][-1].append(at)
+        ends[name] = max(ended, ends.get(name, -inf))
+    numbered = list(lives)
+    for call in (call for each in calls.values() for call in each if len(call) > 1):
+        for choice, at in enumerate(sorted(call, key=lambda at: lives[at].key.stream)):
+            numbered[at] = replace(lives[at], choice=choice)
+    return numbered
 
 
 def _extent(found: Findings) -> str:

@@ -160,6 +160,8 @@ class Life:
     """Leading prompt tokens that an earlier request also had, whether they were still cached or not."""
     known_by: StreamKey | None = None
     """The earlier request to which `known_tokens` refers."""
+    choice: int | None = None
+    """Number of the choice, if the call has several."""
     names: Mapping[StreamKey, str] = field(default_factory=dict)
     """Request ids of the other requests that the explanation names."""
     usual: "Usual | None" = None

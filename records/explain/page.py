@@ -1,7 +1,7 @@
 """An explanation as a page of text and as JSON."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from records.explain.accounting import MAX_NEIGHBOURS, Account, Cause, WorstStep
@@ -10,13 +10,14 @@ from records.explain.facts import Life, Step, StreamKey
 from records.explain.forecasts import outcomes
 
 _WIDTH = 24
+_LEAST_SHOWN_S = 0.00005
 
 
 def page(found: Account) -> str:
     """Return the explanation as text."""
     life = found.life
     lines = [_headline(found), ""]
-    for cause in found.causes:
+    for cause in _shown(found.causes):
         share = cause.seconds / found.total_s if found.total_s else 0.0
         bar = "#" * max(1, round(share * _WIDTH))
         lines.append(f"  {seconds_text(cause.seconds):>10}  {share:>5.1%}  {bar:<{_WIDTH}}  {cause.kind.value}")
@@ -35,11 +36,17 @@ def page(found: Account) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shown(causes: Sequence[Cause]) -> Sequence[Cause]:
+    """Return the causes whose time is not printed as 0.0 ms; all of them if there are no others."""
+    return [cause for cause in causes if cause.seconds >= _LEAST_SHOWN_S] or causes
+
+
 def as_json(found: Account) -> dict[str, Any]:
     """Return the explanation as a JSON object."""
     life, worst = found.life, found.worst
     return {
         "request_id": life.request_id,
+        "choice": life.choice,
         "live": life.until is not None and not life.is_cut,
         "tenant": life.tenant,
         "prompt_tokens": life.num_prompt_tokens,
@@ -115,7 +122,8 @@ def _headline(found: Account) -> str:
         ended = ", how it ended is not recorded"
     prompt = f"prompt of {life.num_prompt_tokens} tokens{cached}"
     drafts = f", {life.num_accepted} of {life.num_drafted} drafts accepted" if life.num_drafted else ""
-    return f"{life.request_id}: {seconds_text(found.total_s)}{so_far}; {prompt}{drafts}{ended}"
+    choice = "" if life.choice is None else f", choice {life.choice}"
+    return f"{life.request_id}{choice}: {seconds_text(found.total_s)}{so_far}; {prompt}{drafts}{ended}"
 
 
 def _details(cause: Cause, life: Life) -> list[str]:

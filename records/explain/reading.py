@@ -626,6 +626,12 @@ def _common_blocks(first: bytes, second: bytes) -> int:
 
 
 def slowest(found: Findings, most: int, since_s: float) -> list[Ended]:
-    """Return the slowest requests, slowest first: live ones, and those that ended within `since_s` before the end."""
+    """Return the slowest requests, slowest first: live ones, and those that ended within `since_s` before the end.
+
+    Of several choices, or requests with the same id, the slowest is listed.
+    """
     ended = [each for each in found.ended if each.ended_at >= found.last_wall - since_s]
-    return sorted(ended + found.live, key=lambda each: -each.seconds)[:most]
+    by_id: dict[tuple[Peer, str], Ended] = {}
+    for each in sorted(ended + found.live, key=lambda each: -each.seconds):
+        by_id.setdefault((each.key.frontend, each.request_id), each)
+    return list(by_id.values())[:most]

@@ -320,6 +320,18 @@ def test_every_cause_has_advice_and_its_settings_exist() -> None:
     assert named <= settings
 
 
+def test_causes_that_would_be_printed_as_no_time_are_left_out() -> None:
+    """A page has no rows of 0.0 ms, unless there is nothing else to show."""
+    found = account(_PLANTED[CauseKind.OTHER_PROMPTS])
+    short = [dataclasses.replace(cause, seconds=0.00004) for cause in found.causes]
+
+    some = page(dataclasses.replace(found, causes=(found.causes[0], *short[1:])))
+    none = page(dataclasses.replace(found, causes=tuple(short)))
+
+    assert len(found.causes) > 1
+    assert (some.count("#  "), none.count("  0.0 ms")) == (1, len(short))
+
+
 def test_choices_of_one_request_are_named_once() -> None:
     """A neighbour with several choices, which share its name, is named once with their number."""
     choices = [StreamKey(OTHER.frontend, OTHER.stream + number) for number in range(4)]

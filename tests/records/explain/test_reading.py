@@ -44,12 +44,16 @@ class _Recorded(Cluster):
         self.core = self._recording.make_core(self._config, 1 << 40)
         self.handle(ev.FrontendJoined(frontend=FRONTEND))
         self.made: list[tuple[Plan, float]] = []
+        self.shared_id = ""
+        """Id of all requests that follow; empty: each has its own."""
 
     def handle(self, event: ev.Event) -> list[ef.Effect]:
         """Computes the block keys of requests, as a front end does."""
         if isinstance(event, ev.RequestArrived):
             keys = following_keys(root_key("f", b""), event.token_ids.tobytes(), 4)
             event = dataclasses.replace(event, block_keys=keys, block_size=4 if keys else 0, frontend=self._frontend)
+            if self.shared_id:
+                event = dataclasses.replace(event, spec=event.spec._replace(request_id=self.shared_id))
         return super().handle(event)
 
     @property
@@ -356,6 +360,28 @@ def test_the_slowest_requests_have_live_ones_among_them(tmp_path: Path) -> None:
     assert [(each["request_id"], each["end"], each["live"]) for each in listed] == [
         ("r2", "live", True), ("r1", "length", False),
     ]  # fmt: skip
+
+
+def test_choices_are_numbered_and_the_slowest_one_stands_for_its_call(tmp_path: Path) -> None:
+    """A later request with the same id is no choice of the first one."""
+    cluster = _cluster(tmp_path, max_num_seqs=4)
+    cluster.shared_id = "call"
+    for stream, max_tokens in ((1, 3), (2, 9), (3, 6)):
+        cluster.submit(stream, [1, 2, 3], max_tokens)
+    cluster.finish()
+    cluster.now += 1
+    cluster.submit(4, [1, 2, 3], 2)
+    cluster.finish()
+    cluster.study()
+
+    explained = answer(admin.ExplainRequest(request_id="call"), tmp_path)
+    listed = answer(admin.ExplainRequest(slowest=3), tmp_path).values["slowest"]
+
+    requests = explained.values["requests"]
+    assert [(each["choice"], each["completion_tokens"]) for each in requests] == [(0, 3), (1, 9), (2, 6), (None, 2)]
+    heads = [line.split(": ")[0] for line in explained.text.splitlines() if line.startswith("call")]
+    assert heads == ["call, choice 0", "call, choice 1", "call, choice 2", "call"]
+    assert [(each["request_id"], each["completion_tokens"]) for each in listed] == [("call", 9)]
 
 
 def test_the_slowest_requests_and_a_step_are_shown(tmp_path: Path) -> None:
