@@ -43,7 +43,7 @@ def check_head(version: str, target: bytes, headers: Headers) -> bytes:
         raise HeadError(400, f"request head: {len(hosts)} Host headers; send one")
     if hosts and not _HOST.fullmatch(hosts[0]):
         raise HeadError(400, "Host: not a host name or address with an optional port; send one host")
-    if b"://" not in target.partition(b"?")[0] or target.startswith(b"/"):
+    if target.startswith((b"/", b"*")):
         return target
     host, target = _split_uri(target)
     headers[:] = [(b"host", host), *((name, value) for name, value in headers if name != b"host")]

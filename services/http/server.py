@@ -202,9 +202,7 @@ class _Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         before = self._num_messages
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # The request is handled like any other.
+            self._feed(data)
         except httptools.HttpParserError:
             if not self._refused:
                 self._refuse(400, "request: not valid HTTP/1.1; check the method, the headers and the chunks")
@@ -223,6 +221,16 @@ class _Protocol(HttpToolsProtocol):
             # Restart uvicorn's timer, which an empty line between requests has stopped.
             self._timer = self.loop.call_later(KEEP_ALIVE_S, self.transport.close)
 
+    def _feed(self, data: bytes) -> None:
+        """Parse data; the parser stops after each request that offers another protocol (`Upgrade`)."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                data = data[stopped.args[0] :]  # The offer is ignored, as RFC 9110 permits.
+            else:
+                return
+
     def on_url(self, url: bytes) -> None:
         """Take a part of the URL."""
         self._count_head(len(url))
@@ -232,7 +240,7 @@ class _Protocol(HttpToolsProtocol):
         """Take a header or a trailer."""
         self._num_headers += 1
         self._count_head(len(name) + len(value))
-        super().on_header(name, value)
+        super().on_header(name, value.rstrip(b" \t"))
 
     def on_message_begin(self) -> None:
         """Start a request."""

@@ -144,6 +144,44 @@ def test_a_client_without_chunks_gets_the_body_until_the_end(tmp_path: Path, str
     asyncio.run(main())
 
 
+def test_an_offer_of_another_protocol_is_ignored(tmp_path: Path) -> None:
+    """`curl --http2` offers h2c, and continues on the same connection with HTTP/1.1."""
+    offer = b"\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\nConnection: Upgrade, HTTP2-Settings\r\n\r\n"
+    offering = GET.replace(b"\r\n\r\n", offer)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            said = await sent(stack, offering * 2 + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+            assert said.count(b"HTTP/1.1 200 ") == 3
+
+    asyncio.run(main())
+
+
+def test_a_target_without_a_path_is_refused(tmp_path: Path) -> None:
+    """CONNECT has such a target. The client gets an error rather than a closed connection."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            said = await sent(stack, b"CONNECT localhost:443 HTTP/1.1\r\nHost: localhost:443\r\n\r\n")
+            assert said.startswith(b"HTTP/1.1 400 ")
+            assert b"request line: not a URL of this service" in said
+
+    asyncio.run(main())
+
+
+def test_spaces_around_a_header_do_not_count(tmp_path: Path) -> None:
+    """RFC 9110 excludes them from the value."""
+    spaced = GET.replace(b"Host: localhost", b"Host: \t localhost \t ").replace(
+        b"\r\n\r\n", b"\r\nConnection: close \r\n\r\n"
+    )
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            assert (await sent(stack, spaced)).startswith(b"HTTP/1.1 200 ")
+
+    asyncio.run(main())
+
+
 def test_the_host_of_an_absolute_target_is_checked(tmp_path: Path) -> None:
     """On loopback, foreign names are refused, whatever the Host header says."""
     foreign = GET.replace(b"/health", b"http://attacker.example/health")
