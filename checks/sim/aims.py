@@ -353,7 +353,7 @@ def with_short_logs(scenario: Scenario) -> Scenario:
     """Drop retained logs soon, because of their age or for lack of memory."""
     scenario = both(with_extras, with_traffic(identified=0.9, scored=0.5, embeds=0.0))(scenario)
     scenario = with_limits(resume_keep_s=20 * scenario.pace.step, resume_keep_bytes=20_000)(scenario)
-    return with_faults(Fault.CORE_RESTART, per_100_steps=0.2)(scenario)
+    return with_faults(Fault.CORE_RESTART, per_100_steps=0.5)(scenario)
 
 
 def with_comparison(scenario: Scenario) -> Scenario:
@@ -411,7 +411,7 @@ AIMS: tuple[tuple[str, Aim], ...] = (
         both(
             with_extras,
             with_traffic(identified=0.9, scored=0.5, embeds=0.0),
-            with_faults(Fault.CORE_RESTART, per_100_steps=0.5),
+            with_faults(Fault.CORE_RESTART, per_100_steps=2.0),
         ),
     ),
     ("logs that expire", with_short_logs),

@@ -22,12 +22,12 @@ class JournalFolder:
     def __init__(self, world: World) -> None:
         self._world = world
         self._path = Path(tempfile.mkdtemp(prefix="quire-sim-"))
-        self._journal = self._open()
+        self._journal = self._open(self._path)
 
-    def _open(self) -> Journal:
+    def _open(self, path: Path) -> Journal:
         world = self._world
         return Journal(
-            self._path,
+            path,
             max_bytes=_MAX_BYTES,
             keep_s=world.scenario.config.resume_keep_s,
             clock_ms=lambda: int(1000 * world.now),
@@ -43,14 +43,22 @@ class JournalFolder:
     def recover(self) -> ev.LogsRestored:
         """Open the journal as the next process does; return the restored requests."""
         self._journal.close()
-        self._journal = self._open()
+        self._journal = self._open(self._path)
         return self._journal.restored
+
+    def peek(self) -> ev.LogsRestored:
+        """Return the requests that the next process would restore if this one died now."""
+        with tempfile.TemporaryDirectory(prefix="quire-sim-") as folder:
+            shutil.copytree(self._path, folder, dirs_exist_ok=True)
+            copy = self._open(Path(folder))
+            copy.close()
+            return copy.restored
 
     def empty(self) -> None:
         """Begin an empty journal."""
         self._journal.close()
         shutil.rmtree(self._path)
-        self._journal = self._open()
+        self._journal = self._open(self._path)
 
     def close(self) -> None:
         """Delete the folder."""

@@ -24,6 +24,8 @@ from shared.request_spec import RequestSpec
 
 _AGAIN = 0.5
 """Probability of another action on the same request."""
+_CHECK_EVERY = 40
+"""Number of commits between two checks of the journal."""
 
 
 class Act(enum.Enum):
@@ -61,6 +63,7 @@ class Returns:
         """By identity, the first token whose log-probabilities the core has. Earlier ones are lost with a journal."""
         self._answers: list[ef.ResumeAnswered] = []
         self._questions = 0
+        self._commits = 0
         self._journal = JournalFolder(world) if world.scenario.traffic.identified else None
 
     def began(self, stream: Stream) -> None:
@@ -164,13 +167,17 @@ class Returns:
 
     def log_dropped(self, effect: ef.LogDropped) -> None:
         """Record that the core has dropped the log."""
-        if self._kept.pop(effect.identity, None) is None:
-            raise ViolationError("log.dropped", f"the log of {effect.identity!r} is dropped and was not kept")
+        if self._kept.pop(effect.identity, None) is None or effect.identity in self._live:
+            raise ViolationError("log.dropped", f"the log of {effect.identity!r} is dropped and not kept, or live")
 
     def note(self, effects: list[ef.Effect]) -> None:
-        """Write the effects of one turn to the journal."""
-        if self._journal is not None and effects:
-            self._journal.commit(effects)
+        """Write the effects of one turn to the journal, and check from time to time what it contains."""
+        if self._journal is None or not effects:
+            return
+        self._journal.commit(effects)
+        self._commits += 1
+        if self._commits % _CHECK_EVERY == 0:
+            self._check_journal(self._journal.peek(), self._kept | self._live_logs(self._live))
 
     def core_died(self) -> None:
         """Pass the old core's journal to the new core, or an empty one."""
@@ -181,18 +188,28 @@ class Returns:
             self._kept.clear()
             self._journal.empty()
             return
+        self._kept |= self._live_logs(live)
+        event = self._journal.recover()
+        self._check_journal(event, self._kept)
+        self._world.feed(event)
+
+    def _live_logs(self, live: dict[bytes, ef.LogBegun]) -> dict[bytes, _Kept]:
+        """Return what a new core would retain for live requests."""
+        found: dict[bytes, _Kept] = {}
         for identity, begun in live.items():
             stream = self._clients.find(StreamName(begun.frontend, begun.stream))
             if stream is not None:
-                self._kept[identity] = _Kept(begun.spec, stream, list(stream.tokens), None)
-        event = self._journal.recover()
+                found[identity] = _Kept(begun.spec, stream, list(stream.tokens), None)
+        return found
+
+    def _check_journal(self, event: ev.LogsRestored, expected: dict[bytes, _Kept]) -> None:
+        """Check that a new core gets exactly the expected logs."""
         logs = {log.spec.identity: log for _, log in event.logs}
-        if logs.keys() != self._kept.keys():
-            missing, more = self._kept.keys() - logs.keys(), logs.keys() - self._kept.keys()
+        if logs.keys() != expected.keys():
+            missing, more = expected.keys() - logs.keys(), logs.keys() - expected.keys()
             raise ViolationError("journal.logs", f"the journal lacks {sorted(missing)} and has dropped {sorted(more)}")
         for identity, log in logs.items():
-            self._check(log, self._kept[identity])
-        self._world.feed(event)
+            self._check(log, expected[identity])
 
     def close(self) -> None:
         """Delete the journal."""
