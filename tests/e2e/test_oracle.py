@@ -87,3 +87,25 @@ def test_turns_of_a_conversation_with_recurrent_state(tmp_path: Path) -> None:
         assert answer.finished.usage.cached_prompt_tokens == 0
         oracle.check_greedy(answer.prompt, answer.tokens, tally)
     assert tally.near_ties * 1000 < tally.tokens == 20 * len(answers)
+
+
+def test_preempted_requests_with_recurrent_state(tmp_path: Path) -> None:
+    """Requests that lose their blocks are computed again from the first token, and have the reference's tokens."""
+    checkpoint = make_checkpoint("Lfm2ForCausalLM", tmp_path / "model")
+    oracle = Oracle(checkpoint)
+    prompts = draw_prompts((70, 5, 33, 150, 1, 20), oracle.vocab_size)
+    with serve(
+        checkpoint,
+        "--block-size=8",
+        "--kv-cache-memory=90000",  # the states of all rows, and blocks for one and a half of the largest requests
+        "--max-model-len=256",
+        "--max-num-batched-tokens=48",
+        "--max-num-seqs=6",
+        "--dtype=float32",
+    ) as served:
+        answers = generate_all(served.grpc, prompts, [60] * len(prompts))
+        assert served.metric("quire_preemptions_total") > 0
+    tally = Tally()
+    for answer in answers:
+        oracle.check_greedy(answer.prompt, answer.tokens, tally)
+    assert tally.near_ties * 1000 < tally.tokens == 60 * len(answers)
