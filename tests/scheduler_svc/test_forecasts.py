@@ -52,6 +52,18 @@ def test_applications_without_number_take_bounded_memory() -> None:
     assert lengths.like(make_request(keys={16: APP})) == [40] * 64
 
 
+def test_quantiles_hold_as_often_as_they_say_in_bursts() -> None:
+    """All requests in a burst are forecast before the first has a result, and every burst has another speed."""
+    rng, calibration = random.Random(1), Calibration()
+    for _ in range(400):
+        factor = rng.lognormvariate(0, 1.0)
+        burst = [calibration.estimate((0.5, 0.5, 0.5), is_blocked=False) for _ in range(rng.randint(1, 20))]
+        for estimate in burst:
+            calibration.happened(estimate, 0.5 * factor * rng.lognormvariate(0, 0.2))
+    assert calibration.within_median / calibration.count == pytest.approx(0.5, abs=0.05)
+    assert calibration.within_p90 / calibration.count == pytest.approx(0.9, abs=0.05)
+
+
 @pytest.mark.parametrize("factor", [0.2, 1.0, 7.0])
 @pytest.mark.parametrize("sigma", [0.1, 1.0])
 def test_quantiles_hold_as_often_as_they_say(factor: float, sigma: float) -> None:

@@ -2,9 +2,11 @@
 
 An estimate from queue and costs is rough, because it ignores memory, other policies, and later requests. Therefore the
 quantiles of the ratio of actual time to estimate are tracked (stochastic approximation, Robbins and Monro, 1951). A
-quantile moves up if the actual time was above it, and down otherwise. The steps are chosen such that, for any
-distribution, the right share of times is below the quantile in the long run. Ratios are tracked separately for
-estimates of different size and for requests that must wait until others end (*regimes*).
+quantile moves up if the actual time was above the forecast, and down otherwise. The steps are chosen such that, for any
+distribution, the right share of times is below their forecasts in the long run. The forecast as it was made counts, not
+the present quantile: in a burst, many requests arrive before the first result corrects the quantile, and all of these
+forecasts may be wrong. Ratios are tracked separately for estimates of different size and for requests that must wait
+until others end (*regimes*).
 
 The achieved coverage is exported as metrics.
 """
@@ -36,19 +38,18 @@ class _Ratios:
         """Mean distances of the logarithms from each quantile."""
         self.count = 0
 
-    def add(self, logs: Sequence[float]) -> None:
-        """Record the logarithm of true time / estimate, for the estimate of each share."""
+    def add(self, logs: Sequence[float], seconds: float, forecasts: Sequence[float]) -> None:
+        """Record a true time, its forecast for each share, and the logarithm of true time / estimate for each share."""
         self.count += 1
         gain = _GAIN if self.count > _EARLY else 1.0 / (self.count + 5)
         for at, share in _SHARES:
             value, mean = self.values[at], self.distances[at]
-            error = logs[at] - value
-            distance = error if error > 0 else -error
+            distance = abs(logs[at] - value)
             if distance > _MOST_DISTANCE:
                 distance = _MOST_DISTANCE
             self.distances[at] = mean = mean + gain * (distance - mean)
             step = 2.0 * gain * (mean if mean > _LEAST_DISTANCE else _LEAST_DISTANCE)
-            self.values[at] = value + step * (share if error > 0 else share - 1.0)
+            self.values[at] = value + step * (share if seconds > forecasts[at] else share - 1.0)
 
 
 class Calibration:
@@ -88,7 +89,8 @@ class Calibration:
     def happened(self, estimate: Estimate, seconds: float) -> None:
         """Record the true time of a request with this estimate."""
         self.count += 1
-        regime, (first, second, third), (_, median, p90) = estimate
+        regime, (first, second, third), forecasts = estimate
+        _, median, p90 = forecasts
         self.within_median += seconds <= median
         self.within_p90 += seconds <= p90
         middle = log((seconds + _OFFSET_S) / (second + _OFFSET_S))
@@ -102,6 +104,6 @@ class Calibration:
         ratios = self._regimes.get(regime)
         if ratios is None:
             ratios = self._regimes[regime] = _Ratios(self._all.values, self._all.distances)
-        ratios.add(logs)
+        ratios.add(logs, seconds, forecasts)
         if ratios.count <= _EARLY:
-            self._all.add(logs)
+            self._all.add(logs, seconds, forecasts)
