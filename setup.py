@@ -16,7 +16,7 @@ FLAGS = ["-std=c++17", "-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", "
 # GCC takes the undefined lanes of its own AVX-512 header for a mistake of ours.
 FLAGS += ["-Wno-missing-field-initializers", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 # Each level's kernels are compiled for its instructions, all else for any processor; which level runs is decided there.
-_AVX512 = ["-mfma", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni"))]
+_AVX512 = ["-mfma", "-mf16c", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16", "vnni"))]
 LEVEL_FLAGS = {
     "level_portable.cpp": ["-O1"],  # serves tests only
     "level_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],

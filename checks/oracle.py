@@ -3,8 +3,9 @@
 Each delivered token must be the greedy choice of the reference after the delivered prefix. If the best logits differ by
 at most `NEAR_TIE`, rounding may decide. Such tokens are counted, and the caller limits their share.
 
-With KV or activations in eight bits, the reference rounds as specified. A value between two codes may be rounded in
-either direction, which changes logits more than float rounding, so the tolerance is `ROUNDED_TIE`.
+With quantised KV or activations, the reference rounds as specified. A value between two codes may be rounded in
+either direction, which changes logits more than float rounding, so the tolerance is `ROUNDED_TIE`; with KV
+in int4, whose codes are farther apart, it is `INT4_TIE`.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 NEAR_TIE = 1e-3
 ROUNDED_TIE = 5e-2
+INT4_TIE = 0.3
 
 
 @dataclass(slots=True)
@@ -28,7 +30,10 @@ class Tally:
 
 
 class RoundedCache(DynamicCache):
-    """Keys and values in int8 or fp8: each vector of a head is rounded with the scale of its largest element."""
+    """Keys and values in int8 or fp8, rounded with the scale of each head's largest element, or in int4.
+
+    In int4, each group of 32 elements is rounded to one of 16 values from its smallest to its largest element.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -39,6 +44,13 @@ class RoundedCache(DynamicCache):
         return super().update(self._rounded(key_states), self._rounded(value_states), *args, **kwargs)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kind == "int4":
+            groups = x.unflatten(-1, (-1, 32))  # type: ignore[no-untyped-call]
+            least = groups.amin(-1, keepdim=True)
+            scale = ((groups.amax(-1, keepdim=True) - least) / 15).half().float().clamp(min=1e-30)
+            least = least.half().float()
+            rounded: torch.Tensor = ((groups - least) / scale).round().clamp(0, 15) * scale + least
+            return rounded.flatten(-2)
         most = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         if self._kind == "int8":
             return (x * (127 / most)).round() * (most / 127)
@@ -46,7 +58,7 @@ class RoundedCache(DynamicCache):
 
 
 class Oracle:
-    """A checkpoint in `transformers`, in float32; `kv` is the KV cache type: "auto", "int8" or "fp8"."""
+    """A checkpoint in `transformers`, in float32; `kv` is the KV cache type: "auto", "int8", "fp8" or "int4"."""
 
     def __init__(self, checkpoint: Path, *, kv: str = "auto", tie: float = NEAR_TIE) -> None:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -58,7 +70,7 @@ class Oracle:
         self.model = model.train(False)
         self.checkpoint = checkpoint
         self._kv = kv
-        self._tie = tie if kv == "auto" else max(tie, ROUNDED_TIE)
+        self._tie = tie if kv == "auto" else max(tie, INT4_TIE if kv == "int4" else ROUNDED_TIE)
         config = model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)
         eos = config.eos_token_id

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.config import ConfigError
-from shared.kv_sizes import KV_ELEMENTS, count_blocks, kv_bytes_per_token
+from shared.kv_sizes import KV_TYPES, count_blocks, kv_bytes_per_token
 from worker_svc.interface.limits import Limits
 
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -79,7 +79,7 @@ class Serving:
     """Worker settings that affect memory."""
 
     kv_type: str
-    """One of `shared.kv_sizes.KV_ELEMENTS`."""
+    """One of `shared.kv_sizes.KV_TYPES`."""
     quantization: str = "none"
     """Type of the weights: none, int8 or int4."""
     block_size: int = 16
@@ -267,7 +267,7 @@ _PARAMS = {
 def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
     """Return the size in bytes of one token's KV on one card."""
     heads = _kv_heads_per_card(sizes, tensor_parallel_size)
-    return kv_bytes_per_token([(heads, 2 * sizes.head_dim)] * sizes.num_layers, kv_type)
+    return kv_bytes_per_token([(heads, (sizes.head_dim, sizes.head_dim))] * sizes.num_layers, kv_type)
 
 
 def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:
@@ -280,10 +280,15 @@ def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:
 
 def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
     """Return, as text, the formula for the size of a token's KV, with the numbers of this model."""
-    element, scale = KV_ELEMENTS[kv_type]
-    per_head = f"({sizes.head_dim} head_dim x {element} byte + {scale} bytes of scale)" if scale else (
-        f"{sizes.head_dim} head_dim x {element} byte{'s' if element > 1 else ''}"
-    )  # fmt: skip
+    chosen = KV_TYPES[kv_type]
+    size = "1/2 byte" if chosen.bits == 4 else f"{chosen.bits // 8} byte{'s' if chosen.bits > 8 else ''}"
+    per_head = f"{sizes.head_dim} head_dim x {size}"
+    if chosen.group:
+        per_head = (
+            f"({per_head} + {sizes.head_dim // chosen.group} groups x {chosen.scale_bytes} bytes of scale and zero)"
+        )
+    elif chosen.scale_bytes:
+        per_head = f"({per_head} + {chosen.scale_bytes} bytes of scale)"
     return f"2 (key and value) x {sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {per_head}"
 
 
@@ -307,7 +312,7 @@ def weights_bytes(
         ConfigError: sizes are missing.
     """
     of_layers = sizes.stored if as_stored and quantization == "none" else quantization
-    element = KV_ELEMENTS[sizes.dtype][0]
+    element = KV_TYPES[sizes.dtype].bits // 8
     if sizes.num_parameters:
         per_weight = {"none": float(element), "int8": 1.0, "int4": 4.5 / 8}[quantization]
         return -int(-sizes.num_parameters * per_weight // tensor_parallel_size)
@@ -348,7 +353,7 @@ def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
     """
     if not (sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
         return _UNKNOWN_STEP
-    element = KV_ELEMENTS[sizes.dtype][0]
+    element = KV_TYPES[sizes.dtype].bits // 8
     inner = 3 * sizes.intermediate_size // serving.tensor_parallel_size
     activations = serving.max_tokens_per_step * (inner + 4 * sizes.hidden_size) * element
     logits = serving.max_tokens_per_step * sizes.vocab_size * element

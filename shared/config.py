@@ -242,8 +242,9 @@ class WorkerConfig(_Checked):
     kv_cache_dtype: str = _option(
         "auto",
         "data type of the KV cache; 'auto': that of the weights; 'int8' and 'fp8' (e4m3): with a scale per token and"
-        " head, about half the memory of 16 bits; on a CPU, int8 is faster than fp8",
-        choices=("auto", "fp8", "int8"),
+        " head, about half the memory of 16 bits; on a CPU, int8 is faster than fp8; 'int4': with a scale and a zero"
+        " per 32 elements, less than a third of the memory, less accurate",
+        choices=("auto", "fp8", "int8", "int4"),
     )
     gpu_memory_utilization: float = _option(
         0.9, "fraction of the GPU's memory that the worker may use", least=0.01, most=1

@@ -2,29 +2,58 @@
 
 A token stores a key and a value in every layer:
 
-    bytes of a key or value = elements x bytes per element + bytes of a scale
+    bytes of a key or value = elements x bits per element / 8 + bytes of its scales
     bytes per token = sum over layers of KV heads x (bytes of a key + bytes of a value)
 
 With grouped-query attention, a model has fewer KV heads than query heads. The number of query heads has no effect.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from shared.config import ConfigError
 
-KV_ELEMENTS = {"float32": (4, 0), "bfloat16": (2, 0), "float16": (2, 0), "fp8": (1, 4), "int8": (1, 4)}
-"""Bytes per element, and bytes of the scale per token and head, for each cache type."""
+
+@dataclass(frozen=True, slots=True)
+class KVType:
+    """Layout of the keys and values of a token, by cache type."""
+
+    bits: int
+    """Bits of an element."""
+    scale_bytes: int = 0
+    """Bytes of a scale; in int4, of a scale and a zero."""
+    group: int = 0
+    """Elements of a vector that share a scale; 0: all elements of a vector."""
+
+    @property
+    def multiple(self) -> int:
+        """The number of elements of a key or value must be a multiple of this."""
+        return self.group or (4 if self.scale_bytes else 1)
+
+    def vector_bytes(self, size: int) -> int:
+        """Return the bytes of a key or value with `size` elements."""
+        return size * self.bits // 8 + self.scale_bytes * (size // self.group if self.group else 1)
 
 
-def kv_bytes_per_token(layers: Iterable[tuple[int, int]], kv_type: str) -> int:
+KV_TYPES = {
+    "float32": KVType(32),
+    "bfloat16": KVType(16),
+    "float16": KVType(16),
+    "fp8": KVType(8, 4),
+    "int8": KVType(8, 4),
+    "int4": KVType(4, 4, 32),
+}
+
+
+def kv_bytes_per_token(layers: Iterable[tuple[int, tuple[int, int]]], kv_type: str) -> int:
     """Return the size in bytes of a token's keys and values in all layers.
 
     Args:
-        layers: for each layer, the number of KV heads, and the size of a key plus that of a value, in elements.
-        kv_type: one of `KV_ELEMENTS`.
+        layers: for each layer, the number of KV heads, and the elements of a key and of a value.
+        kv_type: one of `KV_TYPES`.
     """
-    element_bytes, scale_bytes = KV_ELEMENTS[kv_type]
-    return sum(num_kv_heads * (size * element_bytes + 2 * scale_bytes) for num_kv_heads, size in layers)
+    chosen = KV_TYPES[kv_type]
+    return sum(num_kv_heads * sum(map(chosen.vector_bytes, widths)) for num_kv_heads, widths in layers)
 
 
 def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from kernels._triton import jit, kernel_with, tl
-from kernels.gpu.kv_quantised import quantise_tile
+from kernels.gpu.kv_quantised import quantise_groups, quantise_tile
 
 
 @kernel_with(varying=("slot_mapping_ptr",))
@@ -57,12 +57,43 @@ def store_heads(
 ) -> None:
     """Store one token's heads ``[heads, dims]``, padded with zeros, in a cache of any type, where ``wanted``."""
     CACHE_TYPE: tl.constexpr = cache_ptr.dtype.element_ty  # noqa: N806
-    SCALED: tl.constexpr = tl.int8 == CACHE_TYPE or tl.uint8 == CACHE_TYPE  # noqa: N806
-    EXTRA: tl.constexpr = 4 if SCALED else 0  # noqa: N806
+    if tl.int16 == CACHE_TYPE:
+        _store_groups(cache_ptr, x, slot, head, wanted, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    else:
+        SCALED: tl.constexpr = tl.int8 == CACHE_TYPE or tl.uint8 == CACHE_TYPE  # noqa: N806
+        EXTRA: tl.constexpr = 4 if SCALED else 0  # noqa: N806
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        first = (block * NUM_KV_HEADS + head) * (BLOCK_SIZE * (HEAD_DIM + EXTRA))
+        codes, scales = quantise_tile(x, CACHE_TYPE, NATIVE_FP8)
+        tl.store(cache_ptr + first + offset * HEAD_DIM + dim, codes, mask=wanted & (dim < HEAD_DIM))
+        if SCALED:
+            scales_ptr = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
+            tl.store(scales_ptr + (first + BLOCK_SIZE * HEAD_DIM) // 4 + offset, scales, mask=wanted)
+
+
+@jit
+def _store_groups(
+    cache_ptr: tl.tensor,
+    x: tl.tensor,
+    slot: tl.tensor,
+    head: tl.tensor,
+    wanted: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> None:
+    """Store one token's heads in an int4 cache."""
+    GROUPS: tl.constexpr = HEAD_DIM // 32  # noqa: N806
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    first = (block * NUM_KV_HEADS + head) * (BLOCK_SIZE * (HEAD_DIM + EXTRA))
-    codes, scales = quantise_tile(x, CACHE_TYPE, NATIVE_FP8)
-    tl.store(cache_ptr + first + offset * HEAD_DIM + dim, codes, mask=wanted & (dim < HEAD_DIM))
-    if SCALED:
-        scales_ptr = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
-        tl.store(scales_ptr + (first + BLOCK_SIZE * HEAD_DIM) // 4 + offset, scales, mask=wanted)
+    pairs, scales, zeros = quantise_groups(x)
+    group = tl.arange(0, x.shape[1] // 32)[None, :]
+    mask = wanted & (group < GROUPS)
+    # The codes of a group take 16 bytes, and its scale and zero four.
+    first = (block * NUM_KV_HEADS + head) * (BLOCK_SIZE * GROUPS * 20)
+    place = first + (offset * GROUPS + group) * 16
+    bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    tl.store(bytes_ptr + place[:, :, None] + tl.arange(0, 16)[None, None, :], pairs, mask=mask[:, :, None])
+    halves_ptr = cache_ptr.to(tl.pointer_type(tl.float16), bitcast=True)
+    place = first // 2 + BLOCK_SIZE * GROUPS * 8 + (offset * GROUPS + group) * 2
+    tl.store(halves_ptr + place, scales, mask=mask)
+    tl.store(halves_ptr + place + 1, zeros, mask=mask)

@@ -6,11 +6,13 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
+from kernels import kv_quantised
+
 FLOAT32, BFLOAT16, INT8, INT4, FP8 = 0, 1, 2, 3, 4
 STORE_FLOAT, ADD_FLOAT, STORE_BFLOAT16 = 0, 1, 2
 
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-KV_FORMATS = {**FORMATS, torch.int8: INT8, torch.uint8: FP8}
+KV_FORMATS = {**FORMATS, torch.int8: INT8, torch.uint8: FP8, kv_quantised.INT4: INT4}
 
 
 class CLinear(Structure):

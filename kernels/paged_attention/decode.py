@@ -15,6 +15,7 @@ from kernels.paged_attention.tiles import (
     accumulate,
     as_factor,
     begin_with_sink,
+    dims_of,
     gather_scales,
     gather_tile,
     load_block_ids,
@@ -71,8 +72,11 @@ def decode_kernel(
     lane = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP_SIZE + lane
     in_group = lane < GROUP_SIZE
-    PAIR: tl.constexpr = 2 if k_cache_ptr.dtype.element_ty == tl.uint16 else 1  # noqa: N806
+    KIND: tl.constexpr = k_cache_ptr.dtype.element_ty  # noqa: N806
+    PAIR: tl.constexpr = 2 if KIND == tl.uint16 or KIND == tl.uint8 else 1  # noqa: N806, SIM300
+    APART: tl.constexpr = 16 if KIND == tl.uint8 else 1  # noqa: N806, SIM300
     dim = tl.arange(0, DIM_TILE // PAIR)
+    own_dim = dims_of(dim, KIND)
     query_mask = in_group[:, None] & (dim < HEAD_DIM // PAIR)[None, :]
     for share in range(first_share, beyond):
         record = shares_ptr + share * FIELDS
@@ -83,11 +87,11 @@ def decode_kernel(
         num_shares = tl.load(record + 4)
         token = tl.load(record + 5).to(tl.int64)
 
-        query_place = query_ptr + token * query_token_stride + head[:, None] * query_head_stride + dim[None, :] * PAIR
-        query = as_factor(tl.load(query_place, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
+        query_place = query_ptr + token * query_token_stride + head[:, None] * query_head_stride + own_dim[None, :]
+        query = as_factor(tl.load(query_place, mask=query_mask, other=0.0), KIND)
         query_odd = query
         if PAIR == 2:
-            query_odd = as_factor(tl.load(query_place + 1, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
+            query_odd = as_factor(tl.load(query_place + APART, mask=query_mask, other=0.0), KIND)
         table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
         acc = tl.zeros((BLOCK_M, DIM_TILE // PAIR), tl.float32)
         acc_odd = acc
@@ -113,7 +117,15 @@ def decode_kernel(
                 True,
             )
             key_scales = gather_scales(
-                k_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM // PAIR
+                k_cache_ptr,
+                block,
+                position,
+                inside,
+                kv_head,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM // PAIR,
+                DIM_TILE // PAIR,
             )
             scores = score_tile(query, query_odd, keys, key_scales, scale, soft_cap, CAPPED, NATIVE_FP8, INT8)
             scores = tl.where(inside[None, :], scores, -float("inf"))
@@ -131,7 +143,15 @@ def decode_kernel(
                 True,
             )
             value_scales = gather_scales(
-                v_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM // PAIR
+                v_cache_ptr,
+                block,
+                position,
+                inside,
+                kv_head,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM // PAIR,
+                DIM_TILE // PAIR,
             )
             acc, acc_odd, row_max, row_sum = accumulate(
                 scores,
@@ -151,17 +171,17 @@ def decode_kernel(
         # A row without keys (padding of a graph) has one empty share, which writes zeros.
         divisor = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
         if num_shares == 1:
-            place = out_ptr + (token * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * HEAD_DIM + dim[None, :] * PAIR
+            place = out_ptr + (token * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * HEAD_DIM + own_dim[None, :]
             tl.store(place, (acc / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
             if PAIR == 2:
-                tl.store(place + 1, (acc_odd / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
+                tl.store(place + APART, (acc_odd / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
         else:
             partial_row = tl.cast(share, tl.int64) * NUM_KV_HEADS * GROUP_SIZE + head
             tl.store(lse_ptr + partial_row, row_max + tl.log2(row_sum), mask=in_group)
-            partial_place = partial_ptr + partial_row[:, None] * HEAD_DIM + dim[None, :] * PAIR
+            partial_place = partial_ptr + partial_row[:, None] * HEAD_DIM + own_dim[None, :]
             tl.store(partial_place, acc / divisor, mask=query_mask)
             if PAIR == 2:
-                tl.store(partial_place + 1, acc_odd / divisor, mask=query_mask)
+                tl.store(partial_place + APART, acc_odd / divisor, mask=query_mask)
             tl.debug_barrier()  # all threads must have written before one of them increments the counter
             counter = finished_ptr + row * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:

@@ -16,7 +16,7 @@ import torch
 
 from kernels._dispatch import architecture, next_power_of_2, num_multiprocessors
 from kernels.fp8 import native_fp8
-from kernels.kv_quantised import QUANTISED
+from kernels.kv_quantised import INT4, QUANTISED
 from kernels.paged_attention.decode import decode_kernel
 from kernels.paged_attention.prefill import combine_parts_kernel, prefill_kernel
 from kernels.paged_attention.schedule import DecodeSchedule, schedule_decode
@@ -71,10 +71,12 @@ def paged_attention_triton(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     group_size, dim_tile = num_heads // num_kv_heads, next_power_of_2(head_dim)
-    sm, kv_bytes = architecture(query), 4 if query.dtype == torch.float32 else k_cache.dtype.itemsize
+    sm, quantised = architecture(query), k_cache.dtype in QUANTISED
+    kv_bytes = 4 if query.dtype == torch.float32 else 1 if quantised else k_cache.dtype.itemsize
     int8 = k_cache.dtype == torch.int8
-    if k_cache.dtype in QUANTISED:  # read in pairs
-        k_cache, v_cache = k_cache.view(torch.uint16), v_cache.view(torch.uint16)
+    if quantised:  # read in pairs
+        pair = torch.uint8 if k_cache.dtype == INT4 else torch.uint16
+        k_cache, v_cache = k_cache.view(pair), v_cache.view(pair)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     strides = (query.stride(0), query.stride(1), block_tables.stride(0))
     # Convert both to floats, because Triton would compile another kernel for an integer.

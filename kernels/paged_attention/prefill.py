@@ -16,6 +16,7 @@ from kernels.paged_attention.tiles import (
     accumulate,
     as_factor,
     begin_with_sink,
+    dims_of,
     gather_scales,
     gather_tile,
     load_block_ids,
@@ -91,17 +92,18 @@ def prefill_kernel(
     head = kv_head * GROUP_SIZE + lane % GROUP_SIZE
     in_tile = (lane < QUERIES * GROUP_SIZE) & (query_index < query_len)
     query_position = context - query_len + query_index
-    PAIR: tl.constexpr = 2 if k_cache_ptr.dtype.element_ty == tl.uint16 else 1  # noqa: N806
+    KIND: tl.constexpr = k_cache_ptr.dtype.element_ty  # noqa: N806
+    PAIR: tl.constexpr = 2 if KIND == tl.uint16 or KIND == tl.uint8 else 1  # noqa: N806, SIM300
+    APART: tl.constexpr = 16 if KIND == tl.uint8 else 1  # noqa: N806, SIM300
     dim = tl.arange(0, DIM_TILE // PAIR)
+    own_dim = dims_of(dim, KIND)
     query_mask = in_tile[:, None] & (dim < HEAD_DIM // PAIR)[None, :]
     token = (start + query_index).to(tl.int64)
-    query_place = (
-        query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :] * PAIR
-    )
-    query = as_factor(tl.load(query_place, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
+    query_place = query_ptr + token[:, None] * query_token_stride + head[:, None] * query_head_stride + own_dim[None, :]
+    query = as_factor(tl.load(query_place, mask=query_mask, other=0.0), KIND)
     query_odd = query
     if PAIR == 2:
-        query_odd = as_factor(tl.load(query_place + 1, mask=query_mask, other=0.0), k_cache_ptr.dtype.element_ty)
+        query_odd = as_factor(tl.load(query_place + APART, mask=query_mask, other=0.0), KIND)
 
     # Keys before the first query are visible to the whole tile, except at the end of a window; only others need a mask.
     first_position = context - query_len + first_query
@@ -192,15 +194,15 @@ def prefill_kernel(
     if tl.num_programs(2) > 1:
         place += tl.cast(tl.program_id(2), tl.int64) * num_tokens * (NUM_KV_HEADS * GROUP_SIZE)
         tl.store(lse_ptr + place, row_max + tl.log2(row_sum), mask=in_tile)
-        partial_place = partial_ptr + place[:, None] * HEAD_DIM + dim[None, :] * PAIR
+        partial_place = partial_ptr + place[:, None] * HEAD_DIM + own_dim[None, :]
         tl.store(partial_place, acc / divisor, mask=query_mask)
         if PAIR == 2:
-            tl.store(partial_place + 1, acc_odd / divisor, mask=query_mask)
+            tl.store(partial_place + APART, acc_odd / divisor, mask=query_mask)
     else:
-        out_place = out_ptr + place[:, None] * HEAD_DIM + dim[None, :] * PAIR
+        out_place = out_ptr + place[:, None] * HEAD_DIM + own_dim[None, :]
         tl.store(out_place, (acc / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
         if PAIR == 2:
-            tl.store(out_place + 1, (acc_odd / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
+            tl.store(out_place + APART, (acc_odd / divisor).to(out_ptr.dtype.element_ty), mask=query_mask)
 
 
 @kernel_with(varying=("num_tokens", "num_parts"))
@@ -278,7 +280,9 @@ def _attend_tile(
         DIM_TILE,
         MASKED,
     )
-    key_scales = gather_scales(k_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    key_scales = gather_scales(
+        k_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DIM_TILE
+    )
     scores = score_tile(query, query_odd, keys, key_scales, scale, soft_cap, CAPPED, NATIVE_FP8, INT8)
     if MASKED:
         distance = query_position[:, None] - position[None, :]
@@ -299,7 +303,9 @@ def _attend_tile(
         DIM_TILE,
         MASKED,
     )
-    value_scales = gather_scales(v_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    value_scales = gather_scales(
+        v_cache_ptr, block, position, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DIM_TILE
+    )
     acc, acc_odd, row_max, row_sum = accumulate(
         scores,
         score_factor(scale, CAPPED),

@@ -4,6 +4,9 @@ An 8-bit cache is read as pairs of elements (uint16). The low elements of all pa
 the high elements that of another. Queries and results therefore have the even dimensions in one tensor, and the odd
 dimensions in a second one. Scores are multiplied by the scale of their key, and weights by the scale of their value
 (`kernels.kv_quantised`).
+
+An int4 cache is read as bytes (uint8), each with two codes that are 16 dimensions apart. Queries and results are
+divided likewise (`dims_of`). Codes are converted to elements in registers, with the scale and zero of their group.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -12,6 +15,21 @@ from __future__ import annotations
 
 from kernels._triton import jit, tl
 from kernels.gpu.fp8 import floats_from_fp8_pairs, floats_from_int8_pairs
+
+
+@jit
+def dims_of(dim: tl.tensor, CACHE_TYPE: tl.constexpr) -> tl.tensor:
+    """Return the dimension of the low element of each pair, or of each element if elements are not read in pairs.
+
+    The high element is one dimension after it, or 16 with int4.
+    """
+    if CACHE_TYPE == tl.uint8:  # noqa: SIM300 - evaluated by the compiler
+        dims = dim // 16 * 32 + dim % 16
+    elif CACHE_TYPE == tl.uint16:  # noqa: SIM300
+        dims = dim * 2
+    else:
+        dims = dim
+    return dims
 
 
 @jit
@@ -38,7 +56,8 @@ def gather_tile(
 
     MASKED means that some positions may be outside the row; the result has zeros there.
     """
-    EXTRA: tl.constexpr = 2 if cache_ptr.dtype.element_ty == tl.uint16 else 0  # noqa: N806
+    KIND: tl.constexpr = cache_ptr.dtype.element_ty  # noqa: N806
+    EXTRA: tl.constexpr = 2 if KIND == tl.uint16 else HEAD_DIM // 4 if KIND == tl.uint8 else 0  # noqa: N806, SIM300
     of_head = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * (HEAD_DIM + EXTRA))
     offset = of_head + (position % BLOCK_SIZE) * HEAD_DIM
     place = cache_ptr + offset[:, None] + dim[None, :]
@@ -62,12 +81,23 @@ def gather_scales(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
 ) -> tl.tensor:
     """Return the scales of the keys or values at some positions ``[positions]``; 1 for a cache without scales.
 
-    HEAD_DIM is in elements of ``cache_ptr``, which are pairs. The result is 0 for positions outside the row.
+    With int4, return the scale (low half) and the zero of each group, ``[positions, DIM_TILE // 16]`` uint32. HEAD_DIM
+    is in elements of ``cache_ptr``, which are pairs. The result is 0 for positions outside the row.
     """
-    if cache_ptr.dtype.element_ty == tl.uint16:
+    if cache_ptr.dtype.element_ty == tl.uint8:
+        GROUPS: tl.constexpr = HEAD_DIM // 16  # noqa: N806
+        scales_ptr = cache_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+        # The codes of a group take the space of four pairs of scale and zero.
+        of_head = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * GROUPS * 5)
+        place = of_head + BLOCK_SIZE * GROUPS * 4 + position % BLOCK_SIZE * GROUPS
+        group = tl.arange(0, DIM_TILE // 16)
+        mask = inside[:, None] & (group < GROUPS)[None, :]
+        scales = tl.load(scales_ptr + place[:, None] + group[None, :], mask=mask, other=0)
+    elif cache_ptr.dtype.element_ty == tl.uint16:
         scales_ptr = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
         # Two pairs take the space of one scale.
         of_head = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * (HEAD_DIM // 2 + 1))
@@ -89,12 +119,25 @@ def floats_from_pairs(pairs: tl.tensor, NATIVE_FP8: tl.constexpr, INT8: tl.const
 
 
 @jit
+def floats_from_groups(pairs: tl.tensor, scales: tl.tensor) -> tl.tuple:
+    """Return the low and the high elements of int4 pairs, from `gather_tile` and `gather_scales`, as float32."""
+    groups = tl.reshape(pairs, (scales.shape[0], scales.shape[1], 16))
+    scale = (scales & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)[:, :, None]
+    zero = (scales >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)[:, :, None]
+    low = (groups & 15).to(tl.float32) * scale + zero
+    high = (groups >> 4).to(tl.float32) * scale + zero
+    return tl.reshape(low, pairs.shape), tl.reshape(high, pairs.shape)
+
+
+@jit
 def as_factor(query: tl.tensor, CACHE_TYPE: tl.constexpr) -> tl.tensor:
     """Convert queries to the dtype in which they are multiplied by the keys.
 
-    For an 8-bit cache this is float16 instead of bfloat16, because GPUs convert e4m3 to float16 in one instruction.
+    For a quantised cache this is float16 instead of bfloat16: GPUs convert e4m3 to float16 in one instruction, and the
+    scales and zeros of int4 are float16.
     """
-    return query.to(tl.float16) if CACHE_TYPE == tl.uint16 and query.dtype == tl.bfloat16 else query  # noqa: SIM300
+    QUANTISED: tl.constexpr = CACHE_TYPE == tl.uint16 or CACHE_TYPE == tl.uint8  # noqa: N806, SIM300
+    return query.to(tl.float16) if QUANTISED and query.dtype == tl.bfloat16 else query
 
 
 @jit
@@ -109,8 +152,12 @@ def score_tile(
     NATIVE_FP8: tl.constexpr,
     INT8: tl.constexpr,
 ) -> tl.tensor:
-    """Return scores, which `accumulate` multiplies by `score_factor`; ``query_odd`` is used for an 8-bit cache only."""
-    if keys.dtype == tl.uint16:
+    """Return scores, which `accumulate` multiplies by `score_factor`; ``query_odd`` is used if quantised."""
+    if keys.dtype == tl.uint8:
+        even, odd = floats_from_groups(keys, key_scales)
+        scores = tl.dot(query, tl.trans(even.to(query.dtype)), input_precision="ieee")
+        scores = tl.dot(query_odd, tl.trans(odd.to(query.dtype)), scores, input_precision="ieee")
+    elif keys.dtype == tl.uint16:
         even, odd = floats_from_pairs(keys, NATIVE_FP8, INT8)
         scores = tl.dot(query, tl.trans(even.to(query.dtype)), input_precision="ieee")
         scores = tl.dot(query_odd, tl.trans(odd.to(query.dtype)), scores, input_precision="ieee")
@@ -168,7 +215,12 @@ def accumulate(
     probs = tl.exp2(scores * factor - (base - spare)[:, None])
     shrink = tl.exp2(row_max - base)
     acc = acc * shrink[:, None]
-    if values.dtype == tl.uint16:
+    if values.dtype == tl.uint8:
+        weights = probs.to(query.dtype)
+        even, odd = floats_from_groups(values, value_scales)
+        acc = tl.dot(weights, even.to(query.dtype), acc, input_precision="ieee")
+        acc_odd = tl.dot(weights, odd.to(query.dtype), acc_odd * shrink[:, None], input_precision="ieee")
+    elif values.dtype == tl.uint16:
         weights = (probs * value_scales[None, :]).to(query.dtype)
         even, odd = floats_from_pairs(values, NATIVE_FP8, INT8)
         acc = tl.dot(weights, even.to(query.dtype), acc, input_precision="ieee")

@@ -39,7 +39,7 @@ class Key:
     kernel: str  # "decode" or "prefill"
     architecture: int  # compute capability, 90 for sm_90
     dim_tile: int  # head dimension, rounded up to a power of two
-    kv_bytes: int  # bytes per cache element; 4 if queries are float32
+    kv_bytes: int  # bytes per cache element, 1 for int4; 4 if queries are float32
 
 
 tried: dict[Key, Tuning] = {}

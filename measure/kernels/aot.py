@@ -34,7 +34,8 @@ from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from kernels.experts import mix_experts
 from kernels.kv_cache import write_kv
-from kernels.kv_quantised import cached_size
+from kernels.kv_quantised import DTYPES as KV_DTYPES
+from kernels.kv_quantised import GROUP, INT4, cached_size
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.qkv import rotate_and_cache
@@ -60,6 +61,7 @@ _TYPE_NAMES = {
     torch.bfloat16: "bf16",
     torch.uint8: "u8",
     torch.int8: "i8",
+    torch.int16: "i16",
     torch.uint16: "u16",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -114,13 +116,16 @@ def cases() -> list[Case]:
     few = partial(_attention, 128, 4, 16, num_tokens=100)
     found.append(Case("attention bf16, head_dim 128, group 4, page 16, few tokens", few, True))
     for head_dim in HEAD_DIMS:
-        for kind, kv_dtype in (("fp8", torch.uint8), ("int8", torch.int8)):
+        for kind, kv_dtype in KV_DTYPES.items():
+            if kind == "int4" and head_dim % GROUP:
+                continue
             call = partial(_attention, head_dim, 4, 16, kv_dtype=kv_dtype)
             name = f"attention bf16 over {kind}, head_dim {head_dim}, group 4, page 16"
             found.append(Case(name, call, head_dim == 128 or (head_dim, kind) == (64, "fp8")))
     found.append(Case("write_kv 8x128, page 16", _write_kv, True))
     found.append(Case("write_kv 8x128, page 16, fp8", partial(_write_kv, torch.uint8), True))
     found.append(Case("write_kv 8x128, page 16, int8", partial(_write_kv, torch.int8), True))
+    found.append(Case("write_kv 8x128, page 16, int4", partial(_write_kv, INT4), True))
     found.append(Case("rms_norm 4096, residual", partial(_rms_norm, (4096,), True, 0.0), True))
     found.append(Case("rms_norm 1024", partial(_rms_norm, (1024,), False, 0.0), False))
     found.append(Case("rms_norm heads of 128", partial(_rms_norm, (32, 128), False, 0.0), False))
@@ -130,6 +135,7 @@ def cases() -> list[Case]:
     found.append(Case("qkv 32+8 heads of 128, page 16", partial(_qkv, 32, False), True))
     found.append(Case("qkv 32+8 heads of 128, page 16, fp8", partial(_qkv, 32, False, torch.uint8), False))
     found.append(Case("qkv 32+8 heads of 128, page 16, int8", partial(_qkv, 32, False, torch.int8), True))
+    found.append(Case("qkv 32+8 heads of 128, page 16, int4", partial(_qkv, 32, False, INT4), True))
     found.append(Case("qkv 16+8 heads of 128, page 16, norms", partial(_qkv, 16, True), True))
     found.append(Case("silu_mul 14336", _silu_mul, True))
     for tokens in (8, 512, 8192):

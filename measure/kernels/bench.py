@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.activation import silu_mul
-from kernels.kv_quantised import QUANTISED, cached_size, to_quantised
+from kernels.kv_quantised import DTYPES, QUANTISED, cached_size, to_quantised
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention, schedule_decode
 from kernels.qkv import rotate_and_cache
@@ -135,9 +135,10 @@ def measurements(
     device: torch.device, dtype: torch.dtype, sizes: Sizes
 ) -> Iterator[tuple[str, Callable[[], Measurement]]]:
     """Yield the name of each measurement and the function that runs it, so that a caller can select some."""
+    names = {kept: kind for kind, kept in DTYPES.items()}
     for rows, context in sizes.decode:
-        for kv_dtype in (dtype, torch.uint8, torch.int8):
-            kind = "fp8" if kv_dtype == torch.uint8 else str(kv_dtype).removeprefix("torch.")
+        for kv_dtype in (dtype, *DTYPES.values()):
+            kind = names.get(kv_dtype) or str(kv_dtype).removeprefix("torch.")
             name = f"decode attention, {rows} rows at {context}, {kind} KV"
             yield name, partial(_decode, name, device, dtype, kv_dtype, sizes, rows, context)
     for tokens in sizes.prefill:

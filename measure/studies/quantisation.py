@@ -58,6 +58,7 @@ KINDS: dict[str, dict[str, str]] = {
     "GGUF Q4_0, int8": {"gguf": "Q4_0", "quantization": "int8"},
     "int8 KV": {"kv_cache_dtype": "int8"},
     "fp8 KV": {"kv_cache_dtype": "fp8"},
+    "int4 KV": {"kv_cache_dtype": "int4"},
 }
 
 
@@ -298,8 +299,12 @@ def table(result: dict[str, Any]) -> str:
             speeds = [result["speed"][load][kind] for load in loads]
             cells = [f"{each['ratio']:.2f} ({each['lowest']:.2f} to {each['highest']:.2f})" for each in speeds]
             lines.append(f"| {kind} | {' | '.join(cells)} | {size:.2f} |")
-    lines += ["", "| bytes of KV per token and layer, 8 heads of 128 | bfloat16 | int8 | fp8 |", "|---|--:|--:|--:|"]
-    sizes = [kv_bytes_per_token([(8, 2 * 128)], kind) for kind in ("bfloat16", "int8", "fp8")]
+    lines += [
+        "",
+        "| bytes of KV per token and layer, 8 heads of 128 | bfloat16 | int8 | fp8 | int4 |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    sizes = [kv_bytes_per_token([(8, (128, 128))], kind) for kind in ("bfloat16", "int8", "fp8", "int4")]
     lines.append(f"| key and value | {' | '.join(f'{size:,}' for size in sizes)} |")
     return "\n".join(lines)
 

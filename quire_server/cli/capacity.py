@@ -52,7 +52,7 @@ def configure(parser: OneLineParser) -> None:
     add("--dtype", type=lambda word: DTYPE_ALIASES.get(word, word), choices=("auto", "float32", "bfloat16", "float16"),
         default="auto", help="type of weights and KV (default: as in config.json)")  # fmt: skip
     add("--quantization", choices=("none", "int8", "int4"), default="none", help="weights (Quire: on CPUs only)")
-    add("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto", help="KV; auto: as the weights")
+    add("--kv-cache-dtype", choices=("auto", "fp8", "int8", "int4"), default="auto", help="KV; auto: as the weights")
     add("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
     add("--max-num-seqs", type=int, metavar="N", help="running requests (default: 256, with --kv-cache-memory 64)")
     add("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens per step (default: 8192)")
@@ -74,6 +74,7 @@ def run(options: Namespace) -> int:
         with_default_rows,
     )
     from shared.config import parse_bytes
+    from shared.kv_sizes import KV_TYPES
 
     is_default = options.max_num_seqs is None
     options.max_num_seqs = (256 if options.kv_cache_memory is None else 64) if is_default else options.max_num_seqs
@@ -96,6 +97,12 @@ def run(options: Namespace) -> int:
         max_tokens_per_step=options.max_num_batched_tokens,
         tensor_parallel_size=options.tensor_parallel_size,
     )
+    multiple = KV_TYPES[serving.kv_type].multiple
+    if sizes.head_dim % multiple:
+        raise CommandError(
+            f"--kv-cache-dtype: {serving.kv_type} needs heads whose size is a multiple of {multiple}, not"
+            f" {sizes.head_dim}; use auto"
+        )
     if sizes.num_heads % serving.tensor_parallel_size:
         raise CommandError(
             f"--tensor-parallel-size: {serving.tensor_parallel_size} does not divide the {sizes.num_heads} query heads;"

@@ -28,7 +28,7 @@ from tests.e2e.load import draw_prompts, generate_all
 FEATURES = {
     "speculation": ("ngram", "draft", "off"),
     "weights": ("int8", "int4", "awq", "fp8-block", "plain"),
-    "kv": ("int8", "fp8", "auto"),
+    "kv": ("int8", "fp8", "int4", "auto"),
     "prefix_cache": ("radix", "hash"),
     "preemption": ("swap", "recompute"),
     "ranks": ("2", "1"),
@@ -38,8 +38,8 @@ COUNT = 40
 PATTERN = r"[ab]{8}-[0-9]{8}"
 KV_TIE, ACTIVATIONS_TIE = 0.1, 0.3
 """A value between two codes may be rounded either way, which then moves others. Embeddings that differ by one millionth
-change a logit of the oracle by at most 0.09 with KV in fp8, and by 0.25 with activations in int8; the standard
-deviation of a logit is 1.4."""
+change a logit of the oracle by at most 0.09 with KV in fp8, and by 0.27 with KV in int4 or activations in int8; the
+standard deviation of a logit is 1.4."""
 Case = dict[str, str]
 
 
@@ -72,7 +72,8 @@ def test_tokens_are_those_of_the_plain_model(case: Case, tmp_path: Path) -> None
     prompts = [common[: 30 - 2 * index] + tail * 2 for index, tail in enumerate(tails)]
     flags = [f"--speculation={case['speculation']}"]
     if case["speculation"] == "draft":
-        flags.append(f"--draft-model={make_checkpoint('LlamaForCausalLM', tmp_path / 'draft', num_hidden_layers=1)}")
+        draft = make_checkpoint("LlamaForCausalLM", tmp_path / "draft", num_hidden_layers=1, head_dim=32)
+        flags.append(f"--draft-model={draft}")
     if case["weights"] in ("int8", "int4"):
         flags.append(f"--quantization={case['weights']}")
     with (
@@ -104,7 +105,7 @@ def test_tokens_are_those_of_the_plain_model(case: Case, tmp_path: Path) -> None
         oracle.check_greedy(answer.prompt, answer.tokens, tally)
 
     print(f"{tally.near_ties} near ties in {tally.tokens} tokens; drafts and accepted drafts: {drafted}")
-    assert tally.near_ties * (10 if rounds_activations_of(case) else 50) < tally.tokens, tally
+    assert tally.near_ties * (10 if rounds_activations_of(case) or case["kv"] == "int4" else 50) < tally.tokens, tally
 
 
 def rounds_activations_of(case: Case) -> bool:

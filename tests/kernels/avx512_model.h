@@ -180,6 +180,11 @@ inline __m512i model_setr(Lanes... lanes) {
   return {{lanes...}};
 }
 #define _mm512_setr_epi32(...) model_setr(__VA_ARGS__)
+template <class... Lanes>
+inline __m512 model_setr_floats(Lanes... lanes) {
+  return {{static_cast<float>(lanes)...}};
+}
+#define _mm512_setr_ps(...) model_setr_floats(__VA_ARGS__)
 #define _mm512_loadu_ps(p) avx512_model::read<__m512>(p)
 #define _mm512_load_ps(p) avx512_model::read_aligned<__m512>(p)
 #define _mm512_load_si512(p) avx512_model::read_aligned<__m512i>(p)
@@ -329,6 +334,8 @@ inline __m512i model_widen_unsigned_bytes(__m128i x) {
   return avx512_model::ints([&](int i) { return bytes[i]; });
 }
 #define _mm512_cvtepu8_epi32(x) model_widen_unsigned_bytes(x)
+// VPERMPS: lane i of the result is the lane of x that the lower four bits of index i name.
+#define _mm512_permutexvar_ps(index, x) QUIRE_LANES((x).lane[(index).lane[i] & 15])
 #define _mm512_slli_epi32(x, by) \
   avx512_model::ints([&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>((x).lane[i]) << (by)); })
 #define _mm512_castsi256_si512(x) avx512_model::wider(x)

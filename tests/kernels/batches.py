@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from kernels.kv_quantised import QUANTISED, from_quantised, to_quantised
+from kernels.kv_quantised import GROUP, INT4, QUANTISED, from_quantised, to_quantised
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def paged_batch(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> PagedBatch:
-    """A batch of rows given as (context, query length), on scattered pages; int8 and fp8: queries in float32.
+    """A batch of rows given as (context, query length), on scattered pages; quantised: queries in float32.
 
     Every place of the cache that no row owns holds NaN, and block tables point far outside beyond a row's
     last page: an implementation that reads what it must not fails.
@@ -55,7 +55,7 @@ def paged_batch(
         batch = paged_batch(
             rows, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, seed=seed
         )
-        return in_eight_bits(batch, dtype)
+        return with_quantised_cache(batch, dtype)
     generator = torch.Generator().manual_seed(seed)
     max_pages = max(-(-context // block_size) for context, _ in rows) + 1
     num_blocks = len(rows) * max_pages + 1
@@ -88,13 +88,23 @@ def paged_batch(
     )
 
 
+def head_dims(dtype: torch.dtype) -> list[int]:
+    """Head dimensions that every level of the CPU kernels supports with this type of cache."""
+    return [32, 64, 96, 128] if dtype == INT4 else [16, 64, 80, 128]
+
+
+def quantised_types(head_dim: int) -> list[torch.dtype]:
+    """Types of a quantised cache that support heads of this size."""
+    return [dtype for dtype in QUANTISED if dtype != INT4 or head_dim % GROUP == 0]
+
+
 def as_float64(batch: PagedBatch) -> tuple[torch.Tensor, ...]:
     """The batch's tensors with query and cache widened, so that the reference does not round."""
     caches = (_wide(cache) for cache in (batch.k_cache, batch.v_cache))
     return (batch.query.double(), *caches, *batch.tensors[3:])
 
 
-def in_eight_bits(batch: PagedBatch, dtype: torch.dtype) -> PagedBatch:
+def with_quantised_cache(batch: PagedBatch, dtype: torch.dtype) -> PagedBatch:
     """The batch with its cache quantised; places that no row owns stay NaN."""
     return replace(batch, k_cache=to_quantised(batch.k_cache, dtype), v_cache=to_quantised(batch.v_cache, dtype))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.kv_quantised import INT4
 from kernels.linear import linear_reference, quantised_linear_reference
 from kernels.native import library
 from kernels.native.attention import paged_attention_native
@@ -96,14 +97,15 @@ def test_draws_are_those_of_the_reference(modelled: library.Native) -> None:
             assert_drawn(sample_native(logits, params, modelled), logits, params)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, INT4])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (20, None), (None, 30.0)])
 def test_attention_equals_the_reference(
     modelled: library.Native, dtype: torch.dtype, window: int | None, cap: float | None
 ) -> None:
     """Rows in decode, chunks longer than a tile, contexts longer than a span, groups of seven heads."""
     rows = [(300, 1), (33, 1), (100, 40), (290, 15), (31, 2)]
-    batch = paged_batch(rows, num_heads=14, num_kv_heads=2, head_dim=80, block_size=16, dtype=dtype)
+    head_dim = 96 if dtype == INT4 else 80
+    batch = paged_batch(rows, num_heads=14, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
     expected = paged_attention_reference(
         *as_float64(batch), max_query_len=batch.max_query_len, scale=0.125, sliding_window=window, soft_cap=cap
     )

@@ -12,7 +12,7 @@ from kernels.native.attention import paged_attention_native
 from kernels.native.library import native_levels
 from kernels.paged_attention import paged_attention, paged_attention_reference
 from tests.examples import examples
-from tests.kernels.batches import PagedBatch, as_float64, paged_batch
+from tests.kernels.batches import PagedBatch, as_float64, head_dims, paged_batch
 
 DECODE = [(1, 1), (16, 1), (17, 1), (300, 1)]
 MIXED = [(5, 5), (33, 1), (100, 40), (300, 1), (64, 64), (31, 2)]
@@ -68,7 +68,7 @@ def test_every_level_of_the_cpu_kernels_equals_the_reference(data: st.DataObject
         rows,
         num_heads=num_kv_heads * data.draw(st.integers(1, 7)),
         num_kv_heads=num_kv_heads,
-        head_dim=data.draw(st.sampled_from([16, 64, 80, 128])),
+        head_dim=data.draw(st.sampled_from(head_dims(dtype))),
         block_size=data.draw(st.sampled_from([8, 16, 24, 128])),
         dtype=dtype,
         seed=data.draw(st.integers(0, 1000)),
@@ -103,7 +103,7 @@ def test_a_few_tokens_have_the_bits_of_each_alone(data: st.DataObject) -> None:
         [(context, tokens)],
         num_heads=num_kv_heads * data.draw(st.integers(1, 7)),
         num_kv_heads=num_kv_heads,
-        head_dim=data.draw(st.sampled_from([16, 64, 80, 128])),
+        head_dim=data.draw(st.sampled_from(head_dims(dtype))),
         block_size=data.draw(st.sampled_from([8, 16, 24, 128])),
         dtype=dtype,
         seed=data.draw(st.integers(0, 1000)),

@@ -37,6 +37,7 @@ def _capacity(
         ("demo", {}),
         ("demo", {"quantization": "int8", "kv_cache_dtype": "int8"}),
         ("demo", {"quantization": "int4", "dtype": "bfloat16"}),
+        ("demo", {"kv_cache_dtype": "int4", "dtype": "bfloat16"}),
         ("LlamaForCausalLM", {"dtype": "bfloat16", "block_size": 32}),
         ("Qwen2ForCausalLM", {"kv_cache_dtype": "fp8", "max_model_len": 300}),
         ("Gemma2ForCausalLM", {}),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.kv_quantised import INT4
 from measure.testbed.checkpoints import edit_config, make_checkpoint
 from shared.config import ConfigError
 from worker_svc.model.fingerprint import STRIDE_BYTES, fingerprint
@@ -64,15 +65,16 @@ def test_a_large_tensor_is_sampled_along_its_length(tmp_path: Path) -> None:
         save_file({"large": changed, "small": torch.ones(3)}, tmp_path / WEIGHTS)
         prints.add(fingerprint(tmp_path, FLOAT, with_weights=True))
 
-    assert len(prints) == 4
+    assert len(prints) == 5
 
 
 def test_another_dtype_is_another_model(checkpoint: Path) -> None:
     """KV of one type is not continued in another."""
     prints = {fingerprint(checkpoint, dtype, with_weights=True) for dtype in (FLOAT, torch.bfloat16, torch.float16)}
     prints.add(fingerprint(checkpoint, FLOAT, with_weights=True, kv_dtype=torch.uint8))
+    prints.add(fingerprint(checkpoint, FLOAT, with_weights=True, kv_dtype=INT4))
 
-    assert len(prints) == 4
+    assert len(prints) == 5
     assert fingerprint(checkpoint, FLOAT, with_weights=True, kv_dtype=FLOAT) in prints
 
 

@@ -1,4 +1,4 @@
-"""KV in eight bits: less memory, the same tokens whatever the plans look like."""
+"""Quantised KV: less memory, the same tokens whatever the plans look like."""
 
 from pathlib import Path
 
@@ -18,28 +18,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "element"), [("float32", 4), ("bfloat16", 2)])
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(("kind", "size"), [("int8", 36), ("fp8", 36), ("int4", 20)])
 def test_the_pool_holds_as_many_more_tokens_as_they_are_smaller(
-    kind: str, dtype: str, element: int, checkpoint: Path
+    kind: str, size: int, dtype: str, element: int, checkpoint: Path
 ) -> None:
-    """Heads of 32 elements take 32 bytes and a scale of 4, instead of 128 or 64 bytes."""
+    """Heads of 32 elements take 32 bytes (16 in int4) and 4 bytes of scales, instead of 128 or 64 bytes."""
     wide, narrow = (
         make_engine(
             checkpoint, dtype=dtype, kv_cache_dtype=chosen, kv_cache_memory="1MiB", max_num_seqs=4096
         ).limits.num_blocks
         for chosen in ("auto", kind)
     )
-    factor = 32 * element / (32 + 4)
+    factor = 32 * element / size
 
     assert narrow in range(int(factor * wide), int(factor * (wide + 1)) + 1)
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
-def test_int8_blocks_are_shared_and_copied_whole(checkpoint: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_blocks_are_shared_and_copied_whole(checkpoint: Path, kind: str) -> None:
     """A row that shares full blocks, and gets a copy of the last one, continues as the row that wrote them."""
     prompt = list(range(1, 21))
-    expected = Driver(make_engine(checkpoint, kv_cache_dtype="int8", block_size=8)).generate(prompt, 4)
-    engine = make_engine(checkpoint, kv_cache_dtype="int8", block_size=8, max_num_seqs=2)
+    expected = Driver(make_engine(checkpoint, kv_cache_dtype=kind, block_size=8)).generate(prompt, 4)
+    engine = make_engine(checkpoint, kv_cache_dtype=kind, block_size=8, max_num_seqs=2)
 
     def admission(row: int, tokens: list[int], blocks: list[int], computed: int) -> plan_pb2.Admission:
         return plan_pb2.Admission(
@@ -73,7 +74,7 @@ def test_int8_blocks_are_shared_and_copied_whole(checkpoint: Path) -> None:
     assert [from_column(result.tokens).tolist() for result in results] == [[token] for token in expected]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_tokens_do_not_depend_on_chunks(checkpoint: Path, kind: str) -> None:
     """A prompt computed at once and in pieces gives the same tokens: what is read back is what later tokens see too."""
     prompt = list(range(1, 60))

@@ -1,4 +1,4 @@
-"""Models packed for the CPU kernels compute what torch computes; int8 and int4 weights and int8 KV cost little."""
+"""Models packed for the CPU kernels compute what torch computes; quantised weights and KV cost little."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from checks.driver import CPU, Driver, make_engine
+from kernels.kv_quantised import DTYPES, INT4, parts_of, quantise_heads
 from kernels.linear import PackedLinear, quantise
 from kernels.native.library import Native, native_levels
 from kernels.native.serving import native
@@ -130,10 +131,12 @@ def test_quantised_weights_keep_the_embedded_models_answers(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "least_same", "most_apart"), [(torch.int8, 0.97, 1e-3), (torch.uint8, 0.9, 1e-2)], ids=["int8", "fp8"]
+    ("dtype", "least_same", "most_apart"),
+    [(torch.int8, 0.97, 1e-3), (torch.uint8, 0.9, 1e-2), (INT4, 0.8, 0.1)],
+    ids=["int8", "fp8", "int4"],
 )
 @pytest.mark.parametrize("level", LEVELS)
-def test_kv_in_eight_bits_keeps_the_embedded_models_answers(
+def test_quantised_kv_keeps_the_embedded_models_answers(
     level: str, dtype: torch.dtype, least_same: float, most_apart: float
 ) -> None:
     """On a trained model's own text, chunks over a small cache choose the same tokens, and the text stays as likely."""
@@ -258,25 +261,56 @@ def test_quantization_is_refused_where_it_is_not_to_be_had(
         load(make_checkpoint(architecture, tmp_path, **sizes), quantization=quantization, **settings)
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
-def test_torch_reads_kv_in_eight_bits_as_the_kernels_do(architecture: str, kind: str, tmp_path: Path) -> None:
-    """Without the CPU kernels, and for decoders of transformers, a cache in eight bits costs as little."""
-    folder = make_checkpoint(architecture, tmp_path)
+def test_torch_reads_quantised_kv_as_the_kernels_do(architecture: str, kind: str, tmp_path: Path) -> None:
+    """Without the CPU kernels, and for decoders of transformers, a quantised cache costs as little."""
+    folder = make_checkpoint(architecture, tmp_path, head_dim=32)
     tokens = [list(range(5, 5 + length)) for length in LENGTHS]
-    kv_dtype = {"int8": torch.int8, "fp8": torch.uint8}[kind]
     exact = logits_of(load(folder), tokens, torch.float32)
     with cpu_kernels("off"):
-        found = logits_of(load(folder, kv_cache_dtype=kind), tokens, kv_dtype)
+        found = logits_of(load(folder, kv_cache_dtype=kind), tokens, DTYPES[kind])
 
-    assert 0 < float((found - exact).norm() / exact.norm()) < {"int8": 0.03, "fp8": 0.1}[kind]
+    assert 0 < float((found - exact).norm() / exact.norm()) < {"int8": 0.03, "fp8": 0.1, "int4": 0.35}[kind]
 
 
-def test_heads_of_any_size_are_refused_in_eight_bits(tmp_path: Path) -> None:
-    """The scales of a block begin at a multiple of four bytes."""
-    folder = make_checkpoint("LlamaForCausalLM", tmp_path, head_dim=18)
-    with pytest.raises(ConfigError, match="kv_cache_dtype: fp8 needs heads whose size is a multiple of 4, not 18; use"):
-        load(folder, kv_cache_dtype="fp8")
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_kernels_write_int4_as_the_reference_does(level: str) -> None:
+    """In the first layer, codes, scales and zeros are those of `quantise_heads` for its keys and values in float32."""
+    with cpu_kernels(level):
+        model = load("demo", dtype="float32")
+        exact, rounded = (
+            allocate(model.kv_shapes, 4, BLOCK_SIZE, dtype, CPU, "test")[0] for dtype in (torch.float32, INT4)
+        )
+        places = torch.arange(50)
+        attention = AttentionInputs(
+            slot_mapping=places,
+            block_tables=torch.arange(4).int()[None],
+            query_start=torch.tensor([0, 50]).int(),
+            context_lens=torch.tensor([50]).int(),
+            max_query_len=50,
+        )
+        for dtype, caches in ((torch.float32, exact), (INT4, rounded)):
+            others = allocate(model.kv_shapes, 4, BLOCK_SIZE, dtype, CPU, "test")[1:]
+            model.forward(places + 9, places, attention, (caches, *others), None)
+
+    for wide, narrow in zip(exact, rounded, strict=True):
+        for found, expected in zip(parts_of(narrow), quantise_heads(wide, INT4), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "multiple", "instead"),
+    [("fp8", 18, 4, "auto"), ("int4", 18, 32, "auto"), ("int4", 48, 32, "int8 or auto")],
+)
+def test_heads_of_any_size_are_refused_in_quantised_kv(
+    kind: str, head_dim: int, multiple: int, instead: str, tmp_path: Path
+) -> None:
+    """The scales of a block begin at a multiple of four bytes; in int4, each group of 32 elements has one."""
+    folder = make_checkpoint("LlamaForCausalLM", tmp_path, head_dim=head_dim)
+    reason = f"needs heads whose size is a multiple of {multiple}, not {head_dim}; use {instead}$"
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype: {kind} {reason}"):
+        load(folder, kv_cache_dtype=kind)
 
 
 def test_torch_computes_where_the_kernels_are_off(tmp_path: Path) -> None:

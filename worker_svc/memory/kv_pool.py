@@ -1,14 +1,14 @@
 """KV blocks: the number that fits into memory, and their tensors.
 
 One block holds `block_size` tokens of one row in every layer. `shared.kv_sizes` contains the formula for its size. A
-cache in int8 or fp8 also has a scale for each token and head (`kernels.kv_quantised`).
+quantised cache also has scales (`kernels.kv_quantised`).
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-from kernels.kv_quantised import cached_size
+from kernels.kv_quantised import DTYPES, cached_size
 from kernels.linear import advise_huge_pages
 from shared.config import ConfigError
 from shared.kv_sizes import kv_bytes_per_token
@@ -19,9 +19,10 @@ _GRAPH_BYTES = 2 << 20
 
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers; uint8 stands for fp8."""
-    kv_type = "fp8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
-    return block_size * kv_bytes_per_token(((shape.num_kv_heads, sum(shape.widths)) for shape in shapes), kv_type)
+    """Return the bytes of one block over all layers; `dtype` as in `kernels.kv_quantised`."""
+    quantised = {chosen: name for name, chosen in DTYPES.items()}
+    kv_type = quantised.get(dtype) or str(dtype).removeprefix("torch.")
+    return block_size * kv_bytes_per_token(((shape.num_kv_heads, shape.widths) for shape in shapes), kv_type)
 
 
 def allocate(
@@ -34,7 +35,7 @@ def allocate(
 ) -> tuple[KVCache, ...]:
     """Allocate the keys and values of each layer, each `[num_blocks, num_kv_heads, block_size, width]`.
 
-    The widths are those of a shape. A cache in int8 or fp8 has four more bytes in the last dimension. The tensors are
+    The widths are those of a shape; of a quantised cache, those of `kernels.kv_quantised.cached_size`. The tensors are
     filled with zeros, so that the memory is committed now.
 
     Raises:

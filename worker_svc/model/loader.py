@@ -1,12 +1,14 @@
 """Loading of a model from a configuration, and its description for the rest of the system."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kernels.kv_quantised import QUANTISED
+from kernels.kv_quantised import DTYPES
 from shared.config import ConfigError, WorkerConfig
+from shared.kv_sizes import KV_TYPES
 from shared.logging import get_logger
 from shared.model_path import resolve_model, served_name
 from worker_svc.model import config as model_config
@@ -31,7 +33,7 @@ class ModelDescription:
     vocab_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """Type of the KV cache; uint8 stands for fp8 e4m3, see `kernels.kv_quantised`."""
+    """Type of the KV cache; those of quantised caches are in `kernels.kv_quantised.DTYPES`."""
     eos_token_ids: tuple[int, ...]
     break_even_context: int
     """Context length in tokens at which a token's attention costs as much as its matrix products; 0 for unknown."""
@@ -67,12 +69,23 @@ def load_model(
         quantization=config.quantization,
         group=group,
     )
-    odd = [width for shape in model.kv_shapes for width in shape.widths if width % 4]
-    if odd and description.kv_dtype in QUANTISED:
-        raise ConfigError(
-            f"kv_cache_dtype: {config.kv_cache_dtype} needs heads whose size is a multiple of 4, not {odd[0]}; use auto"
-        )
+    _check_heads(config.kv_cache_dtype, [width for shape in model.kv_shapes for width in shape.widths])
     return model, description
+
+
+def _check_heads(kv_type: str, widths: Sequence[int]) -> None:
+    """Check that keys and values with these numbers of elements have the layout of a cache type, if it has one.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    multiple = KV_TYPES[kv_type].multiple if kv_type in KV_TYPES else 1
+    odd = [width for width in widths if width % multiple]
+    if odd:
+        raise ConfigError(
+            f"kv_cache_dtype: {kv_type} needs heads whose size is a multiple of {multiple}, not {odd[0]};"
+            f" use {'auto' if odd[0] % 4 else 'int8 or auto'}"
+        )
 
 
 def describe_model(config: WorkerConfig, device: torch.device) -> tuple[ModelConfig, ModelDescription]:
@@ -97,7 +110,7 @@ def describe_model(config: WorkerConfig, device: torch.device) -> tuple[ModelCon
             original_length=original_length,
         )
     dtype = model_config.choose_dtype(content, config.dtype, device)
-    kv_dtype = {"fp8": torch.uint8, "int8": torch.int8}.get(config.kv_cache_dtype, dtype)
+    kv_dtype = DTYPES.get(config.kv_cache_dtype, dtype)
     return content, ModelDescription(
         name=config.served_model_name or served_name(config.model),
         architecture=architecture,

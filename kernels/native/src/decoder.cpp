@@ -358,13 +358,13 @@ class Run {
   }
 
   void rotate_and_write(const Layer& layer, int64_t index, float* qkv, int64_t stride) {
-    const int64_t head_dim = d_.head_dim, token_bytes = head_dim * element_bytes(d_.cache_format);
+    const int64_t head_dim = d_.head_dim, token_bytes = kv_code_bytes(d_.cache_format, head_dim);
+    const int64_t scale_bytes = kv_scale_bytes(d_.cache_format, head_dim);
     const int64_t head_bytes = kv_head_bytes(d_.cache_format, head_dim, d_.block_size);
     const auto write = [=](const float* x, char* head, int64_t offset) {
       char* const to = head + offset * token_bytes;
-      if (has_scales(d_.cache_format))
-        k_.store_scaled(d_.cache_format, x, head_dim, to,
-                        reinterpret_cast<float*>(head + d_.block_size * token_bytes) + offset);
+      if (scale_bytes > 0)
+        k_.store_scaled(d_.cache_format, x, head_dim, to, head + d_.block_size * token_bytes + offset * scale_bytes);
       else
         k_.store(d_.cache_format, x, head_dim, to);
     };

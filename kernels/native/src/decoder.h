@@ -45,7 +45,7 @@ struct Decoder {
   const float* cos;  // [positions][rotary_half]
   const float* sin;
   int64_t rotary_half;
-  int64_t cache_format;  // kFloat32, kBFloat16, kInt8 or kFp8
+  int64_t cache_format;  // kFloat32, kBFloat16, kInt8, kFp8 or kInt4
   int64_t block_size;
   float eps;
   float scale;

@@ -30,7 +30,7 @@ using std::uint16_t;
 using std::uint32_t;
 using std::uint8_t;
 
-// kFp8 is a format of a KV cache only, kInt4 one of weights only.
+// kFp8 is a format of a KV cache only. kInt4 is laid out differently in weights and in a KV cache.
 enum Format : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kFp8 = 4 };
 
 // A number in the e4m3 format of OCP: one sign, four exponent, three mantissa bits.
@@ -39,23 +39,40 @@ struct Fp8 {
 };
 constexpr float kLargestFp8 = 448.0f;
 
+// Two codes of an int4 KV cache.
+struct Int4 {
+  uint8_t pair;
+};
+
 constexpr int64_t kBlock = 16;  // outputs of a block, and lanes of a vector
 constexpr int64_t kLine = 64;   // bytes
 constexpr int64_t kGroup = 64;  // int4: inputs of a group
 constexpr int64_t kGroupLines = 9;
+constexpr int64_t kKvGroup = 32;  // int4: elements of a group of a KV cache
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 constexpr int64_t element_bytes(int format) { return format == kFloat32 ? 4 : format == kBFloat16 ? 2 : 1; }
 
-// Whether a KV cache of this format has a scale for each head of a token.
-constexpr bool has_scales(int format) { return format == kInt8 || format == kFp8; }
-
 // KV cache [blocks][kv_heads][block_size][head_dim]. int8 and fp8: each head of a block has [block_size][head_dim] bytes,
 // then [block_size] scales in float32; an element is its byte times the scale of its token.
+//
+// int4: each head of a block has [block_size][head_dim / 2] bytes, then [block_size][head_dim / 32][2] numbers in float16:
+// the scale and the zero of each group of 32 elements. An element is its code times the scale, plus the zero. Byte j of
+// a group has the codes of its elements j and j + 16.
+
+// Bytes of one head of one token without scales.
+constexpr int64_t kv_code_bytes(int format, int64_t head_dim) {
+  return format == kInt4 ? head_dim / 2 : head_dim * element_bytes(format);
+}
+// Bytes of its scales.
+constexpr int64_t kv_scale_bytes(int format, int64_t head_dim) {
+  return format == kInt4 ? head_dim / kKvGroup * 4 : format == kInt8 || format == kFp8 ? 4 : 0;
+}
+// Bytes of one head of one block.
 constexpr int64_t kv_head_bytes(int format, int64_t head_dim, int64_t block_size) {
-  return block_size * (head_dim * element_bytes(format) + (has_scales(format) ? static_cast<int64_t>(sizeof(float)) : 0));
+  return block_size * (kv_code_bytes(format, head_dim) + kv_scale_bytes(format, head_dim));
 }
 
 constexpr int64_t inputs_per_step(int format) { return 4 / element_bytes(format); }

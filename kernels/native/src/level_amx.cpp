@@ -1,5 +1,5 @@
-// AMX: the tile registers compute products over bf16, int8 and int4 weights, and the attention of chunks over a bf16 or int8 cache.
-// Everything else is AVX-512.
+// AMX: the tile registers compute products over bf16, int8 and int4 weights, and the attention of chunks over a bf16, int8 or
+// int4 cache. Everything else is AVX-512.
 #if QUIRE_X86_LEVELS
 #include "simd_avx512.h"
 #include "tiles.h"

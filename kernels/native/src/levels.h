@@ -33,7 +33,7 @@ struct Attention {
   int64_t out_stride;
   const void* k_cache;  // [blocks][kv_heads][block_size][head_dim]
   const void* v_cache;
-  int32_t cache_format;  // kFloat32, kBFloat16, kInt8 or kFp8
+  int32_t cache_format;  // kFloat32, kBFloat16, kInt8, kFp8 or kInt4
   int32_t num_heads, num_kv_heads, head_dim, block_size;
   const int32_t* block_tables;  // [rows][table_stride]
   int64_t table_stride;
@@ -83,8 +83,8 @@ struct Kernels {
   void (*rotate)(float* head, const float* cos, const float* sin, int64_t half);
   void (*store)(int format, const float* x, int64_t n, void* out);
   void (*load)(int format, const void* x, int64_t n, float* out);
-  // Rounds n floats (a multiple of 16) to bytes of int8 or fp8: x[i] is about out[i] * *scale.
-  void (*store_scaled)(int format, const float* x, int64_t n, void* out, float* scale);
+  // Quantises n floats, the elements of one head, to the codes and the scales of a KV cache (format.h).
+  void (*store_scaled)(int format, const float* x, int64_t n, void* out, void* scales);
   // Returns the index of the largest of n floats, the first of equal ones; *finite: whether it can be chosen.
   int64_t (*argmax)(const float* x, int64_t n, bool* finite);
   // Computes for n logits (a multiple of 16) the scores, the masses exp(score - best), and the bins: (best - score) *

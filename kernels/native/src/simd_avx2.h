@@ -43,6 +43,22 @@ inline V load(const Fp8* p) {
   return {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), factor),
           _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), factor)};
 }
+// The 32 elements of a group of an int4 KV cache.
+inline void load_group(const Int4* p, float scale, float offset, V* out) {
+  const __m256 factor = _mm256_set1_ps(scale), added = _mm256_set1_ps(offset);
+  const auto eight = [=](__m128i codes) {
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(codes)), factor, added);
+  };
+  const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), low_bits = _mm_set1_epi8(15);
+  const __m128i low = _mm_and_si128(pairs, low_bits), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), low_bits);
+  out[0] = {eight(low), eight(_mm_srli_si128(low, 8))};
+  out[1] = {eight(high), eight(_mm_srli_si128(high, 8))};
+}
+// Sixteen numbers in float16.
+inline V load_halves(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
 // Scales and zero points of a group of int4 weights (format.h).
 inline V load_scales(const char* header) {
   const auto eight = [=](int first) {
@@ -79,6 +95,19 @@ inline void store(int8_t* p, V x) {
   const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(in_order));
 }
+// Stores 32 integers from 0 to 15, the codes of a group of an int4 KV cache.
+inline void store_halves(Int4* p, V low, V high) {
+  const auto pairs = [](__m256 x, __m256 y) {
+    const __m256i high_bits = _mm256_slli_epi32(_mm256_cvtps_epi32(y), 4);
+    return _mm256_and_si256(_mm256_or_si256(_mm256_cvtps_epi32(x), high_bits), _mm256_set1_epi32(255));
+  };
+  const __m256i words = _mm256_packus_epi32(pairs(low.a, high.a), pairs(low.b, high.b));  // 0-3 8-11 4-7 12-15
+  const __m256i bytes = _mm256_packus_epi16(words, words);
+  const __m256i in_order = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(in_order));
+}
+inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
+inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
 inline V add(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline V sub(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline V mul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }

@@ -35,6 +35,18 @@ inline V load(const Fp8* p) {
   const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(static_cast<short>(0xbfff)));
   return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
 }
+// The 32 elements of a group of an int4 KV cache. A permutation uses the lowest four bits of a lane as index.
+inline void load_group(const Int4* p, float scale, float offset, V* out) {
+  const V codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const V elements = _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
+  const __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  out[0] = _mm512_permutexvar_ps(pairs, elements);
+  out[1] = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), elements);
+}
+// Sixteen numbers in float16.
+inline V load_halves(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 // Sixteen bytes as integers of 32 bits.
 inline __m512i bytes_of(const char* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -52,6 +64,13 @@ inline void store(uint16_t* p, V x) {
 inline void store(int8_t* p, V x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
+// Stores 32 integers from 0 to 15, the codes of a group of an int4 KV cache.
+inline void store_halves(Int4* p, V low, V high) {
+  const __m512i pairs = _mm512_or_si512(_mm512_cvtps_epi32(low), _mm512_slli_epi32(_mm512_cvtps_epi32(high), 4));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(pairs));
+}
+inline uint16_t to_half(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
+inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
 inline V add(V x, V y) { return _mm512_add_ps(x, y); }
 inline V sub(V x, V y) { return _mm512_sub_ps(x, y); }
 inline V mul(V x, V y) { return _mm512_mul_ps(x, y); }

@@ -52,6 +52,45 @@ inline V load(const Fp8* p) {
     return small * 0x1p120f;
   });
 }
+inline float from_half(uint16_t x) {
+  // In float32 the bits of a float16 number are one that is 2^112 too small, because the exponents are biased by 127 and 15.
+  const uint32_t magnitude = x & 0x7fffu;
+  uint32_t bits = magnitude << 13;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  wide *= 0x1p112f;
+  if (magnitude >= 0x7c00u) {  // infinity or NaN
+    bits = 0x7f800000u | magnitude << 13;
+    std::memcpy(&wide, &bits, sizeof wide);
+  }
+  return (x & 0x8000u) != 0 ? -wide : wide;
+}
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline uint16_t to_half(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof word);
+  const uint32_t magnitude = word & 0x7fffffffu, sign = word >> 16 & 0x8000u;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+  const uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+  // Below 2^-14 steps are 2^-24: the sum with 2^23 has the rounded number of steps in its low bits.
+  const float steps = std::fabs(x) * 0x1p24f + 8388608.0f;
+  uint32_t subnormal;
+  std::memcpy(&subnormal, &steps, sizeof subnormal);
+  if (magnitude < 0x38800000u) return static_cast<uint16_t>(sign | (subnormal & 0x7fffu));
+  const uint32_t code = normal - (112u << 10);
+  return static_cast<uint16_t>(sign | (code < 0x7c00u ? code : 0x7c00u));
+}
+inline void load_group(const Int4* p, float scale, float offset, V* out) {
+  for (int i = 0; i < 16; ++i) {
+    out[0].lane[i] = static_cast<float>(p[i].pair & 15) * scale + offset;
+    out[1].lane[i] = static_cast<float>(p[i].pair >> 4) * scale + offset;
+  }
+}
+inline V load_halves(const uint16_t* p) { return each([=](int i) { return from_half(p[i]); }); }
+inline void store_halves(Int4* p, V low, V high) {
+  const auto code = [](float x) { return x == x ? static_cast<int>(x) : 0; };
+  for (int i = 0; i < 16; ++i) p[i].pair = static_cast<uint8_t>(code(low.lane[i]) | code(high.lane[i]) << 4);
+}
 inline V load_scales(const char* header) {
   return each([=](int i) {
     uint16_t high;

@@ -13,7 +13,7 @@ from kernels._triton import kernel, tl
 from kernels.fp8 import dequantize, quantize
 from kernels.gpu.fp8 import float_from_fp8, fp8_from_float
 from kernels.kv_cache import write_kv, write_kv_reference
-from kernels.kv_quantised import QUANTISED, cached_size, from_quantised
+from kernels.kv_quantised import INT4, QUANTISED, cached_size, from_quantised
 from tests.examples import examples
 
 
@@ -65,10 +65,12 @@ def test_any_values_get_the_bits_of_torch(seed: int, spread: float) -> None:
     assert torch.equal(back, dequantize(bits, torch.float16))
 
 
-@pytest.mark.parametrize("dtype", QUANTISED)
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(2, 64), (3, 80)])
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "head_dim"),
+    [(dtype, *sizes) for dtype in QUANTISED for sizes in ((2, 64), (3, 96 if dtype == INT4 else 80))],
+)
 def test_write_kv(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Keys and values are written into a cache in eight bits as the reference writes them: bytes and scales."""
+    """Keys and values are written into a quantised cache as the reference writes them: codes and scales."""
     key, value = torch.randn(2, 4, num_heads, head_dim) * torch.tensor([1e-3, 1.0, 1e4])[:num_heads, None]
     value[2, 1] = 0
     slots = torch.tensor([17, -1, 0, 31])
@@ -81,4 +83,5 @@ def test_write_kv(num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     read = from_quantised(ours[0])[slots[[0, 2, 3]] // 16, :, slots[[0, 2, 3]] % 16]
     written = key[[0, 2, 3]]
     most = written.abs().amax(-1, keepdim=True)
-    assert bool(((read - written).abs() <= most / (253 if dtype == torch.int8 else 27)).all())
+    share = {torch.int8: 1 / 253, torch.uint8: 1 / 27, INT4: 1 / 14.5}[dtype]
+    assert bool(((read - written).abs() <= most * share).all())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels.kv_quantised import QUANTISED
 from kernels.paged_attention import launch, paged_attention, paged_attention_reference, schedule
 from tests.examples import examples
-from tests.kernels.batches import PagedBatch, as_float64, in_eight_bits, paged_batch
+from tests.kernels.batches import PagedBatch, as_float64, paged_batch, quantised_types, with_quantised_cache
 
 
 def rarely(*values: object) -> Any:
@@ -245,15 +245,15 @@ def test_the_cache_may_have_another_dtype_than_the_query() -> None:
 
 
 @pytest.mark.parametrize("dtype", QUANTISED)
-def test_a_cache_in_eight_bits_is_read_exactly(dtype: torch.dtype) -> None:
+def test_a_quantised_cache_is_read_exactly(dtype: torch.dtype) -> None:
     """The bytes and scales of a cache are read without a further loss, also with large and small values."""
     batch = paged_batch([(90, 1), (70, 30), (0, 1)])
-    assert_equals_reference(in_eight_bits(batch, dtype), tolerance=1e-5)
-    assert_equals_reference(replace(in_eight_bits(batch, dtype), query=batch.query.half()), tolerance=1e-3)
+    assert_equals_reference(with_quantised_cache(batch, dtype), tolerance=1e-5)
+    assert_equals_reference(replace(with_quantised_cache(batch, dtype), query=batch.query.half()), tolerance=1e-3)
     small = replace(batch, k_cache=batch.k_cache * 1e-3, v_cache=batch.v_cache * 1e-3)
-    assert_equals_reference(replace(in_eight_bits(small, dtype), query=batch.query.half()), tolerance=1e-6)
+    assert_equals_reference(replace(with_quantised_cache(small, dtype), query=batch.query.half()), tolerance=1e-6)
     large = replace(batch, v_cache=batch.v_cache * 1e3)
-    assert_equals_reference(replace(in_eight_bits(large, dtype), query=batch.query.half()), tolerance=1.0)
+    assert_equals_reference(replace(with_quantised_cache(large, dtype), query=batch.query.half()), tolerance=1.0)
 
 
 def test_query_inside_a_packed_projection() -> None:
@@ -272,16 +272,17 @@ def test_any_shape_gives_the_result_of_the_reference(data: st.DataObject) -> Non
     contexts = data.draw(st.lists(st.integers(1, 120), min_size=1, max_size=4))
     rows = [(context, data.draw(st.integers(1, context) | st.just(1))) for context in contexts]
     num_kv_heads = data.draw(st.integers(1, 2))
+    head_dim = data.draw(st.sampled_from([64, 72, 96, 128]))
     batch = paged_batch(
         rows,
         num_heads=num_kv_heads * data.draw(st.integers(1, 5)),
         num_kv_heads=num_kv_heads,
-        head_dim=data.draw(st.sampled_from([64, 72, 128])),
+        head_dim=head_dim,
         block_size=data.draw(st.sampled_from([8, 16, 24, 64])),
         seed=data.draw(st.integers(0, 1000)),
     )
-    kind = data.draw(st.sampled_from([None, *QUANTISED]))
+    kind = data.draw(st.sampled_from([None, *quantised_types(head_dim)]))
     if kind is not None:
-        batch = in_eight_bits(batch, kind)
+        batch = with_quantised_cache(batch, kind)
     window, cap = data.draw(st.none() | st.integers(1, 100)), data.draw(st.none() | st.just(9.0))
     assert_equals_reference(batch, window, cap)

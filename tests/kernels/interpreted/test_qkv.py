@@ -6,11 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.kv_quantised import cached_size, from_cache
+from kernels.kv_quantised import INT4, cached_size, from_cache
 from kernels.norm import rms_norm_reference
 from kernels.qkv import rotate_and_cache
 from kernels.rotary import apply_rotary_reference
 from tests.examples import examples
+from tests.kernels.batches import quantised_types
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -22,7 +23,7 @@ def test_equals_its_parts(data: st.DataObject) -> None:
     head_dim, half = data.draw(st.sampled_from([(16, 8), (64, 32), (80, 40), (80, 16), (96, 48)]))
     block_size = data.draw(st.sampled_from([8, 16, 24]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
-    kv_dtype = data.draw(st.sampled_from([dtype, torch.uint8, torch.int8]))
+    kv_dtype = data.draw(st.sampled_from([dtype, *quantised_types(head_dim)]))
     normed = data.draw(st.booleans())
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
@@ -47,8 +48,9 @@ def test_equals_its_parts(data: st.DataObject) -> None:
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 exact, found = written[token].float(), read[slot // block_size, :, slot % block_size]
-                # int8 rounds to a part of the largest element, fp8 to a part of each element.
-                relative, share = {torch.int8: (step, 0.005), torch.uint8: (0.07, 0.002)}.get(kv_dtype, (step, 0.0))
+                # int8 and int4 round to a part of the largest element, fp8 to a part of each element.
+                shares = {torch.int8: (step, 0.005), torch.uint8: (0.07, 0.002), INT4: (step, 0.07)}
+                relative, share = shares.get(kv_dtype, (step, 0.0))
                 allowed = step + relative * exact.abs() + share * exact.abs().amax(-1, keepdim=True)
                 assert bool(((found - exact).abs() <= allowed).all())
                 read[slot // block_size, :, slot % block_size] = 0
