@@ -9,7 +9,7 @@ from checks.sim.aims import with_comparison
 from scheduler_svc.core.planning.batch_selection import Admission
 from scheduler_svc.core.queueing import policies
 from scheduler_svc.core.queueing.backlog import Backlog
-from scheduler_svc.core.queueing.policies import LongestPrefixQueue
+from scheduler_svc.core.queueing.policies import LPM_WINDOW, LongestPrefixQueue
 from scheduler_svc.core.requests.request import Request
 
 
@@ -18,7 +18,7 @@ def looks_count_as_passing(patch: pytest.MonkeyPatch) -> None:
     """Under `lpm`, requests count as passed over at every check, even if no request is admitted."""
 
     def counted(take: Any, self: LongestPrefixQueue, cached: Any) -> Any:
-        for request in self.first_ones(self.WINDOW):
+        for request in self.first_ones(LPM_WINDOW):
             request.wait.passed_over += 1
         return take(self, cached)
 
