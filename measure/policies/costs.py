@@ -124,7 +124,7 @@ def read_costs(name: str) -> Costs:
         raise ConfigError(f"--costs: {name}: not a JSON object; use the fields of a device, see docs/arena.md")
     if "step_times" in found:
         try:
-            return _of_service(Path(name).stem, from_json(json.dumps(found)))
+            return of_service(Path(name).stem, from_json(json.dumps(found)))
         except (StepTimesError, ReplayError) as error:
             raise ConfigError(f"--costs: {name}: {error}") from None
     types = {field.name: field.type for field in dataclasses.fields(Costs)}
@@ -146,7 +146,8 @@ def read_costs(name: str) -> Costs:
     return Costs(**values)
 
 
-def _of_service(name: str, service: Service) -> Costs:
+def of_service(name: str, service: Service) -> Costs:
+    """Return the device of a service, from the step times that were learned from its record."""
     times, worker = service.times, service.members[0].hello
     return Costs(
         name=name,

@@ -37,7 +37,8 @@ class Cell:
     costs: str
     capacity: float
     """Smallest share of the trace's requests at which vLLM's fcfs keeps the device 99 % busy between the first and the
-    last arrival. `--capacities` measures it.
+    last arrival. `--capacities` measures it. For Azure's conversations, it is the throughput of vLLM's fcfs under
+    overload, because requests with long outputs keep a device busy long before that.
     """
     seconds: float
     """Length of the part of the trace."""
@@ -58,8 +59,8 @@ CELLS = (
     Cell("mooncake", _MOONCAKE, "70b-4xh100", 0.223, 400.0),
     Cell("azure", _CODE, "8b-h100", 2.51, 270.0, busiest=(180.0, 240.0)),
     Cell("azure", _CODE, "70b-4xh100", 0.514, 270.0, busiest=(180.0, 240.0)),
-    Cell("azure", _CONVERSATIONS, "8b-h100", 4.7, 120.0, busiest=(40.0, 120.0)),
-    Cell("azure", _CONVERSATIONS, "70b-4xh100", 2.4, 120.0, busiest=(40.0, 120.0)),
+    Cell("azure", _CONVERSATIONS, "8b-h100", 4.83, 60.0),
+    Cell("azure", _CONVERSATIONS, "70b-4xh100", 2.75, 60.0),
 )
 LOADS = (0.9, 1.1)
 """Loads as shares of the capacity."""
