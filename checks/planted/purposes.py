@@ -29,14 +29,14 @@ def looks_count_as_passing(patch: pytest.MonkeyPatch) -> None:
 def short_part_by_arrival(patch: pytest.MonkeyPatch) -> None:
     """Under `lpm`, the part of a plan for short prompts admits the oldest request."""
 
-    def without_cache(find: Any, self: Admission) -> None:
+    def without_cache(take: Any, self: Admission, rest: int | None) -> Any:
         known, self._cached_tokens = self._cached_tokens, None  # type: ignore[method-assign,assignment]
         try:
-            find(self)
+            return take(self, rest)
         finally:
             self._cached_tokens = known  # type: ignore[method-assign]
 
-    wrap(patch, Admission, "_find_first", without_cache)
+    wrap(patch, Admission, "_take_short", without_cache)
 
 
 @bug("order.purpose", "order.policy", aim=with_comparison)

@@ -91,8 +91,8 @@ def rejected_drafts_are_computed(patch: pytest.MonkeyPatch) -> None:
 def tokens_behind_a_stop_token(patch: pytest.MonkeyPatch) -> None:
     """If a row gets several tokens in a step, only the last is compared with the stop tokens."""
 
-    def last_only(stopped: Any, self: RowTable, rows: Any, tokens: Any) -> Any:
-        positions = stopped(self, rows, tokens)
+    def last_only(stopped: Any, self: RowTable, rows: Any, tokens: Any, *gathered: Any) -> Any:
+        positions = stopped(self, rows, tokens, *gathered)
         ends = np.append(rows[1:] != rows[:-1], True)
         return positions[ends[positions]]
 

@@ -166,7 +166,7 @@ def test_a_batch_that_collects_is_the_limit() -> None:
     """Static batching waits for more requests."""
     cluster = _cluster(batching=BatchingLimits(mode="static", max_batch_size=4, max_wait_s=60.0))
     cluster.submit(1, [1], 2)
-    _turns(cluster, 2)
+    _turns(cluster, 1)
 
     assert _limit(cluster).kind is LimitKind.BATCH
     assert "--batching continuous" in _limit(cluster).remedy
