@@ -48,7 +48,7 @@ def lost_token(patch: pytest.MonkeyPatch) -> None:
 @bug("stream.ends", "stream.after_end")
 def stop_token_ignored(patch: pytest.MonkeyPatch) -> None:
     """Generation continues after a stop token."""
-    patch.setattr(RowTable, "stopped", lambda self, rows, tokens: np.zeros(0, np.int32))
+    patch.setattr(RowTable, "stopped", lambda self, rows, tokens, *gathered: np.zeros(0, np.int32))
 
 
 @bug("stream.credit")
