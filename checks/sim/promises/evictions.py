@@ -23,6 +23,8 @@ class _Blocks:
         """By block without a row, the step in which the last row left it."""
         self.shared: set[int] = set()
         """Blocks that were found in the cache and not reassigned to a row for writing since."""
+        self.before: dict[int, int] = {}
+        """By shared block, the one before it in the sequence, without which it is not found."""
         self.newest_evicted = 0
         """The latest time since which an evicted block had been unused."""
 
@@ -33,19 +35,43 @@ class _Blocks:
             if not self.holders[block]:
                 self.unused_since[block] = step
 
-    def find(self, block: int) -> int | None:
-        """Record that a row shares a block; return the step since which it was unused."""
+    def find(self, block: int, before: int | None) -> int | None:
+        """Record that a row shares a block, found after `before`; return the step since which it was unused."""
         self.holders[block] += 1
         self.shared.add(block)
+        if before is not None:
+            self.before[block] = before
         return self.unused_since.pop(block, None)
 
-    def write(self, block: int) -> None:
-        """Record that a row got a block to write."""
-        self.holders[block] += 1
-        since = self.unused_since.pop(block, 0)
-        if block in self.shared:
-            self.shared.discard(block)
-            self.newest_evicted = max(self.newest_evicted, since)
+    def write(self, blocks: list[int]) -> None:
+        """Record that rows got blocks to write."""
+        evicted = [block for block in blocks if block in self.shared]
+        self.newest_evicted = max(self.newest_evicted, *map(self._found_until, evicted), 0)
+        for block in blocks:
+            self.holders[block] += 1
+            self.unused_since.pop(block, None)
+        for block in evicted:
+            self._lost(block)
+
+    def _found_until(self, block: int) -> int:
+        """Return the step since which a block, or one before it, has been unused.
+
+        A block is evicted with the first one before it. A row that was not allowed to share the blocks before it has
+        copies of them, so they may have been unused for longer.
+        """
+        since, before = self.unused_since.get(block, 0), self.before.get(block)
+        while before is not None:
+            since = min(since, self.unused_since.get(before, since))
+            before = self.before.get(before)
+        return since
+
+    def _lost(self, block: int) -> None:
+        """Record that a block, and those that are found only through it, are not in the cache."""
+        lost = [block]
+        for each in lost:
+            self.shared.discard(each)
+            self.before.pop(each, None)
+            lost += [after for after, before in self.before.items() if before == each]
 
 
 class LeastRecentlyUsedGoFirst(Promise):
@@ -76,8 +102,8 @@ class LeastRecentlyUsedGoFirst(Promise):
             table: list[int] = admission.blocks.tolist()
             num_shared = admission.num_computed_tokens // epoch.model.block_size
             blocks.tables[admission.row] = table
-            for block in table[:num_shared]:
-                since = blocks.find(block)
+            for before, block in zip([None, *table], table[:num_shared], strict=False):
+                since = blocks.find(block, before)
                 if since is not None and newest_evicted:
                     self.seen(Limit.FOUND_AFTER_EVICTION)
                     if since + _APART <= newest_evicted:
@@ -90,5 +116,4 @@ class LeastRecentlyUsedGoFirst(Promise):
             blocks.tables[row].append(block)
             given.append(block)
         # A block that is shared in this plan is not evicted by the same plan.
-        for block in given:
-            blocks.write(block)
+        blocks.write(given)

@@ -14,6 +14,7 @@ from checks.sim.promises.keys import PolicyKeys
 from checks.sim.promises.prompts import PromptOrder
 from checks.sim.sites import Epoch
 from checks.sim.stream import Stream
+from records.rules.model_worker import Row
 from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
@@ -128,7 +129,7 @@ class AdmissionOrder(Promise):
             obstacle = self._eligibility.obstacle(other, epoch, memory, without=stream)
             if obstacle is Obstacle.CREDIT:
                 self._forget(other)
-            elif obstacle is Obstacle.MEMORY and self._eligibility.held_by(other, epoch, without=stream) is None:
+            elif obstacle is Obstacle.MEMORY and not self._may_be_held(other, stream, plan, epoch):
                 self._left.pop(other, None)
                 self._lacked_memory(other, stream)
             elif obstacle is None and self._yields_to_short(other, plan, epoch):
@@ -140,11 +141,17 @@ class AdmissionOrder(Promise):
             else:
                 self._left.pop(other, None)
 
+    def _may_be_held(self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch) -> bool:
+        """Return whether `other` may have been held when `stream` was admitted, so that it was not overtaken."""
+        if self._eligibility.held_by(other, epoch, without=stream) is not None:
+            return True
+        # A request whose prefix this plan completes was held before the plan's chunks were chosen.
+        computing = [row for row in _computed_by(plan, epoch) if row.name != stream.name]
+        return self._eligibility.shares_prefix_with(other, computing, epoch)
+
     def _yields_to_short(self, other: Stream, plan: Plan, epoch: Epoch) -> bool:
         """Return whether `other` waits for requests that the plan computes or admits, including shorter ones."""
-        # A request whose prefix this plan completes was held before the plan's chunks were chosen.
-        computing = [row for row in map(epoch.model.rows.get, plan.chunk_rows.tolist()) if row is not None]
-        if self._eligibility.shares_prefix_with(other, computing, epoch):
+        if self._eligibility.shares_prefix_with(other, _computed_by(plan, epoch), epoch):
             return True
         admitted = [epoch.model.rows[admission.row] for admission in plan.admissions]
         if not (self.config.serves_short_first and any(row.num_admitted <= other.num_known for row in admitted)):
@@ -170,3 +177,8 @@ class AdmissionOrder(Promise):
         self._left[other] = since, now
         if now - since >= patience:
             self.world.broken("order.policy", f"overtaken without need, last by {stream.name}", other.name)
+
+
+def _computed_by(plan: Plan, epoch: Epoch) -> list[Row]:
+    """Return the rows whose prompts the plan computes."""
+    return [row for row in map(epoch.model.rows.get, plan.chunk_rows.tolist()) if row is not None]
