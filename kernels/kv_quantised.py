@@ -61,7 +61,7 @@ def quantise_heads(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     """Quantise keys or values ``[..., head_dim]``.
 
     Returns:
-        The codes and the scales of `parts_of`, with the dimensions of ``x`` before the last one.
+        The codes and the scales as in `parts_of`; their leading dimensions are those of ``x``.
     """
     wide = x.float()
     if dtype == INT4:

@@ -19,9 +19,9 @@ from kernels.gpu.fp8 import floats_from_fp8_pairs, floats_from_int8_pairs
 
 @jit
 def dims_of(dim: tl.tensor, CACHE_TYPE: tl.constexpr) -> tl.tensor:
-    """Return the dimension of the low element of each pair, or of each element if elements are not read in pairs.
+    """Return the head dimension of the low element of each pair, or of each element if there are no pairs.
 
-    The high element is one dimension after it, or 16 with int4.
+    The high element of a pair follows one dimension later, or 16 dimensions later with int4.
     """
     if CACHE_TYPE == tl.uint8:  # noqa: SIM300 - evaluated by the compiler
         dims = dim // 16 * 32 + dim % 16

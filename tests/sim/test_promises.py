@@ -67,7 +67,7 @@ def test_a_block_is_evicted_with_an_older_one_before_it() -> None:
 
 
 def test_a_block_that_was_used_later_is_not_evicted_first() -> None:
-    """A block is evicted although one that was unused for longer, and is found later, was not before it."""
+    """The promise fails if a block is evicted while a block that was unused for longer stays in the cache."""
     with pytest.raises(ViolationError, match="unused since step 3, is found"):
         _evictions(
             _plan(1, {0: ([0, 1], 0), 1: ([4, 5], 0)}, []),

@@ -142,7 +142,7 @@ class AdmissionOrder(Promise):
                 self._left.pop(other, None)
 
     def _may_be_held(self, other: Stream, stream: Stream, plan: Plan, epoch: Epoch) -> bool:
-        """Return whether `other` may have been held when `stream` was admitted, so that it was not overtaken."""
+        """Return whether `other` may have been held when `stream` was admitted. A held request is not overtaken."""
         if self._eligibility.held_by(other, epoch, without=stream) is not None:
             return True
         # A request whose prefix this plan completes was held before the plan's chunks were chosen.

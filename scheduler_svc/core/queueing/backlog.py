@@ -334,7 +334,7 @@ class Backlog:
     def take_short(self, worker: Worker, rest: int | None) -> Request | None:
         """Take out the shortest request that the worker can serve if it is shorter than `rest` tokens, or return None.
 
-        Call it only if `serves_by_length`, and not for a draining worker.
+        The backlog must serve by length (`serves_by_length`), and the worker must not be draining.
         """
         assert self._shortest is not None
         request = self._shortest.first(lambda request: self.can_serve(worker, request))

@@ -58,7 +58,7 @@ can.
 """
 
 LPM_WINDOW, FAIR_WINDOW = 64, 16
-"""Number of oldest requests that are ranked by their cached tokens, of the whole queue and of each tenant."""
+"""How many of the oldest requests are ranked by their cached tokens: `lpm` in the whole queue, `fair` per tenant."""
 
 CachedTokens = Callable[[Request], int] | None
 """Returns the number of a request's cached tokens; None if they do not matter."""
