@@ -253,13 +253,6 @@ class SchedulerService:
             self._workers.try_send(peer, worker_link.encode_refused(str(error)))
             return
         match event:
-            case ev.WorkerHello():
-                self._gone.pop(peer, None)
-                self._tracing.worker_lost(peer, now)  # After a new Hello the worker sends no results for earlier plans.
-                self._metrics.workers_joined += 1
-                self._workers.add(peer, event.worker_id, now, process=event.process)
-            case ev.WorkerLost():
-                self._forget_worker(peer, event.reason, now, orderly=event.orderly)
             case ev.StepDone():
                 self._pulse.served()
                 self._tracing.step_answered(peer, event.epoch, event.step, now)
@@ -268,6 +261,13 @@ class SchedulerService:
                     self._metrics.observe_step(worker_id, event.step, timings, now)
                 if self._recorder is not None:
                     self._recorder.tape.timings = timings
+            case ev.WorkerHello():
+                self._gone.pop(peer, None)
+                self._tracing.worker_lost(peer, now)  # After a new Hello the worker sends no results for earlier plans.
+                self._metrics.workers_joined += 1
+                self._workers.add(peer, event.worker_id, now, process=event.process)
+            case ev.WorkerLost():
+                self._forget_worker(peer, event.reason, now, orderly=event.orderly)
         self._apply(event, now)
 
     def _plan_for(self, peers: list[ev.Peer], now: float) -> bool:

@@ -157,6 +157,8 @@ class SchedulerTracing:
 
     def step_answered(self, worker: Peer, epoch: int, step: int, now: float) -> None:
         """Close the step's span."""
+        if not self._steps:
+            return
         span = self._steps.pop((worker, epoch, step), None)
         if span is not None:
             span.end(self._unix_ns(now))

@@ -24,22 +24,29 @@ def to_column(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     if not len(values):
         return b""
     if isinstance(values, np.ndarray):
-        return values.astype(_WIRE_TYPE, copy=False).tobytes()
+        return values.astype(_WIRE_TYPE).tobytes()
     return np.array(values, _WIRE_TYPE).tobytes()
+
+
+def joined_column(arrays: Sequence[Int32Array]) -> bytes:
+    """Pack several arrays into one column, one after the other."""
+    if len(arrays) == 1:
+        return to_column(arrays[0])
+    return np.concatenate(arrays).astype(_WIRE_TYPE).tobytes() if arrays else b""
 
 
 def from_column(column: bytes) -> Int32Array:
     """Unpack a column as a read-only array `[n] int32`, without copying it."""
     if len(column) % 4:
         raise MalformedColumnError(f"column: {len(column)} bytes is not a multiple of 4")
-    return np.frombuffer(column, dtype=_WIRE_TYPE)
+    return np.frombuffer(column, _WIRE_TYPE)
 
 
 def from_columns(*columns: bytes) -> tuple[Int32Array, ...]:
     """Unpack the columns of one group, whose lengths must be equal."""
     arrays = tuple([from_column(column) for column in columns])
     length = len(columns[0])
-    for column in columns:
+    for column in columns[1:]:
         if len(column) != length:
             raise MalformedColumnError(f"columns: lengths differ within a group: {[len(array) for array in arrays]}")
     return arrays

@@ -88,7 +88,8 @@ class Scheduler:
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Apply one event and return the effects to execute, in order."""
-        self.tidy()
+        if self._untidy:
+            self.tidy()
         self._fleet.time_passes(now)
         getattr(self, self._HANDLERS[type(event)])(event, now)
         return self._take_effects()
@@ -99,10 +100,16 @@ class Scheduler:
         The plan is None if there is nothing to do, if it is too early, or if enough plans are in flight. Effects are,
         for example, the end of a request that can never run. Call `tidy` after sending the plan.
         """
-        self.tidy()
         worker = self._fleet.get(peer)
         if worker is None or not self._is_due(worker, now):
+            self.tidy()
             return None, []
+        return self._plan_due(worker, now)
+
+    def _plan_due(self, worker: Worker, now: float) -> tuple[Plan | None, list[Effect]]:
+        """Like `plan`, for a worker whose plan is due."""
+        if self._untidy:
+            self.tidy()
         backlog = self._requests.backlog
         backlog.time_passed(now)
         may_admit = backlog.has_for(worker)

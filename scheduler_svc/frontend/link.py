@@ -17,7 +17,7 @@ from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import Int32Array
-from shared.columns import MalformedColumnError, from_column, from_columns, to_column
+from shared.columns import MalformedColumnError, from_column, from_columns, joined_column
 from shared.errors import InvalidRequestError, QuireError
 from shared.frames import (
     LINK_VERSIONS,
@@ -279,13 +279,13 @@ class Outgoing:
         """
         self._message.incarnation = incarnation
         # Keep entries from different steps of a stream in order, because the receiver appends them one by one.
-        streams, first_indices, tokens = (
-            b"".join([to_column(getattr(effect, name)) for effect in self._tokens]) for name in _TOKEN_COLUMNS
-        )
-        if tokens:
-            self._message.streams, self._message.first_indices, self._message.tokens = streams, first_indices, tokens
+        if self._tokens:
+            message, effects = self._message, self._tokens
+            message.streams = joined_column([effect.streams for effect in effects])
+            message.first_indices = joined_column([effect.first_indices for effect in effects])
+            message.tokens = joined_column([effect.tokens for effect in effects])
             if self._has_counts:
-                self._message.counts = b"".join([to_column(_counts(effect)) for effect in self._tokens])
+                message.counts = joined_column([_counts(effect) for effect in effects])
         frame = self._message.SerializeToString()
         return [frame] if len(frame) <= PACKED_BYTES else self._split(incarnation)
 
@@ -294,8 +294,8 @@ class Outgoing:
         whole = self._message
         # A list with one entry per token can be split anywhere.
         each = [effect.each() for effect in self._tokens]
-        streams = b"".join([to_column(column) for column, _ in each])
-        first_indices = b"".join([to_column(column) for _, column in each])
+        streams = joined_column([column for column, _ in each])
+        first_indices = joined_column([column for _, column in each])
         tokens = whole.tokens
         packer = Packer(lambda: link_pb2.CoreMessage(incarnation=incarnation))
         head = packer.messages[0]
@@ -324,9 +324,8 @@ class Outgoing:
         return [message.SerializeToString() for message in packer.messages]
 
 
-_TOKEN_COLUMNS = ("streams", "first_indices", "tokens")
-_TOKEN_WIDTH = TOKEN_BYTES * len(_TOKEN_COLUMNS)
-"""Size of a token in a frame, in bytes."""
+_TOKEN_WIDTH = TOKEN_BYTES * 3
+"""Size of a token in a frame with its stream and index, in bytes."""
 _PART_OVERHEAD = 64
 """Upper bound of the overhead of log-probabilities in a frame, in bytes."""
 

@@ -20,6 +20,7 @@ from scheduler_svc.core.interface.records import Note, Notes, Peer, QueueNote
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.workers.worker import Worker
 from shared.prefix_keys import BlockKey
 
 
@@ -195,15 +196,11 @@ class RecordedScheduler(Scheduler):
             self._tape.handled(event, now, effects)
         return effects
 
-    def plan(self, peer: Peer, now: float) -> tuple[Plan | None, list[Effect]]:
-        if not self.is_due(peer, now):
-            # Recording is off, and the next call does the deferred work.
-            self.tidy()
-            return None, []
+    def _plan_due(self, worker: Worker, now: float) -> tuple[Plan | None, list[Effect]]:
         plan: Plan | None = None
         effects: list[Effect] = []
         try:
-            plan, effects = super().plan(peer, now)
+            plan, effects = super()._plan_due(worker, now)
         finally:
-            self._tape.planned(peer, now, plan, effects)
+            self._tape.planned(worker.peer, now, plan, effects)
         return plan, effects

@@ -81,7 +81,9 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     steady = worker.rows.steady
     if steady is not None and steady.rows is not answered:
         steady = None
-    if not _are_same(answered if steady is None else steady.numbers, event.rows):
+    # Comparing bytes takes a fifth of the time of `np.array_equal`.
+    planned = answered.astype(np.int32) if steady is None else steady.numbers
+    if planned.tobytes() != event.rows.tobytes():
         raise ProtocolViolationError(f"result of step {event.step}: its rows are not those of the plan")
     drafts = None
     if limits is not None or event.counts is not None or event.draft_counts is not None:
@@ -196,11 +198,6 @@ def _drafts(event: StepDone, limits: Int32Array | None) -> _Drafts:
             f"result of step {event.step}: a row has more tokens or drafts than the plan allows"
         )
     return _Drafts(counts, verified, limits, int(verified.sum()))
-
-
-def _are_same(planned: IndexArray | Int32Array, answered: Int32Array) -> bool:
-    # Comparing bytes takes a fifth of the time of `np.array_equal`.
-    return planned.astype(np.int32, copy=False).tobytes() == answered.tobytes()
 
 
 def _settle_rows(

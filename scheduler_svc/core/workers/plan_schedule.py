@@ -31,9 +31,11 @@ class PlanSchedule:
 
     def update(self, worker: Worker) -> None:
         """Update a worker that has joined, or whose steps in flight have changed."""
-        self.remove(worker)
+        self._ready.pop(worker, None)
+        self._idle.pop(worker, None)
         due = worker.plan_due(self._max_in_flight)
         if due is None:
+            self._due.pop(worker, None)
             return
         self._due[worker] = due
         self._num_entries += 1
