@@ -66,6 +66,8 @@ def dump(core: Scheduler, tagger: Tagger, *, with_tokens: bool) -> bytes:
     Raises:
         SnapshotError: the state holds a value of an unknown kind.
     """
+    for worker in core._fleet:
+        worker.rows.catch_up()
     return zlib.compress(json.dumps(_Writer(tagger, with_tokens).write(core), separators=(",", ":")).encode(), 3)
 
 

@@ -4,7 +4,7 @@ Most plans of a busy worker are of this kind. They equal those of the planner, b
 has to be chosen, and what does not change is known from earlier plans (`steady_rows`).
 """
 
-from scheduler_svc.core.interface.arrays import NO_INDICES, NO_NUMBERS, ONE
+from scheduler_svc.core.interface.arrays import NO_INDICES, NO_NUMBERS
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.worker import StepInFlight, Worker
@@ -44,9 +44,8 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
     needy, blocks = outlook.next_plan(), NO_INDICES
     if len(needy):
         blocks = worker.pool.take(len(needy))
-        rows.grow(needy, blocks)
         worker.capacity.grew(len(needy))
-    rows.length[decodes] += ONE
+    rows.plan_steady(needy, blocks)
     steady = rows.steady or rows.gather()
     shape = StepShape(num_rows, 0, worker.decoded(decodes))
     least_s, expected_s, allowance = worker.costs.bounds(shape, step_deadline_s)

@@ -11,6 +11,10 @@ add in this way, so a row has at most `length + drafts` tokens. A draft is verif
 the row also has at most `capacity + 1` tokens. `reach` is the smaller of these two bounds, and is compared with credit
 and blocks. Without speculation, `reach` equals `length`.
 
+Most steps only continue the decode rows. Their effect on the rows is known in advance, so it is deferred and then
+applied for several steps at once (`plan_steady`, `commit_steady`, `catch_up`). The arrays that such steps change are
+properties that first apply deferred steps, so code outside of this class does not see the deferral.
+
 Invariants, for rows that are not free:
     num_prompt <= committed <= length <= limit;  0 <= drafts;  0 <= draft_limit
     PREFILL: computed < length == committed, drafts == draft_limit == 0
@@ -49,6 +53,9 @@ _FLUSH_EVERY = _RECENT // 2
 """Number of steps in which each row's tokens are moved once to its request, so that no step moves the tokens of all
 rows.
 """
+_MAX_DEFERRED = 32
+"""Maximum number of results whose tokens are deferred. Tokens of more steps would need more places per row."""
+_STEPS = np.arange(_MAX_DEFERRED)
 _ONE_BLOCK = np.array(1, np.intp)
 _ACCEPTANCE_DECAY = np.float32(0.9)
 """Weight of earlier steps in a row's measured acceptance, per step with drafts."""
@@ -76,15 +83,14 @@ class RowTable:
         """Number of leading blocks that other requests may share."""
         self.state = np.zeros(max_rows, np.int8)
         self.generation = np.zeros(max_rows, np.int32)
-        self.length = np.zeros(max_rows, np.int32)
-        self.committed = np.zeros(max_rows, np.int32)
+        self._length = np.zeros(max_rows, np.int32)
+        self._committed = np.zeros(max_rows, np.int32)
         self.computed = np.zeros(max_rows, np.int32)
         self.limit = np.zeros(max_rows, np.int32)
         self.allowed = np.zeros(max_rows, np.int32)
-        self.capacity = np.zeros(max_rows, np.int32)
+        self._capacity = np.zeros(max_rows, np.int32)
         self.held = np.zeros(max_rows, np.bool_)
-        self.hold_noted = np.zeros(max_rows, np.bool_)
-        """Rows whose request was noted as held out, and has received neither credit nor a block since then."""
+        self._hold_noted = np.zeros(max_rows, np.bool_)
         self.draft_limit = np.zeros(max_rows, np.int32)
         """Maximum draft tokens per step for the row; change it with `set_draft_limits`."""
         self.drafts_allowed = False
@@ -132,10 +138,40 @@ class RowTable:
         self.num_all_generated = 0
         """Tokens that the running requests have generated and delivered."""
         self._decoding: IndexArray | None = None
+        self._num_planned = 0
+        """Number of deferred plans of steady rows."""
+        self._grown: list[tuple[IndexArray, IndexArray]] = []
+        """(rows, blocks): a block for each row, from deferred plans."""
+        self._sampled: list[Int32Array] = []
+        """Tokens of the steady rows, one array per deferred result."""
         self.steady: SteadyRows | None = None
         """Columns of the decode rows, if `gather` was called for the present ones; read-only."""
         self.outlook: Outlook | None = None
         """What the next plans need, if it is known."""
+
+    @property
+    def length(self) -> Int32Array:
+        """Minimum number of tokens in each row when all steps in flight have results."""
+        self.catch_up()
+        return self._length
+
+    @property
+    def committed(self) -> Int32Array:
+        """Number of tokens in each row."""
+        self.catch_up()
+        return self._committed
+
+    @property
+    def capacity(self) -> Int32Array:
+        """Number of tokens for which each row has blocks."""
+        self.catch_up()
+        return self._capacity
+
+    @property
+    def hold_noted(self) -> BoolArray:
+        """Rows whose request was noted as held out, and has received neither credit nor a block since then."""
+        self.catch_up()
+        return self._hold_noted
 
     @property
     def num_free(self) -> int:
@@ -150,11 +186,13 @@ class RowTable:
         return self._decoding
 
     def _decoding_changed(self) -> None:
+        self.catch_up()
         self._decoding = self.steady = self.outlook = None
 
     def gather(self) -> SteadyRows:
         """Gather the columns of the decode rows that stay the same while the rows only continue."""
         rows = self.decoding
+        numbers = rows.astype(np.int32)
         traced = []
         for row in sorted(self.traced):
             request = self.requests[row]
@@ -162,10 +200,9 @@ class RowTable:
                 traced.append(request.key)
         self.steady = SteadyRows(
             rows=rows,
-            numbers=rows.astype(np.int32),
+            column=numbers.tobytes(),
             generations=self.generation[rows],
             streams=self.stream[rows],
-            num_prompt=self.num_prompt[rows],
             stops=None if self._many_stops else [stops[rows] for stops in self._stops[: self._most_stops]],
             traced=tuple(traced),
         )
@@ -272,7 +309,7 @@ class RowTable:
         if allowed < self.allowed.item(row):
             self.outlook = None
         self.allowed[row] = min(allowed, _INT32_MAX)
-        self.hold_noted[row] = False
+        self._hold_noted[row] = False
 
     def start_decoding(self, row: int) -> None:
         """Start decoding a row whose prompt is planned up to its end; its first token is in flight."""
@@ -287,50 +324,101 @@ class RowTable:
 
     def blocks(self, row: int) -> IndexArray:
         """Return the row's block table as a read-only view."""
+        self.catch_up()
         return self._tables[row, : self._num_blocks[row]]
 
     def grow(self, rows: IndexArray, blocks: IndexArray) -> None:
         """Append one block to the table of each row; the rows are distinct."""
+        self.catch_up()
+        self.num_table_blocks += len(rows)
+        self._append_blocks(rows, blocks)
+
+    def _append_blocks(self, rows: IndexArray, blocks: IndexArray) -> None:
         num_blocks = self._num_blocks[rows]
         self._tables[rows, num_blocks] = blocks
         self._num_blocks[rows] = num_blocks + _ONE_BLOCK
-        self.capacity[rows] += self._block
-        self.num_table_blocks += len(rows)
-        self.hold_noted[rows] = False
+        self._capacity[rows] += self._block
+        self._hold_noted[rows] = False
+
+    def plan_steady(self, needy: IndexArray, blocks: IndexArray) -> None:
+        """Plan a step of the steady rows: one more token for each row, and one more block for each row in `needy`."""
+        if len(needy):
+            self._grown.append((needy, blocks))
+            self.num_table_blocks += len(needy)
+        self._num_planned += 1
+        # Each row needs at most one block in so many plans.
+        if self._num_planned == self.block_size:
+            self.catch_up()
+
+    def commit_steady(self, tokens: Int32Array) -> Int32Array:
+        """Like `commit` for one token of each steady row."""
+        steady = self.steady
+        assert steady is not None
+        self.num_all_generated += len(tokens)
+        first_indices = steady.indices
+        if first_indices is None:
+            first_indices = self.committed[steady.rows] - self.num_prompt[steady.rows]
+        steady.indices = first_indices + ONE
+        self._sampled.append(tokens)
+        if len(self._sampled) == _MAX_DEFERRED:
+            self.catch_up()
+        return first_indices
+
+    def catch_up(self) -> None:
+        """Apply the deferred steps of the steady rows."""
+        if not self._num_planned and not self._sampled:
+            return
+        rows = self.decoding
+        if self._num_planned:
+            self._length[rows] += np.int32(self._num_planned)
+            self._num_planned = 0
+            if self._grown:
+                grown, self._grown = self._grown, []
+                self._append_blocks(*(np.concatenate(column) for column in zip(*grown, strict=True)))
+        if self._sampled:
+            sampled, self._sampled = self._sampled, []
+            num_steps = len(sampled)
+            committed = self._committed[rows]
+            places = (self._places[rows] + committed)[:, None] + _STEPS[:num_steps]
+            self._recent[places] = np.stack(sampled, axis=1)
+            self._committed[rows] = committed + np.int32(num_steps)
+            self._count_flushes(num_steps)
 
     def reach(self, rows: IndexArray) -> Int32Array:
         """Return the maximum number of tokens in each row when all steps in flight have results."""
         reach: Int32Array = np.minimum(self.length[rows] + self.drafts[rows], self.capacity[rows] + ONE)
         return reach
 
-    def commit(
-        self,
-        rows: IndexArray,
-        tokens: Int32Array,
-        counts: Int32Array | None = None,
-        num_prompt: Int32Array | None = None,
-    ) -> Int32Array:
+    def commit(self, rows: IndexArray, tokens: Int32Array, counts: Int32Array | None = None) -> Int32Array:
         """Append tokens to each row; the rows are distinct.
 
         Args:
             rows: the rows, `[n]`.
             tokens: tokens, grouped by row in the order of `rows`.
             counts: number of tokens per row, `[n]`; None for one each.
-            num_prompt: numbers of prompt tokens of `rows`, if they were gathered.
 
         Returns:
             the index of each row's first token among the generated tokens of the row, `[n]`.
         """
-        length = self.committed[rows]
+        self.catch_up()
+        if self.steady is not None:
+            self.steady.indices = None
+        length = self._committed[rows]
         self.num_all_generated += len(tokens)
         if counts is None:
             self._recent[self._places[rows] + length] = tokens
-            self.committed[rows] = length + ONE
-            self._flush_due += self.max_rows
+            self._committed[rows] = length + ONE
+            self._count_flushes(1)
         else:
             self._recent[np.repeat(self._places[rows], counts) + spread(length, counts)] = tokens
-            self.committed[rows] = length + counts
-            self._flush_due += self.max_rows * int(counts.max(initial=1))
+            self._committed[rows] = length + counts
+            self._count_flushes(int(counts.max(initial=1)))
+        first_indices: Int32Array = length - self.num_prompt[rows]
+        return first_indices
+
+    def _count_flushes(self, num_steps: int) -> None:
+        """Move the tokens of the rows whose turn has come after so many steps."""
+        self._flush_due += self.max_rows * num_steps
         while self._flush_due >= _FLUSH_EVERY:
             self._flush_due -= _FLUSH_EVERY
             row = self._next_flush
@@ -338,7 +426,6 @@ class RowTable:
             request = self.requests[row]
             if request is not None:
                 self._flush(row, request)
-        return length - (self.num_prompt[rows] if num_prompt is None else num_prompt)
 
     def verified(self, rows: IndexArray, drafted: Int32Array, accepted: Int32Array) -> None:
         """Record how many drafts each row verified and accepted in a step; the rows are distinct."""
@@ -420,6 +507,7 @@ class RowTable:
         assert self.decoding.tolist() == where(self.state == DECODE).tolist()
         if self.steady is not None:
             assert self.steady.rows is self.decoding
+            assert self.steady.column == self.decoding.astype(np.int32).tobytes()
             assert self.steady.generations.tolist() == self.generation[self.decoding].tolist()
         assert sorted(self._free) == where(self.state == FREE).tolist()
         assert self.num_running == self.max_rows - len(self._free)

@@ -17,15 +17,16 @@ class SteadyRows:
 
     rows: IndexArray
     """The decode rows, ascending: the array `RowTable.decoding`."""
-    numbers: Int32Array
+    column: bytes
     """The same rows as a worker sends them."""
     generations: Int32Array
     streams: Int32Array
-    num_prompt: Int32Array
     stops: Sequence[Int32Array] | None
     """Stop tokens of the rows, one array per place. None if a row has more stop tokens than places."""
     traced: tuple[tuple[Peer, int], ...]
     """(front end, stream) of the traced requests."""
+    indices: Int32Array | None = None
+    """Index of each row's next token among its generated tokens, if known."""
 
 
 @dataclass(slots=True, eq=False)
