@@ -11,7 +11,7 @@ from scheduler_svc.journal.segments import NewerJournalError
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.segments import FolderInUseError
 from shared.config import ConfigError, SchedulerConfig, state_folder
-from shared.curve import DOMAINS, CurveKeys
+from shared.curve import DOMAINS, SCHEDULER, STANDBY_DOMAIN, CurveKeys
 from shared.logging import get_logger
 from shared.sockets import Protect
 
@@ -135,4 +135,5 @@ def protector(keys: CurveKeys | None, role: str) -> Protect:
     """Return the function that sets up encryption on the socket for peers of a role."""
     if keys is None:
         return lambda _socket: None
-    return lambda socket: keys.protect_server(socket, DOMAINS[role])
+    domain = STANDBY_DOMAIN if role == SCHEDULER else DOMAINS[role]
+    return lambda socket: keys.protect_server(socket, domain)

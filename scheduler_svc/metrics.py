@@ -15,6 +15,7 @@ from scheduler_svc.core.lifecycle.statistics import SchedulerStats, WorkerStats
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.recorder.recorder import RecorderStats
+from scheduler_svc.standby.leading import StandbyStats
 from shared import metric_names as names
 from shared.metrics import Distribution, Registry, make_family
 
@@ -49,6 +50,15 @@ class _WorkerTimes:
             ("sample", self.sample_ns),
             ("idle", self.idle_ns),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """What the metrics show about leader and standbys."""
+
+    number: int
+    lease: LeaderLease | None
+    standbys: StandbyStats | None
 
 
 class SchedulerMetrics:
@@ -113,7 +123,7 @@ class SchedulerMetrics:
         stats: SchedulerStats,
         journal: Journal | None = None,
         recorder: RecorderStats | None = None,
-        lease: LeaderLease | None = None,
+        leadership: Leadership | None = None,
     ) -> list[link_pb2.MetricFamily]:
         """Return the current values of all metrics."""
         model = self.model
@@ -161,9 +171,8 @@ class SchedulerMetrics:
             families += _journal_families(journal)
         if recorder is not None:
             families += _recorder_families(recorder)
-        if lease is not None:
-            families.append(make_family(names.STANDBY_READY, [((), lease.has_standby)]))
-            families.append(make_family(names.LEADER_PID, [((), os.getpid())]))
+        if leadership is not None:
+            families += _leadership_families(leadership)
         return families
 
     def _of(self, worker_id: str) -> _WorkerTimes:
@@ -186,6 +195,22 @@ def _journal_families(journal: Journal) -> list[link_pb2.MetricFamily]:
         (names.JOURNAL_FORGOTTEN, journal.stats.forgotten),
     )
     return [make_family(metric, [((), value)]) for metric, value in figures]
+
+
+def _leadership_families(leadership: Leadership) -> list[link_pb2.MetricFamily]:
+    lease, standbys = leadership.lease, leadership.standbys
+    if lease is None and standbys is None:
+        return []
+    ready = (standbys is not None and standbys.ready > 0) or (lease is not None and lease.has_standby)
+    families = [make_family(names.STANDBY_READY, [((), ready)]), make_family(names.LEADER_PID, [((), os.getpid())])]
+    if leadership.number:
+        families.append(make_family(names.LEADER_NUMBER, [((), leadership.number)]))
+    if standbys is not None:
+        families += [
+            make_family(names.STANDBY_LAG, [((), standbys.lag_bytes)]),
+            make_family(names.STANDBY_DROPPED, [((), standbys.dropped)]),
+        ]
+    return families
 
 
 def _recorder_families(stats: RecorderStats) -> list[link_pb2.MetricFamily]:

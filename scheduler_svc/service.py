@@ -25,15 +25,16 @@ from scheduler_svc.journal.journal import Journal
 from scheduler_svc.kv_events import KvEvents
 from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.live_views import LiveViews
-from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.metrics import Leadership, SchedulerMetrics
 from scheduler_svc.operator import Operator
 from scheduler_svc.recorder.recorder import Recorder, RecorderStats
 from scheduler_svc.recorder.tape import RecordedScheduler
+from scheduler_svc.standby.leading import Standbys
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker import link as worker_link
 from scheduler_svc.worker.hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
-from shared.config import SchedulerConfig
-from shared.curve import FRONTEND, SCHEDULER, WORKER, AllowList, check_bind, load_keys
+from shared.config import SchedulerConfig, addresses
+from shared.curve import DOMAINS, FRONTEND, SCHEDULER, STANDBY_DOMAIN, WORKER, AllowList, check_bind, load_keys
 from shared.frames import FrameTooLargeError, MalformedFrameError
 from shared.logging import get_logger, set_level
 from shared.pulse import Pulse
@@ -49,6 +50,10 @@ TOGETHER_S = 0.0005
 """Maximum time for which a plan waits for others, so that several are sent together."""
 IDLE_INTERVAL_S = 0.5
 """Interval of pings and of polls of the worker processes while no request is live."""
+SILENCE_WITH_STANDBY_S = 2.0
+"""Maximum timeout of a worker that may find another leader, seconds."""
+STOPPED_S = 1.0
+"""Time between two turns above which this process was stopped, so that another scheduler may lead, seconds."""
 SHUTDOWN_FLUSH_S = 1.0
 SHUTDOWN_LINGER_MS = 500
 _FAULTS = {
@@ -87,9 +92,11 @@ class SchedulerService:
         admission: AdmissionSettings = NO_SETTINGS,
         recorder: Recorder | None = None,
         lease: LeaderLease | None = None,
+        leader_number: int = 0,
     ) -> None:
         self._config = config
         self._lease = lease
+        self._leader_number = leader_number
         core_config = to_core_config(config, admission)
         self._recorder = recorder
         is_wanted = config.record_dir not in ("", "off")
@@ -105,9 +112,21 @@ class SchedulerService:
         self._tracing = SchedulerTracing(telemetry, time.time_ns() - time.monotonic_ns(), config.trace_steps)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys = load_keys(config.keys, SCHEDULER)
-        for setting in ("worker_address", "frontend_address"):
-            check_bind(setting, getattr(config, setting), protected=keys is not None, insecure=config.insecure)
-        self._allowed = AllowList(self._context, keys) if keys is not None else None
+        for setting in ("worker_address", "frontend_address", "standby_address"):
+            if getattr(config, setting):
+                check_bind(setting, getattr(config, setting), protected=keys is not None, insecure=config.insecure)
+        domains = (*DOMAINS.values(), *([STANDBY_DOMAIN] if config.standby_address else []))
+        self._allowed = AllowList(self._context, keys, domains) if keys is not None else None
+        self._standbys: Standbys | None = None
+        if config.standby_address or config.standby_of:
+            self._standbys = Standbys(
+                self._context,
+                address=config.standby_address,
+                others=addresses(config.standby_of),
+                number=leader_number,
+                protect_server=protector(keys, SCHEDULER),
+                protect_client=(lambda _socket: None) if keys is None else keys.protect_scheduler,
+            )
         self._workers = WorkerHub(self._context, config.worker_address, protector(keys, WORKER))
         self._frontends = FrontendHub(
             self._context,
@@ -126,6 +145,9 @@ class SchedulerService:
         if config.kv_events:
             check_bind("kv_events", config.kv_events, protected=False, insecure=config.insecure)
         self._kv_events = KvEvents(self._context, config.kv_events) if config.kv_events else None
+        self._silence_s = config.worker_silence_s
+        if self._standbys is not None:
+            self._silence_s = min(config.worker_silence_s, SILENCE_WITH_STANDBY_S)
         self._pulse = Pulse()
         self._ticked_at = self._looked_at = -math.inf
         self._planned_at = 0.0
@@ -143,35 +165,58 @@ class SchedulerService:
         """Make `run` return after the current turn."""
         self._stopping = True
 
+    @property
+    def successor(self) -> int:
+        """Leader number of the scheduler that leads instead of this one; 0 for none."""
+        return 0 if self._standbys is None else self._standbys.successor
+
     def run(self) -> None:
-        """Serve until `stop`. After that, front ends keep live requests, or the requests end with SHUTDOWN."""
-        sockets = (self._workers.socket, self._frontends.socket)
+        """Serve until `stop`, or until another scheduler leads.
+
+        After that, front ends keep live requests, or the requests end with SHUTDOWN.
+        """
+        standbys, sockets = self._standbys, (self._workers.socket, self._frontends.socket)
         journal_descriptors: tuple[int, ...] = ()
         if self._journal is not None:
             journal_descriptors = self._journal.descriptors
             now = time.monotonic()
             self._apply(self._journal.restored, now)
-        more = False
+        more, began = False, time.monotonic()
         while not self._stopping:
             if not more:
                 descriptors = journal_descriptors + self._explanations.descriptors
-                wait_readable(sockets, self._wake_at() - time.monotonic(), descriptors)
-            began = time.monotonic()
+                readable = sockets if standbys is None else (*sockets, *standbys.sockets)
+                wait_readable(readable, self._wake_at() - time.monotonic(), descriptors)
+            last, began = began, time.monotonic()
+            if standbys is not None:
+                if began - last > STOPPED_S:
+                    standbys.listen()
+                standbys.read(began)
+                if standbys.successor:
+                    break
             more = self._turn()
             self._metrics.observe_turn(time.monotonic() - began)
-        if self._config.on_stop == "end":
+        is_silent = standbys is not None and standbys.must_be_silent
+        if self._config.on_stop == "end" and not self.successor:
             now = time.monotonic()
             self._apply(ev.ShutdownRequested(), now)
         if self._journal is not None:
+            self._journal.commit()
+        if standbys is not None and not is_silent:
+            standbys.hand_over(self._journal, ends=bool(standbys.successor))
+        if self._journal is not None:
             self._journal.close()
         # Send the computed tokens first, because writing the end of the record takes time.
-        self._frontends.drain(SHUTDOWN_FLUSH_S)
+        if not is_silent:
+            self._frontends.drain(SHUTDOWN_FLUSH_S)
         if self._recorder is not None:
             self._recorder.close()
 
     def metric_families(self) -> list[link_pb2.MetricFamily]:
         record = self._no_record if self._recorder is None else self._recorder.stats
-        return self._metrics.families(self._core.stats(), self._journal, record, self._lease)
+        standbys = None if self._standbys is None else self._standbys.stats(self._journal)
+        leadership = Leadership(self._leader_number, self._lease, standbys)
+        return self._metrics.families(self._core.stats(), self._journal, record, leadership)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -180,7 +225,10 @@ class SchedulerService:
         if self._kv_events is not None:
             self._kv_events.close()
         # ZeroMQ is still sending the frames that were just flushed.
-        self._frontends.socket.close(linger=SHUTDOWN_LINGER_MS)
+        is_silent = self._standbys is not None and self._standbys.must_be_silent
+        self._frontends.socket.close(linger=0 if is_silent else SHUTDOWN_LINGER_MS)
+        if self._standbys is not None:
+            self._standbys.close()
         if self._allowed is not None:
             self._allowed.close()
         self._context.term()
@@ -189,6 +237,8 @@ class SchedulerService:
         # Include plans that became due during the last turn.
         due = self._core.next_plan_due(self._planned_at)
         wake_at = min(self._tick_at(), self._look_at())
+        if self._standbys is not None:
+            wake_at = min(wake_at, self._standbys.wake_at)
         return wake_at if due is None else min(wake_at, due)
 
     def _tick_at(self) -> float:
@@ -216,10 +266,15 @@ class SchedulerService:
             self._frontends.outgoing(peer).add_reply(reply)
         self._planned_at = now
         more |= self._plan_for(self._core.due_workers(now), now)
-        written, durable = 0, 0
+        written, durable = 0, 0.0
         if self._journal is not None:
             self._journal.commit()
             written, durable = self._journal.written, self._journal.durable
+        if self._standbys is not None:
+            num_workers = len(self._workers)
+            self._standbys.send(self._journal, now, num_workers=num_workers, num_frontends=len(self._frontends))
+            if self._config.journal_sync == "standby":
+                durable = min(durable, self._standbys.acknowledged())
         for peer, reason in self._frontends.flush(written, durable).items():
             self._lose_frontend(peer, reason, time.monotonic())
         return more or bool(self._gone)
@@ -379,7 +434,7 @@ class SchedulerService:
         self._carry_out([*incoming.refused], now)
         if incoming.hello or incoming.report is not None:
             # The state is also sent in response to every report, as a heartbeat of the core.
-            self._frontends.outgoing(peer).set_state(self._core.service_state(), self._log_level)
+            self._frontends.outgoing(peer).set_state(self._core.service_state(), self._log_level, self._leader_number)
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
         if incoming.snapshot_request:
@@ -415,7 +470,7 @@ class SchedulerService:
         self._workers.set_log_level(level)
         self._ticked_at = -math.inf  # Send pings in this turn, before the response and any later plan.
         for outgoing in self._frontends.everyone():
-            outgoing.set_state(self._core.service_state(), level)
+            outgoing.set_state(self._core.service_state(), level, self._leader_number)
         return before
 
     def _lose_frontend(self, peer: ev.Peer, reason: str, now: float, *, orderly: bool = False) -> None:
@@ -457,7 +512,7 @@ class SchedulerService:
                     log.info("service state", ready=effect.ready, max_model_len=effect.max_model_len)
                     self._metrics.model = "" if effect.model is None else effect.model.name
                     for outgoing in self._frontends.everyone():
-                        outgoing.set_state(effect, self._log_level)
+                        outgoing.set_state(effect, self._log_level, self._leader_number)
                     if journal is not None and effect.model is not None:
                         self._drop_other_models(journal, effect.model.fingerprint, now)
                 case ef.FrontendUnknown():
@@ -499,8 +554,9 @@ class SchedulerService:
         frame = worker_link.encode_welcome(
             effect.epoch,
             max_in_flight=self._config.max_plans_in_flight,
-            silence_s=self._config.worker_silence_s,
+            silence_s=self._silence_s,
             version=effect.protocol_version,
+            leader_number=self._leader_number,
         )
         self._send_to_worker(effect.worker, frame, now)
 

@@ -34,6 +34,11 @@ def _option(
     return field(default=default, metadata=metadata | {"is_size": is_size, "is_path": is_path})
 
 
+def addresses(value: str) -> list[str]:
+    """Return the addresses in a setting that separates them by commas."""
+    return [each.strip() for each in value.split(",") if each.strip()]
+
+
 class _Checked:
     """Base class that rejects values out of range whenever a configuration is created."""
 
@@ -180,6 +185,22 @@ class SchedulerConfig(_Checked):
         "'interval' (survives a crash of the machine except for the last 0.1 s), 'step' (survives it fully)",
         choices=("none", "interval", "step"),
     )
+    journal_sync: str = _option(
+        "none",
+        "whether tokens are sent only after a standby has them in its journal: 'none', or 'standby' (while a standby is"
+        " connected and not too slow)",
+        choices=("none", "standby"),
+    )
+    standby_address: str = _option(
+        "",
+        "ZeroMQ address that standbys on other machines connect to, for example tcp://0.0.0.0:5703; needs a journal;"
+        " empty: none",
+    )
+    standby_of: str = _option(
+        "",
+        "the --standby-address of each other scheduler, separated by commas: this scheduler starts as a standby, which"
+        " takes over by command (--take-over) or by the leader lease; empty: this scheduler leads",
+    )
     record_dir: str = _option(
         "auto",
         "folder of the flight recorder, which records every decision, without text and token ids; 'auto': "
@@ -213,7 +234,11 @@ class SchedulerConfig(_Checked):
 class WorkerConfig(_Checked):
     """Settings of a worker process."""
 
-    worker_address: str = _option("ipc:///tmp/quire-workers", "ZeroMQ address of the scheduler")
+    worker_address: str = _option(
+        "ipc:///tmp/quire-workers",
+        "ZeroMQ address of the scheduler; with a standby on another machine, the addresses of both, separated by"
+        " commas",
+    )
     keys: str = _option(
         "", "folder of CURVE keys (quire keys create); without it links are not encrypted", is_path=True
     )
@@ -294,7 +319,11 @@ class WorkerConfig(_Checked):
 class FrontendConfig(_Checked):
     """Settings of a front-end process."""
 
-    frontend_address: str = _option("ipc:///tmp/quire-frontends", "ZeroMQ address of the scheduler core")
+    frontend_address: str = _option(
+        "ipc:///tmp/quire-frontends",
+        "ZeroMQ address of the scheduler core; with a standby on another machine, the addresses of both, separated by"
+        " commas",
+    )
     keys: str = _option(
         "", "folder of CURVE keys (quire keys create); without it links are not encrypted", is_path=True
     )

@@ -2,9 +2,10 @@
 
 A *key folder* belongs to one process. `own.key_secret` is its key pair. `scheduler.key` is the public key of the
 scheduler to which a worker or front end connects; messages encrypted with another key are rejected. `allowed/workers`
-and `allowed/frontends` contain the public keys that the scheduler accepts at its two sockets. Without these lists,
-every process that knows the scheduler's public key could connect, so encryption requires them. A list is reloaded when
-it changes, so keys can be added, rotated and revoked during operation.
+and `allowed/frontends` contain the public keys that the scheduler accepts at its two sockets, `allowed/schedulers`
+those that it accepts from standbys. All schedulers of a service have the same key. Without these lists, every process
+that knows the scheduler's public key could connect, so encryption requires them. A list is reloaded when it changes, so
+keys can be added, rotated and revoked during operation.
 
 `quire keys` creates these folders. If a folder has one subfolder per role, each process uses the subfolder of its role.
 """
@@ -12,6 +13,7 @@ it changes, so keys can be added, rotated and revoked during operation.
 import ipaddress
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,8 @@ SCHEDULER, WORKER, FRONTEND = "scheduler", "worker", "frontend"
 ROLES = (SCHEDULER, WORKER, FRONTEND)
 OWN, SERVER, ALLOWED = "own", "scheduler", "allowed"
 DOMAINS = {WORKER: "workers", FRONTEND: "frontends"}
+STANDBY_DOMAIN = "schedulers"
+"""ZAP domain of the socket for standbys."""
 """ZAP domain for each role of a peer, which is also the name of the folder with the public keys."""
 _CHECK_INTERVAL_S = 1.0
 """Minimum interval of checks for changed lists, seconds."""
@@ -54,6 +58,11 @@ class CurveKeys:
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_serverkey = _load(self.folder / f"{SERVER}.key")[0]
 
+    def protect_scheduler(self, socket: "zmq.Socket[bytes]") -> None:
+        """Require that the peer is another scheduler of this service, which has the same key; call before connect."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        socket.curve_serverkey = self.public
+
 
 def load_keys(folder: str, role: str) -> CurveKeys | None:
     """Load the keys of a process of this role; return None if no folder is given.
@@ -78,13 +87,15 @@ def load_keys(folder: str, role: str) -> CurveKeys | None:
 class AllowList:
     """Holds the allowed public keys; its thread answers ZeroMQ's authentication requests (ZAP)."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: CurveKeys) -> None:
-        """Load the lists of both domains from the key folder.
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", keys: CurveKeys, domains: Collection[str] = ()
+    ) -> None:
+        """Load the lists of the given domains from the key folder; without domains, of workers and front ends.
 
         Raises:
             ConfigError: the folder contains no lists.
         """
-        self._folders = {domain: keys.folder / ALLOWED / domain for domain in DOMAINS.values()}
+        self._folders = {domain: keys.folder / ALLOWED / domain for domain in domains or DOMAINS.values()}
         for folder in self._folders.values():
             if not folder.is_dir():
                 raise ConfigError(f"keys: {folder} does not exist; run `quire keys create` to create it")

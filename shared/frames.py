@@ -6,6 +6,8 @@ LINK_VERSIONS = Versions(oldest=1, newest=2)
 """Versions of the protocol between front ends and core. Version 2 added embeddings."""
 PLAN_VERSIONS = Versions(oldest=4, newest=4)
 """Versions of the protocol between scheduler and workers. Version 4 sends sampling parameters as bytes."""
+STANDBY_VERSIONS = Versions(oldest=1, newest=1)
+"""Versions of the protocol between schedulers."""
 PLAN_MAX_MESSAGE = 64 << 20
 """Maximum frame between scheduler and worker, bytes; ZeroMQ closes a connection that receives a larger frame."""
 LINK_MAX_MESSAGE = 16 << 20

@@ -405,9 +405,30 @@ JOURNAL_WRITES = Metric("quire.journal_writes", _G, "1 while the journal can be 
 JOURNAL_FAILURES = Metric("quire.journal_failures", _C, "Writes to the journal that failed")
 JOURNAL_FORGOTTEN = Metric("quire.journal_forgotten", _C, "Requests dropped from the journal because it is full")
 STANDBY_READY = Metric(
-    "quire.standby_ready", _G, "1 while a standby scheduler waits to take over, else 0; absent without a leader lease"
+    "quire.standby_ready",
+    _G,
+    "1 while a standby scheduler waits to take over and has the whole journal, else 0; absent without a leader lease"
+    " and a standby address",
 )
-LEADER_PID = Metric("quire.leader_pid", _G, "Process id of the scheduler that leads; absent without a leader lease")
+LEADER_PID = Metric(
+    "quire.leader_pid",
+    _G,
+    "Process id of the scheduler that leads; absent without a leader lease and a standby address",
+)
+LEADER_NUMBER = Metric(
+    "quire.leader_number",
+    _G,
+    "Number under which the scheduler leads, which increases with each takeover; absent without a standby address",
+)
+STANDBY_LAG = Metric(
+    "quire.standby_lag_bytes",
+    _G,
+    "Most journal bytes that a connected standby has not acknowledged; absent without a standby address",
+    unit="By",
+)
+STANDBY_DROPPED = Metric(
+    "quire.standby_dropped", _C, "Times that a standby was lost or was too slow; absent without a standby address"
+)
 RECORD_SIZE = Metric("quire.record_bytes", _G, "Bytes of the flight record on disk", unit="By")
 RECORD_WRITES = Metric(
     "quire.record_writes",

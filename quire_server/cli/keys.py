@@ -19,7 +19,7 @@ import zmq.auth
 
 from quire_server.cli._parser import Namespace, OneLineParser
 from shared.config import ConfigError
-from shared.curve import ALLOWED, DOMAINS, FRONTEND, OWN, ROLES, SCHEDULER, SERVER, WORKER
+from shared.curve import ALLOWED, DOMAINS, FRONTEND, OWN, ROLES, SCHEDULER, SERVER, STANDBY_DOMAIN, WORKER
 
 EXAMPLES = """
   quire keys create keys                       scheduler, worker and front end
@@ -96,6 +96,8 @@ def create(folder: Path) -> None:
     for domain in DOMAINS.values():
         (own / ALLOWED / domain).mkdir(parents=True)
     _new_pair(own)
+    (own / ALLOWED / STANDBY_DOMAIN).mkdir()
+    shutil.copy(own / f"{OWN}.key", own / ALLOWED / STANDBY_DOMAIN / f"{SCHEDULER}.key")
     for role in ROLES:
         if role != SCHEDULER:
             add(folder, role, role)

@@ -66,6 +66,9 @@ class FrontendHub:
         self._refused: dict[str, str] = {}
         """Last reason logged for each refused front end, by name."""
 
+    def __len__(self) -> int:
+        return len(self._frontends)
+
     def heard(self, peer: ev.Peer, now: float, *, version: int = 0) -> bool:
         """Renew the lease of a front end; return whether it is known.
 

@@ -235,8 +235,9 @@ class Outgoing:
         """Add the end of a stream."""
         _encode_end(self._message.ends.add(), effect)
 
-    def set_state(self, state: ef.ServiceChanged, log_level: str) -> None:
-        """Set the state of the service, and the log level if not empty."""
+    def set_state(self, state: ef.ServiceChanged, log_level: str, leader_number: int = 0) -> None:
+        """Set the state of the service, the log level if not empty, and the leader number."""
+        self._message.state.leader_number = leader_number
         self._message.state.ready = state.ready
         self._message.state.log_level = log_level
         self._message.state.max_call_requests = state.max_call_requests

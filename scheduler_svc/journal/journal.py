@@ -140,6 +140,15 @@ class Journal:
         """Size on disk in bytes."""
         return sum(segment.size for segment in self._segments.values())
 
+    @property
+    def extents(self) -> dict[int, int]:
+        """Number of bytes written to each segment, by its number, oldest first."""
+        return {number: segment.size for number, segment in self._segments.items()}
+
+    def path(self, segment: int) -> Path:
+        """Return the file of a segment."""
+        return self._folder.file(segment)
+
     def __len__(self) -> int:
         return len(self._book)
 

@@ -67,6 +67,9 @@ class WorkerHub:
         worker = self._workers.get(peer)
         return worker.worker_id if worker is not None else None
 
+    def __len__(self) -> int:
+        return len(self._workers)
+
     def knows(self, worker_id: str) -> bool:
         """Return whether a worker of this name is connected."""
         return any(worker.worker_id == worker_id for worker in self._workers.values())

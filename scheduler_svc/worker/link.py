@@ -118,9 +118,14 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
     return encoded
 
 
-def encode_welcome(epoch: int, *, max_in_flight: int, silence_s: float, version: int) -> bytes:
+def encode_welcome(epoch: int, *, max_in_flight: int, silence_s: float, version: int, leader_number: int = 0) -> bytes:
     """Encode Welcome, which opens an epoch with `version` of the protocol."""
-    welcome = plan_pb2.Welcome(max_in_flight=max_in_flight, silence_ms=int(silence_s * 1000), protocol_version=version)
+    welcome = plan_pb2.Welcome(
+        max_in_flight=max_in_flight,
+        silence_ms=int(silence_s * 1000),
+        protocol_version=version,
+        leader_number=leader_number,
+    )
     return plan_pb2.SchedulerMessage(epoch=epoch, welcome=welcome).SerializeToString()
 
 

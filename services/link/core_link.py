@@ -36,6 +36,7 @@ from shared.errors import NotReadyError, NoWorkerError
 from shared.frames import LINK_VERSIONS, MAX_SEQUENCE, MAX_VOCABULARY, MalformedFrameError
 from shared.ids import draw_error_id
 from shared.logging import LEVELS, get_logger, set_level
+from shared.schedulers import Schedulers
 from shared.sockets import Protect
 
 REPORT_EVERY_S = 1.0
@@ -72,7 +73,7 @@ class CoreLink:
         """Create the link; `start` connects it.
 
         Args:
-            address: ZeroMQ address of the core.
+            address: ZeroMQ address of the core, or the addresses of several schedulers, separated by commas.
             frontend_id: name of this front end.
             families: returns the front end's own metrics.
             on_state: called when `ready` may have changed.
@@ -83,8 +84,9 @@ class CoreLink:
         self._families = families
         self._on_state = on_state
         self._outgoing = Outgoing()
+        self._schedulers = Schedulers(address)
         self._socket = CoreSocket(
-            address,
+            self._schedulers,
             frontend_id,
             take=self._outgoing.take,
             on_message=self._take_message,
@@ -160,6 +162,7 @@ class CoreLink:
         """Connect; the core need not be running yet."""
         self._socket.start()
         self._send_hello(0)
+        self._expect_core()
         self._ticking = self._loop.create_task(self._tick_forever())
 
     async def close(self) -> None:
@@ -355,7 +358,10 @@ class CoreLink:
                 self._on_state()
             return
         if message.HasField("state"):
+            incarnation = self._socket.incarnation
             self._take_state(message, now)
+            if incarnation != self._socket.incarnation:
+                return
         elif message.incarnation != self._core:
             return  # The message is from an old core, or from a core that has not responded to the current hello.
         self._take_scores(message)
@@ -407,6 +413,11 @@ class CoreLink:
                 view.put(part)
 
     def _take_state(self, message: link_pb2.CoreMessage, now: float) -> None:
+        if not self._schedulers.accepts(message.state.leader_number):
+            get_logger().warning("left a scheduler that was replaced", leader_number=message.state.leader_number)
+            self._last_heard = float("-inf")
+            self._start_over(self._socket.incarnation)
+            return
         model = message.state.model
         if model.max_model_len > MAX_SEQUENCE or model.vocab_size > MAX_VOCABULARY:
             raise MalformedFrameError("state.model: max_model_len or vocab_size exceeds the limits")
@@ -482,8 +493,19 @@ class CoreLink:
     def _start_over(self, incarnation: int) -> None:
         """Replace the connection if it still belongs to this incarnation."""
         if incarnation == self._socket.incarnation and not self._socket.closed:
+            self._schedulers.leave()
             self._socket.reconnect()
             self._send_hello(0)
+            self._expect_core()
+
+    def _expect_core(self) -> None:
+        """Try the next address soon if there are several and this one does not respond."""
+        if self._schedulers.are_several:
+            self._loop.call_later(self._schedulers.timeout_s, self._leave_silent, self._socket.incarnation)
+
+    def _leave_silent(self, incarnation: int) -> None:
+        if self._in_handshake and self._last_heard < self._socket.connected_at:
+            self._start_over(incarnation)
 
     def _tick(self, now: float) -> None:
         stalls = self._stall_until(now)

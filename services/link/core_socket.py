@@ -19,6 +19,7 @@ import zmq
 
 from shared.frames import LINK_MAX_MESSAGE
 from shared.ids import draw_incarnation, routing_id
+from shared.schedulers import Schedulers
 from shared.sockets import Protect, connect_dealer
 
 _MAX_READ_S = 0.001
@@ -35,7 +36,7 @@ class CoreSocket:
 
     def __init__(
         self,
-        address: str,
+        schedulers: Schedulers,
         frontend_id: str,
         *,
         take: Callable[[], list[bytes]],
@@ -46,14 +47,14 @@ class CoreSocket:
         """Create and connect the socket.
 
         Args:
-            address: ZeroMQ address of the core.
+            schedulers: ZeroMQ addresses of the schedulers, of which one leads.
             frontend_id: name of this front end, part of the routing id.
             take: returns the messages to send, oldest first; called again when the last of them has been sent.
             on_message: called with each received message.
             on_disconnected: called when an open connection is lost.
             protect: sets up encryption of each new socket.
         """
-        self._address = address
+        self._schedulers = schedulers
         self._frontend_id = frontend_id
         self._take = take
         self._on_message = on_message
@@ -125,7 +126,7 @@ class CoreSocket:
         self.connected_at = time.monotonic()
         self._socket = connect_dealer(
             self._context,
-            self._address,
+            self._schedulers.address,
             identity=routing_id(self._frontend_id, self.incarnation),
             max_message=LINK_MAX_MESSAGE,
             queue_while_away=False,

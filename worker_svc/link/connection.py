@@ -14,12 +14,13 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.frames import PLAN_MAX_MESSAGE
 from shared.ids import draw_incarnation, routing_id
 from shared.logging import get_logger
+from shared.schedulers import Schedulers
 from shared.sockets import NO_HEARTBEAT, Protect, connect_dealer
 from worker_svc.interface.grammar import GrammarReport
 from worker_svc.interface.result import StepResult
 from worker_svc.link.encoding import encode_grammar_report, encode_hello, encode_result
 from worker_svc.link.identity import Identity
-from worker_svc.link.session import Event, HelloReason, Lost, Malformed, Session
+from worker_svc.link.session import WELCOME_TIMEOUT_S, Event, HelloReason, Lost, Malformed, Session
 
 _HELLO_INTERVAL_S = 0.2
 """Minimum time between two Hellos, which limits the load on a scheduler that does not respond."""
@@ -33,12 +34,12 @@ class Link:
         """Create a link that connects when `open` is called.
 
         Args:
-            address: the scheduler's ZeroMQ address.
+            address: the scheduler's ZeroMQ address, or the addresses of several, separated by commas.
             identity: the description of this worker, for Hello.
             protect: sets up encryption on each new socket.
         """
         self._protect = protect
-        self._address = address
+        self._schedulers = Schedulers(address)
         self._identity = identity
         self._incarnation = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -59,12 +60,14 @@ class Link:
         # Close the old socket first. Otherwise it could reconnect during the pause and deliver its Hello to the next
         # scheduler.
         self._close_socket(linger=0)
+        if reason is HelloReason.SESSION_LOST:
+            self._schedulers.leave()
         time.sleep(max(0.0, self._said_hello + _HELLO_INTERVAL_S - time.monotonic()))
         self._said_hello = time.monotonic()
         self._incarnation = draw_incarnation()
         self._socket = connect_dealer(
             self._context,
-            self._address,
+            self._schedulers.address,
             identity=routing_id(self._identity.worker_id, self._incarnation),
             max_message=PLAN_MAX_MESSAGE,
             heartbeat=NO_HEARTBEAT,
@@ -74,7 +77,13 @@ class Link:
         self._poller = zmq.Poller()
         for each in (self._socket, self._monitor):
             self._poller.register(each, zmq.POLLIN)
-        self._session = Session(self._said_hello, self._identity.limits)
+        several = self._schedulers.are_several
+        self._session = Session(
+            self._said_hello,
+            self._identity.limits,
+            welcome_timeout_s=self._schedulers.timeout_s if several else WELCOME_TIMEOUT_S,
+            accepts=self._schedulers.accepts,
+        )
         self._send(plan_pb2.WorkerMessage(hello=encode_hello(self._identity, self._incarnation, reason)))
 
     def receive(self, timeout_ms: int) -> Iterator[Event]:

@@ -10,6 +10,7 @@ frame is dropped and reported as `Malformed`. Messages of another epoch are drop
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -98,10 +99,26 @@ Event = Welcomed | PlanArrived | GrammarRequested | LogLevelWanted | Lost | Refu
 class Session:
     """Protocol state of one incarnation. Times are seconds of any monotonic clock."""
 
-    def __init__(self, now: float, limits: Limits) -> None:
+    def __init__(
+        self,
+        now: float,
+        limits: Limits,
+        *,
+        welcome_timeout_s: float = WELCOME_TIMEOUT_S,
+        accepts: Callable[[int], bool] = lambda _leader_number: True,
+    ) -> None:
+        """Start to wait for Welcome.
+
+        Args:
+            now: the time.
+            limits: the worker's limits.
+            welcome_timeout_s: timeout from Hello to Welcome.
+            accepts: returns whether a scheduler with this leader number may lead.
+        """
         self._limits = limits
+        self._accepts = accepts
         self._heard = now
-        self._silence = WELCOME_TIMEOUT_S
+        self._silence = welcome_timeout_s
         self._max_in_flight = 0
         self._unanswered = 0
         self._next_step = 1
@@ -158,6 +175,8 @@ class Session:
         version = welcome.protocol_version or PLAN_VERSIONS.oldest
         if not PLAN_VERSIONS.oldest <= version <= PLAN_VERSIONS.newest:
             return Malformed(f"Welcome: version {version} of the plan protocol was not offered")
+        if not self._accepts(welcome.leader_number):
+            return Lost(f"the scheduler with leader number {welcome.leader_number} was replaced")
         self.epoch = message.epoch
         self._heard = now
         self._silence = welcome.silence_ms / 1000

@@ -855,6 +855,7 @@ class ServiceState(_message.Message):
     LOG_LEVEL_FIELD_NUMBER: _builtins.int
     MAX_CALL_REQUESTS_FIELD_NUMBER: _builtins.int
     MAX_CALL_TOKENS_FIELD_NUMBER: _builtins.int
+    LEADER_NUMBER_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Whether there is a usable worker."""
     log_level: _builtins.str
@@ -864,6 +865,10 @@ class ServiceState(_message.Message):
     max_call_tokens: _builtins.int
     """Maximum number of prompt tokens that the requests of one call can have together. It does not apply to a call with one
     request. 0: unknown.
+    """
+    leader_number: _builtins.int
+    """Number of the leader. A front end leaves a core with a lower number than the highest that it knows. 0: the scheduler
+    has no standby.
     """
     @_builtins.property
     def model(self) -> Global___ServedModel:
@@ -877,10 +882,11 @@ class ServiceState(_message.Message):
         log_level: _builtins.str = ...,
         max_call_requests: _builtins.int = ...,
         max_call_tokens: _builtins.int = ...,
+        leader_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_level", b"log_level", "max_call_requests", b"max_call_requests", "max_call_tokens", b"max_call_tokens", "model", b"model", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_number", b"leader_number", "log_level", b"log_level", "max_call_requests", b"max_call_requests", "max_call_tokens", b"max_call_tokens", "model", b"model", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -291,6 +291,7 @@ class Hello(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Oldest version of this protocol that the worker supports. The scheduler picks the newest common version; without
     one it refuses the worker, with the reason.
@@ -331,6 +332,10 @@ class Hello(_message.Message):
     def model(self) -> Global___ModelInfo:
         """The loaded model."""
 
+    @_builtins.property
+    def retained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedSequence]:
+        """Sequences whose KV is still in the worker's blocks, from the rows of the session that was lost."""
+
     def __init__(
         self,
         *,
@@ -350,14 +355,49 @@ class Hello(_message.Message):
         process: _builtins.str = ...,
         newest_protocol_version: _builtins.int = ...,
         reason: Global___HelloReason.ValueType = ...,
+        retained: _abc.Iterable[Global___RetainedSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class RetainedSequence(_message.Message):
+    """A sequence whose KV is in the worker's blocks although its row was dropped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_ROOT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    IS_PROVEN_FIELD_NUMBER: _builtins.int
+    prefix_root: _builtins.bytes
+    """As in Admission."""
+    token_ids: _builtins.bytes
+    """Column of its first tokens, as many as have KV in the blocks."""
+    blocks: _builtins.bytes
+    """Column of block ids, in order of position."""
+    is_proven: _builtins.bool
+    """Whether a token was sampled from the whole sequence, so that its KV is finite."""
+    def __init__(
+        self,
+        *,
+        prefix_root: _builtins.bytes = ...,
+        token_ids: _builtins.bytes = ...,
+        blocks: _builtins.bytes = ...,
+        is_proven: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "is_proven", b"is_proven", "prefix_root", b"prefix_root", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainedSequence: _TypeAlias = RetainedSequence  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
@@ -434,22 +474,28 @@ class Welcome(_message.Message):
     MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     SILENCE_MS_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    LEADER_NUMBER_FIELD_NUMBER: _builtins.int
     max_in_flight: _builtins.int
     """Limit of plans in flight."""
     silence_ms: _builtins.int
     """Timeout of the worker: after this time without a message it sends a new Hello, in milliseconds."""
     protocol_version: _builtins.int
     """Protocol version of this epoch; fields of newer versions are not used. 0: the worker's oldest."""
+    leader_number: _builtins.int
+    """Number of the leader. A worker refuses a Welcome with a lower number than the highest that it knows. 0: the
+    scheduler has no standby.
+    """
     def __init__(
         self,
         *,
         max_in_flight: _builtins.int = ...,
         silence_ms: _builtins.int = ...,
         protocol_version: _builtins.int = ...,
+        leader_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_in_flight", b"max_in_flight", "protocol_version", b"protocol_version", "silence_ms", b"silence_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_number", b"leader_number", "max_in_flight", b"max_in_flight", "protocol_version", b"protocol_version", "silence_ms", b"silence_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -782,6 +828,7 @@ class Admission(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    PREFIX_ROOT_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """The row."""
     generation: _builtins.int
@@ -802,6 +849,10 @@ class Admission(_message.Message):
     """A serialized Grammar for the output, which the worker has reported as ready. Empty: none."""
     pooling: Global___Pooling.ValueType
     """Pooling mode of a row that returns an embedding. With MEAN, no token is computed yet."""
+    prefix_root: _builtins.bytes
+    """Key before the first block of the sequence in the scheduler's prefix cache. Empty: the KV must not be shared, so the
+    worker does not report the sequence in Hello.
+    """
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Column of block ids per KV group, in order of position."""
@@ -820,10 +871,11 @@ class Admission(_message.Message):
         traceparent: _builtins.str = ...,
         grammar: _builtins.bytes = ...,
         pooling: Global___Pooling.ValueType = ...,
+        prefix_root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tables", b"block_tables", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tables", b"block_tables", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prefix_root", b"prefix_root", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

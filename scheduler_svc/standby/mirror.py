@@ -1,0 +1,123 @@
+"""Mirror: the journal folder of a standby, which gets the bytes of the leader's segments.
+
+The first copy of the journal is written to a subfolder. When it is complete, its segments move behind the older ones of
+this scheduler, which are then deleted. A leader that dies during the first copy therefore costs nothing that the
+standby had before. The first segment begins with a batch that makes all older batches obsolete.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from protos.quire.journal.v1 import journal_pb2
+from protos.quire.journal.v1.replication_pb2 import JournalPart
+from scheduler_svc.journal.segments import HEADER, SUFFIX, open_folder
+from scheduler_svc.segments import SegmentFile, SegmentFolder, files, frame
+
+_INCOMING = "incoming"
+
+
+class GapError(ValueError):
+    """A part does not follow the last one."""
+
+
+class Mirror:
+    """Writer of the folder of a standby.
+
+    Args:
+        path: the folder; created if it does not exist.
+        syncs: whether each part is on the disk before it is acknowledged.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+
+    def __init__(self, path: Path, *, syncs: bool) -> None:
+        self._path, self._syncs = path, syncs
+        self._folder: SegmentFolder = open_folder(path)
+        self._file: SegmentFile | None = None
+        self._numbers: dict[int, int] = {}
+        """Numbers of the segments here, by the leader's numbers, oldest first."""
+        self._segment, self._offset = 0, 0
+        self.is_complete = False
+        """Whether the folder has the whole journal of the leader, up to the last part."""
+        self._drop_incoming()
+
+    def write(self, part: JournalPart) -> None:
+        """Write a part.
+
+        Raises:
+            GapError: the part does not follow the last one; ask the leader to start over.
+            OSError: it cannot be written.
+        """
+        if part.starts_over:
+            self._start_over()
+        if part.segment != self._segment:
+            if part.offset or part.segment < self._segment or not (part.starts_over or self._segment):
+                raise GapError(f"segment {part.segment} at {part.offset} follows {self._segment}")
+            self._begin(part.segment)
+        elif part.offset != self._offset:
+            raise GapError(f"segment {part.segment}: part at {part.offset}, expected {self._offset}")
+        assert self._file is not None
+        # A new file has its header.
+        skipped = max(0, len(HEADER) - part.offset)
+        if len(part.data) > skipped:
+            self._file.append(part.data[skipped:])
+        self._offset += len(part.data)
+        if self._syncs:
+            os.fdatasync(self._file.descriptor)
+        if part.is_complete:
+            if not self.is_complete:
+                self._promote()
+            self._delete_before(part.oldest_segment)
+
+    def close(self) -> None:
+        """Close all files and release the folder."""
+        self._close_file()
+        self._drop_incoming()
+        self._folder.close()
+
+    def _start_over(self) -> None:
+        self._close_file()
+        self._drop_incoming()
+        self._numbers.clear()
+        self._segment, self._offset, self.is_complete = 0, 0, False
+        (self._path / _INCOMING).mkdir(mode=0o700)
+
+    def _begin(self, segment: int) -> None:
+        is_first = not self._numbers
+        self._close_file()
+        if self.is_complete:
+            self._numbers[segment], self._file = self._folder.begin()
+        else:
+            self._numbers[segment] = segment
+            self._file = SegmentFile(self._path / _INCOMING / f"{segment:012d}{SUFFIX}", HEADER)
+        if is_first:
+            self._file.append(frame(journal_pb2.Batch(fresh=True).SerializeToString()))
+        self._segment, self._offset = segment, 0
+
+    def _promote(self) -> None:
+        """Move the complete copy into the folder, oldest segment first, and delete what it replaces."""
+        replaced = self._folder.numbers()
+        base = max(replaced, default=0)
+        for index, path in enumerate(files(self._path / _INCOMING, SUFFIX), start=1):
+            path.rename(self._folder.file(base + index))
+            self._numbers[int(path.name.removesuffix(SUFFIX))] = base + index
+        if self._syncs:
+            self._folder.sync()
+        for number in replaced:
+            self._folder.delete(number)
+        self._drop_incoming()
+        self.is_complete = True
+
+    def _delete_before(self, segment: int) -> None:
+        for each in [each for each in self._numbers if each < segment]:
+            self._folder.delete(self._numbers.pop(each))
+
+    def _drop_incoming(self) -> None:
+        shutil.rmtree(self._path / _INCOMING, ignore_errors=True)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

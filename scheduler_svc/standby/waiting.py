@@ -1,0 +1,221 @@
+"""A standby: mirrors the leader's journal until this scheduler leads.
+
+A standby listens only on its --standby-address, where it gets the operator's command. It takes over when an operator
+commands it, or when it acquires the leader lease. It first asks the leader to step down, and waits for it a short time,
+because the leader may have been lost.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from protos.quire.journal.v1.replication_pb2 import (
+    JournalPart,
+    PeerMessage,
+    SchedulerMessage,
+    StandbyAck,
+    StandbyHello,
+    Status,
+    StepDown,
+)
+from scheduler_svc.standby.leader_number import Numbers
+from scheduler_svc.standby.mirror import GapError, Mirror
+from scheduler_svc.standby.peers import PeerLink, bind, receive_peer
+from shared.config import ConfigError, SchedulerConfig, addresses
+from shared.frames import STANDBY_VERSIONS
+from shared.logging import get_logger
+from shared.sockets import Protect, is_readable, send_to, wait_readable
+
+HELLO_S = 0.25
+ACK_S = 0.25
+"""Interval of acknowledgements if the leader does not wait for them, seconds. They also show that the standby lives."""
+STEP_DOWN_S = 1.0
+"""Maximum time for the leader to step down, seconds."""
+_POLL_S = 0.02
+
+log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Succession:
+    """Result of a standby that leads from now on."""
+
+    number: int
+    num_workers: int
+    """Number of workers that the last leader had."""
+    num_frontends: int
+
+
+class Standby:
+    """A scheduler that waits to lead.
+
+    Args:
+        config: its settings.
+        numbers: the leader numbers that it knows.
+        protect_server: sets up encryption of its own socket.
+        protect_client: sets up encryption of its sockets to other schedulers.
+
+    Raises:
+        ConfigError: the journal's folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        config: SchedulerConfig,
+        numbers: Numbers,
+        *,
+        protect_server: Protect = lambda _socket: None,
+        protect_client: Protect = lambda _socket: None,
+    ) -> None:
+        self.numbers = numbers
+        try:
+            self._mirror = Mirror(Path(config.journal), syncs=config.journal_fsync == "step")
+        except OSError as error:
+            raise ConfigError(f"journal (--journal): {error}; use a folder that only this scheduler uses") from None
+        self._router = bind(context, config.standby_address, protect_server) if config.standby_address else None
+        self._links = [PeerLink(context, each, protect_client) for each in addresses(config.standby_of)]
+        self._leader: PeerLink | None = None
+        """Connection to the scheduler that leads."""
+        self._acknowledges_each = config.journal_sync == "standby"
+        self._received, self._copy = 0, 0
+        self._acknowledged_at = self._said_hello_at = 0.0
+        self._num_workers = self._num_frontends = 0
+        self._has_stepped_down = False
+        self._commanded_at: float | None = None
+        self._stopping = False
+        self._said_complete = False
+
+    def stop(self) -> None:
+        """Make `run` return. May be called from a signal handler."""
+        self._stopping = True
+
+    def run(self, acquired: Callable[[], bool] = lambda: False) -> Succession | None:
+        """Wait until this scheduler must lead; return None after `stop`.
+
+        Args:
+            acquired: returns whether this scheduler holds the leader lease.
+        """
+        log.info("standby: waiting", leader=[link.address for link in self._links])
+        while not self._stopping:
+            now = time.monotonic()
+            if self._commanded_at is None and acquired():
+                self._begin_to_take_over(now)
+            self._read(now)
+            if self._commanded_at is not None and self._may_lead(now):
+                number = self.numbers.to_take_over(time.time_ns() // 1_000_000)
+                log.warning(
+                    "taking over", leader_number=number, has_whole_journal=self._mirror.is_complete,
+                    leader_has_stepped_down=self._has_stepped_down,
+                )  # fmt: skip
+                return Succession(number, self._num_workers, self._num_frontends)
+            self._tick(now)
+            wait_readable(self._sockets, _POLL_S)
+        return None
+
+    def close(self) -> None:
+        """Close the sockets and the folder."""
+        self._mirror.close()
+        for link in self._links:
+            link.close()
+        if self._router is not None:
+            self._router.close(linger=100)
+
+    @property
+    def _sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
+        links = tuple(link.socket for link in self._links)
+        return links if self._router is None else (self._router, *links)
+
+    def _begin_to_take_over(self, now: float) -> None:
+        self._commanded_at = now
+        if self._leader is not None and self.numbers.highest:
+            request = StepDown(leader_number=self.numbers.highest + 1, leads=False)
+            if not self._leader.send(PeerMessage(step_down=request)):
+                self._leader = None
+
+    def _may_lead(self, now: float) -> bool:
+        assert self._commanded_at is not None
+        is_away = self._leader is None or self._has_stepped_down
+        return is_away or now - self._commanded_at > STEP_DOWN_S
+
+    def _read(self, now: float) -> None:
+        if self._router is not None and is_readable(self._router):
+            while (received := receive_peer(self._router)) is not None:
+                self._handle(*received, now)
+        for link in self._links:
+            if is_readable(link.socket):
+                while (message := link.receive(now)) is not None:
+                    self._follow(link, message, now)
+
+    def _handle(self, peer: bytes, message: PeerMessage, now: float) -> None:
+        assert self._router is not None
+        obstacle = ""
+        match message.WhichOneof("body"):
+            case "step_down":
+                self.numbers = self.numbers.seen(message.step_down.leader_number)
+            case "take_over" if self._commanded_at is None:
+                self._begin_to_take_over(now)
+        reply = SchedulerMessage(leader_number=self.numbers.highest, status=Status(obstacle=obstacle))
+        send_to(self._router, peer, reply.SerializeToString())
+
+    def _follow(self, link: PeerLink, message: SchedulerMessage, now: float) -> None:
+        """Handle a message of another scheduler."""
+        is_highest = message.leader_number >= self.numbers.highest
+        self.numbers = self.numbers.seen(message.leader_number)
+        match message.WhichOneof("body"):
+            case "refused":
+                log.error("standby refused by the leader", leader=link.address, reason=message.refused)
+            case "stepped_down" if link is self._leader:
+                self._has_stepped_down = True
+            case "part" if message.leads and is_highest:
+                if self._leader is not link:
+                    log.info("standby: follows a leader", leader=link.address, leader_number=message.leader_number)
+                    self._leader = link
+                self._write(link, message.part, now)
+            case "status" if message.leads and link is self._leader and self._commanded_at is None:
+                self._leader = None  # The leader does not know this standby any more.
+
+    def _write(self, link: PeerLink, part: JournalPart, now: float) -> None:
+        if not part.segment:
+            self._num_workers, self._num_frontends = part.num_workers, part.num_frontends
+        else:
+            if part.starts_over:
+                self._received, self._copy = 0, part.copy
+            elif part.copy != self._copy:
+                return
+            try:
+                self._mirror.write(part)
+            except (GapError, OSError) as error:
+                log.error("standby: the journal cannot be mirrored; starting over", error=str(error))
+                self._leader = None
+                return
+            self._received += len(part.data)
+            if self._mirror.is_complete and not self._said_complete:
+                log.info("standby: has the whole journal", leader=link.address)
+            self._said_complete = self._mirror.is_complete
+        if self._acknowledges_each or now - self._acknowledged_at >= ACK_S or (part.segment and not part.is_complete):
+            self._acknowledged_at = now
+            self._acknowledge(link)
+
+    def _acknowledge(self, link: PeerLink) -> None:
+        link.send(PeerMessage(ack=StandbyAck(num_bytes=self._received, copy=self._copy)))
+
+    def _tick(self, now: float) -> None:
+        for link in self._links:
+            if link.renew(now) and link is self._leader:
+                log.warning("standby: the leader is silent", leader=link.address)
+                self._leader = None
+        if self._leader is not None:
+            if now - self._acknowledged_at >= ACK_S:
+                self._acknowledged_at = now
+                self._acknowledge(self._leader)
+        elif self._commanded_at is None and now - self._said_hello_at >= HELLO_S:
+            self._said_hello_at = now
+            hello = StandbyHello(
+                protocol_version=STANDBY_VERSIONS.oldest, newest_protocol_version=STANDBY_VERSIONS.newest
+            )
+            for link in self._links:
+                link.send(PeerMessage(hello=hello))

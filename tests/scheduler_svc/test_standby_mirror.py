@@ -1,0 +1,171 @@
+"""Promises of a standby's journal: the standby knows what the leader has sent, however slow or interrupted it is."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from protos.quire.journal.v1.replication_pb2 import JournalPart
+from scheduler_svc.journal.journal import Journal
+from scheduler_svc.journal.recovery import to_event
+from scheduler_svc.standby.cursor import PART_BYTES, WINDOW_BYTES, Cursor, Part
+from scheduler_svc.standby.leader_number import NumberFile, Numbers, ReplacedError
+from scheduler_svc.standby.mirror import GapError, Mirror
+from tests.scheduler_svc.test_journal import Known, Written, _known
+
+
+class Copy:
+    """A standby's folder and its place in the leader's journal."""
+
+    def __init__(self, written: Written, folder: Path) -> None:
+        self._written, self._folder = written, folder
+        self._cursor = Cursor()
+        self._mirror = Mirror(folder, syncs=False)
+
+    def transmit(self, most: int) -> int:
+        """Send and acknowledge at most this many parts; return their number."""
+        for count in range(most):
+            extents = self._written.journal.extents
+            part = self._cursor.next_part(extents)
+            if part is None:
+                return count
+            path = self._written.journal.path(part.segment)
+            with path.open("rb") as file:
+                data = os.pread(file.fileno(), part.num_bytes, part.offset)
+            self._mirror.write(_message(part, data, oldest=next(iter(extents))))
+            self._cursor.sent_part(part, extents)
+            self._cursor.acknowledged = self._cursor.sent
+        return most
+
+    def start_over(self) -> None:
+        """The standby has lost its connection, and says hello."""
+        self._cursor = Cursor()
+
+    def restart(self) -> None:
+        """The standby's process starts again."""
+        self._mirror.close()
+        self._mirror, self._cursor = Mirror(self._folder, syncs=True), Cursor()
+
+    def take_over(self) -> Known:
+        """Return what the standby knows if it leads now."""
+        self._mirror.close()
+        journal = Journal(self._folder, max_bytes=1 << 20, keep_s=300.0, clock_ms=lambda: 1_000_000, reports=False)
+        known = _known(journal.restored.logs)
+        journal.close()
+        return known
+
+
+def _message(part: Part, data: bytes, oldest: int) -> JournalPart:
+    return JournalPart(
+        segment=part.segment,
+        offset=part.offset,
+        data=data,
+        starts_over=part.starts_over,
+        is_complete=part.is_complete,
+        oldest_segment=oldest if part.is_complete else 0,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_standby_knows_a_state_of_the_leader(tmp_path: Path, seed: int) -> None:
+    """A standby that takes over knows what the leader knew when the standby last had the whole journal, or later.
+
+    The standby is slow, loses its connection, and starts again, while the leader deletes segments.
+    """
+    rng = random.Random(seed)
+    written = Written(tmp_path / "leader", seed=seed, max_bytes=6000)
+    copy = Copy(written, tmp_path / "standby")
+    states: list[Known] = []
+    complete_at = -1
+    for _ in range(400):
+        written.act()
+        written.end_turn()
+        states.append(_known(to_event(written.journal._book, 0).logs))
+        match rng.randrange(12):
+            case 0:
+                copy.start_over()
+            case 1 if rng.random() < 0.3:
+                copy.restart()
+            case 2 | 3 | 4 | 5 | 6:
+                most = rng.randrange(1, 30)
+                if copy.transmit(most) < most:
+                    complete_at = len(states) - 1
+    known = copy.take_over()
+    assert complete_at >= 0
+    assert known in states[complete_at:]
+
+
+def test_a_leader_that_dies_during_the_first_copy_costs_nothing(tmp_path: Path) -> None:
+    """Until the copy is complete, a standby keeps what it knew before."""
+    earlier = Written(tmp_path / "standby", seed=1)
+    for _ in range(60):
+        earlier.act()
+        earlier.end_turn()
+    before = _known(to_event(earlier.journal._book, 0).logs)
+    earlier.journal.close()
+    written = Written(tmp_path / "leader", seed=2, max_bytes=6000)
+    for _ in range(200):
+        written.act()
+        written.end_turn()
+    copy = Copy(written, tmp_path / "standby")
+    assert len(written.journal.extents) > 2
+    copy.transmit(2)
+
+    assert copy.take_over() == before
+
+
+def test_a_gap_is_refused(tmp_path: Path) -> None:
+    """A part that does not follow the last one is not written."""
+    mirror = Mirror(tmp_path, syncs=False)
+    with pytest.raises(GapError):
+        mirror.write(JournalPart(segment=3, offset=0, data=b"QUIREJ\0\1"))
+    mirror.write(JournalPart(segment=3, offset=0, data=b"QUIREJ\0\1", starts_over=True))
+    with pytest.raises(GapError):
+        mirror.write(JournalPart(segment=3, offset=9, data=b"x"))
+    with pytest.raises(GapError):
+        mirror.write(JournalPart(segment=2, offset=0, data=b"x"))
+    mirror.close()
+
+
+def test_a_standby_that_acknowledges_nothing_gets_a_bounded_amount() -> None:
+    """The window limits what is on the way, whatever the journal contains."""
+    cursor, extents = Cursor(), {1: 10 * WINDOW_BYTES}
+    total = 0
+    while (part := cursor.next_part(extents)) is not None:
+        assert part.num_bytes <= PART_BYTES
+        cursor.sent_part(part, extents)
+        total += part.num_bytes
+    assert total == WINDOW_BYTES
+    cursor.acknowledged = PART_BYTES
+    assert cursor.next_part(extents) == Part(1, WINDOW_BYTES, PART_BYTES, starts_over=False, is_complete=False)
+
+
+def test_a_standby_starts_over_if_the_leader_deleted_what_it_lacks() -> None:
+    """A deleted segment does no harm to a standby that has it completely."""
+    cursor = Cursor()
+    cursor.sent_part(Part(1, 0, 100, starts_over=True, is_complete=False), {1: 100, 2: 50})
+    assert cursor.next_part({2: 50}) == Part(2, 0, 50, starts_over=False, is_complete=True)
+    assert cursor.next_part({3: 70}) == Part(3, 0, 70, starts_over=True, is_complete=True)
+    behind = Cursor()
+    behind.sent_part(Part(1, 0, 60, starts_over=True, is_complete=False), {1: 100, 2: 50})
+    assert behind.next_part({2: 50}) == Part(2, 0, 50, starts_over=True, is_complete=True)
+
+
+def test_a_scheduler_that_was_replaced_does_not_lead_after_a_restart(tmp_path: Path) -> None:
+    """Each takeover has a higher number, which the files of both schedulers keep."""
+    first, second = NumberFile(tmp_path / "a"), NumberFile(tmp_path / "b")
+    number = first.read().to_start(1_000)
+    first.write(first.read().led(number))
+    assert (number, first.read().to_start(9_000)) == (1_000, 1_000)
+    successor = second.read().seen(number).to_take_over(500)
+    second.write(second.read().seen(number).led(successor))
+    assert successor > number
+
+    first.write(first.read().seen(successor))
+
+    assert first.read() == Numbers(1_000, successor)
+    with pytest.raises(ReplacedError, match="--standby-of"):
+        first.read().to_start(99_000)
+    assert first.read().to_take_over(500) > successor
+    assert second.read().to_start(99_000) == successor
