@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from scheduler_svc.core.workers.chunks import chunk_budget
 from scheduler_svc.core.workers.copy_cost import CopyCost
 from scheduler_svc.core.workers.cost_model import MIN_DEADLINE_S, CostModel, StepShape
 
@@ -195,3 +196,17 @@ def test_a_slow_copy_does_not_end_swapping() -> None:
         if costs.pays(10, 0.5):
             costs.measured(10, 0.02)
     assert costs.pays(10, 0.5), "swapping is back"
+
+
+def test_one_disturbed_step_among_the_first_does_not_keep_chunks_long() -> None:
+    """The only short chunk was disturbed, so the fixed time looks long; chunks are short again after a few steps."""
+    token_s = 2.3e-3
+    costs = CostModel()
+    first = ((128, 0.425), (128, 0.258), (14, 0.236), (17, 0.048), (159, 0.520), (105, 0.277), (76, 0.115))
+    for tokens, duration in first:
+        costs.measured(StepShape(0, tokens), duration)
+    for context in range(600, 610, 2):
+        chunk = chunk_budget(costs, 10 * token_s, StepShape(2, 0, context))
+        assert chunk is not None
+        assert chunk < 25
+        costs.measured(StepShape(2, chunk, context), token_s * (3 + chunk))

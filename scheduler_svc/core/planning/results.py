@@ -21,6 +21,10 @@ from scheduler_svc.core.workers.rows import FREE
 from scheduler_svc.core.workers.steady_rows import SteadyRows
 from scheduler_svc.core.workers.worker import StepInFlight, Worker
 
+_COMPILED = 4.0
+"""A step of a worker that reports a compilation is not measured if it takes more than this many times its expected
+time.
+"""
 _CHUNKS_GAIN = 0.02
 """Weight of the newest step in the mean of the chunks of a step."""
 _LEAST_CHUNKS = 0.01
@@ -152,7 +156,9 @@ def _measure(worker: Worker, record: StepInFlight, event: StepDone, num_drafts: 
         duration -= event.copy_s
     if record.goes_on:
         worker.timing.idled(record.expected_s, event.idle_s)
-    if worker.speculation.max_drafts:
+    if record.started < worker.compiling_until and 0.0 < _COMPILED * costs.expected_s(shape) < duration:
+        pass  # The worker probably compiled a kernel in this step, so the time says nothing about its speed.
+    elif worker.speculation.max_drafts:
         allowed = record.draft_limits is not None
         if allowed:
             shape = shape._replace(drafts=num_drafts)

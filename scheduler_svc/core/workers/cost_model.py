@@ -349,15 +349,18 @@ class CostModel:
         kind.measured(duration / expected if expected > 0 else 1.0)
         most = _MOST_SURPRISE * sqrt(line.variance(column) + noise * noise)
         least = -min(most, _MOST_FALL * expected)
+        few = self._decodes.count + self._chunks.count < _KNOWN_STEPS
         if least <= error <= most:
-            kind.surprises = 0
+            # While few steps are measured, fast ones count even if others come between: a disturbed step may have set
+            # the coefficients, and chunks whose length depends on them may never contradict them twice in a row.
+            kind.surprises = min(kind.surprises, 0) if few else 0
         else:
             kind.surprises = max(kind.surprises, 0) + 1 if error > 0 else min(kind.surprises, 0) - 1
             if -_FALLS < kind.surprises < _RISES:
                 error = most if error > 0 else least
             else:
                 kind.surprises = 0
-                if self._decodes.count + self._chunks.count < _KNOWN_STEPS:
+                if few:
                     line.begin(column, duration)
                 else:
                     line.changed(column, duration)
