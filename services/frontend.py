@@ -227,8 +227,8 @@ class Frontend:
             interceptors=[Boundary(self._metrics.rpc_ended, shares, principals, self._reports)],
             options=[
                 ("grpc.so_reuseport", 1),
-                # Pings detect that a client's machine has died earlier than the core detects that the client does not
-                # read.
+                # With pings, the server detects the death of a client's machine earlier than the core detects a slow
+                # reader.
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 ("grpc.http2.ping_timeout_ms", 10_000),

@@ -138,7 +138,7 @@ class Turns:
             if turn.cancelled():
                 self._leave(principal, turn)
             else:
-                self.release()  # The task was cancelled after it had got the place.
+                self.release()  # The task was cancelled after it had acquired the share.
             raise
 
     async def begin_work(self, principal: str) -> None:
@@ -162,7 +162,7 @@ class Turns:
             while queue:
                 turn, _ = queue.popitem(last=False)
                 if turn.cancelled():
-                    continue  # The task has not run since.
+                    continue  # The cancelled task has not run since.
                 turn.set_result(None)
                 if queue:
                     self._waiting[principal] = queue

@@ -93,12 +93,12 @@ class Delivery:
             is_error = True
             raise
         except asyncio.CancelledError as cancelled:
-            # The task refers to this error. The frames of its traceback refer to the task, through the timeout, and to
-            # the request, which would live until the next garbage collection.
+            # The task refers to this error, whose traceback refers to the task and to the request. Such a cycle would keep
+            # the request alive until the next garbage collection.
             raise cancelled.with_traceback(None) from None
         finally:
             for stream, watch in zip(streams, choices.watches, strict=True):
-                stream.on_end = None  # It refers to the stream.
+                stream.on_end = None  # The callback refers to the stream.
                 now = time.monotonic()
                 stalled_s = services.link.stalled_s(stream.request.arrival, now)
                 services.link.report_call(watch.report(stream, now, stalled_s))
@@ -312,7 +312,7 @@ class Choices:
             choice=stream.request.choice, reason=reason, completion_tokens=end.completion_tokens
         )
         if stream.stop_string is not None:
-            # The core may have ended the stream for another reason before it received the stop match.
+            # The core may have ended the stream for another reason before the stop match reached the core.
             finished.reason = v1.FINISH_REASON_STOP
             finished.stop_string = stream.stop_string
             finished.completion_tokens = stream.keep_tokens

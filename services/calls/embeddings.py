@@ -131,7 +131,7 @@ class Embedder:
         Raises:
             InvalidRequestError: an input is empty or too long.
         """
-        keep = min(request.truncate_prompt_tokens, model.max_model_len - 1)  # 0: all of them
+        keep = min(request.truncate_prompt_tokens, model.max_model_len - 1)  # 0 means all tokens.
         prompts = []
         for index, each in enumerate(request.inputs):
             field = f"inputs[{index}].{each.WhichOneof('input')}"

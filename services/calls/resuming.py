@@ -45,7 +45,7 @@ def resume_info(request: v1.GenerateRequest) -> bytes:
         info.chat.tools_json = request.chat.tools_json
         info.chat.tool_choice.CopyFrom(request.chat.tool_choice)
     if request.output.parse and request.HasField("grammar"):
-        info.grammar.json_object = True  # Only the presence of a grammar matters from here on.
+        info.grammar.json_object = True  # From here on, the code only checks whether a grammar is set.
     return info.SerializeToString()
 
 

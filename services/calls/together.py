@@ -37,5 +37,5 @@ async def run_together(calls: Sequence[Coroutine[None, None, Result]], at_most: 
         return [task.result() for task in tasks]
     finally:
         for call in calls:
-            call.close()  # A part that was cancelled before its turn has not started.
+            call.close()  # A part that was cancelled before it started has nothing to clean up.
     raise failure

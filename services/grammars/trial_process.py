@@ -79,7 +79,7 @@ def main() -> None:
         lanes[0].sendall(READY)
         _supervise(lanes, tokenizer)
     except ConnectionError:
-        return  # The front end has closed the lanes.
+        return  # The front end has closed the sockets.
 
 
 def _supervise(lanes: list[socket.socket], tokenizer: GrammarTokenizer | GrammarError) -> None:

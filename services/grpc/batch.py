@@ -71,7 +71,7 @@ class Batch:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            # Let the current write finish before sending the status, unless the client does not read.
+            # Let the current write finish before the status is sent, unless the client does not read.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FINAL_WRITE_TIMEOUT_S), self._writing:
                     pass
@@ -123,7 +123,7 @@ class Batch:
             await self._send(v1.GenerateBatchResponse(key=key, error=to_error(failure)))
 
     async def _send(self, message: v1.GenerateBatchResponse) -> None:
-        # A gRPC write cannot be cancelled. It finishes even if its request is cancelled.
+        # A gRPC write cannot be cancelled: it finishes even if its request is cancelled.
         writing = asyncio.ensure_future(self._write_alone(message))
         try:
             await asyncio.shield(writing)

@@ -74,7 +74,8 @@ class VllmEngine:
         except asyncio.CancelledError:
             current = asyncio.current_task()
             assert current is not None
-            if current.cancelling() or not task.cancelled():  # The caller disconnected, or the front end shuts down.
+            # The client disconnected, or the front end is shutting down.
+            if current.cancelling() or not task.cancelled():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 raise
@@ -254,10 +255,10 @@ def to_request(request: Any) -> v1.GenerateRequest:
     if theirs.HasField("temperature"):
         sampling.temperature = theirs.temperature
     if theirs.top_k:
-        sampling.top_k = theirs.top_k if theirs.top_k <= _MAX_INT32 else 0  # -1 as unsigned is "all"
+        sampling.top_k = theirs.top_k if theirs.top_k <= _MAX_INT32 else 0  # The unsigned value of -1 means all tokens.
     sampling.frequency_penalty, sampling.presence_penalty = theirs.frequency_penalty, theirs.presence_penalty
     for name in ("top_p", "min_p", "repetition_penalty", "n"):
-        if getattr(theirs, name):  # 0 is "not set" in proto3
+        if getattr(theirs, name):  # In proto3, 0 means "not set".
             setattr(sampling, name, getattr(theirs, name))
     if theirs.HasField("seed"):
         sampling.seed = theirs.seed & 0xFFFFFFFFFFFFFFFF

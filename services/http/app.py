@@ -144,7 +144,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
         message = f"{request.method}: not allowed for {request.url.path}; use {allowed}"
     else:
         message = error.detail
-    # Anthropic's clients only show errors in Anthropic's format.
+    # Anthropic's clients show only errors in Anthropic's format.
     of_messages = request.url.path.removeprefix("/v1").startswith("/messages")
     if not of_messages:
         return JSONResponse(

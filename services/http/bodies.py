@@ -22,7 +22,8 @@ _MAX_VALUES = MAX_TOKEN_IDS + (1 << 18)
 _MAX_QUOTES = 1 << 18
 """Maximum number of quotes around the strings of a body. Each string has two."""
 
-# Messages by pydantic's error type, because pydantic's messages contain names of Python types and validators.
+# Map pydantic's error types to messages of our own, because pydantic's messages contain names of Python types and
+# validators.
 _TYPES = {
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
@@ -117,9 +118,9 @@ def _violations(kind: type[Body], document: object, errors: Sequence[ErrorDetail
     found: dict[str, list[ErrorDetails]] = {}
     for each in errors:
         found.setdefault(_path(each, document), []).append(each)
-    # For a field with several alternatives, pydantic reports the errors of all alternatives. The client most likely
-    # intended the alternative with the deepest errors. An alternative with the right type but the wrong size has
-    # precedence.
+    # For a field with several alternatives, pydantic reports errors for all of them. Report the alternative with the
+    # deepest errors, because the client most likely meant that one. Prefer an alternative with the right type but the
+    # wrong size.
     sized = tuple(f"{path}[" for path, each in found.items() if any(error["type"] in _SIZES for error in each))
     found = {path: each for path, each in found.items() if not path.startswith(sized)}
     vague = {path for path in found for other in found if other.startswith((f"{path}[", f"{path}."))}

@@ -363,7 +363,7 @@ class Exchange:
         self.started = True
         all_headers = dict(headers)
         if self.request_id:
-            # The value of a header must not begin or end with whitespace.
+            # A header value must not begin or end with whitespace.
             all_headers |= dict.fromkeys(self._dialect.id_headers, self.request_id.strip())
         pairs = [(name.encode(), value.encode("latin-1", "replace")) for name, value in all_headers.items()]
         start: Message = {"type": "http.response.start", "status": status}

@@ -27,7 +27,7 @@ class Prepared:
 def prompts_of(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
-    # Check only the first item, because all items of a parsed list have the same type and there may be a million.
+    # Check only the first item, because all items of a parsed list have the same type and the list may have a million.
     return cast(list[Prompt], [prompt] if isinstance(prompt[0], int) else prompt)
 
 
@@ -52,7 +52,7 @@ def prepare_completion(body: CompletionBody, prompt: Prompt, request_id: str) ->
     if body.echo or body.return_token_ids:
         request.output.echo = True
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-        # As in OpenAI's API, the echoed prompt has log-probabilities as well.
+        # As in OpenAI's API, the echoed prompt has log-probabilities too.
         request.output.prompt_logprobs = body.logprobs
     constraint = fill_grammar(request, body)
     return Prepared(
@@ -99,7 +99,7 @@ def prepare_chat(body: ChatBody, request_id: str, *, strict_order: bool) -> Prep
             raise InvalidRequestError(
                 FieldViolation("tool_choice", f"cannot be combined with {constraint}; remove one of them")
             )
-        # As in OpenAI's API, the format applies to text, and a response with forced calls has none.
+        # As in OpenAI's API, the format applies only to text. A response with forced calls has no text.
         request.ClearField("grammar")
     request.output.parse = True
     names = field_names(
@@ -149,7 +149,7 @@ def fill_chat(
             )
     for message in in_strict_order(messages) if strict_order else messages:
         turn = chat.messages.add()
-        # Templates know OpenAI's role developer as system.
+        # Chat templates use the name "system" for OpenAI's role "developer".
         turn.role = "system" if message.role == "developer" else message.role
         turn.content = message.text
         turn.name = message.name or ""

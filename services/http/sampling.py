@@ -80,7 +80,7 @@ def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str
 
 def fill_scheduling(scheduling: v1.SchedulingOptions, body: ScheduledBody) -> None:
     """Write the scheduling options."""
-    # HTTP follows vLLM, where lower values run first.
+    # HTTP follows vLLM, where a lower value is more urgent.
     scheduling.priority = -body.priority
     scheduling.tenant = body.tenant or ""
     scheduling.request_class = body.request_class or ""

@@ -227,7 +227,7 @@ class _Protocol(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as stopped:
-                data = data[stopped.args[0] :]  # The offer is ignored, as RFC 9110 permits.
+                data = data[stopped.args[0] :]  # Ignore the offered upgrade, as RFC 9110 permits.
             else:
                 return
 
@@ -342,7 +342,7 @@ class _Protocol(HttpToolsProtocol):
             if self.cycle.response_started:
                 self.transport.abort()
                 return
-            # Drop the response of the handler.
+            # Drop the handler's response.
             self._unfinished.remove(self.cycle)
             if self.pipeline and self.pipeline[0][0] is self.cycle:
                 self.pipeline.popleft()

@@ -316,7 +316,7 @@ class CoreLink:
         for submission in self._outgoing.submissions:
             stream = self._streams.get(submission.stream)
             if stream is not None:
-                # This submission was never sent; an earlier one may have been.
+                # This submission was never sent, but an earlier one may have been.
                 stream.submitted = submission.accepted
         self._outgoing.clear()
         self._outgoing.hello(
@@ -363,7 +363,7 @@ class CoreLink:
             if incarnation != self._socket.incarnation:
                 return
         elif message.incarnation != self._core:
-            return  # The message is from an old core, or from a core that has not responded to the current hello.
+            return  # The message is from an old core, or from a core that has not yet responded to the current Hello.
         self._take_scores(message)
         self._take_tokens(message)
         for end in message.ends:

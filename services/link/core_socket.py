@@ -146,7 +146,7 @@ class CoreSocket:
             self._monitor.recv_multipart(zmq.DONTWAIT)
         except zmq.Again:
             return
-        # One event suffices: the reconnect creates a new socket with its own monitor.
+        # One event suffices, because the reconnect creates a new socket with its own monitor.
         self._on_disconnected()
 
     def _flush_after_delay(self) -> None:
@@ -168,7 +168,7 @@ class CoreSocket:
         self._read_if_due()
 
     def _read_if_due(self, delay: float = 0.0) -> None:
-        # A send may have consumed the edge that signalled an arrived message.
+        # A send may have consumed the edge that announced an incoming message.
         if not self._read_scheduled and self._option(zmq.EVENTS) & zmq.POLLIN:
             self._read_scheduled = True
             self._loop.call_later(delay, self._read_now)

@@ -28,7 +28,7 @@ class ModelFormat:
 
     def begins_in_reasoning(self, prompt_end: str) -> bool:
         """Return whether a prompt with this end contains the marker at which reasoning begins."""
-        # Templates write a newline after the marker.
+        # Chat templates write a newline after the marker.
         return bool(self.family.think) and prompt_end.rstrip().endswith(self.family.think)
 
 

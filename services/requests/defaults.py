@@ -54,7 +54,7 @@ class SamplingDefaults:
             given = request.sampling
             filled = v1.SamplingOptions()
             filled.CopyFrom(self.sampling)
-            filled.MergeFrom(given)  # Optional fields that are set replace the defaults.
+            filled.MergeFrom(given)  # Set optional fields replace the defaults.
             given.CopyFrom(filled)
         limit = self.max_new_tokens
         if not limit:
@@ -118,7 +118,7 @@ def _values(document: Mapping[str, Any], path: Path) -> tuple[dict[str, float], 
         if name == "max_new_tokens" and not 1 <= value <= _MAX_TOP_K:
             raise ConfigError(f"generation_config: {path}: {name}: must lie in [1, {_MAX_TOP_K}]; {_REMEDY}")
         if name == "top_k":
-            value = min(max(value, 0), _MAX_TOP_K)  # -1 is "all tokens", too
+            value = min(max(value, 0), _MAX_TOP_K)  # -1 also means all tokens.
         values[name] = value
         if name != "max_new_tokens":
             setattr(sampling, name, _in_float_range(value) if name in _NUMBERS else value)

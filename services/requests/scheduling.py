@@ -104,7 +104,7 @@ def block_keys(model: link_pb2.ServedModel, cache_scope: bytes, prompt: bytes) -
 
 def left_ns(point: float | None, now: float) -> int:
     """Return the nanoseconds until a time: 0 for None, otherwise in [1, MAX_TIME_S]."""
-    # A target that has passed must remain a target, and 0 would mean none.
+    # A passed target must remain a target, and 0 would mean that there is no target.
     return 0 if point is None else int(min(max(point - now, 1e-9), MAX_TIME_S) * 1e9)
 
 

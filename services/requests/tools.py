@@ -32,7 +32,7 @@ def read_tools(request: v1.GenerateRequest, model_format: ModelFormat) -> Tools:
         InvalidRequestError: the tools are not usable.
     """
     if not request.HasField("chat"):
-        return Tools(shown=True)  # A client that renders the prompt itself may have included tools.
+        return Tools(shown=True)  # A client that renders the prompt itself may have put tools into the prompt.
     chat, choice = request.chat, request.chat.tool_choice
     given = read_functions(json.loads(chat.tools_json) if chat.tools_json else [])
     known = tuple(each for each in given if each is not None)
@@ -125,7 +125,7 @@ def shown_tokens(request: v1.GenerateRequest, tools: Tools, model_format: ModelF
 def _read_of(request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat) -> Read | None:
     """Return the parser function for the output of a request; None if all of it is content."""
     if not request.output.parse or request.HasField("grammar"):
-        return None  # An output that follows the client's grammar contains no markers.
+        return None  # An output that is constrained by the client's grammar contains no markers.
     if tools.required:
         return model_format.calling_family.read
     family = model_format.family

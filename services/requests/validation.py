@@ -140,7 +140,7 @@ def validate(
         output=output_rules(request, shown_tokens(request, tools, model_format)),
         tools=tools,
         stop_token_ids=stop_token_ids,
-        # The core generates at least one token.
+        # The core always generates at least one token.
         max_tokens=max(stop.max_tokens, 1) if stop.HasField("max_tokens") else None,
         only_prompt=scores_prompt(request),
         num_choices=sampling.n if sampling.HasField("n") else 1,

@@ -133,7 +133,7 @@ class Stream:
         self._flushed = False
         self._skip_tokens = self._skip_text = 0
         self._skip_parts: int | None = 0
-        # Only with stop strings: for each unreleased token, the length of the text before it.
+        # For each token that is not yet sent, the length of the text before it. Used only with stop strings.
         self._held: deque[int] = deque()
         self._text_length = 0
 

@@ -169,7 +169,7 @@ def _arguments_too_deep(calls: object) -> bool:
             if arguments is not None and _is_too_deep(json.loads(arguments)):
                 return True
         except ValueError:
-            continue  # Text that is not JSON has no nesting.
+            continue  # Text that is not JSON has no nesting depth.
         except RecursionError:
             return True
     return False

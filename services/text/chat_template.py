@@ -78,10 +78,11 @@ class ChatTemplate:
             text = "".join(self._template.root_render_func(context))
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from None
-        except Exception as error:  # A template may run any Python operator: None + str, 1 / 0, …
+        except Exception as error:  # A template may contain any Python operation, such as None + str or 1 / 0.
             raise ChatTemplateError(f"chat template failed with {type(error).__name__}") from None
         finally:
-            # The template's macros refer to the context: a cycle with the conversation, which is freed late.
+            # The template's macros refer to the context, so the conversation is part of a reference cycle that is
+            # collected late.
             context.vars.clear()
         return _cut_after_last_message(text, conversation) if conversation.continue_final_message else text
 

@@ -6,7 +6,7 @@ from quire.v1 import generation_pb2 as v1
 from services.text.tokenizer import TextTokenizer
 from shared.config import ConfigError
 
-# These are the words from the models' training. Other words yield worse scores.
+# These words are from the models' training data. Other words yield worse scores.
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
     ' Note that the answer can only be "yes" or "no".'

@@ -153,7 +153,7 @@ class TextTokenizer:
 
     async def _in_thread(self, size: int, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         principal, share = CURRENT.get().name, self.text_bytes
-        # Accept a text that is larger than every share if no other text waits.
+        # Accept a text that exceeds every share if no other text is waiting.
         size = min(size, share.largest_part)
         if not share.take(principal, size):
             raise share.exhausted()
@@ -176,7 +176,7 @@ class TextTokenizer:
                 if size >= _LARGE_BYTES:
                     return_free_memory()
 
-        # Count a cancelled call until its thread has finished with the text.
+        # Count a cancelled call until its thread is done with the text.
         work = asyncio.get_running_loop().run_in_executor(self._pool, run)
         work.add_done_callback(ended)
         return await asyncio.shield(work)
@@ -193,7 +193,7 @@ def load_tokenizer(folder: Path, *, max_bytes: int = MAX_BYTES) -> TextTokenizer
         raise ConfigError(f"model: {folder} contains no tokenizer.json; convert the tokenizer to a fast one")
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # The Rust side raises plain Exception.
+    except Exception as error:  # The Rust extension raises plain Exception.
         raise ConfigError(f"model: {path} cannot be read: {error}") from None
     config = _read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(config | _read_json(folder / "special_tokens_map.json"))

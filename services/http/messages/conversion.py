@@ -130,7 +130,7 @@ def _messages(turn: Turn, field: str) -> Iterator[tuple[Json, str]]:
                 name = f"{field}.content[{number}]"
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": result}, name
             case "thinking" | "redacted_thinking":
-                pass  # Omit reasoning, because models do not read their reasoning from earlier turns.
+                pass  # Omit reasoning, because models are trained without the reasoning of earlier turns.
             case _:
                 raise _unsupported(block, f"{field}.content[{number}]")
     if calls:

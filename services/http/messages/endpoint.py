@@ -30,7 +30,7 @@ class MessagesEndpoints:
         prepared = self._runner.prepare(to_chat(body), request_id)
         model = self._services.served_model().name
         answer = MessagesAnswer(f"msg_{request_id}", model, ChatOutput(self._services.tokenizer.token_bytes))
-        # Shorten max_tokens, because clients must send a value and it may exceed the context of a small model.
+        # Reduce max_tokens if necessary: clients must send a value, which may exceed the context of a small model.
         whole = None if body.stream else answer.message
         await self._runner.run(exchange, [prepared], answer, whole=whole, shorten=True)
 

@@ -125,7 +125,7 @@ def _message(item: InputItem, field: str) -> Iterator[Json]:
             call_id = item.call_id or item.id
             yield {"role": "tool", "tool_call_id": call_id, "content": _text(item.output, f"{field}.output")}
         case "reasoning" | "web_search_call":
-            pass  # Omit reasoning and searches, because models do not read them from earlier turns.
+            pass  # Omit reasoning and searches, because models are trained without those of earlier turns.
         case _:
             what = f"items of type {item.type[:64]!r} are not supported"
             remedy = "send messages, calls of functions and custom tools, their outputs, and reasoning"
