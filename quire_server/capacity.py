@@ -189,7 +189,7 @@ def _as_held_compressed(weights: Mapping[str, Any]) -> str:
     if weights.get("type", "int") != "int" or weights.get("actorder") in ("group", "dynamic"):
         return "none"
     size, symmetric = weights.get("group_size") or 0, bool(weights.get("symmetric", True))
-    # Signed codes with one scale per output are held in int8, even if they have 4 bits.
+    # Signed codes with one scale per output are stored in int8, even if the codes have 4 bits.
     bits = 8 if symmetric and size <= 0 else weights.get("num_bits")
     return _as_held(bits, size, symmetric=symmetric)
 
@@ -331,7 +331,8 @@ def weights_bytes(
         rows = -(-outputs // 16) * 16
         if kind == "int8":
             return rows * (-(-inputs // 4) * 4 + 8)  # Each output has a scale and a sum.
-        return rows * -(-inputs // INT4_GROUP) * 36  # 64 weights of 4 bits, a scale and a zero point of 2 bytes each
+        # 64 weights of 4 bits, plus a scale and a zero point of 2 bytes each
+        return rows * -(-inputs // INT4_GROUP) * 36
 
     experts = sizes.num_experts * (product(2 * inner, hidden) + product(hidden, inner))
     if sizes.num_experts > 1:

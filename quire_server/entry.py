@@ -25,7 +25,7 @@ def add_packages() -> None:
 def main() -> int:
     """Run the command line; return its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Until the command runs, Ctrl-C ends the process at once: an import has nothing to clean up and no message.
+        # Until the command runs, Ctrl-C ends the process at once, because imports need no cleanup and no message.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     add_packages()
     from quire_server.cli.main import main as run

@@ -42,7 +42,7 @@ class Server:
             case ConnectionRefusedError():
                 remedy = f"start a server with quire serve, or {_PASS_ADDRESS}"
                 return Failure(f"nothing listens there; {remedy}", permanent=False)
-            # A restarting server, or one of another protocol, closes the connection.
+            # A server that restarts, or that speaks another protocol, closes the connection.
             case ConnectionError() | ssl.SSLEOFError() if self.tls is not None:
                 return Failure(f"closed the connection; {_PASS_ADDRESS}, not the gRPC one", permanent=False)
             case ConnectionError():

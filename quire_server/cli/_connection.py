@@ -147,7 +147,7 @@ def _grpc_target(text: str) -> str:
             f"{text!r} is an HTTP address, but this command uses gRPC; use HOST:PORT of the gRPC port"
         )
     text = text.removeprefix("grpc://")
-    # gRPC itself reduces a port modulo 65,536.
+    # gRPC would silently reduce a port modulo 65,536.
     if ":" in text and not text.startswith(("unix", "xds:", "passthrough:")) and not _is_address(text.split("/")[-1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from 1 to 65535")
     return text

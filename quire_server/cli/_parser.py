@@ -25,9 +25,9 @@ class OneLineParser(argparse.ArgumentParser):
             description=description.strip(),
             epilog=f"examples:\n{examples.rstrip()}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # A working abbreviation would change its meaning when a flag is added.
+            # Reject abbreviated flags, because an abbreviation would change its meaning when a flag is added.
             allow_abbrev=False,
-            # Commands may replace a flag of the shared configuration to accept more values.
+            # A command may replace a flag of the shared configuration in order to accept more values.
             conflict_handler="resolve",
         )
 

@@ -121,7 +121,7 @@ class Top:
             f" {seen.tokens / seconds:>9.0f} {min(seen.busy_s / seconds, 1.0):>5.0%}"
         )
         lines = [line]
-        # The counters of a worker that reconnected begin at 0.
+        # The counters of a worker restart at 0 when the worker reconnects.
         before = seen.drafts if seen.drafts[0] <= worker.draft_tokens else (0, 0)
         verified, accepted = worker.draft_tokens - before[0], worker.accepted_draft_tokens - before[1]
         seen.drafts = worker.draft_tokens, worker.accepted_draft_tokens

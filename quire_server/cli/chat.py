@@ -120,7 +120,7 @@ class Chat:
                     text += delta.text
                     _write(delta.text)
             except KeyboardInterrupt:
-                # Keep the partial answer; leaving the call cancels the request on the server.
+                # Keep the partial response. Leaving the call cancels the request on the server.
                 pass
             finally:
                 if text:

@@ -27,7 +27,7 @@ def configure(parser: OneLineParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the settings; raise `ConfigError` for invalid ones."""
-    serve_config(options)  # This checks every value.
+    serve_config(options)  # This call checks every value.
     sources = ConfigSources(options)
     settings: dict[str, Setting] = {}
     for config in (ServiceConfig, FrontendConfig, SchedulerConfig, WorkerConfig):

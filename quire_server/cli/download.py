@@ -37,7 +37,7 @@ def run(options: Namespace) -> int:
     partial = folder.with_name(folder.name + _PARTIAL)
     try:
         download(options.model, options.revision, partial)
-        shutil.rmtree(partial / ".cache", ignore_errors=True)  # The hub's client stores its state there.
+        shutil.rmtree(partial / ".cache", ignore_errors=True)  # The hub client stores its state in this folder.
         partial.rename(folder)
     except OSError as error:
         raise CommandError(f"{partial}: {error.strerror or error}; free the disk, or choose another folder") from None

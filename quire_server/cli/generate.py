@@ -105,7 +105,7 @@ def _stream(generation: Generation) -> None:
             _write(delta.text)
             started = True
     except BaseException:
-        if started:  # The error or the shell's prompt needs a new line.
+        if started:  # Start a new line for the error or the shell's prompt.
             _write("\n")
         raise
     _write("\n")

@@ -56,12 +56,12 @@ def configure(parser: OneLineParser) -> None:
 def run(options: Namespace) -> int:
     """Run the action."""
     if options.action == "token":
-        # The client gets the token, the file of principals its hash.
+        # The client gets the token; the principals file gets its hash.
         token = secrets.token_urlsafe(32)
         print(f"token  {token}\nsha256 {_digest(token)}")
         return 0
     if options.action == "principal":
-        # Only the token: `TOKEN=$(quire keys principal …)`.
+        # Print only the token, for `TOKEN=$(quire keys principal …)`.
         print(add_principal(Path(options.folder), options.name, is_admin=options.admin))
         return 0
     if not options.folder:

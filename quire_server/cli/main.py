@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
-        # Show what the locale's encoding lacks as an escape, instead of failing with a traceback.
+        # Escape characters that the locale's encoding lacks, instead of failing with a traceback.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if arguments[:1] == ["help"]:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has closed the pipe. Buffered output must not fail at exit.
+        # The reader has closed the pipe. Flushing buffered output at exit must not raise an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -142,7 +142,7 @@ def _without_command(arguments: Sequence[str]) -> int:
     group = words[0] if words and words[0] in groups else ""
     asks_for_help = bool({"-h", "--help"} & set(arguments))
     if not words or words == [group]:
-        # Requested help goes to stdout; help for an empty command line goes to stderr as an error.
+        # Help goes to stdout if it was requested, and to stderr if the command line was empty.
         print(_overview(group), file=sys.stdout if asks_for_help else sys.stderr)
         return 0 if asks_for_help else 2
     unknown = " ".join(words[:2] if group else words[:1])

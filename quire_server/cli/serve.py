@@ -81,13 +81,13 @@ def run(options: Namespace) -> int:
             )
         options.http_port = options.port
     if options.api_key:
-        # The front ends inherit the variable; a flag of theirs would be visible to every user of the machine.
+        # The front ends inherit the variable. A flag would be visible to every user of the machine.
         given = os.environ.get(API_KEY_VARIABLE)
         os.environ[API_KEY_VARIABLE] = ",".join([*options.api_key, *([given] if given else [])])
     config = serve_config(options)
     if options.show_sample:  # Otherwise the log lines show the progress.
         print(f"starting quire: loading model {config.worker.model}", file=sys.stderr, flush=True)
-    # Imported late, so that `quire serve --help` and the line above do not wait for it.
+    # Import late, so that neither `quire serve --help` nor the line above waits for the import.
     from quire_server.serve.foreground import serve
 
     return serve(config, show_sample=options.show_sample)

@@ -41,7 +41,7 @@ def run(options: Namespace) -> int:
     with admin_stub(options) as stub:
         parts = stub.WatchSteps(admin_pb2.WatchStepsRequest(tables=True), metadata=_calls.call_metadata(token()))
         try:
-            next(parts)  # The first part only confirms the start.
+            next(parts)  # The first part only confirms that the stream has started.
             screen = sys.stdout.isatty() and not options.once
             if screen:
                 sys.stdout.write(_OTHER_SCREEN)

@@ -84,7 +84,7 @@ class Child:
 
     def _reap(self) -> None:
         code = self._process.wait()
-        # The loop may be closed when a test or a killed service did not wait for this thread.
+        # The loop may already be closed if a test or a killed service did not wait for this thread.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._set_exit_code, code)
 

@@ -51,7 +51,7 @@ class _Signals:
 
 async def _serve(config: ServeConfig, *, show_sample: bool) -> int:
     signals = _Signals()
-    # Log lines would interrupt the sample's text.
+    # Suppress log lines, because they would interrupt the sample's text.
     service = Service(config, log_level="warning" if show_sample else "debug")
     signals.attach(service)
     async with service:
@@ -60,7 +60,7 @@ async def _serve(config: ServeConfig, *, show_sample: bool) -> int:
         await asyncio.wait({serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
         if serving.done():
-            await serving  # This raises the error that prevented the start.
+            await serving  # Raise the error that prevented the start.
         serving.cancel()
     return 130 if signals.killed else 0
 

@@ -12,9 +12,9 @@ from quire_server.serve import lifeline
 from shared.config import ConfigError, FrontendConfig, SchedulerConfig, WorkerConfig, to_flags
 
 _DEFAULT_ENVIRONMENT = {
-    # On one machine a worker shares its cores with the front end and the scheduler. By default OpenMP's threads spin
-    # at a barrier and keep the thread that they wait for from running. Measured with a tiny model on two busy
-    # cores: 14 tokens/s, compared with 250 with sleeping threads.
+    # On one machine, the worker shares its cores with the front end and the scheduler. By default, OpenMP threads spin
+    # at a barrier and thus keep the awaited thread off the core. Measured with a tiny model on two busy cores: 14
+    # tokens/s with spinning threads, 250 tokens/s with sleeping threads.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
@@ -91,7 +91,7 @@ def plan_children(
     if scheduler.record_dir == "auto" and config.frontend.grpc_port:
         scheduler = replace(scheduler, record_dir=str(record_dir / str(config.frontend.grpc_port)))
     if scheduler.leader_lease and not config.standby:
-        # Without a second process of this service there would never be a standby, and an alert would say so.
+        # Without a second scheduler process there is never a standby, and an alert would report that.
         raise ConfigError(
             "leader_lease (--leader-lease): quire serve starts no standby without --standby; add it, or use"
             " --leader-lease with quire scheduler only"
@@ -103,7 +103,7 @@ def plan_children(
         replace(
             config.worker,
             worker_address=worker_address,
-            # Keep the name over restarts: drains and metrics refer to it.
+            # Keep the name across restarts, because drains and metrics refer to it.
             worker_id=_numbered(config.worker.worker_id or "worker-0", index),
             num_threads=config.worker.num_threads or max(1, cores // (config.workers * ranks)),
             device=_device(config.worker.device, index * ranks),
@@ -143,7 +143,7 @@ def child_environment(environ: Mapping[str, str], supervisor_pid: int) -> dict[s
 
 
 def _child(name: str, role: Role, config: object) -> ChildSpec:
-    # -P: do not import a user's folder that happens to be named `services` or `shared`.
+    # -P prevents the import of a user's folder that happens to be named `services` or `shared`.
     return ChildSpec(name, role, (sys.executable, "-P", "-m", "quire_server.cli.main", role.value, *to_flags(config)))
 
 

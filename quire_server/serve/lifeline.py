@@ -21,7 +21,7 @@ _POLL_S = 0.5
 
 def attach() -> None:
     """Tie this process to its supervisor; do nothing in a process without one."""
-    # Remove the variable, so that child processes of this one do not use it.
+    # Remove the variable, so that child processes do not use it.
     supervisor = os.environ.pop(ENVIRONMENT, "")
     if not supervisor:
         return

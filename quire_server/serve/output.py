@@ -30,7 +30,7 @@ class LogForwarder:
         if event and _LEVELS.get(str(event.get("level")), logging.CRITICAL) < self._level:
             return
         text = _readable(event) if event and self._out.isatty() else line
-        # The terminal may have been closed; the service continues.
+        # The terminal may be closed, but the service continues.
         with contextlib.suppress(OSError):
             self._out.write(text + "\n")
             self._out.flush()

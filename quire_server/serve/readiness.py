@@ -6,7 +6,8 @@ import ssl
 import urllib.request
 
 _PAUSE_S = 0.05
-# Certificates need no verification: requests go to child processes at a reserved port, and carry no secrets.
+# Skip certificate verification, because these requests carry no secrets and go only to child processes on a reserved
+# port.
 _UNVERIFIED = ssl._create_unverified_context()
 
 
@@ -34,7 +35,7 @@ def _is_ready(probes: str, workers: int, frontends: int) -> bool:
 
 def _get(url: str) -> str:
     """Return the body of a successful response, or an empty string."""
-    # The local front end is not behind a proxy.
+    # No proxy is needed for the local front end.
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED)
     )

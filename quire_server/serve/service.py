@@ -82,7 +82,7 @@ class Service:
     async def launch(self) -> None:
         """Start every process; return when they have begun to load."""
         self._supervisor.start()
-        await asyncio.sleep(0)  # The supervisor's tasks start the processes now.
+        await asyncio.sleep(0)  # Yield, so that the supervisor's tasks start the processes now.
 
     async def ready(self) -> Addresses:
         """Wait until the service is ready.

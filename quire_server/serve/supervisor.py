@@ -118,7 +118,7 @@ class Supervisor:
         used = {}
         for slot in self._slots:
             if slot.child:
-                with contextlib.suppress(OSError):  # The process may have ended.
+                with contextlib.suppress(OSError):  # The process may already have exited.
                     used[slot.spec.name] = cpu_seconds(slot.child.pid)
         return used
 
@@ -136,7 +136,7 @@ class Supervisor:
                     on_stderr=lambda line: self._on_stderr(slot, line),
                 )
                 exit_code = await self._watch(slot, slot.child, watchdog)
-            except OSError as error:  # The system has no free processes, memory or files.
+            except OSError as error:  # The system lacks processes, memory or file descriptors.
                 slot.last_words.add(str(error))
                 exit_code = _NOT_STARTED
             if self._stopping.is_set():
@@ -156,7 +156,7 @@ class Supervisor:
                 child.kill()
 
     async def _after_death(self, slot: _Slot, exit_code: int, lived_s: float, *, has_served: bool) -> None:
-        # Only deaths before any completed work count as failures to start.
+        # Count only deaths before the first completed work as failures to start.
         slot.deaths = 1 if has_served or lived_s >= self._policy.steady_after_s else slot.deaths + 1
         decision = self._policy.after_death(
             exit_code=exit_code, lived_s=lived_s, deaths=slot.deaths, was_ready=self.was_ready
@@ -193,7 +193,7 @@ class Supervisor:
     def _on_stderr(self, slot: _Slot, line: str) -> None:
         if not line.strip():
             return
-        # A command's final error line is logged once, as the reason of its death.
+        # Log the command's final error line once, as the reason for its death.
         if not slot.last_words.add(line):
             self._output.forward(line)
 
