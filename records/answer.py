@@ -22,7 +22,7 @@ from shared.errors import FieldViolation, InvalidRequestError, OverloadedError, 
 
 
 def _answer(call: AnyMessage, place: Path, ends_at: float) -> Message:
-    # Each kind of question loads only its own modules: the caller waits for the imports, too.
+    # Load only the modules for this kind of question, because the caller also waits for the imports.
     if call.Is(admin.CompareStrategiesRequest.DESCRIPTOR):
         from records.whatif.strategies import compare_strategies
 

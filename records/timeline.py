@@ -138,7 +138,8 @@ class _Timeline:
 
     def _arrived(self, event: ev.RequestArrived) -> None:
         known = self._live.get((event.frontend, event.stream))
-        if known is None or known.is_running is None:  # of a request that is submitted twice, the core keeps the first
+        # If a request is submitted twice, the core keeps the first submission
+        if known is None or known.is_running is None:
             self._add(event)
 
     def _noted(self, note: Note) -> None:

@@ -401,7 +401,7 @@ class _Walk:
             self._charge(_OF_DEPARTURE[lost.kind], end - self._at, lost.text)
             self._at = max(self._at, end)
         else:
-            # The worker may already be busy with steps whose results come later.
+            # The worker may still be busy with steps whose results arrive later.
             self._gap(end, others + [step for step in steps[self._next :] if step.planned < end])
 
     def _step(self, step: Step, others: list[Step]) -> None:
@@ -413,7 +413,8 @@ class _Walk:
         self._held = None
         finish = min(max(finish, begin), step.answered)
         busy = step.busy_s
-        # The worker may have begun the step before the previous result came: only the rest delays the request.
+        # The worker may have begun the step before the previous result arrived. Then only the remainder delays the
+        # request.
         share = (finish - begin) / busy if busy > 0 else 0.0
         is_chunk = self._key in step.chunks
         if not is_chunk:
@@ -556,7 +557,7 @@ class _Walk:
         note = self._departure
         assert note is not None
         by: Counter[StreamKey] = Counter()
-        if note.by == self._key:  # The request lacked memory itself.
+        if note.by == self._key:  # The request itself lacked memory.
             by = self._holders(CauseKind.MEMORY, self._at, self._at + seconds)
         elif note.by is not None:
             by[StreamKey(*note.by)] = 1

@@ -362,7 +362,7 @@ class _Pass:
         if request.notes[-1].kind is not NoteKind.ENDED:
             request.notes.append(_note(key, self._now, NoteKind.ENDED, f"ended: {end.reason.value}"))
         if self._watched.pop(key, None) is not None and request.report is None:
-            # A front end that has stalled may not hear of the end, and submit the request again.
+            # A stalled front end may miss the end and submit the request again.
             request.cut_at = self._now
             self._cut_off[request.arrived.spec.request_id, end.stream] = key, request
         if request.report is not None:

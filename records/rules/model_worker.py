@@ -164,7 +164,7 @@ class ModelWorker:
         self._generations.clear()
         self._spoils.clear()
         self._states.clear()
-        # Host blocks are numbered after the device blocks.
+        # Host blocks are numbered after all device blocks.
         num_all = self.num_blocks + self.num_host_blocks
         self._values = [_NOTHING] * (num_all * self.block_size)
         self._holders = [0] * num_all
@@ -199,7 +199,7 @@ class ModelWorker:
         host = self.num_blocks
         outs = [(copy.sources.tolist(), (copy.targets + host).tolist()) for copy in plan.swap_outs]
         ins = [((copy.sources + host).tolist(), copy.targets.tolist()) for copy in plan.swap_ins]
-        # Before the admissions: a row admitted in this plan may share the blocks that are swapped in.
+        # Process swaps before admissions, because a row admitted in this plan may share the swapped-in blocks.
         for _, targets in outs + ins:
             self._check_unused(targets)
         for sources, targets in outs:
@@ -228,7 +228,7 @@ class ModelWorker:
             row.draft_limit = limit
         for sources, targets in ins:
             self._copy(sources, targets)
-            # Later rows of the plan may share these blocks.
+            # Rows that come later in the plan may share these blocks.
             owner = next((row for row, _ in admitted if row.blocks[: len(targets)] == targets), None)
             for block in targets if owner is not None else ():
                 self._writer[block] = owner

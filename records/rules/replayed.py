@@ -47,7 +47,7 @@ def check(arrivals: Sequence[Arrival], service: Service, *, seed: int = 0) -> Ke
         AssertionError: an invariant of the core was broken.
         SimulationError: the requests cannot be served.
     """
-    # The worker identifies KV by its tokens, and the tokens generated for an earlier request are not known.
+    # The worker identifies KV by token ids, but the token ids generated for earlier requests are unknown.
     plain = [dataclasses.replace(each, following_keys=b"") for each in arrivals]
     watched: list[_Watched] = []
 

@@ -80,7 +80,7 @@ class History:
 
 def learn(histories: Sequence[History]) -> Acceptance | None:
     """Learn the acceptance from the histories of all requests; return None if no draft was allowed in any of them."""
-    # Counts begin at 1, so that an outcome that has no successor in the record has probabilities too.
+    # Start counts at 1, so that outcomes without a recorded successor also have probabilities.
     counts = [[1, 1, 1] for _ in Outcome]
     positions = 0
     for history in histories:

@@ -84,7 +84,8 @@ def save(service: Service, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    # The pace describes disturbances at certain times of the recorded run, which do not apply to another load.
+    # Ignore the recorded slowdowns, because they occurred at certain times of the recorded run and do not apply to
+    # another load.
     service = dataclasses.replace(service, times=dataclasses.replace(service.times, pace=()))
     path.write_text(to_json(service) + "\n", encoding="utf-8")
 

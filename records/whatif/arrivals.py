@@ -266,7 +266,7 @@ class _Pass:
         started = max(at, worker.answered)
         verified = accepted = np.zeros(len(work.rows), np.int64)
         if done.counts is not None and done.draft_counts is not None:
-            # Rows that failed are not in the step result.
+            # The step result omits failed rows.
             answered = np.isin(done.rows, work.rows)
             at_rows = np.searchsorted(work.rows, done.rows[answered])
             verified, accepted = verified.copy(), accepted.copy()
@@ -293,7 +293,7 @@ class _Pass:
         """Return the run."""
         members = [*self._members, *(worker.member for worker in self._workers.values())]
         members.sort(key=lambda member: member.joined)
-        # Ignore departures after all requests had ended: in a slower simulation, those workers would leave too early.
+        # Ignore departures after the last request. Otherwise workers would leave a slower simulation too early.
         last = self._now if self._live else max(each.ended_at for each in self._requests)
         members = [
             member

@@ -35,7 +35,7 @@ class Changed:
         """Return the hello of a worker with the changed limits."""
         values = dict(self.of_workers)
         rows = values.get("max_rows", hello.max_rows)
-        # A worker's token budget is at least its number of rows.
+        # A worker's token budget is at least its maximum number of rows.
         tokens = values.get("max_tokens_per_step", hello.max_tokens_per_step)
         return dataclasses.replace(
             hello,

@@ -438,7 +438,7 @@ def _made_up(number: int, arrival: Arrival) -> Int32Array:
     size, count = arrival.block_size, len(arrival.keys) // KEY_BYTES
     if count and size:
         first = np.frombuffer(arrival.keys, np.uint8).reshape(count, KEY_BYTES)[:, :4].copy().view("<u4")[:, 0]
-        # From the upper half of the range, so that these tokens differ from all request numbers.
+        # Use the upper half of the range, so that these tokens differ from all request numbers.
         tokens[: count * size] = np.repeat((first & 0x3FFFFFFF | 0x40000000).astype(np.int32), size)
     return tokens
 

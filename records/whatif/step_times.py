@@ -209,7 +209,8 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
     was_idle = planned >= previous
     link_s, keep = 0.0, np.ones(len(samples), np.bool_)
     coefficients = np.zeros(features.shape[1])
-    # The first fit has the link time as one more coefficient; the second uses it to estimate when each step began.
+    # The first fit has the link time as an additional coefficient. The second fit uses the link time to estimate when
+    # each step began.
     for _ in range(2):
         durations = answered - np.maximum(previous, planned)
         design = np.column_stack([features, was_idle])
@@ -343,7 +344,7 @@ def _pace(
     pace = np.array(
         [np.median(np.concatenate([ratios[order[begin:end]], prior])) for begin, end in pairwise(bounds.tolist())]
     )
-    # The pace of all steps together is 1, so that the sum of their times stays right.
+    # Normalise the mean slowdown to 1, so that the total of the step times stays the same.
     pace *= float(durations[keep].sum() / (mean * pace[at])[keep].sum())
     return tuple(pace.tolist()), pace[at]
 
@@ -371,7 +372,7 @@ def _spread(mean: Floats, ratios: Floats, keep: npt.NDArray[np.bool_]) -> Spread
         if not inside.any():
             continue
         quantiles = np.quantile(ratios[inside], (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES)
-        # The mean excludes interrupted steps, so their time is added here.
+        # The mean excludes interrupted steps, so add their time here.
         level = float(ratios[inside].mean() / ratios[inside & keep].mean()) if (inside & keep).any() else 1.0
         found.append((begin, tuple((quantiles * (level / quantiles.mean())).tolist())))
     return tuple(found)
