@@ -32,8 +32,8 @@ EXAMPLES = """
 def configure(parser: OneLineParser) -> None:
     """Add the benchmark's flags and those of `quire serve`."""
     add_serve_flags(parser)
-    # Use free ports by default, because other services may run on this machine. A benchmark compares servers at equal
-    # options, so the model's own sampling defaults do not apply.
+    # Use free ports by default, because other services may run on this machine. Servers are compared with the same
+    # options, so ignore the model's own sampling defaults.
     parser.set_defaults(grpc_port=0, http_port=0, generation_config="none")
     add = parser.add_argument
     add("--requests", type=Path, required=True, metavar="FILE", help="file of requests, one JSON object per line")
@@ -74,7 +74,7 @@ async def _measure(config: "ServeConfig", requests: "list[OfflineRequest]", max_
 
     task = asyncio.current_task()
     assert task is not None
-    # As on Ctrl-C: stop the service first, then the command.
+    # Stop the service first and then the command, as Ctrl-C does.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Service(config, log_level="warning") as service:
         addresses = await service.start()

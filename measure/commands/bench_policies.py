@@ -66,7 +66,7 @@ def run(options: Namespace) -> int:
         for result in campaign.results():
             results.append(result)
             print(line(result), flush=True)
-            if options.json is not None:  # Write after each run, so that an interrupted campaign keeps its results.
+            if options.json is not None:  # Write after each run, so that the results survive an interruption.
                 options.json.write_text(json.dumps({"results": results}, indent=1) + "\n", "utf-8")
     except ArenaError as error:
         raise CommandError(str(error)) from None

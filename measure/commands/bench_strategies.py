@@ -75,7 +75,7 @@ async def _measure(names: list[str] | None, repeats: int) -> list[dict[str, Any]
     configure_logging("quire-bench", level="warning")
     task = asyncio.current_task()
     assert task is not None
-    # As on Ctrl-C: stop the service first, then the command.
+    # Stop the service first and then the command, as Ctrl-C does.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     finished = 0
 

@@ -165,8 +165,8 @@ def _in_turn(products: list[Product], seconds: float) -> list[list[float]]:
     end, turn = time.perf_counter() + seconds, 0
     while turn < _FEWEST_TURNS or time.perf_counter() < end:
         for place, product in enumerate(products):
-            # Levels share the weights. Each starts at another weight, so that it does not read one that is still in the
-            # cache.
+            # All levels share the weights. Start each level at another weight, so that it does not read one that is
+            # still cached.
             first = turn * _CALLS + place * _WEIGHTS // len(products)
             calls = [_microseconds(product, (first + call) % _WEIGHTS) for call in range(_CALLS)]
             times[place].append(statistics.median(calls[1:]))

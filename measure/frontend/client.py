@@ -72,19 +72,19 @@ def _request(max_tokens: int) -> v1.GenerateRequest:
 
 
 async def _measure(options: argparse.Namespace) -> None:
-    # Disable BDP probing: without it a stalled client buffers 64 KiB, with it gRPC buffers megabytes.
+    # Disable BDP probing. With probing, gRPC buffers megabytes for a stalled client instead of 64 KiB.
     channel_options = [("grpc.enable_http_proxy", 0), *([("grpc.http2.bdp_probe", 0)] if options.stalled else [])]
     async with aio.insecure_channel(options.target, options=channel_options) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         await _until_served(stub)
         stalled = [stub.Generate(_request(UNLIMITED)) for _ in range(options.stalled)]
         calls = [stub.Generate(_request(options.max_tokens)) for _ in range(options.streams)]
-        # The measurement starts when every stream runs. Stalled streams are not read after that.
+        # The measurement begins when every stream runs. From then on, stalled streams are not read.
         await asyncio.gather(*(call.read() for call in stalled + calls))
         counts = Counts()
         async with (
             asyncio.TaskGroup() as readers
-        ):  # A failing reader cancels all others. Otherwise they run until cancelled.
+        ):  # A failing reader cancels all others. Otherwise they run until they are cancelled.
             tasks = [readers.create_task(_read_repeatedly(stub, call, counts, options.max_tokens)) for call in calls]
             await asyncio.sleep(options.warmup_s)
             print("running", flush=True)

@@ -23,8 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("measure/results"), help="folder of the JSON")
     options = parser.parse_args(arguments)
-    # Triton reads this variable when it compiles, here and in the worker. So kernels compiled for one part are reused
-    # by the next.
+    # Triton reads this variable when it compiles, both here and in the worker. Kernels compiled for one part are thus
+    # reused by the next.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path("build/gpu/triton").absolute()))
 
     import torch
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     set_threads(0)
     name = f"gpu-{options.part}{'-rehearsal' if options.rehearse else ''}.json"
-    until = float(os.environ.get("QUIRE_GPU_UNTIL", "inf"))  # An earlier process may have used part of the time.
+    until = float(os.environ.get("QUIRE_GPU_UNTIL", "inf"))  # An earlier process may have used some of the time.
     budget_s = min(options.budget_s, until - time.time())
     results = Results(options.out / name, rehearsal=options.rehearse, budget_s=budget_s)
     print(f"{options.part} on {device_name()}" + (" (rehearsal)" if options.rehearse else ""), flush=True)

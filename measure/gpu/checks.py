@@ -97,7 +97,7 @@ def _attention(device: torch.device, generator: torch.Generator) -> float:
     there = [x.to(device) for x in tensors]
     wide = [x if x.dtype in (*QUANTISED, torch.int32) else x.double() for x in there]
     ours = call(paged_attention, *there)
-    # In chunks, the CPU kernels round queries and the elements of int8 and int4 to bfloat16.
+    # When the CPU kernels compute chunks, they round queries and the elements of int8 and int4 to bfloat16.
     rounded = device.type == "cpu" and given[0].dtype in (torch.int8, INT4)
     return _compare(ours, call(paged_attention_reference, *wide), 3e-2 if rounded else _TOLERANCE[dtype])
 

@@ -65,7 +65,7 @@ def continuous_batching(model: Any, requests: Sequence[OfflineRequest], rows: in
     manager.start()
     try:
         seconds = 0.0
-        for part in (requests[:4], requests):  # the first few warm up
+        for part in (requests[:4], requests):  # The first requests are a warm-up.
             began = time.perf_counter()
             for request in part:
                 manager.add_request(list(request.prompt), max_new_tokens=request.max_tokens)

@@ -71,7 +71,7 @@ REHEARSAL = Scale(
     rows=4,
     tokens_per_step=64,
     steps=(engine_steps.Case(2, 5, 0, 4), engine_steps.Case(2, 5, 20, 4)),
-    decode=((1, 20, 400), (4, 20, 400)),  # enough for all rows to decode together, even on a busy machine
+    decode=((1, 20, 400), (4, 20, 400)),  # enough tokens for all rows to decode together, even on a busy machine
     prefill=(100,),
     nano_vllm=(6, 5, 20),
     sharegpt=(6, 40),
@@ -140,7 +140,7 @@ def _steps_of_shape(context: Context, shape: shapes.Shape) -> None:
         ):
             for graphs in (True, False):
                 _steps(context, f"{shape.name}, {'graphs' if graphs else 'no graphs'}", loaded, graphs=graphs)
-    except torch.OutOfMemoryError as error:  # the next shape may still succeed
+    except torch.OutOfMemoryError as error:  # Continue, because the next shape may succeed.
         context.results.fail(model, error)
 
 
@@ -213,7 +213,7 @@ def peers(context: Context) -> None:
             with hf.loaded(shape, shapes.make_folder(shape, WORK), device) as model:
                 for name, measure, expected_s in items:
                     context.results.run(name, partial(measure, model), expected_s)
-        except torch.OutOfMemoryError as error:  # the next shape may still succeed
+        except torch.OutOfMemoryError as error:  # Continue, because the next shape may succeed.
             context.results.fail(f"{shape.name}: loading", error)
 
 
@@ -254,7 +254,7 @@ def _serve(context: Context, shape: shapes.Shape, items: list[Item]) -> None:
             tokens_per_step=scale.tokens_per_step,
             max_model_len=scale.longest(),
         )
-    except ServeError as error:  # the next shape may still succeed
+    except ServeError as error:  # Continue, because the next shape may succeed.
         context.results.fail(service, error)
 
 
@@ -270,7 +270,7 @@ def _ceilings(context: Context) -> bench.Ceilings:
 
     context.results.run("ceilings", measure, 10.0)
     found = context.results.items.get("ceilings")
-    if found is None:  # The measurement failed or there was no time. Continue with the next ones anyway.
+    if found is None:  # The measurement failed or the time was used up. Try the next measurements anyway.
         return bench.Ceilings(math.nan, math.nan)
     return bench.Ceilings(float(found["copy_bytes_per_s"]), float(found["gemm_flop_per_s"]))
 
@@ -292,7 +292,7 @@ def _decode(
     served: Served, *, shape: shapes.Shape, ceilings: bench.Ceilings, rows: int, length: int, output: int
 ) -> Figures:
     requests = loads.decode_load(rows, length, output, shape.vocab_size)
-    served.send(requests, rows)  # once to warm up: kernels are compiled on first use
+    served.send(requests, rows)  # warm-up: kernels are compiled on first use
     report, idle = served.send(requests, rows)
     found = loads.decode_figures(report.traces)
     least_s = shape.decode_seconds(rows, length + output // 2, ceilings.copy_bytes_per_s, ceilings.gemm_flop_per_s)

@@ -76,7 +76,7 @@ def with_service(
 
 
 async def _make(config: ServeConfig) -> Service:
-    return Service(config, log_level="warning")  # This needs a running event loop.
+    return Service(config, log_level="warning")  # The constructor needs a running event loop.
 
 
 async def _connect(address: str) -> GrpcTarget:

@@ -138,7 +138,7 @@ def _attention(
     ours = paged_attention(query, caches[0], caches[1], tables, starts, contexts, **options)
     wide = caches if kept is not None else caches.double()
     expected = paged_attention_reference(query.double(), wide[0], wide[1], tables, starts, contexts, **options)
-    # The CPU kernels round queries and elements of int4 in chunks to bfloat16.
+    # When the CPU kernels compute chunks, they round queries and the elements of int4 to bfloat16.
     rounded = at.device.type == "cpu" and kept == INT4
     return _close(ours, expected, 1e-2 if rounded else _tolerance(at.dtype))
 
@@ -150,7 +150,7 @@ def _schedule(at: At) -> float:
         torch.tensor(contexts, device=at.device).int(),
         num_kv_heads=at.sizes.num_kv_heads,
     )
-    if made is None:  # there are no kernels on a CPU
+    if made is None:  # A CPU has no Triton kernels.
         return 0.0
     shares = made.shares.tolist()[: int(made.programs[-1])]
     for row, context in enumerate(contexts):
@@ -187,7 +187,7 @@ def _write_quantised(at: At, kept: torch.dtype) -> float:
     for cache, given in zip(caches, (key, value), strict=True):
         read = from_quantised(cache)[slots // _PAGE, :, slots % _PAGE]
         expected = from_parts(*quantise_heads(given, kept))
-        if kept == INT4:  # the division is rounded differently, which may move an element to the next code
+        if kept == INT4:  # The GPU rounds the division differently, which may move an element to the adjacent code.
             torch.testing.assert_close(read, expected, rtol=0, atol=float(2.1 * given.abs().max() / 15))
             assert float((read != expected).double().mean()) < 0.01
         else:
@@ -229,7 +229,7 @@ def _few_differ(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _draws(at: At, truncated: bool) -> tuple[torch.Tensor, SamplingTensors]:
-    rows = 33  # odd: the columns of a packed upload are not aligned
+    rows = 33  # odd, so that the columns of a packed upload are not aligned
     floats, ints = (
         torch.ones(rows + 1, device=at.device)[1:],
         torch.zeros(rows + 1, dtype=torch.int32, device=at.device)[1:],

@@ -116,7 +116,7 @@ class Steps:
     def run(self) -> Figures:
         """Return the medians over the steps of the case."""
         case = self._case
-        for row in range(case.decodes):  # one by one, so that each fits into a step
+        for row in range(case.decodes):  # One at a time, so that each prompt fits into a step.
             self._launch(row, case.context, leaves=None)
             self._engine.collect()
         hosts: list[float] = []

@@ -85,7 +85,7 @@ class Compiled:
     kernel: str
     architecture: int  # compute capability, 90 for sm_90
     registers: int  # per thread
-    spill_bytes: int  # per thread; local memory, which these kernels use only for spills
+    spill_bytes: int  # per thread; these kernels use local memory only for spills
     shared_bytes: int  # per program
     num_warps: int
     copies_ahead: int | None

@@ -93,7 +93,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
     run()
     if device.type == "cpu":
         times: list[float] = []
-        deadline = time.perf_counter() + budget_s / 20  # This is only a trial run.
+        deadline = time.perf_counter() + budget_s / 20  # Run once with a short time limit.
         while not times or (time.perf_counter() < deadline and len(times) < 100):
             began = time.perf_counter()
             run()
@@ -110,7 +110,7 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
         for _ in range(count)
     ]
     for first, second in pairs:
-        flushed.fill_(1)  # evicts the data of the last call from the L2 cache
+        flushed.fill_(1)  # Evict the data of the last call from the L2 cache.
         torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         first.record()
         run()
@@ -180,7 +180,7 @@ def _decode(
     scale = sizes.head_dim**-0.5
     schedule = schedule_decode(
         starts, contexts, num_kv_heads=sizes.num_kv_heads
-    )  # one schedule serves all layers of a step
+    )  # all layers of a step share one schedule
     seconds = median_seconds(
         lambda: paged_attention(
             query, k_cache, v_cache, tables, starts, contexts, max_query_len=1, scale=scale, schedule=schedule

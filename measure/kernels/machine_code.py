@@ -34,8 +34,9 @@ def copies_ahead(ttgir: str) -> int | None:
     innermost loop is its largest wait count. The value for a kernel is the smallest over its loops. ``ttgir`` is the
     compiler's text.
     """
-    open_loops: list[list[int] | None] = []  # waits of each open loop; None if it contains a loop
-    regions: list[bool] = []  # of each open region, whether it is a loop
+    # For each open loop, the numbers of its waits; None if it contains another loop.
+    open_loops: list[list[int] | None] = []
+    regions: list[bool] = []  # For each open region, whether it is a loop.
     found: list[int] = []
     for line in ttgir.splitlines():
         text = line.strip()

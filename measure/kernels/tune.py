@@ -119,13 +119,13 @@ def main(arguments: list[str] | None = None) -> int:
                 tried[key] = tuning
                 try:
                     times[tuning] = seconds(calls, device)
-                except Exception as error:  # skip a candidate that does not compile or launch
+                except Exception as error:  # Skip a candidate that does not compile or launch.
                     print(f"  {tuning}: {type(error).__name__}")
             tried.clear()
             if not times:
                 print(f"{key}: no configuration could be launched", flush=True)
                 continue
-            base = next(iter(times.values()))  # The default's time, if it could be launched.
+            base = next(iter(times.values()))  # The time of the default parameters, if they could be launched.
             table[key] = min(times, key=lambda tuning: relative(times[tuning], base))
             write_table(table, options.table)
             print(f"{key}: {table[key]}, {relative(times[table[key]], base):.3f} of the default's time", flush=True)

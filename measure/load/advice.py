@@ -55,7 +55,8 @@ def suggest(points: Sequence[Measured], slo: Slo, *, has_tenants: bool, has_prio
 
 
 def _max_num_seqs(best: Measured, slo: Slo) -> Suggestion:
-    # A Poisson number of requests in progress exceeds its mean by three standard deviations once in 700 times.
+    # A Poisson-distributed number of requests in progress exceeds its mean by three standard deviations once in 700
+    # times.
     needed = math.ceil(best.in_flight + 3 * math.sqrt(best.in_flight))
     rounded = max(8, 8 * math.ceil(needed / 8))
     return Suggestion(

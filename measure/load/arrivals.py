@@ -73,7 +73,7 @@ class Ramp:
         if arrivals >= during:
             return self.over_s + (arrivals - during) / self.last_rate
         slope = (self.last_rate - self.first_rate) / self.over_s
-        # The positive root of slope/2 t² + first_rate t = arrivals, in the form that also holds for a slope of 0.
+        # The positive root of slope/2 t² + first_rate t = arrivals, in a form that also works for slope 0.
         return 2 * arrivals / (self.first_rate + math.sqrt(self.first_rate**2 + 2 * slope * arrivals))
 
 

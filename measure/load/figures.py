@@ -63,7 +63,7 @@ class Slo:
             (self.tpot_s, outcome.tpot_s),
             (self.e2e_s, outcome.e2e_s),
         )
-        # A value that does not exist, such as the gaps of a single token, exceeds no limit.
+        # A missing value, such as the gaps of a single token, exceeds no limit.
         return all(limit is None or value is None or value <= limit for limit, value in measured)
 
     def describe(self) -> str:

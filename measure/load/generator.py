@@ -71,7 +71,7 @@ async def get_ready(target: Target) -> None:
     """Do in advance what would delay the first requests: connect, and run the garbage collector."""
     await target.connect()
     gc.collect()
-    # A later full collection searches only objects that the run creates.
+    # Later full collections then examine only objects that were created during the run.
     gc.freeze()
 
 
@@ -136,7 +136,7 @@ class _Generator:
             while (item := await prepared.get()) is not None:
                 index, due_s, session = item
                 await self._sleep_until(due_s)
-                # Beyond the limit the generator waits here. The session's intended start does not change.
+                # At the concurrency limit the generator waits here, but the session's intended start does not change.
                 self.held_back += free.locked()
                 await free.acquire()
                 if self._now() - due_s > _HELD_BACK_S and self._plan.stops_early:
@@ -178,7 +178,7 @@ class _Generator:
                 return
             counted = due_s >= self._plan.warmup_s
             if counted and self._plan.sessions is not None:
-                # Each user has a fixed part of the sessions, so that processes need not coordinate.
+                # Assign sessions to users in a fixed way, so that processes need not coordinate.
                 if done >= Share(number, users.count).part(self._plan.sessions):
                     return
                 done += 1

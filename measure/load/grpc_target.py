@@ -38,7 +38,8 @@ class GrpcTarget:
         try:
             await self.call(request, answer)
         except errors.DeadlineError:
-            raise RequestFailedError("DEADLINE") from None  # detected by the server or by gRPC, in either order
+            # The deadline was detected by the server or by gRPC, whichever came first.
+            raise RequestFailedError("DEADLINE") from None
         except errors.QuireError as error:
             raise RequestFailedError(error.reason or error.code) from None
 

@@ -119,7 +119,7 @@ def _in_flight(outcomes: Sequence[Outcome]) -> str:
         points.append((max(time_s, 0.0), float(count)))
         count += change
         points.append((max(time_s, 0.0), float(count)))
-    if len(points) > _STEPS:  # Steps this narrow are not visible.
+    if len(points) > _STEPS:  # Steps this narrow would not be visible.
         points = points[:: len(points) // (_STEPS // 4)]
     return lines("Requests in flight", "s", "requests", [Series("", points)])
 

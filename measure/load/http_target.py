@@ -53,7 +53,7 @@ class _Events:
             self.finished = self.finished or bool(choice.get("finish_reason"))
             ids = choice.get("token_ids") or ()
             text = _text_of(choice)
-            # An empty text is a token that completes no character. The last chunk of a response has no token.
+            # An empty text is a token that does not complete a character. The last chunk of a response has no token.
             is_token = bool(text or ids) or (
                 "text" in choice and not choice.get("finish_reason") and "prompt_token_ids" not in choice
             )
@@ -155,7 +155,7 @@ class HttpTarget:
         await self.stream(Request(prompt, 1, ignore_eos=ignore_eos), answer)
         if answer.prompt_tokens:
             return answer.prompt_tokens
-        # Some servers report it only in a non-streaming response.
+        # Some servers report this only in non-streaming responses.
         body = self._common | {"max_tokens": 1, "temperature": 0.0}
         path = _set_prompt(body, prompt)
         usage = (await self._ask("POST", path, json.dumps(body).encode())).get("usage")

@@ -222,7 +222,7 @@ async def _in_processes(plan: Plan, token: str, processes: int, values: Any, wat
             theirs.close()
             children.append((child, ours))
         for _, pipe in children:
-            await asyncio.to_thread(_receive, pipe)  # the child is ready
+            await asyncio.to_thread(_receive, pipe)  # Wait until the child is ready.
         start = time.perf_counter() + _BEGIN_S
         for _, pipe in children:
             pipe.send(start)

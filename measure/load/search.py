@@ -98,7 +98,7 @@ def knee(points: Sequence[tuple[float, float]]) -> int | None:
         return None
     (x0, y0), (x1, y1) = points[0], points[-1]
     if x1 <= x0 or y1 <= y0:
-        # Throughput fell, or latency did not grow. Return the point with the highest throughput.
+        # Throughput fell, or latency did not grow. Return the measured point with the highest throughput.
         return max(range(len(points)), key=lambda index: points[index][0])
     below = [(x - x0) / (x1 - x0) - (y - y0) / (y1 - y0) for x, y in points]
     return max(range(len(points)), key=lambda index: below[index])
@@ -111,7 +111,7 @@ def pareto_front(points: Sequence[tuple[float, float]], *, less_x_is_better: boo
     points, the first one is returned.
     """
     sign = -1.0 if less_x_is_better else 1.0
-    # Going down from the best x, a point belongs to the front if its y exceeds all earlier ones.
+    # In descending order of x, a point is on the Pareto front if its y exceeds all earlier values.
     order = sorted(range(len(points)), key=lambda index: (-sign * points[index][0], -points[index][1], index))
     front: list[int] = []
     for index in order:

@@ -45,7 +45,7 @@ class ServerFigures:
         """Return the metrics between two scrapes that are this far apart, and the gauges scraped between them."""
 
         def increase(name: str, **labels: str) -> float | None:
-            # A counter without a value before the run began at 0.
+            # A counter that had no value before the run began at 0.
             if not any(each == name for each, _ in after.values):
                 return None
             return after.sum(name, **labels) - before.sum(name, **labels)

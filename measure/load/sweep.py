@@ -58,7 +58,7 @@ async def sweep(
     while (load := loads.next() if isinstance(loads, Search) else next(fixed, None)) is not None:
         runs: list[Run] = []
         while True:
-            # Each run has its own seed. Otherwise the prefix cache would contain the prompts.
+            # Use another seed for each run. Otherwise the prefix cache would contain the prompts.
             runs.append(await measure(load, seed))
             seed += 1
             figures = merged(runs, slo)

@@ -143,7 +143,7 @@ class Drawn:
             if number == 0 and (self.prefix_tokens or self.prefix_share):
                 shared = self.prefix_tokens or round(self.prefix_share * length)
                 length -= 0 if self.prefix_tokens else shared
-                # Each prefix has its own generator, so that a shorter draw is the beginning of a longer one.
+                # Each prefix has its own generator, so that a short prefix is the start of a longer one.
                 prefix = _units(np.random.default_rng([self.seed, _PREFIX, int(rng.integers(self.prefixes))]), shared)
             pause = float(rng.exponential(self.pause_s)) if number and self.pause_s else 0.0
             turns.append(Turn(prefix + _units(rng, length), output, pause))

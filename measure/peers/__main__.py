@@ -199,7 +199,7 @@ def _resident(pid: int) -> int:
         for each in (process, *process.children(recursive=True)):
             total += each.memory_info().rss
     except psutil.Error:
-        pass  # the process has just ended
+        pass  # The process has just exited.
     return total
 
 

@@ -109,7 +109,7 @@ def _mixed(seed: str, per_s: float, wanted: bool = False) -> list[Job]:
 
     def job(now: float) -> Job:
         output = 200 if rng.random() < 0.2 else rng.randint(5, 40)
-        # From barely enough time to plenty, as multiples of the time that the request takes alone.
+        # From barely enough time to plenty, as multiples of the request's duration when it runs alone.
         slack = rng.uniform(1.2, 5) if wanted else None
         wanted_s = slack * (output + 2) * 1.5 * STEP_S if slack is not None else None
         return Job(now, _prompt(rng, rng.randint(10, 100)), output, hint=output, wanted_s=wanted_s)

@@ -138,7 +138,8 @@ class Bench:
         config = CoreConfig(
             policy=policy,
             max_num_seqs=rows,
-            # Without a budget limit all rows start in one step. So in churn, as many requests end per step as arrive.
+            # Without a budget limit all rows start in one step, so as many requests end per step as arrive in the churn
+            # case.
             max_num_batched_tokens=1 << 20,
             max_queued_requests=1 << 20,
             max_queued_tokens=1 << 40,
@@ -287,7 +288,7 @@ def bench_churn(
     lifetime = max(2, rows // CHURN)
     admission: list[float] = []
     if queued:
-        # Different lengths, so that they end at different times.
+        # The lengths differ, so that the requests end at different times.
         distinct = [bench.submission(2 + index * lifetime // 32, QUEUED_PROMPT_TOKENS) for index in range(64)]
         for index in range(queued):
             frame = link_pb2.FrontendMessage.FromString(distinct[index % 64])

@@ -304,7 +304,7 @@ class EchoProcess:
         if awaited and now > end:
             raise EchoError(f"timeout: no answer while waiting for {awaited}")
         wake = min(end, self._agenda[0][0]) if self._agenda else end
-        # `epoll` waits in whole milliseconds; `select` on its descriptor waits in microseconds.
+        # `epoll` waits in whole milliseconds, while `select` on its descriptor waits in microseconds.
         if select.select([self._poll.fileno()], [], [], max(0.0, wake - now))[0]:
             for descriptor, _ in self._poll.poll(0):
                 worker = self._by_descriptor.get(descriptor)
@@ -318,7 +318,7 @@ class EchoProcess:
             self._lateness.append(now - ended)
             if worker.timeline.next_end() is not None:
                 self._enter(worker)
-            # Sending may have cleared the event for a received frame.
+            # Sending may have cleared the event that announced a received frame.
             self._take_frames(worker)
 
     def _take_frames(self, worker: EchoWorker) -> None:

@@ -160,7 +160,7 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         raise LinkBenchError(
             f"--burst: {case.burst} requests need more than {num_rows} rows; raise --workers or --rows"
         )
-    # More steps than possible, so that no request ends during the measurement.
+    # Allow more steps than can run, so that no request ends during the measurement.
     max_tokens = 1000 + int(1000 * (SETUP_S + echo_worker.WARM_UP_S + seconds) / case.step_ms)
     max_model_len = PROMPT_TOKENS + max_tokens
     # Tokens per request while all rows decode, for the measurement and a margin for the set-up.
@@ -170,7 +170,7 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         worker_address=f"ipc://{folder}/workers",
         max_num_seqs=case.rows,
         max_num_batched_tokens=case.rows * PROMPT_TOKENS,
-        max_queued_requests=2 * num_rows,  # One tenant does not get all of the queue.
+        max_queued_requests=2 * num_rows,  # Twice the rows, because one tenant may not fill the whole queue.
         max_plans_in_flight=case.in_flight,
     )
     echo_flags = {
@@ -244,7 +244,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env=environment,
-                # `select` does not see a line that this process has buffered.
+                # `select` does not report a line that this process has already buffered.
                 bufsize=0,
             )
 

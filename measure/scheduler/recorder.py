@@ -138,7 +138,7 @@ def main() -> None:
         sizes[name] = size
         print(f"{name:<9}{off:>10.1f}{on:>10.1f}{thread:>9.1f}{size:>21.1f}", flush=True)
     per_request = (sizes["churn"] - sizes["steady"]) * max(1, _TOKENS // options.rows)
-    # With 20 steps of 256 rows per second, 10 requests/s of 500 tokens are served.
+    # 20 steps of 256 rows per second serve 10 requests/s of 500 tokens each.
     per_day = _DAY_S * (_REQUESTS_PER_S * per_request + _REQUESTS_PER_S * _TOKENS / options.rows * sizes["steady"])
     forks = measure_forks(options.rows)
     print(f"a request: {per_request:.0f} bytes; a day of 10 requests/s: {per_day / 2**20:.0f} MiB")

@@ -179,7 +179,7 @@ def main() -> int:
     runs: dict[str, list[Means]] = {tool: [] for tool in programs}
     with tempfile.TemporaryDirectory() as folder, serve("demo", "--prefix-cache=off") as served:
         load = Load(f"http://{served.http}", options.rate, options.requests, options.input, options.output)
-        run_quire(load, 0, Path(folder), "")  # the service's first requests are slower
+        run_quire(load, 0, Path(folder), "")  # Warm up, because the service's first requests are slower.
         for number in range(options.rounds):
             order = list(programs)[number % len(programs) :] + list(programs)[: number % len(programs)]
             for tool in order:

@@ -123,7 +123,7 @@ def _compare(options: argparse.Namespace, folder: Path, group: Group) -> dict[st
     cases: dict[str, Any] = {}
     for num_rows in options.rows:
         found: dict[str, tuple[list[float], list[float]]] = {"prompt_ms": ([], []), "decode_ms": ([], [])}
-        for each in range(-1, options.rounds):  # the first is not counted
+        for each in range(-1, options.rounds):  # The first round is not counted.
             set_threads(cores)
             one = _measure(alone, Followers(Group()), num_rows, options.steps)
             set_threads(max(1, cores // group.size))

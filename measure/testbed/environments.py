@@ -88,7 +88,7 @@ class Environment:
         """Return the command that runs the program."""
         if not self.is_node:
             return [str(self.target / "bin" / "python"), str(self.source / "client.py")]
-        # Node finds packages in the folders above a program; so the program runs next to them.
+        # Node looks for packages in the folders above a program, so the program runs next to them.
         for program in (self.source / "client.mjs", FOLDER / "probe.mjs"):
             shutil.copyfile(program, self.target / program.name)
         return ["node", str(self.target / "client.mjs")]

@@ -149,7 +149,7 @@ def _gptq(bits: int, group: int, *, symmetric: bool, order: bool, less_one: bool
     def convert(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         inputs = weight.shape[1]
         size = group if group > 0 else inputs
-        # With `desc_act` a group has inputs from anywhere.
+        # With `desc_act`, the inputs of a group may come from anywhere.
         shuffled = torch.randperm(inputs, generator=torch.Generator().manual_seed(1)) if order else torch.arange(inputs)
         scales, zeros = _ranges(weight[:, shuffled], size, bits, symmetric, torch.float16)
         codes = _codes(weight[:, shuffled], scales, zeros, bits)

@@ -32,8 +32,8 @@ END_S = 60
 PATIENCE_S = 120
 """How long a service may take to be done with what it has in hand."""
 DEFAULTS = {
-    # Tiny models gain nothing from a second thread, and lose a factor of thirty to it when the cores are busy with
-    # something else: each of its many barriers then waits for a thread that is not being run.
+    # Tiny models gain nothing from a second thread. If the cores are busy, a second thread makes them 30 times slower,
+    # because each barrier waits for a thread that is not scheduled.
     "QUIRE_NUM_THREADS": "1",
 }
 """What the service's environment holds unless a test says otherwise."""
@@ -162,7 +162,7 @@ def serve(
             process = subprocess.Popen(
                 arguments,
                 cwd=ROOT,
-                # A killed supervisor does not delete its folder of sockets. Deleting our folder deletes it too.
+                # A killed supervisor does not delete its socket folder. Deleting our folder deletes it too.
                 env={
                     **os.environ,
                     **DEFAULTS,
@@ -174,7 +174,7 @@ def serve(
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                # A test that presses Ctrl-C does so for the service's process group, as a terminal does.
+                # A test sends Ctrl-C to the service's process group, as a terminal does.
                 start_new_session=True,
             )
         try:
