@@ -64,7 +64,8 @@ class Oracle:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=torch.float32,
-            # Use eager attention, because some versions of transformers ignore the soft cap in faster implementations.
+            # Use eager attention, because the faster implementations in some versions of transformers ignore the soft
+            # cap.
             attn_implementation="eager",
         )
         self.model = model.train(False)

@@ -168,7 +168,7 @@ def _pause(strike: Strike, streamed: Streamed) -> Pause | None:
     admitted = next((at for at, what in story if what.startswith("admitted to")), None)
     if noticed is None or admitted is None:
         return None
-    # Tokens sent before the fault still arrive. Tokens after the new admission were recomputed.
+    # Tokens sent before the fault still arrive. Tokens after the readmission were recomputed.
     token = streamed.next_token_after(admitted)
     return None if token is None else Pause(noticed - strike.time, admitted - noticed, token - admitted)
 
@@ -224,7 +224,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     oracle = Oracle(checkpoint)
     began = time.monotonic()
-    # The remaining workers have room for all streams. So the times do not include queueing.
+    # The remaining workers have room for all streams, so the times include no queueing.
     folders = ("journal", "record-dir") if campaign.disk is not None else ()
     with (
         service(

@@ -117,7 +117,7 @@ class _Load:
             channels = [
                 await stack.enter_async_context(aio.insecure_channel(self._served.grpc, options)) for _ in range(4)
             ]
-            # The window is full while a reader pauses. That must not stop other streams.
+            # The window fills up while a reader pauses, which must not stop other streams.
             slow = await stack.enter_async_context(
                 aio.insecure_channel(self._served.grpc, [*options, ("grpc.http2.bdp_probe", 0)])
             )
@@ -169,14 +169,14 @@ class _Load:
         running = stub.Generate(request, timeout=600)
         try:
             if patience == 0:
-                await asyncio.sleep(rng.uniform(0.2, 2.0))  # The client cancels while the request waits.
+                await asyncio.sleep(rng.uniform(0.2, 2.0))  # Cancel while the request waits.
                 running.cancel()
             while await running.read() is not aio.EOF:
                 call.num_messages += 1
                 if call.num_messages == patience:
                     running.cancel()
                 if call.num_messages == 1 and call.kind == "slow":
-                    await asyncio.sleep(rng.uniform(0.5, 3.0))  # the slow reader itself
+                    await asyncio.sleep(rng.uniform(0.5, 3.0))  # The pause makes this client a slow reader.
             call.outcome = "OK"
         except RpcError as error:
             call.outcome = error.code().name
@@ -202,10 +202,10 @@ class _Load:
                 prompt = rng.choice(self._prefixes) + prompt
             case "grammar":
                 words = ["".join(rng.choices("abcdef", k=4)) for _ in range(4)]
-                # One grammar in four is new. The others have been compiled before.
+                # One grammar in four is new. The others are already compiled.
                 request.grammar.choice.choices.extend(words if rng.random() < 0.25 else ("left", "right", "back"))
             case "slow":
-                # More than the transport buffers for the client.
+                # More than the transport buffers for one client.
                 length = 300
                 request.output.logprobs = 20
         request.token_ids.ids.extend(prompt)

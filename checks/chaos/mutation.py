@@ -39,7 +39,7 @@ class Frames:
         if chance < 0.65:
             return self._mutate(self._message().SerializeToString())
         frame = self._rng.choice(right).SerializeToString()
-        if chance < 0.75:  # repeated fields are merged
+        if chance < 0.75:  # Protobuf merges repeated fields.
             return frame + self._message().SerializeToString()
         return self._mutate(frame)
 

@@ -102,7 +102,7 @@ async def run(served: Served, rate: float, seconds: float) -> Phase:
         while (at := at + rng.expovariate(rate)) < seconds:
             await asyncio.sleep(max(0.0, begin + at - time.monotonic()))
             tasks.create_task(_one(client, *_draw(rng), phase))
-    # The rate covers the time until the last admitted request ends, so late responses lower it.
+    # The period for the rate ends with the last admitted request, so late responses lower the rate.
     phase.seconds = time.monotonic() - begin
     watching.cancel()
     phase.generator_cpu = _own_cpu() - cpu
@@ -169,7 +169,7 @@ async def capacity(served: Served, seconds: float = 60.0) -> float:
                 async for piece in client.generate(token_ids=prompt, max_tokens=length, temperature=0, ignore_eos=True):
                     if counted_from <= time.monotonic() < end:
                         num_tokens += len(piece.token_ids)
-            except QueueFullError as error:  # all begin at once, and the queue has room for fewer
+            except QueueFullError as error:  # All requests start at once, and the queue has less room.
                 await asyncio.sleep(error.retry_after_s or 0.1)
 
     async with AsyncClient(served.grpc) as client, asyncio.TaskGroup() as tasks:
@@ -194,7 +194,7 @@ async def measure(served: Served, rate: float, normal_s: float, overload_s: floa
     if not rate:
         throughput = await capacity(served)
         rates = [share * throughput for share in SHARES]
-    await run(served, rates[-1], 10.0)  # speeds are learned, memory is allocated
+    await run(served, rates[-1], 10.0)  # Warm up: the scheduler learns step times, and memory is allocated.
     for rate in rates:
         normal = await run(served, rate, normal_s)
         print(json.dumps(normal.figures()), flush=True)
@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as folder:
-        # Large enough that a request keeps a worker busy for a while.
+        # Large enough to keep a worker busy for a while.
         checkpoint = make_checkpoint(
             "LlamaForCausalLM", Path(folder) / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=24,
             num_attention_heads=8, num_key_value_heads=4,

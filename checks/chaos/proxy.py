@@ -83,7 +83,7 @@ class Wires:
         if end not in self._peers:
             return  # The socket was closed while its event was pending.
         if self._names[end] in self._cut:
-            # Not read: bytes sent into a cut wire stay in the sender's buffer and are lost with it.
+            # Do not read: bytes sent into a cut wire stay in the sender's buffer and are lost with it.
             self._selector.unregister(end)
             return
         try:

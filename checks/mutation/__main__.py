@@ -156,7 +156,7 @@ def _hunt(path: Path, source: str | None) -> str:
         try:
             killer = ours.recv() if ours.poll(_PATIENCE * CPU_S) else "time"
         except EOFError:
-            # The time or memory limit was reached.
+            # The mutant reached the time or memory limit.
             killer = "time"
         process.kill()
         process.join()

@@ -15,7 +15,7 @@ def malformed(rng: random.Random, answer: ev.StepDone, fault: Fault) -> ev.StepD
     rows, tokens = answer.rows, answer.tokens
     needs_rows = fault in (Fault.WRONG_TOKEN, Fault.MISSING_TOKEN)
     if fault is Fault.WRONG_STEP or (needs_rows and not len(rows)):
-        # Do not use -1, because this would be a valid result for the previous step, which may also be in flight.
+        # Do not use -1, because -1 could be a valid result for the previous step, which may also be in flight.
         return dataclasses.replace(answer, step=answer.step + rng.choice((-2, 1, 2)))
     if fault is Fault.MISSING_COPY and answer.completed_copies:
         return dataclasses.replace(answer, completed_copies=())

@@ -89,7 +89,8 @@ def summary(outcome: Outcome) -> str:
 
 def _run_one(seed: int, steps: int) -> tuple[Result, Counter[Kind]]:
     coverage = Coverage()
-    # Garbage collection takes a tenth of the time, and the garbage of one simulation fits into memory.
+    # Disable garbage collection, because it takes a tenth of the time and the garbage of one simulation fits into
+    # memory.
     gc.disable()
     result = Simulation(draw_world(seed), coverage).run(steps)
     gc.collect()

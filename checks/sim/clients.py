@@ -80,12 +80,12 @@ class Clients:
         gap = world.rng.expovariate(1 / shape.gap_s)
         for _ in range(world.rng.randint(1, shape.burst)):
             if len(self.live) >= shape.most_live:
-                # No request is admitted before a step is over.
+                # No request is admitted until the current step ends.
                 gap = max(gap, world.scenario.pace.step)
                 break
             self._submit_new()
             if self._refused:
-                # After a refusal with a retry delay, clients retry.
+                # Clients retry after a refusal that states a retry delay.
                 gap *= 5
                 break
         self._refused = False
@@ -127,7 +127,7 @@ class Clients:
         if demand.take_s is None and stream.allowed < demand.max_tokens:
             world.fault(Fault.STALLED_READER)
             if not world.scenario.config.stall_timeout_s:
-                # Otherwise it would occupy its row without limit.
+                # Otherwise the request would occupy its row indefinitely.
                 world.agenda.after(world.rng.uniform(10, 200) * world.scenario.pace.step, self._cancel, stream)
         elif demand.take_s is not None and demand.take_s > 5 * world.scenario.pace.step:
             world.fault(Fault.SLOW_READER)

@@ -133,7 +133,7 @@ class Cluster:
             tuple(event.completed_copies),
         ):
             return "wrong"
-        # A wrong result may by chance equal the correct one. Then the core cannot detect it.
+        # A corrupted result may by chance equal the correct one. The core cannot detect that.
         for name in ("rows", "tokens", "counts", "draft_counts"):
             of_sound, of_event = getattr(sound, name), getattr(event, name)
             if of_sound is not of_event and not np.array_equal(of_sound, of_event):
@@ -171,7 +171,7 @@ class Cluster:
         for epoch in self.epochs.values():
             if epoch.in_flight:
                 oldest = epoch.in_flight[0]
-                # A plan that is sent ahead starts when the result of its predecessor arrives.
+                # A plan that was sent early starts when its predecessor's result arrives.
                 started = max(oldest.time, epoch.answered_at)
                 longest = max(started + ceiling + oldest.excused, epoch.compiling_until)
                 if now > longest + _EPSILON:
@@ -243,7 +243,7 @@ class Cluster:
         """Check that no worker is removed before the shortest deadline, or while the scheduler was blocked."""
         oldest = epoch.in_flight[0] if epoch.in_flight else None
         shortest = min(self._world.scenario.config.step_deadline_s, MIN_DEADLINE_S)
-        # A plan that is sent ahead starts when the result of its predecessor arrives.
+        # A plan that was sent early starts when its predecessor's result arrives.
         if oldest is None or self._world.now < max(oldest.time, epoch.answered_at) + shortest - _EPSILON:
             raise ViolationError("worker.blamed", f"{epoch.peer!r} was given up too early")
         if self._world.now < oldest.time + shortest + oldest.excused - _EPSILON:

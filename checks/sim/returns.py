@@ -76,7 +76,7 @@ class Returns:
     def _act(self, identity: bytes) -> None:
         world, stream = self._world, self._newest[identity]
         if stream.end is None and not stream.known:
-            return  # The core has died, and its successor does not know the request yet.
+            return  # The core has died, and its successor does not yet know the request.
         match world.rng.choice(list(Act)):
             case Act.RESUME:
                 self._resume(identity)

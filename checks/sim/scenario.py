@@ -160,7 +160,7 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
     """Draw a worker that the core accepts."""
     block_size = rng.choice((1, 2, 2, 4, 4, 8, 16))
     max_rows = rng.choice((config.max_num_seqs, rng.randint(1, 2 * config.max_num_seqs)))
-    # From room for one sequence, so that memory is the limit, to room for most rows, so that rows are the limit.
+    # From room for one sequence, where memory is the limit, to room for most rows, where rows are the limit.
     num_blocks = max(1, int(context / block_size * rng.choice((1.0, 1.3, rng.uniform(1.0, max(1.5, 0.5 * max_rows))))))
     return WorkerSize(
         block_size=block_size,
@@ -311,7 +311,7 @@ def _draw_classes(seed: int) -> dict[str, RequestClass]:
 def _draw_traffic(rng: random.Random, step: float, context: int, max_num_seqs: int, num_workers: int) -> TrafficShape:
     longest_output = rng.choice((context // 4, context // 2, context))
     burst = rng.choice((1, 3, 10, 30))
-    # Request rate: from a third to more than twice what the workers can serve.
+    # Request rate: from a third to more than twice the workers' capacity.
     per_s = max_num_seqs * num_workers / (step * longest_output / 2) * 10 ** rng.uniform(-0.5, 0.4)
     return TrafficShape(
         gap_s=burst / 2 / per_s,

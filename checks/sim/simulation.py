@@ -143,7 +143,7 @@ class Simulation:
         try:
             with self._watchdog:
                 self._run_phases(steps)
-        except Exception as error:  # Any exception is a finding.
+        except Exception as error:  # Treat any exception as a failure.
             failure = self._explain(error)
         finally:
             self._returns.close()
@@ -255,7 +255,7 @@ class Simulation:
                     if not effects and not epochs[peer].in_flight:
                         self._promises.no_plan(epochs[peer])
                     break
-                # The core cleans up right after a plan, or with the next event. The results must be equal.
+                # The core may clean up right after a plan or with the next event. Both must give equal results.
                 if self.num_plans % 2:
                     core.tidy()
                 self._execute(plan)
@@ -274,7 +274,7 @@ class Simulation:
                 stream.row_failed = True
         self._poison(site, epoch, plan)
         while epoch.spoilt:
-            # The fault only affects another request if that request is about to reuse this KV.
+            # The fault affects another request only if that request is about to reuse this KV.
             self._agenda.after(self._world.latency(), self._clients.follow, epoch.spoilt.pop())
         self._promises.plan_made(plan, epoch)
 
@@ -290,7 +290,7 @@ class Simulation:
                 continue
             self._world.fault(Fault.POISON)
             stream.killed_workers += 1
-            # Other faults may affect the same worker at the same time, and the core may attribute the death to those.
+            # Other faults may hit the same worker at the same time, and the core may attribute the death to them.
             if stream.killed_workers > 2 * (FATAL_STEPS + FATAL_ALONE):
                 raise ViolationError("poison", f"{stream.killed_workers} workers killed", stream.name)
             site.crash(silent=self._world.rng.random() < 0.2)

@@ -253,7 +253,7 @@ class Site:
         if fault in (Fault.FAILED_ROW, Fault.SPOILT_ROW) and epoch.model.rows:
             self._world.fault(fault)
             rows = list(epoch.model.rows.values())
-            # Other rows may share the blocks of started prompts.
+            # Other rows may share the blocks of a prompt that has started.
             row = self._world.rng.choice([row for row in rows if not row.decoding] or rows)
             epoch.model.fail(row.index, spoil=fault is Fault.SPOILT_ROW)
             epoch.failed.add((row.index, row.generation))
@@ -272,7 +272,7 @@ class Site:
             case Fault.LOST_RESULT:
                 return None
             case Fault.LOST_PLAN:
-                # The next plan shows a gap, or silence makes the worker say hello again.
+                # Either the next plan reveals a gap, or the silence makes the worker send another Hello.
                 epoch.dead_from = self._busy_until
                 self._boot_after(rng.uniform(1, 50) * step)
                 return None

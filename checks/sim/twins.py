@@ -163,7 +163,7 @@ def check_backlog(seed: int) -> None:
     hello = replace(load.member.hello, num_blocks=load.member.hello.num_blocks + _MOST_HELD // _BLOCK)
     config = replace(load.config, tenant_limits={_HELD: limits}, policy_preemption="off")
     load = replace(load, config=config, member=replace(load.member, hello=hello))
-    # One request starts before all others, runs all the time and takes all that the tenant may have.
+    # One request starts first, runs for the whole simulation, and takes the tenant's entire share.
     runs = _held(0.0, 8, _MOST_HELD - 8)
     alone = load.serve([runs, *others])
     until = alone.ends[0][0]
@@ -204,7 +204,7 @@ def _draw(rng: random.Random, policy: str, *, deadlines: float = 0.0) -> _Load:
     """
     shares_prefixes = policy == "lpm"
     rows = rng.choice((1, 2) if shares_prefixes else (2, 3, 4))
-    # With targets, some loads take longer than the slack that requests without one are given.
+    # With targets, some loads take longer than the slack for requests without a target.
     step_s = 10 ** (rng.uniform(-1.5, 0.3) if policy in ("edf", "slo") else rng.uniform(-2.0, -0.7))
     families = rng.randint(6, 8)
     at = 0.0

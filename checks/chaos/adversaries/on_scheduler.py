@@ -62,12 +62,12 @@ class _InService(Adversary):
 
     def check(self) -> None:
         """Assert that a client gets the same tokens as at the start."""
-        # The smallest worker limits the sequence length. A false worker counts until the scheduler detects its
+        # The smallest worker limits the sequence length. A fake worker counts until the scheduler detects its
         # disconnect.
         end = time.monotonic() + PATIENCE_S
         while self._client.get_model().max_model_len != self._max_model_len and time.monotonic() < end:
             time.sleep(0.01)
-        # A request may have been assigned to a false worker, whose step must time out first.
+        # A request may have been assigned to a fake worker, whose step must time out first.
         completion = self._client.generate(
             token_ids=PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True, timeout=PATIENCE_S
         ).result()
@@ -105,7 +105,7 @@ class FalseWorker(_InService):
             socket.send(frames.draw(right))
             if number % 25 == 0:
                 self._listen(socket, frames, right)
-        # The refusal proves that every earlier frame was read.
+        # The refusal proves that all earlier frames were read.
         last = plan_pb2.Hello(protocol_version=7_000_000, worker_id="false")
         _ask(socket, plan_pb2.WorkerMessage(hello=last), lambda frame: b"7000000" in frame)
         socket.close(linger=0)
@@ -160,7 +160,7 @@ class FalseFrontend(_InService):
     def batch(self) -> int:
         """Send the frames of one connection, of which the scheduler has certainly read the last."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
-        # After its goodbye the peer is unknown, and its frames are ignored.
+        # After the Goodbye, the core does not know the peer and ignores its frames.
         frames = Frames(link_pb2.FrontendMessage, self.rng, {"goodbye": False})
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="false", incarnation=1)
         right: list[Message] = [link_pb2.FrontendMessage(hello=hello), *self._right()]
@@ -189,7 +189,7 @@ class FalseFrontend(_InService):
             sampling=plan_pb2.SamplingParams(top_p=1, temperature=rng.random()).SerializeToString(),
             credit=4000,
         )
-        # Do not send drains, because this front end may act as an operator and would stop the honest worker.
+        # Send no drains, because this front end may act as an operator and would stop the honest worker.
         looks = [
             _operator_request(1, admin_pb2.ListRequestsRequest(limit=5)),
             _operator_request(2, admin_pb2.GetStoryRequest(request_id="r")),

@@ -41,7 +41,7 @@ class FalseScheduler(Adversary):
                 [*QUIRE, "worker", f"--worker-address={endpoint(self._router)}", f"--model={checkpoint}",
                  "--kv-cache-memory=8MiB", "--max-num-seqs=4", "--num-threads=1", "--dtype=float32"],
                 cwd=ROOT,
-                # A worker may say hello any number of times.
+                # A worker may send any number of Hellos.
                 env=os.environ | {"PYTHONPATH": str(HOOKS), "CHAOS_EAGER": "1", "QUIRE_LOG_LEVEL": "error"},
                 stderr=stderr,
             )  # fmt: skip
@@ -93,7 +93,7 @@ class FalseScheduler(Adversary):
             if isinstance(last, RefusedForGood):
                 continue
             if isinstance(last, Lost) and welcomed_well:
-                self._good_plan()  # all earlier frames were read
+                self._good_plan()  # All earlier frames were read.
             if not self._send(frame):
                 assert not welcomed_well, "the worker's connection is gone"
                 break  # welcomed only briefly

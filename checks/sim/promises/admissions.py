@@ -72,7 +72,8 @@ class PrefixesAreShared(Promise):
         self.seen(Limit.SHARED)
         if not self.world.scenario.shares_prefixes and not plan.swap_ins:
             raise ViolationError("prefix.off", f"{num_cached} cached tokens", stream.name)
-        # A copy may span a whole block: a request that has waited for another model has keys of the former one.
+        # A copy may span a whole block, because a request that was waiting during a model change has keys of the
+        # previous model.
         num_blocks = -(-num_cached // epoch.model.block_size)
         copied = [block for block in row.blocks[:num_blocks] if block in plan.copy_targets]
         shared = [block for block in row.blocks[: num_cached // epoch.model.block_size] if block not in copied]

@@ -106,7 +106,7 @@ class Suspects(Promise):
             return None
         self.seen(Limit.CONDEMNED)
         if not isinstance(self._event, ev.StepDone):
-            # The core reports that it has removed the worker only after it has ended requests because of it.
+            # The core reports that it removed the worker only after it has ended the affected requests.
             for epoch in list(self.cluster.epochs.values()):
                 if any(stream.name in sent.names for sent in epoch.in_flight):
                     self._died(epoch)

@@ -37,7 +37,7 @@ class Book:
         """Record that a plan admitted the stream."""
         self.waiting.pop(stream, None)
         if stream.epoch is not None:
-            stream.home = stream.epoch  # The stream is not traced, so its departure was not reported.
+            stream.home = stream.epoch  # The stream is not traced, so its departure is not reported.
         stream.epoch, stream.row = epoch, row
         stream.placements += 1
         stream.context = epoch.context

@@ -48,7 +48,7 @@ class WorkPerPlan(Promise):
         return counted
 
     def asked(self, epoch: Epoch) -> None:
-        # The unused part of one plan's allowance does not carry over.
+        # The unused part of a plan's allowance does not carry over to the next plan.
         most = self._taken + _ALWAYS + _PER_EVENT * len(self.clients.live)
         self._allowed = min(self._allowed, most) + _PER_PLAN
 

@@ -88,7 +88,7 @@ class Eligibility(Promise):
             if stream is None or (stream.epoch is not epoch and row not in admitted):
                 continue
             if stream is without:
-                # The blocks that it shares may have been in use, or retired.
+                # The shared blocks may have been in use, or retired.
                 available += len(row.blocks) - row.num_given // size
                 continue
             longest = _blocks(min(stream.longest, epoch.context) - 1, size)
@@ -103,7 +103,7 @@ class Eligibility(Promise):
         demand = stream.demand
         if stream.starved:
             return Obstacle.CREDIT
-        # The only worker takes back the requests that it has preempted while it drains.
+        # While the only worker drains, the requests that it preempted return to it.
         if epoch.draining and (stream.home is not epoch or len(self.cluster.sites) > 1):
             return Obstacle.DRAINING
         if not stream.may_run_on(epoch.model.fingerprint):

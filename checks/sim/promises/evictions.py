@@ -115,5 +115,5 @@ class LeastRecentlyUsedGoFirst(Promise):
         for row, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
             blocks.tables[row].append(block)
             given.append(block)
-        # A block that is shared in this plan is not evicted by the same plan.
+        # A block shared in this plan is not evicted by the same plan.
         blocks.write(given)

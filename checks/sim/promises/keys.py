@@ -29,7 +29,7 @@ class PolicyKeys(Promise):
                 forecast = min(demand.expected_output_tokens or demand.max_tokens, demand.max_tokens)
                 return stream.arrival + self._length_penalty(stream, forecast)
             case "edf":
-                # A request that has missed a target ranks behind those that can still meet theirs.
+                # A request that has missed its target ranks behind those that can still meet theirs.
                 wanted = [stream.deadline, stream.total_deadline, stream.ttft_deadline]
                 has_target = any(time is not None for time in wanted)
                 return math.inf if has_target else stream.arrival + EDF_SLACK_S

@@ -137,7 +137,8 @@ class AdmissionOrder(Promise):
             elif obstacle is None:
                 self._could_start(other, stream)
             elif other.num_known >= self.cluster.longest() or obstacle is Obstacle.MODEL:
-                self._forget(other)  # It waits outside the queue for a larger worker, or one with its model.
+                # The request waits outside the queue for a larger worker, or for a worker with its model.
+                self._forget(other)
             else:
                 self._left.pop(other, None)
 
@@ -145,7 +146,7 @@ class AdmissionOrder(Promise):
         """Return whether `other` may have been held when `stream` was admitted. A held request is not overtaken."""
         if self._eligibility.held_by(other, epoch, without=stream) is not None:
             return True
-        # A request whose prefix this plan completes was held before the plan's chunks were chosen.
+        # A request was held before the plan's chunks were chosen if this plan completes its prefix.
         computing = [row for row in _computed_by(plan, epoch) if row.name != stream.name]
         return self._eligibility.shares_prefix_with(other, computing, epoch)
 

@@ -64,7 +64,7 @@ class TargetsGoFirst(_Passing):
         latest = stream.arrival + EDF_SLACK_S
         for other in rivals:
             targets = _targets(other)
-            # A request that has a token has met its first-token target.
+            # A request with at least one token has met its first-token target.
             is_new = not (other.placements or other.tokens)
             if not targets or not is_new or not self.world.now < self._latest_start(other) < min(targets) < latest:
                 continue

@@ -126,14 +126,14 @@ class PromptOrder(Promise):
         `num_given_back` is the number of rows that requests have lost in this plan, after its admissions.
         """
         if not (self.config.serves_short_first and self.has_keys):
-            return False  # `fair` and `lpm` have checks of their own
+            return False  # `fair` and `lpm` have their own checks.
         prompts = self.prompts(plan, epoch)
         if any(each.stream is other for each in prompts):
-            return True  # the same plan admits it
+            return True  # This same plan admits the request.
         behind = [each for each in prompts if self.is_behind(each.stream, other)]
         if stream.num_known > other.num_known:
             return False
-        # The other half may be unused, or used by prompts behind, if no memory or no row is left.
+        # If no memory or no row is left, the other half may be unused, or be used by prompts further back.
         budget = most_tokens_of(self, epoch.model) - plan.num_decodes
         has_no_row = len(epoch.model.rows) + num_given_back >= min(self.config.max_num_seqs, epoch.model.max_rows)
         return has_no_row or self.keeps_share(behind, prompts, epoch, budget)
@@ -166,7 +166,7 @@ class PromptsAreShared(Promise):
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if not len(plan.chunk_rows) or self._suspects.may_try_alone:
-            return  # While a suspect runs alone, the others wait.
+            return  # While a suspect request runs alone, all others wait.
         order, prompts = self._order, self._order.prompts(plan, epoch)
         for prompt in prompts:
             if self._has_all(prompt):
@@ -210,7 +210,7 @@ class ShortPromptsStart(Promise):
         self._is_calm = False
 
     def ended(self, stream: Stream) -> None:
-        # The place that a refused request leaves in its tenant's quota is free from the next plan on.
+        # When a request is refused, its place in the tenant's quota becomes free with the next plan.
         self._is_calm &= not self._eligibility.has_quota(stream)
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
@@ -226,15 +226,15 @@ class ShortPromptsStart(Promise):
         others = [other.num_known for other in waiting if other is not shortest]
         if min([each.length for each in prompts] + others) <= shortest.num_known:
             return
-        # A step for a single token has no two parts: the token goes to one of them. It is computed even if its budget
-        # tokens exceed the budget.
+        # A one-token step has no two parts, so its token goes to either. The token is computed even if its cost exceeds
+        # the budget.
         if sum(each.chunk for each in given) < 2:
             return
         model, memory = epoch.model, self._eligibility.memory(epoch)
         if len(model.rows) + 1 >= min(self.config.max_num_seqs, model.max_rows):
             return
         needed = sum(-(-length // model.block_size) for length in (shortest.num_known, max(others, default=0)))
-        # The first request also keeps the memory that the short one may grow into.
+        # The first request also reserves the memory into which the short one may grow.
         whole = min(len(shortest.demand.prompt) + shortest.demand.max_tokens, epoch.context)
         needed += max(0, (whole - shortest.num_known) // model.block_size + 1)
         if self.config.capacity == "guaranteed_no_evict" or needed + memory.reserve > memory.available:

@@ -41,7 +41,7 @@ class QueueLimits(Promise):
         if stream is None or self.book.knows(stream) or event.accepted:
             return
         self._new = stream
-        # A call that takes over a request first ends the other stream, which makes room.
+        # A call that resumes a request first ends the other stream, which frees a place.
         beside = [each for each in self.book.waiting if not (event.again and each.identity == event.spec.identity)]
         own = [each for each in beside if each.demand.tenant == stream.demand.tenant]
         self._of_tenant = 0 < limits_of(self.config, stream.demand.tenant).max_queued <= len(own)

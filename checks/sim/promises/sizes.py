@@ -64,7 +64,7 @@ class MemoryIsBounded(Promise):
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         self._num_events += 1
-        # Some containers are cleaned only as time passes.
+        # Some containers are cleaned up only after some time.
         if isinstance(event, ev.TimePassed) and self._num_events >= self.world.scenario.check_every:
             self._num_events = 0
             self._check()

@@ -48,7 +48,7 @@ class VictimsRankLast(Promise):
             case ev.CreditGranted():
                 stream = self.clients.find(StreamName(event.frontend, event.stream))
                 if stream is not None:
-                    self._behind.pop(stream, None)  # it may have waited for credit; then it is queued anew
+                    self._behind.pop(stream, None)  # The request may have waited for credit. It is then queued again.
             case ev.WorkerHello() | ev.WorkerLost() | ev.DrainRequested() | ev.ResumeRequested():
                 self._behind.clear()
 
@@ -145,7 +145,7 @@ class VictimsRankLast(Promise):
             return
         if self.config.serves_short_first and victim.num_known <= by.num_known:
             return
-        # A request whose prefix this plan completes was held before the plan's chunks were chosen.
+        # A request was held before the plan's chunks were chosen if this plan completes its prefix.
         computing = [row for row in map(epoch.model.rows.get, plan.chunk_rows.tolist()) if row is not None]
         if self._eligibility.shares_prefix_with(by, computing, epoch):
             return

@@ -19,7 +19,7 @@ class WaitsAreBounded(Promise):
         if not isinstance(event, ev.TimePassed):
             return
         now, pace = self.world.now, self.world.scenario.pace
-        # The core detects each at one tick and acts at the next.
+        # The core detects each of these at one tick and acts at the next.
         patience = 2 * pace.tick + pace.turn
         if now - self._last_tick > patience:
             self._regular_since = now

@@ -81,7 +81,7 @@ class Promises:
                 RefusalsAreNeeded(watched, quotas),
                 WorkPerPlan(watched),
             ]
-        # Most promises override only a few hooks, but every hook is called for every event or plan.
+        # Skip hooks that a promise does not override, because every hook is called for every event or plan.
         self._before = _hooks(promises, "before")
         self._objections = _hooks(promises, "objection")
         self._displaced = _hooks(promises, "displaced")

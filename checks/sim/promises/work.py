@@ -68,7 +68,7 @@ class WorkConservation(Promise):
         if not self.book.waiting or plan.num_tokens + drafts_of(epoch.model) >= most_tokens_of(self, epoch.model):
             self._chances.pop(epoch, None)
         elif (epoch.model.break_even_context or self.config.itl_target_s) and len(plan.chunk_rows):
-            self._chances.pop(epoch, None)  # Attention or the target may have used the rest of the budget.
+            self._chances.pop(epoch, None)  # Attention or the step target may have used up the budget.
         else:
             self._look(epoch, len(plan.admissions))
 
@@ -82,7 +82,7 @@ class WorkConservation(Promise):
         before = self._chances.pop(epoch, {})
         config, now = self.config, self.world.now
         running = next(each.rows_running for each in self.stats().workers if each.worker_id == epoch.worker_id)
-        # A request whose only step was planned has left its row, but the plan had no other row to assign.
+        # A request leaves its row once its only step is planned, but the plan had no other row to assign.
         if running + num_admitted >= min(config.max_num_seqs, epoch.model.max_rows):
             return
         busy = running or epoch.in_flight
