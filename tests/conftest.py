@@ -16,11 +16,11 @@ from tests.examples import SEED, examples
 from tests.groups import GroupScheduling, place_of
 from tests.selection import LEFT_OUT, daily
 
-# One thread of torch, before anything imports it: tiny tensors gain nothing from more, and lose a factor of thirty to
-# them when other processes keep the cores busy.
+# Limit torch to one thread before anything imports it. Tiny tensors gain nothing from more threads, and become 30 times
+# slower with them if other processes keep the cores busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# No test fails because the machine is busy, so no example has a deadline.
+# Examples have no deadline, so that a busy machine fails no test.
 settings.register_profile("quire", max_examples=examples(100), deadline=None)
 settings.load_profile("quire")
 
@@ -39,8 +39,8 @@ def _interrupted(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-# Started in the background by a shell without job control, this process ignores SIGINT, and so would every process that
-# a test starts and then interrupts. A handler of our own becomes the default again in those.
+# A shell without job control starts background processes with SIGINT ignored. This process, and each process that a
+# test starts and interrupts, would inherit that. Child processes reset our own handler to the default.
 signal.signal(signal.SIGINT, _interrupted)
 
 
@@ -49,7 +49,7 @@ def _terminated(number: int, _frame: FrameType | None) -> None:
     if os.getpid() == _PID:
         _interrupted(number, _frame)
         return
-    # A child that a test has forked.
+    # A child process that a test forked.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--daily"):
         items[:], left_out = daily(items, SEED)
         config.hook.pytest_deselected(items=left_out)
-        if hasattr(config, "workeroutput"):  # a process of a parallel run
+        if hasattr(config, "workeroutput"):  # a worker process of a parallel run
             config.workeroutput[LEFT_OUT] = [item.nodeid for item in left_out]
 
 

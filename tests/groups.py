@@ -28,7 +28,7 @@ def group_of(node_id: str) -> str:
     if file.startswith(_WITH_SERVICES):
         return SERVICES
     if file == _INTERPRETED:
-        return f"{file}::{name.partition('[')[2].rstrip(']')}"  # each of these tests runs a file
+        return f"{file}::{name.partition('[')[2].rstrip(']')}"  # Each of these tests runs one file.
     return file
 
 

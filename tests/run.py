@@ -151,12 +151,12 @@ def run_tests(arguments: list[str]) -> int:
         chosen += ["-n", str(_NUM_PROCESSES), "--dist", "loadscope", "--no-loadscope-reorder"]
         chosen += [str(ROOT / "tests")] if "--all" in arguments else ["--daily", str(ROOT / "tests")]
         print(f"drawn by QUIRE_SEED={SEED}", flush=True)
-    # Every process of the run draws the same, even if the date changes meanwhile.
+    # All processes of a run use the same seed, even if the date changes during the run.
     os.environ["QUIRE_SEED"] = str(SEED)
     try:
         code = int(pytest.main([f"--rootdir={ROOT}", *chosen], plugins=[table]))
     except BaseException as error:
-        # The fixtures of an interrupted test may fail in their teardown.
+        # The fixtures of an interrupted test may fail during teardown.
         if not (table.is_interrupted or isinstance(error, KeyboardInterrupt)):
             raise
         code = int(pytest.ExitCode.INTERRUPTED)
@@ -202,7 +202,7 @@ def _exit_with(function: Callable[[list[str]], int], arguments: list[str]) -> No
     code = 1
     try:
         code = function(arguments)
-    except BaseException:  # its message is all that is left to do
+    except BaseException:  # Only the message remains to be reported.
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -126,7 +126,8 @@ def under(kinds: list[str], served: Served, first: str) -> Load:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"  # Making its bodies takes CPU time that must not count.
+            # Wait until the request bodies are built, because building them takes CPU time that must not count.
+            assert process.stdout.readline() == "ready\n"
             with half_a_core(process):
                 asyncio.run(work(f"http://{served.http}", first, load))
             out, _ = process.communicate(timeout=PATIENCE_S)

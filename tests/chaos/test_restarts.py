@@ -72,7 +72,7 @@ def test_a_restart_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
 
     The queue is full, and a tenant is at its limits. Some requests have delivered tokens, and others still wait.
     """
-    # Streams so long that none ends while the queue fills.
+    # The streams are long, so that none ends while the queue fills.
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model", max_position_embeddings=2048)
     oracle, limits = Oracle(checkpoint), tmp_path / "admission.toml"
     limits.write_text("[tenants.small]\nmax_running = 1\nmax_queued = 2\n", encoding="utf-8")
@@ -153,7 +153,7 @@ def test_a_dead_front_end_takes_only_its_own_streams(stage: Stage) -> None:
 
     async def run(served: Served) -> tuple[list[int], int]:
         counts, failed = [], 0
-        # Each connection belongs to one front end; which, the kernel decides.
+        # The kernel assigns each connection to one of the front ends.
         clients = [AsyncClient(served.grpc) for _ in range(8)]
         streams = [client.generate("the", max_tokens=600, ignore_eos=True, temperature=0.0) for client in clients]
         for stream in streams:
@@ -210,4 +210,4 @@ def _holds(condition: Callable[[], bool]) -> bool:
     try:
         return condition()
     except OSError:
-        return False  # the front end that was asked is gone
+        return False  # The front end that got the request is gone.

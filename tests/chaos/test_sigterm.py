@@ -38,7 +38,7 @@ def test_every_kind_of_process_ends_in_order_under_load(tmp_path: Path) -> None:
                 health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
                 while (await health.read()).status != SERVING:
                     pass
-                # Begun before: a client of grpc.aio that asks only after the call's end gets no message any more.
+                # Request the message before the call ends, because a grpc.aio client that asks later gets none.
                 change = asyncio.create_task(health.read())
                 await asyncio.sleep(0)
                 os.kill(served.children(role)[0].pid, signal.SIGTERM)
@@ -47,7 +47,8 @@ def test_every_kind_of_process_ends_in_order_under_load(tmp_path: Path) -> None:
                 change.cancel()
             await _until(lambda: len(_deaths(served)) == number)  # noqa: B023
             if role == "scheduler":
-                # Streams may still get what the old one sent, and only one that the front end has joined sees it leave.
+                # Streams may still get tokens from the old scheduler. Only a scheduler that the front end has joined
+                # can be seen leaving.
                 await _until(lambda: served.count_logged("front end joined") >= 2)
         await _all_get_on(load)
 
@@ -69,7 +70,8 @@ def test_every_kind_of_process_ends_in_order_under_load(tmp_path: Path) -> None:
         assert _deaths(served) == [
             ("worker-0", "exit code 0"), ("scheduler", "exit code 0"), ("frontend-0", "exit code 0")
         ]  # fmt: skip
-        # A process that is not told to end may be lost, if the machine stalls for longer than a heartbeat's timeout.
+        # If the machine stalls for longer than the heartbeat timeout, a process that did not get SIGTERM may be
+        # reported as lost.
         left = [line["event"] for line in served.log_lines() if line["event"].endswith(" left")]
         assert left == ["worker left", "front end left"]
     tally = Tally()

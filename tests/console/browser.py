@@ -31,7 +31,7 @@ def opened(address: str, *, expected: str = "", width: int = 1280, height: int =
         if message.type in ("error", "warning") and not (expected and expected in text):
             errors.append(text)
 
-    # Killed, a browser leaves its temporary files behind.
+    # A killed browser leaves its temporary files behind.
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,

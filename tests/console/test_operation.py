@@ -102,7 +102,7 @@ def _type(page: Page, text: str) -> None:
 def test_the_focus_follows_the_order_of_the_page(served: Served) -> None:
     """Tab visits each control once, from top to bottom, with a visible outline. The first link skips the header."""
     with _console(served) as page:
-        page.reload()  # the token is kept until the tab is closed
+        page.reload()  # The browser keeps the token until the tab is closed.
         until(page, "quire.model.load?.workers.length === 1 && quire.model.tables !== null")
         visited: list[str] = []
         page.keyboard.press("Tab")
@@ -156,7 +156,7 @@ def test_a_request_is_sent_and_explained_by_keyboard_alone(served: Served) -> No
         assert page.is_hidden("#details")
         assert _focused(page) == "gantt"
 
-        # From the table, which is there for those who see no chart.
+        # Read the table, which exists for users who cannot see a chart.
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
         page.locator("#requests button").first.wait_for()

@@ -47,14 +47,14 @@ def test_a_person_sends_a_request_and_follows_it(tmp_path: Path) -> None:
     ):
         until(page, "quire.model.load?.workers.length === 1")
         request = _send(page, tokens=200, answers=12)
-        # Eight rows are taken and four choices wait, in the chart, in the block map and in the queue.
+        # Eight rows are occupied and four choices wait: in the chart, in the block map and in the queue.
         until(page, "quire.gantt.steps?.get(quire.gantt.steps.count - 1)?.decode[0].length === 8")
         until(page, "quire.model.tables?.queues.some(queue => queue.reason === 'room' && queue.first.length)")
         until(page, "quire.model.tables.maps[0].owners.length === 8")
         page.locator("#answers article strong", has_text="complete after").wait_for()
         until(page, "quire.model.load.running === 0")
 
-        # At rest, nothing changes between the snapshot of the page and the question to the scheduler.
+        # While the service is idle, the page's snapshot and the scheduler's response are equal.
         until(page, "quire.model.tables.maps[0].owners.length === 0")
         (worker,) = _workers(served)
         counts = page.evaluate(COUNT_STATES)[worker.worker_id]

@@ -83,7 +83,7 @@ class Load:
                 with self._client(target) as client:
                     found = _generated(client, prompt)
             except errors.UnavailableError as error:
-                if target in self.lost:  # the client tries again through the Service
+                if target in self.lost:  # the client retries through the Kubernetes Service
                     self.answers["tried again"] += 1
                 else:
                     self.wrong.append(str(error))
@@ -296,7 +296,8 @@ class Cell:
 
 
 _CHANGES = {
-    # The worker has one core. Requests wait longer for a worker than it takes to load the model on a busy machine.
+    # The worker has one core, so the time limit for waiting requests must exceed the model's loading time on a busy
+    # machine.
     "one-cell-cpu": f"""
   - target: {{kind: StatefulSet, name: quire-scheduler}}
     patch: |
@@ -307,7 +308,7 @@ _CHANGES = {
     patch: |
       - {{op: replace, path: /spec/template/spec/containers/0/resources/limits/cpu, value: "1"}}
 """,
-    # A CPU takes the place of the GPU.
+    # A CPU replaces the GPU.
     "one-gpu-node": """
   - patch: |
       apiVersion: apps/v1

@@ -92,7 +92,7 @@ def _strict(schema: Any) -> Any:
         return schema
     strict = {key: _strict(value) for key, value in schema.items()}
     if isinstance(pattern := schema.get("pattern"), str) and "(?i)" in pattern:
-        strict["pattern"] = "(?i)" + pattern.replace("(?i)", "")  # Go allows it anywhere
+        strict["pattern"] = "(?i)" + pattern.replace("(?i)", "")  # Go allows this flag anywhere in a pattern.
     if schema.get("x-kubernetes-int-or-string"):
         strict["type"] = ["integer", "string"]
     if "properties" in schema and isinstance(schema["properties"], dict) and schema.get("type") == "object":
@@ -109,7 +109,7 @@ def vendored(source: Source, published: str) -> dict[str, Any]:
     for version in spec["versions"]:
         if version["served"]:
             schema = _without_prose(version["schema"]["openAPIV3Schema"])
-            # Its fields are those of every object of Kubernetes; the definition does not repeat them.
+            # These fields are common to all Kubernetes objects, so the definition omits them.
             schema["properties"]["metadata"] = {"type": "object"}
             schema["properties"].pop("status", None)
             versions[f"{spec['group']}/{version['name']}"] = schema

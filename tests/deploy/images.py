@@ -29,7 +29,7 @@ _DEBIAN = [
     "mmdebstrap", "--quiet", "--variant=minbase", "--include=usr-is-merged",
     *(f"--dpkgopt=path-exclude=/usr/share/{each}/*" for each in ("doc", "info", "lintian", "locale", "man")),
     "--dpkgopt=path-include=/usr/share/doc/*/copyright",
-    # The image is merged from the start; what merges a system, in Perl, is not in it.
+    # The image already has the merged layout. It lacks the Perl program that merges a system.
     '--customize-hook=chroot "$1" apt-get purge --quiet --yes usrmerge perl "perl-modules-*" "libperl5*" '
     '"lib*-perl" "libgdbm*"',
     "bookworm",

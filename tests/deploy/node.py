@@ -131,8 +131,8 @@ class Node:
         _run("mount", "--make-rprivate", "/")
         _run("mount", "-t", "tmpfs", "tmpfs", "/run")
         _run("ip", "link", "set", "lo", "up")
-        # Without an address of its own, a bridge has that of one of its ports, which changes when pods leave. What pods
-        # send to the old address is lost.
+        # A bridge without its own address uses the address of one of its ports, which changes when pods leave. Frames
+        # sent to the old address would be lost.
         _run("ip", "link", "add", BRIDGE, "address", "02:00:00:00:00:01", "type", "bridge")
         _run("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         _run("ip", "link", "set", BRIDGE, "up")
@@ -245,7 +245,7 @@ class Node:
         _run("ip", "netns", "add", name)
         _run("ip", "link", "add", short, "type", "veth", "peer", "name", "eth0", "netns", name)
         _run("ip", "link", "set", short, "master", BRIDGE, "up")
-        # An address keeps its MAC, so that no neighbour has to forget that of an earlier pod.
+        # Reuse one MAC per IP address, so that neighbours need not drop the entry for an earlier pod.
         hardware = f"02:00:00:00:00:{int(address.rpartition('.')[2]):02x}"
         _run("ip", "-n", name, "link", "set", "eth0", "address", hardware)
         _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
@@ -306,13 +306,13 @@ class Node:
                 binds.append(f"mount -o remount,bind,ro {shlex.quote(target)}")
         for root, folder in outside.items():
             lines.append(f"mount --bind {shlex.quote(str(folder))} {root}")
-        # Parents come before the mounts inside them, and the root's write protection does not reach into the volumes.
+        # Mount parents before the mounts inside them. The root's write protection does not extend to the volumes.
         binds.sort(key=lambda line: "/tmp" in line.split()[-1])
         return [*lines, *binds, "mount -o remount,bind,ro /"]
 
     def _volume(self, volume: Any, name: str, home: Path, pod: Pod) -> Path:
         group = self._groups[home.name]
-        if volume is None:  # a claim of the StatefulSet: it outlives the pod
+        if volume is None:  # A claim of the StatefulSet outlives the pod.
             claim = self._folder / f"claim-{pod.name}-{name}"
             claim.mkdir(exist_ok=True)
             os.chown(claim, 0, group)

@@ -56,7 +56,7 @@ def rotate_a_token(cell: Cell) -> None:
     """`quire keys token`: both tokens are valid, then the new one only; no process restarts."""
     old = cell.operator_token
     starts = [each.process.pid for each in cell.pods["frontend"]]
-    # The same as a second hash by hand: another principal with the same rights.
+    # Equivalent to a manually added second hash: another principal with the same rights.
     new = add_principal(cell.principals, "operator-2", is_admin=True)
     cell.node.write("quire-principals", {"principals.toml": cell.principals.read_bytes()})
     for front_end in cell.pods["frontend"]:

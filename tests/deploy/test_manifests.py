@@ -179,7 +179,7 @@ def test_the_links_of_a_cell_and_no_others_are_allowed(example: str) -> None:
             expected |= {(outside, mine, 8080)} if routed else set()
         expected |= {(mine, (other.name, other.cell), 4317) for other in everyone
                      if other.role == "collector" and pod.role != "collector"}  # fmt: skip
-    # The collector's pod selects itself in both policies; it connects to no pod.
+    # Both policies select the collector's own pod, but it connects to no pod.
     found = {link for link in _links(example, everyone) if link[0] != link[1] or link[2] is None}
 
     assert found == expected

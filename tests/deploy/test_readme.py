@@ -94,7 +94,7 @@ def test_the_principals_of_the_page_have_an_operator_and_admit_other_callers(tmp
     with pytest.raises(UnauthenticatedError):
         Principals(str(path), anonymous_is_admin=False).identify("")
     (added,) = re.findall(r"printf '(.*)' >> principals.toml", README)
-    # Who copies whole blocks for `eight-gpus` must not open its public Gateway.
+    # Copying the whole block for `eight-gpus` must not open the public Gateway.
     (block,) = (each for each in _shell_blocks() if ">> principals.toml" in each)
     assert len(block.strip().splitlines()) == 1
     path.write_text(path.read_text("utf-8") + added.replace("\\n", "\n"), "utf-8")
@@ -273,7 +273,7 @@ def test_the_commands_of_quire_on_the_pages_exist() -> None:
         command = next(each for each in COMMANDS if words[: len(each.name.split())] == each.name.split())
         parser = OneLineParser(command.name, description="", examples="")
         importlib.import_module(command.module).configure(parser)
-        parser.parse(words[len(command.name.split()) :])  # ends the test by SystemExit if it does not
+        parser.parse(words[len(command.name.split()) :])  # An unknown flag ends the test with SystemExit.
 
 
 def test_shell_blocks_of_the_pages_parse() -> None:

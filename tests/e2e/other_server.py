@@ -37,7 +37,7 @@ signal.pause()
 """llama.cpp's own server, which batches continuously."""
 COMMANDS = {
     "xllamacpp": ("-c", _LLAMA_CPP, "{model}", "{port}"),
-    # It serves one request after the other. By default, a new request ends the one that runs.
+    # This server handles one request at a time. By default, a new request aborts the running one.
     "llama-cpp-python": (
         "-m", "llama_cpp.server", "--model", "{model}", "--host", "127.0.0.1", "--port", "{port}",
         "--n_ctx", str(_CONTEXT), "--interrupt_requests", "False",
@@ -128,7 +128,7 @@ def check_serve(url: str, name: str, flags: Sequence[str], folder: Path) -> list
     if (report["answered"], report["failed"]) != (requests, 0):
         wrong.append(f"{report['answered']} of {requests} requests were answered, failures: {report['failures']}")
     if before is not None and after is not None:
-        # Each of the probes before the run asked for one token or two.
+        # Each probe before the run asked for one or two tokens.
         probes = after - before - report["out_tokens"]
         if not 0 <= probes <= 8:
             wrong.append(f"the server counts {after - before} tokens, the report {report['out_tokens']} and probes")

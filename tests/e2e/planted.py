@@ -117,7 +117,7 @@ Plant = Callable[[Scene], Coroutine[None, None, None]]
 async def _tenant_limit(scene: Scene) -> None:
     tenant = scene.drawn["tenant"] = scene.rng.choice(("single", "pair", "metered"))
     if tenant == "metered":
-        # More than the burst of ten seconds' worth: the tenant is in debt afterwards.
+        # This exceeds the ten-second burst, so the tenant is in debt afterwards.
         await scene.run("spent", scene.prompt(scene.draw("prompt", 3300, 3900)), 4, tenant="metered")
         await scene.run(scene.victim, scene.prompt(scene.draw("victim's prompt", 4, 16)), 4, tenant="metered")
         return
@@ -292,7 +292,7 @@ async def _stalled_reader(scene: Scene) -> None:
             )
         )
         await call.read()
-        # This is the plant itself: a reader that does not read.
+        # Here the cause is planted: a client that does not read.
         await asyncio.sleep(scene.draw("pause, s", 8, 15))
         while await call.read() is not aio.EOF:
             pass

@@ -150,7 +150,7 @@ def main(smg: str) -> int:
     print(f"router: {cached:.0%} of the prompt tokens cached when it routes by prefix")
     print(f"router: {alone} of {NUM_REQUESTS} answered after one service had ended")
     is_even = min(shares) >= 0.9 * NUM_REQUESTS / 2
-    # One miss in eight, and none in the common beginning after it; round robin misses twice.
+    # One miss in eight, and none in the shared prefix that follows. Round robin misses twice.
     return 0 if answered == alone == NUM_REQUESTS and is_even and cached > 0.8 else 1
 
 

@@ -71,7 +71,7 @@ def test_refusals_are_answers_and_the_exit_code_tells(demo: Served, tmp_path: Pa
     process = batch(requests, answers, "--target", demo.http, "--quiet")
     _, told = process.communicate(timeout=60)
     found = {answer["id"]: answer for answer in read(answers)}
-    with socket.socket() as silent:  # bound and not listening: every connection is refused
+    with socket.socket() as silent:  # The socket is bound but not listening, so every connection is refused.
         silent.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{silent.getsockname()[1]}"
         nobody = batch(requests, tmp_path / "none.jsonl", "--target", target, "--patience", 0.2, "--quiet")

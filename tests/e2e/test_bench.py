@@ -40,7 +40,7 @@ def test_counts_are_those_of_the_server(demo: Served, tmp_path: Path, load: str)
     report = _bench(demo, tmp_path / "report.json", *LOADS[load], http=http)
     demo.wait_until_empty()
     prompt, output, ended = (demo.metric(name) - was for name, was in zip(COUNTED, before, strict=True))
-    # Over HTTP, probes come first, which ask for a token each: two with texts.
+    # Over HTTP, the tool first sends probes, which ask for one token each. Two probes contain text.
     probes = 2 if "text" in load else 1 if http else 0
 
     assert report["failed"] == 0
@@ -82,7 +82,7 @@ def test_a_deadline_is_a_failure_with_its_reason(demo: Served, tmp_path: Path) -
     flags = ("--concurrency=2", "--requests=2", "--deadline=0.2", "--slo=ttft_ms=60000")
     server = f"--target={demo.grpc}"
     file = tmp_path / "r.json"
-    with pytest.raises(AssertionError, match="assert"):  # no request was answered, so the exit code is 1
+    with pytest.raises(AssertionError, match="assert"):  # No request got a response, so the exit code is 1.
         quire("bench", "serve", server, *flags, "--output=1500", f"--json={file}")
     report = json.loads(file.read_text())
 
@@ -124,7 +124,7 @@ def test_the_record_gives_the_figures_of_the_run_alone(demo: Served, tmp_path: P
     steps = demo.metric("quire_steps_total") - before
     (server,) = (repeat["server"] for repeat in report["repeats"])
 
-    # Plans that add no row and compute nothing are counted by the metric only.
+    # Only the metric counts plans that add no row and compute nothing.
     assert 0 < server["steps"] <= steps
     assert 1 <= server["rows_per_step"] <= 2
     assert 0 <= server["device_idle_share"] < 1

@@ -112,7 +112,7 @@ def test_other_grammars_and_a_worker_that_dies() -> None:
         assert re.fullmatch(r"[a-c]{400}-\d{3}", text[name])
     assert text["choice"] in ("yes", "no", 'per"haps')
     assert re.fullmatch(r"<(ab|cd){200}>", text["lark"])
-    # These two may be as long as they like, so that max_tokens may have cut them off.
+    # These two grammars allow any length, so max_tokens may have truncated the outputs.
     ended = {name for name, choice in choices.items() if choice.finished.reason == v1.FINISH_REASON_STOP}
     assert {"regex", "streamed", "choice", "lark"} <= ended
     assert re.fullmatch(r"\(\d+\)" if "gbnf" in ended else r"\(\d+", text["gbnf"])

@@ -110,7 +110,7 @@ def check(channel: grpc.Channel, call: tuple[str, bytes]) -> None:
     """Make a call, and leave it after some responses; its status is a defined one, and comes in time."""
     name, payload = call
     method = next(each for each in METHODS if name == f"/{each.containing_service.full_name}/{each.name}")
-    # The types of grpc know methods with a serializer only.
+    # The type stubs of grpc only have methods with a serializer.
     stub: Any = channel
     if method.client_streaming:
         responses = stub.stream_stream(name)(iter([payload]), timeout=PATIENCE_S)

@@ -145,7 +145,7 @@ BODIES: list[tuple[str, Json]] = [
         },
     ),
     ("/v1/responses/input_tokens", {"input": "the fox"}),
-    # With a body that nothing needs.
+    # Send a body although no handler needs one.
     ("/v1/responses/@response", {"id": "@response", "metadata": {"a": ["b"]}}),
     ("/v1/messages", MESSAGES | {"max_tokens": 8, "stream": True, "stop_sequences": ["END"], "top_k": 5}),
     ("/v1/messages?beta=true", MESSAGES | {"max_tokens": 20, "temperature": 0.5, "tool_choice": {"type": "any"}}),
@@ -216,7 +216,7 @@ def places(value: Json, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 def mutated(draw: st.DrawFn, seed: Json) -> Json:
     """Return the value with some of its parts replaced, lost, repeated, renamed or moved."""
     value = copy.deepcopy(seed)
-    # A copy each time: a later change must not reach the value that the strategy draws again.
+    # Return a copy each time, so that a later change does not reach the value that the strategy may return again.
     weird = WEIRD.map(copy.deepcopy)
     for _ in range(draw(st.sampled_from((0, 1, 1, 1, 2, 4)))):
         paths = list(places(value))
@@ -375,7 +375,7 @@ class Target:
         host, _, port = self.served.http.rpartition(":")
         head, body = call.head.encode("latin-1", "replace"), call.body
         for name, value in self.names.items():
-            # The same length keeps the framing right.
+            # Keep the length, so that the framing stays valid.
             head, body = head.replace(name.encode(), value.encode()), _replaced(body, name, value)
         head = _with_length(head, len(body))
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
@@ -428,7 +428,7 @@ def check(target: Target, call: Call) -> None:
         target.store()
     if answer is None:
         return
-    # A client can ask for a 5xx with a deadline of its own, and with a transfer coding that is not supported.
+    # A client can cause a 5xx by setting a deadline, or by sending an unsupported transfer coding.
     late = answer.status == 504 and "X-Request-Timeout" in call.head
     coded = answer.status == 501 and "Transfer-Encoding: gzip" in call.head
     assert answer.status < 500 or late or coded, f"{answer} to {call}"

@@ -41,8 +41,8 @@ def test_a_view_shows_the_steps_of_a_service(demo: Served) -> None:
         with ThreadPoolExecutor(3) as pool, Client(demo.grpc) as client:
             prompts = [f"Once upon a time there were {count} foxes" for count in range(3)]
             answers = list(pool.map(lambda prompt: list(client.generate(prompt, max_tokens=20)), prompts))
-        # The load is that of the moment of sending, and may be newer than the steps: read on until each token is seen.
-        # The first token of a request comes from its last prefill step.
+        # The load is sampled when a message is sent, and may be newer than the steps. Read on until each token was
+        # seen. A request's first token comes from its last prefill step.
         decoded = sum(len(delta.token_ids) for answer in answers for delta in answer) - len(prompts)
         for part in view:
             found.append(part)
@@ -89,5 +89,6 @@ def test_a_dead_front_end_frees_its_views(tmp_path: Path) -> None:
                 assert time.monotonic() < end, f"only {len(again)} views after {PATIENCE_S} s"
                 try:
                     again.append(_begin(operator))
-                except grpc.RpcError:  # the front end is being restarted, or its predecessor is not lost yet
+                # The front end is restarting, or the loss of its predecessor is not yet detected.
+                except grpc.RpcError:
                     time.sleep(0.2)

@@ -41,7 +41,7 @@ def _stream(target: str, request: dict[str, Any]) -> dict[str, Any]:
     assert NODE is not None
     run = subprocess.run(
         [NODE, SCRIPT, target, ROOT / "protos", json.dumps(request)],
-        # What is configured for the outside has no say in how a test reaches its own server.
+        # Proxy variables must not affect how a test connects to its own server.
         env={**os.environ, "NODE_PATH": str(PACKAGES), "no_grpc_proxy": "*", "no_proxy": "*"},
         capture_output=True,
         text=True,

@@ -22,7 +22,7 @@ ARITHMETIC = [{"role": "user", "content": "What is 3 + 4?"}]
 @pytest.fixture
 def client(demo: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return the official client, without retries; its types know only OpenAI's own models and options."""
-    # No proxy of the environment stands between a test and its own server.
+    # A proxy from the environment must not come between a test and its own server.
     monkeypatch.setenv("NO_PROXY", "*")
     with openai.OpenAI(base_url=f"http://{demo.http}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -138,7 +138,7 @@ def test_log_probabilities_come_in_both_forms(client: Any) -> None:
         assert position.logprob <= 0
         assert bytes(position.bytes).decode() == position.token
     assert "".join(position.token for position in positions) == chat.choices[0].message.content
-    # The prompt has a beginning-of-sequence token and is echoed with its log-probabilities, all but the first one's.
+    # The prompt begins with a beginning-of-sequence token. The echo has log-probabilities for all tokens but the first.
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) > 4
     assert logprobs.token_logprobs[0] is None
     assert all(score <= 0 for score in logprobs.token_logprobs[1:])

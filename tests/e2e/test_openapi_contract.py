@@ -26,7 +26,7 @@ def test_no_request_makes_a_server_error(tmp_path: Path) -> None:
             [
                 Path(sys.executable).with_name("schemathesis"), "run", f"http://{served.http}/openapi.json",
                 "--checks", CHECKS, "--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES), "--seed", "1",
-                # The deadline header is part of the description, and a deadline that is missed is a 504 by design.
+                # The description includes the deadline header, and a missed deadline returns 504 by design.
                 "--header", "X-Request-Timeout: 600", "--request-timeout", "600", "--no-shrink",
                 "--continue-on-failure",
             ],

@@ -9,12 +9,13 @@ from measure.testbed.checkpoints import make_checkpoint
 from measure.testbed.service import serve
 from tests.e2e.load import draw_prompts, generate_all, kv_memory
 
-# Prompts of 1 to 300 tokens in one batch; outputs long enough to cross block boundaries and to meet in memory.
+# One batch has prompts of 1 to 300 tokens. The outputs are long enough to cross block boundaries and to compete for
+# memory.
 PROMPT_LENGTHS = (1, 300, 2, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 128, 150, 200, 250, 299)
 OUTPUT_LENGTHS = (40, 24, 60, 33, 20, 48, 30, 40, 25, 64, 31, 40, 20, 50, 24, 36, 24, 30)
 
 
-# `worker_svc/test_oracle.py` has an engine of every architecture.
+# `worker_svc/test_oracle.py` tests an engine for every architecture.
 CHECKPOINTS = [
     ("LlamaForCausalLM", 8),
     ("Qwen3MoeForCausalLM", 8),
@@ -45,7 +46,7 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, block_size: 
     """
     checkpoint = make_checkpoint(architecture, tmp_path / "model")
     oracle = Oracle(checkpoint)
-    # About one and a half of the largest requests fit at once.
+    # The memory fits about one and a half of the largest requests.
     num_blocks = 512 // block_size
     prompts = draw_prompts(PROMPT_LENGTHS, oracle.vocab_size)
     with serve(
@@ -97,7 +98,8 @@ def test_preempted_requests_with_recurrent_state(tmp_path: Path) -> None:
     with serve(
         checkpoint,
         "--block-size=8",
-        "--kv-cache-memory=90000",  # the states of all rows, and blocks for one and a half of the largest requests
+        # Room for the states of all rows, and for the blocks of one and a half of the largest requests.
+        "--kv-cache-memory=90000",
         "--max-model-len=256",
         "--max-num-batched-tokens=48",
         "--max-num-seqs=6",

@@ -121,7 +121,8 @@ def test_events_name_the_blocks_of_public_prompts_only(picked: tuple[Served, Pic
         secret = [each + 300 for each in _PROMPT]
         scoped = SchedulingOptions(cache_scope="team")
         client.generate(token_ids=secret, max_tokens=2, scheduling=scoped).result()
-        client.generate(token_ids=[7, *_PROMPT], max_tokens=2).result()  # events after those that must not come
+        # This request's events follow the events that must not appear.
+        client.generate(token_ids=[7, *_PROMPT], max_tokens=2).result()
         while 7 not in picker.tokens:
             assert picker.take()
 

@@ -116,7 +116,7 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served,
         (("QuireNoWorker",), _kill_worker),
         (("QuireStalledReaders",), _stall),
         (("QuireOverloaded", "QuireKvCacheFull"), _ask_too_much),
-        # Last, because the scheduler cannot write any more.
+        # This test comes last, because it leaves the scheduler unable to write.
         (("QuireRecordFailed",), _fill_disk),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
@@ -145,17 +145,17 @@ def test_a_fault_fires_its_alerts(
 def _repeat_until(done: threading.Event, act: Callable[[], None]) -> None:
     act()
     while not done.wait(1.0):
-        with contextlib.suppress(ValueError, ProcessLookupError):  # no worker to kill at this moment
+        with contextlib.suppress(ValueError, ProcessLookupError):  # There is currently no worker to kill.
             act()
 
 
-# After the tests of alerts, because its load lasts until the end of this module.
+# This test follows the alert tests, because its load runs until the end of this module.
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "Prometheus"]]:
     """A service under load that a Prometheus scrapes; every request is traced, but no collector takes the spans."""
     folder = tmp_path_factory.mktemp("prometheus")
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
-    # Nothing listens there: a collector that is down must not matter.
+    # No process listens on this port, because an unavailable collector must not matter.
     environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{free_ports(1)[0]}"}
     flags = ("--num-threads=1", f"--journal={folder / 'journal'}", f"--record-dir={folder / 'record'}")
     with serve(checkpoint, *flags, environ=environ) as served, _load(served), Prometheus(folder, served.http) as found:
@@ -204,7 +204,7 @@ class Prometheus:
     def __init__(self, folder: Path, target: str) -> None:
         self._folder = folder
         (self._port,) = free_ports(1)
-        # Rules are evaluated more often than in production, so that the test need not wait.
+        # Evaluate rules more often than in production, so that the test waits less.
         rules = re.sub(r"interval: \d+s", "interval: 1s", RULES.read_text("utf-8"))
         rules = re.sub(r"for: \d+[sm]", "for: 0s", rules)
         (folder / "rules.yaml").write_text(rules)
@@ -244,7 +244,7 @@ class Prometheus:
         except ConnectionError:
             return None
         except urllib.error.HTTPError as error:
-            if error.code == 503:  # it is still starting
+            if error.code == 503:  # The server is still starting.
                 return None
             pytest.fail(f"{parameters}: {error.read().decode()}")
         except urllib.error.URLError:
@@ -293,7 +293,7 @@ def _load(served: Served) -> Iterator[None]:
                 prompt = "the quick brown fox jumps over the lazy dog " * 4 + str(number % 5)
                 for _ in client.generate(prompt, max_tokens=12, ignore_eos=True, scheduling=scheduling):
                     pass
-                # The client leaves after the first token.
+                # The client disconnects after the first token.
                 with client.generate(prompt, max_tokens=100, ignore_eos=True) as left:
                     next(iter(left))
                 _post(served)

@@ -64,7 +64,7 @@ def test_a_service_records_itself_without_text(tmp_path: Path) -> None:
     assert len(arrivals) == outcome.ends == len(prompts)
     assert not any(arrival.token_ids.any() or arrival.spec.sampling.strip(b"\0") for arrival in arrivals)
     assert not any(entry.what.tokens.any() for entry in answers if isinstance(entry.what, ev.StepDone))
-    # A plan that only names rows that have ended computes nothing.
+    # A plan that only names ended rows computes nothing.
     timings = [entry.timings for entry in answers]
     assert all(each is not None and (each.forward_us > 0 or not each.num_tokens) for each in timings)
     assert any(each is not None and each.num_tokens for each in timings)

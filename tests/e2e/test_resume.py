@@ -96,7 +96,7 @@ def test_a_client_that_is_killed_resumes(served: Served, options: dict[str, obje
     for lines in (7, 11):
         received.read(process, lines)
         process.kill()
-        received.read(process)  # what was on its way to the screen
+        received.read(process)  # Read the output that was still on its way to the screen.
         process.wait()
         process = client_process(served.grpc, name, "resume", received.known())
     received.read(process)

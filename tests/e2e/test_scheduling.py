@@ -88,7 +88,7 @@ async def _order_of_ends(served: Served, request_class: str = "") -> list[str]:
             for number, (name, target_s) in enumerate((("patient", None), ("wanted soon", 40.0), ("late", 1e-9)), 1):
                 tasks.create_task(one(client, name, target_s))
                 while await asyncio.to_thread(served.metric, "vllm:num_requests_waiting") < number:
-                    pass  # The request continues between the looks.
+                    pass  # The request progresses between the two looks.
             await admin.ResumeWorker(admin_pb2.ResumeWorkerRequest(worker_id=worker.worker_id))
     ends.remove("late")
     return ends
@@ -129,7 +129,7 @@ async def _drain_under_load(target: str, answers: list[Answer], *, move: bool) -
 
         streams = [asyncio.create_task(generate(client, answer)) for answer in answers]
         while not all(worker.running_requests for worker in (await workers()).values()):
-            pass  # The streams continue during each round trip.
+            pass  # The streams progress during each round trip.
         name = next(iter(await workers()))
         drained = await admin.DrainWorker(admin_pb2.DrainWorkerRequest(worker_id=name, move_requests=move))
         assert drained.worker.draining

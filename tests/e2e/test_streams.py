@@ -54,7 +54,8 @@ async def _run_cancelling_half(target: str, answers: list[Answer]) -> list[Answe
 
 
 async def _cancel_midway(client: AsyncClient, answer: Answer) -> None:
-    # As many tokens as the context takes: the server runs ahead of a slow reader, and must not be done before it hears.
+    # Fill the context, because the server runs ahead of a slow reader and must not finish before it gets the
+    # cancellation.
     room = MAX_POSITIONS - len(answer.prompt)
     stream = client.generate(token_ids=answer.prompt, max_tokens=room, temperature=0, ignore_eos=True)
     seen = 0

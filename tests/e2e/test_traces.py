@@ -147,7 +147,7 @@ def test_an_exemplar_leads_to_the_step_and_its_neighbours(traced: tuple[Served, 
     page = served.metrics(accept="application/openmetrics-text;version=1.0.0")
     ended = {("quire.attempt", 21), ("quire.attempt", 22), (GENERATE, 21), (GENERATE, 22)}
     spans = receiver.wait_for(lambda spans: ended <= {(span.name, _trace_id(span)) for span in spans})
-    # The bucket leads to the trace of a request, and to the span of its call.
+    # The bucket's exemplar links to the request's trace and to the span of the call.
     families = {each.name: each for each in text_string_to_metric_families(page)}  # type: ignore[no-untyped-call]
     buckets = families["gen_ai_server_time_to_first_token_seconds"].samples
     exemplars = [each.exemplar for each in buckets if each.exemplar is not None]
@@ -156,13 +156,13 @@ def test_an_exemplar_leads_to_the_step_and_its_neighbours(traced: tuple[Served, 
     call = by_id[bytes.fromhex(exemplar.labels["span_id"])]
     assert call.name == GENERATE
     assert _trace_id(call) == int(exemplar.labels["trace_id"], 16)
-    # The call leads to its attempt, and this to the steps in which it ran.
+    # The call links to its attempt, and the attempt to the steps in which it ran.
     (attempt,) = [
         span for span in spans if span.name == "quire.attempt" and span.span.parent_span_id == call.span.span_id
     ]
     steps = [by_id[link] for link in attempt.linked]
     assert {step.name for step in steps} == {"quire.step"}
-    # A step leads to the attempts of all requests in it; one of them is the neighbour's.
+    # A step links to the attempts of all its requests, one of which is the neighbour's.
     neighbours = {by_id[link].span.trace_id for step in steps for link in step.linked}
     assert {int.from_bytes(each, "big") for each in neighbours} == {21, 22}
 
@@ -199,7 +199,7 @@ def test_a_collector_that_hangs_costs_only_spans(checkpoint: Path) -> None:
     """
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        silent.listen(64)  # the kernel accepts; nothing reads
+        silent.listen(64)  # The kernel accepts connections, but no process reads.
         environ = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
             "OTEL_EXPORTER_OTLP_TIMEOUT": "3600",

@@ -54,7 +54,7 @@ def test_unavailable_comes_only_after_the_configured_wait(tmp_path: Path) -> Non
     (prompt,) = draw_prompts([5], 256)
     with serve(checkpoint, "--num-threads=1", f"--worker-wait-s={WAIT_S}", end=False) as served:
         answer = Answer(prompt, 900)
-        # A worker that cannot start again: its model is gone.
+        # This worker cannot restart, because its model was deleted.
         (checkpoint / "config.json").rename(checkpoint / "gone.json")
         kill = Kill()
         with pytest.raises(QuireError) as caught:

@@ -25,7 +25,7 @@ def without_encoding(source: str) -> Iterator[int]:
         if name == "open":
             values = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
             modes = [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-            # `Path.open()` and `open(PATH)` read text; another method of that name has other arguments.
+            # `Path.open()` and `open(PATH)` read text. Methods named `open` on other objects have other arguments.
             if (builtin and not any("b" in mode for mode in modes)) or modes in (["r"], ["w"], ["a"], ["x"]):
                 yield node.lineno
         elif len(node.args) <= _POSITION[name]:

@@ -60,7 +60,7 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path: Path, number: s
     folder.mkdir()
     file = tmp_path / "test_waits.py"
     file.write_text(WAITS.replace("{signal}", str(int(number))))
-    # In a parallel run, the process of a test is a child of the run.
+    # In a parallel run, the test's process is a child of the run.
     program = "import os, sys, runpy; os.environ['TESTED_RUN'] = {}; sys.argv[0] = 'tests.run'; {}".format(
         "str(os.getpid())" if processes == "0" else "''", "runpy.run_module('tests.run', run_name='__main__')"
     )

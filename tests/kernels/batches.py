@@ -21,7 +21,7 @@ class PagedBatch:
     query_start: torch.Tensor
     context_lens: torch.Tensor
     max_query_len: int
-    dense: list[tuple[torch.Tensor, torch.Tensor]]  # per row: keys, values [num_kv_heads, context, head_dim]
+    dense: list[tuple[torch.Tensor, torch.Tensor]]  # per row: keys and values [num_kv_heads, context, head_dim]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -58,7 +58,8 @@ def assert_drawn(
     behind = []
     for scores in possible_scores(logits, params):
         sums = scores + noise
-        # Greedy picks and draws alike: of equal sums the first wins, and only an error of the noise excuses another.
+        # Greedy and random sampling follow the same rule: the first of equal sums wins. Only a rounding error in the
+        # noise may change that.
         first = sums.argmax(1) == tokens
         lost = sums.amax(1) - sums.gather(1, tokens.unsqueeze(1)).squeeze(1)
         behind.append(first | (lost <= noise_error) if noise_error else first)

@@ -58,7 +58,7 @@ def test_products_equal_the_reference_for_any_shape(data: st.DataObject) -> None
 
     got = packed(weight, bias)(x, kernels)
 
-    # Relative to the sum of the products' sizes, because products of both signs may leave a result of nearly zero.
+    # Relative to the sum of absolute products, because products with different signs may cancel to nearly zero.
     error = (got.double() - linear_reference(x.double(), weight, bias)).abs()
     size = linear_reference(x.double().abs(), weight.abs(), None if bias is None else bias.abs())
     assert got.dtype == dtype
@@ -76,7 +76,7 @@ def test_int8_products_equal_the_reference_for_any_shape(data: st.DataObject) ->
 
     got = quantised(weight, bias)(x, kernels)
 
-    # A value that lies between two integers may be rounded either way: one unit in one of the products.
+    # A value halfway between two integers may be rounded either way, which changes one product by one unit.
     assert relative_error(got, quantised_linear_reference(x.double(), weight, bias)) < 2e-2
 
 
@@ -97,7 +97,7 @@ def test_int4_products_equal_the_reference_for_any_shape(data: st.DataObject) ->
     rounded = scaled.round() * unit
     exact = linear_reference(rounded.double(), dequantised(linear), bias)
     size = linear_reference(rounded.double().abs(), dequantised(linear).abs(), None if bias is None else bias.abs())
-    # A value that lies in the middle between two integers may be rounded either way.
+    # A value halfway between two integers may be rounded either way.
     is_middle = (scaled.frac().abs() - 0.5).abs() < 1e-4
     either = linear_reference((is_middle * unit).double(), dequantised(linear).abs(), None)
     assert bool(((first.double() - exact).abs() <= 1e-5 * size + either).all())

@@ -11,7 +11,7 @@ from kernels import philox
 
 MASK = 0xFFFFFFFF
 
-# Random123's known-answer vectors for philox4x32 with ten rounds: counter, key, result.
+# Random123's known-answer vectors for philox4x32 with ten rounds, as (counter, key, result).
 KNOWN_ANSWERS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((MASK,) * 4, (MASK,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -83,7 +83,7 @@ def test_uniform_is_rounded_once_and_never_0_or_1() -> None:
 @pytest.mark.parametrize("nats", [17.0, 19.0, 21.0])
 def test_every_bit_of_a_word_makes_noise(nats: float) -> None:
     """Noise exceeds g for a share 1 - exp(-exp(-g)) of all words, so that improbable tokens are drawn."""
-    low, high = 0, 1 << 32  # the noise of `low` exceeds `nats`, that of `high` does not
+    low, high = 0, 1 << 32  # The noise for `low` exceeds `nats`; the noise for `high` does not.
     while high - low > 1:
         middle = (low + high) // 2
         exceeds = bool(philox.gumbel_from_words(torch.tensor([middle])) > nats)

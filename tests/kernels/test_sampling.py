@@ -101,7 +101,7 @@ def test_survivors_are_those_of_transformers(data: st.DataObject) -> None:
     top_k = data.draw(st.sampled_from([0, 1, 3, 10, 100]))
     top_p = as_float32(data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.75, 0.9, 0.999, 1.0])))
     min_p = as_float32(data.draw(st.sampled_from([0.0, 0.05, 0.3, 1.0])))
-    # Which of equal ones typical sampling keeps is left to the sort, in transformers too.
+    # Among tokens with equal scores, the sort order decides which one typical sampling keeps, in transformers too.
     typical_p = as_float32(1.0 if coarse else data.draw(st.sampled_from([0.1, 0.5, 0.9, 1.0])))
     params = sampling(3, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
 
@@ -217,7 +217,8 @@ def test_draws_follow_the_softmax(filters: dict[str, Any]) -> None:
     expected = probs[possible] * num_draws
     statistic = float(((counts[possible] - expected) ** 2 / expected).sum())
     freedom = int(possible.sum()) - 1
-    # Wilson-Hilferty: the upper 1e-4 quantile of chi-squared (the noise is fixed, so this never flickers).
+    # Wilson-Hilferty approximation for the upper 1e-4 quantile of chi-squared. The noise is fixed, so this test is
+    # deterministic.
     limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
     assert statistic < limit
 

@@ -40,7 +40,7 @@ def test_the_benchmark_measures_every_case(tmp_path: Path, flags: tuple[str, ...
 
 def test_a_scheduler_that_ends_is_named_at_once(tmp_path: Path) -> None:
     """A process that has ended is noticed at once; its last output is in the error."""
-    (tmp_path / "workers").mkdir()  # where the scheduler's socket is to be
+    (tmp_path / "workers").mkdir()  # This folder blocks the path of the scheduler's socket.
 
     said = r"^quire_server\.cli\.main ended with status 1: quire scheduler: .*workers"
     with pytest.raises(LinkBenchError, match=said):

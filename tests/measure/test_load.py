@@ -64,7 +64,7 @@ def test_a_stall_shows_in_every_request_that_was_due_meanwhile() -> None:
     assert len(run.outcomes) == 40
     assert stall_end >= run.outcomes[29].intended_s
     assert all(each.ttft_s is not None and each.ttft_s >= stall_end - each.intended_s - 1e-9 for each in stalled)
-    assert run.figures.ttft.p50 > 0.1  # half of 40 requests were due more than 0.1 s before the thirtieth
+    assert run.figures.ttft.p50 > 0.1  # Half of the 40 requests were due more than 0.1 s before the thirtieth request.
 
 
 def test_a_request_that_the_generator_could_not_send_counts_from_its_intended_start() -> None:
@@ -78,7 +78,7 @@ def test_a_request_that_the_generator_could_not_send_counts_from_its_intended_st
     last = run.outcomes[-1]
 
     assert [each.intended_s for each in run.outcomes] == [number / 100 for number in range(40)]
-    # Twenty pairs one after the other take a second; the last one was due after 0.39 s.
+    # Twenty sequential pairs take a second; the last one was due after 0.39 s.
     assert last.ttft_s is not None
     assert last.ttft_s >= 20 * 0.05 - 0.39
     assert last.late_s >= 19 * 0.05 - 0.39
@@ -125,7 +125,7 @@ def test_a_connection_that_the_server_closes_is_replaced() -> None:
     run, _ = _run(_plan(Users(1), sessions=5), once)
 
     assert (run.figures.done, run.figures.failures) == (3, {"connection: ConnectionResetError": 2})
-    assert len(hung_up) == 5  # Three connections are reused; then two are new.
+    assert len(hung_up) == 5  # Three connections are reused, then two are new.
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_the_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = page.read_text("utf-8")
     assert not re.search(r"(?:src|href)=|url\(|@import", text)
     assert text.count("<tr>") == 2 + len(claims(_results()["results"])) + len(_results()["results"])
-    assert text.count("<svg") == len(report.PLOTTED) + 1 + 7  # slots, gains, and throughput against latency
+    assert text.count("<svg") == len(report.PLOTTED) + 1 + 7  # plots for slots, gains, and throughput against latency
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(_results()["results"])
 
 

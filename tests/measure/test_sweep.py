@@ -65,7 +65,7 @@ def test_a_load_is_measured_again_only_while_it_is_not_sure() -> None:
     assert [point.is_sure for point in (points[0], points[2])] == [True, True]
     assert (points[0].is_kept, points[2].is_kept) == (True, False)
     few = _sweep([0.1], max_repeats=3)[0]
-    assert (len(few.runs), few.is_sure) == (3, False)  # six requests in each run
+    assert (len(few.runs), few.is_sure) == (3, False)  # Each run has six requests.
 
 
 def test_a_server_that_keeps_nothing_is_reported() -> None:

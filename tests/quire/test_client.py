@@ -336,7 +336,7 @@ def test_the_timeout_is_the_calls_deadline(server: ScriptedServer, client: Clien
         list(client.generate("text", timeout=0.2))
 
     assert server.deadlines[0] is not None
-    assert server.deadlines[0] <= 0.4  # gRPC rounds the remaining time up.
+    assert server.deadlines[0] <= 0.4  # gRPC rounds up the remaining time.
 
 
 def test_the_current_trace_context_travels_as_traceparent(server: ScriptedServer, client: Client) -> None:

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 import services.errors
-import services.http.errors  # defines errors of its own
+import services.http.errors  # The import defines further errors.
 import services.http.responses.endpoint  # noqa: F401  # likewise
 import shared.errors
 from quire import Client, errors

@@ -21,7 +21,8 @@ from quire_server.serve.supervisor import Addresses, Supervisor, how_it_ended
 GRACE_S = {Role.FRONTEND: 10.0, Role.WORKER: 10.0, Role.SCHEDULER: 10.0}
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01)
 
-# Notes its start and its end in a file, and ends on SIGTERM; ignores SIGINT like our services' parents expect.
+# The process writes its start and its end to a file, and exits on SIGTERM. It ignores SIGINT, as the parents of our
+# services expect.
 OBEDIENT = """
 import os, signal, sys
 journal = open(sys.argv[1], "a", buffering=1)
@@ -56,7 +57,7 @@ def run(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
         async with asyncio.timeout(60):
             await scenario()
 
-    before = _live_children()  # Other tests of this process may share a service.
+    before = _live_children()  # Other tests in this process may share a service.
     asyncio.run(bounded())
     assert _live_children() <= before
 
@@ -256,7 +257,7 @@ def test_stopping_during_the_pause_before_a_restart_starts_nothing(tmp_path: Pat
     run(scenario)
 
 
-# It beats until it has to hang, and records its number of starts in the journal.
+# The process sends pulses until it is asked to hang, and writes its number of starts to the journal.
 HANGING = """
 import os, sys, time
 from shared.pulse import Pulse

@@ -70,7 +70,7 @@ def http_server(status: int = 404, body: bytes = b"<html>", papers: Papers | Non
             """Logs nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        # A client that leaves in the midst of a handshake is not worth a traceback.
+        # A client that disconnects during a handshake must not cause a traceback.
         server.handle_error = lambda *_: None  # type: ignore[method-assign]
         if papers is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -129,7 +129,7 @@ class Shell:
         answers = self._folder / "answers.jsonl"
         arguments = {
             "top": ["--once"],
-            # What no second attempt repairs ends at once, whatever the patience.
+            # An error that a retry cannot repair is raised at once, regardless of the time limit.
             "batch": [str(requests), str(answers), "--patience", "60", "--quiet"],
             "generate": ["x"],
             "drain": ["worker-0"],

@@ -89,7 +89,7 @@ class Timeline:
                     continue
                 found.slices.setdefault(path, []).append(item)
                 opened.append(item)
-            # Slices nest if their events are in order and their ends close the innermost one.
+            # Slices nest if their events are ordered and each end closes the innermost open slice.
             assert time >= latest.get(event.track_uuid, 0), path
             latest[event.track_uuid] = time
         assert not any(open_slices.values()), "a slice has no end"

@@ -105,7 +105,7 @@ def record_steps(folder: Path, num_steps: int, seed: int = 1) -> int:
                 max_rows=_ROWS, max_tokens_per_step=64, num_host_blocks=40, max_draft_tokens=3 * (incarnation % 2),
             )  # fmt: skip
             carry_out(core.handle(hello, now))
-        # Most of the time there is no queue; a tenth of the time requests wait and are preempted.
+        # For most of the time there is no queue. For a tenth of the time, requests wait and are preempted.
         while live < (12 if steps // 1000 % 10 == 0 else 4):
             live += 1
             stream += 1

@@ -54,7 +54,7 @@ def test_a_tenant_over_its_token_rate_holds_up_no_other() -> None:
     """Its request starts when the rate allows it, without another event; until then the worker serves the others."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, tenant_limits={"a": TenantLimits(tokens_per_s=4.0)})
     cluster.join(ModelWorker(b"w", 500, 4, 8))
-    cluster.submit(1, [1] * 39, 9, tenant="a")  # takes 48 tokens from a bucket of 40
+    cluster.submit(1, [1] * 39, 9, tenant="a")  # Takes 48 tokens from a bucket of 40.
     cluster.run()
     late = cluster.submit(2, [1, 2, 3], 2, tenant="a")
     others = _stream_of_short_requests(cluster, 50, tenant="b")
@@ -214,7 +214,7 @@ def test_a_request_that_waits_for_a_prefix_goes_to_an_idle_worker_instead() -> N
     cluster.run()
 
 
-# ---------------------------------------------------------------- costs, in calls of Python functions
+# ---------------------------------------------------------------- cost in Python function calls
 
 
 @contextmanager
@@ -225,7 +225,7 @@ def _counting() -> Iterator[Callable[[], int]]:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    gc.disable()  # Finalisers of objects from other tests are calls, too.
+    gc.disable()  # Disable GC, because finalisers of objects from other tests also count as calls.
     sys.setprofile(count)
     try:
         yield lambda: calls

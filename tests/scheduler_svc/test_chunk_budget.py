@@ -160,7 +160,7 @@ def test_without_a_target_there_is_no_limit() -> None:
     assert device.budget() is None
 
 
-# ---------------------------------------------------------------- the pace of the readers
+# ---------------------------------------------------------------- the pace for readers
 
 
 def _fast_costs() -> CostModel:

@@ -409,7 +409,7 @@ def test_plans_name_the_traced_requests_that_take_part() -> None:
     cluster.run()
     named = [plan.num_tokens for plan in cluster.plans if plan.traced_rows]
     assert {name for plan in cluster.plans for name in plan.traced_rows} == {(FRONTEND, 1)}
-    # Two chunks, the second of which gives the first token, and one more token: then the credit is used up.
+    # Two chunks, of which the second yields the first token, and then one more token. This uses up the credit.
     assert len(named) == 3
     cluster.handle(ev.CreditGranted(frontend=FRONTEND, stream=1, credit=100))
     cluster.run()

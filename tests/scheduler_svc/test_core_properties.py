@@ -105,7 +105,7 @@ def test_every_interleaving_keeps_every_promise(
         assert reader.end is not None
         whole = expected_output(reader.prompt, reader.max_tokens, reader.stops)
         if reader.end.reason in (ef.EndReason.STOP, ef.EndReason.LENGTH):
-            # The end of the context may come before max_tokens.
+            # The context may end before max_tokens is reached.
             assert reader.tokens == whole or len(reader.prompt) + len(reader.tokens) >= 40
         assert reader.tokens == whole[: len(reader.tokens)]
     (worker,) = cluster.core.stats().workers

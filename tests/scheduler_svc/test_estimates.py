@@ -182,7 +182,7 @@ def test_the_worst_case_follows_requests_that_come_and_go() -> None:
         num_shared=0,
         rank=0.0,
     )
-    # Whatever is looked up per row is not there to be found.
+    # Remove the per-row limits, because this decision must not look them up.
     limits, rows.limit = rows.limit, np.zeros(0, np.int32)
     assert not capacity.admits(rows, num_new=1, worst_blocks=1, num_available=10)
     rows.limit = limits
@@ -197,7 +197,7 @@ def test_the_headroom_is_what_running_requests_take_until_one_ends() -> None:
     capacity = Capacity("max_utilization", 1000)
     assert _headroom(capacity) == 0
     _released(capacity, 1, blocks=12, steps=5)
-    # A preemption counts as twice the step that it is taken to cost.
+    # A preemption counts as twice the assumed step duration.
     assert _headroom(capacity) == int(12 * math.log(2 * 1000 / (12 * 5)))
     _released(capacity, 1, blocks=0, steps=0)
     assert _headroom(capacity) == int(6 * math.log(2 * 1000 / (6 * 2.5)))
@@ -212,7 +212,7 @@ def test_costly_preemptions_make_for_more_headroom() -> None:
         capacity = Capacity("max_utilization", 1000)
         for _ in range(200):
             capacity.preempted(cost)
-        # What these have added by themselves is forgotten.
+        # Many releases cancel the effect of the preemptions above.
         _released(capacity, 500, blocks=20, steps=5)
         headrooms.append(_headroom(capacity))
     assert headrooms == [59, 105, 152]

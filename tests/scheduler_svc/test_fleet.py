@@ -89,7 +89,7 @@ def test_a_cached_prefix_draws_requests_until_its_worker_is_busy(home: str, othe
 
 def test_idle_workers_are_not_asked_for_a_request_that_waits_for_a_busy_one() -> None:
     """A turn costs nothing for idle workers while the only waiting request is assigned to another worker."""
-    prefix = list(range(200, 200 + DECODE_COST + 100))  # It outweighs a running request.
+    prefix = list(range(200, 200 + DECODE_COST + 100))  # The cached prefix outweighs one running request.
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=1024)
     for index in range(2):
         cluster.join(ModelWorker(b"w/%d" % index, 100, 16, 8), f"w{index}")

@@ -408,7 +408,7 @@ def test_a_plan_that_cannot_be_sent_costs_an_epoch_and_no_request(
             for stream in (1, 2)
         ]
         frontend.send(link_pb2.FrontendMessage(submissions=submissions))
-        frontend.metrics()  # The submissions have arrived by then.
+        frontend.metrics()  # By now the submissions have arrived.
         bodies: list[str | None] = []
         while "plan" not in bodies:
             if not bodies or bodies[-1] == "unknown":

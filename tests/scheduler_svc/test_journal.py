@@ -218,7 +218,7 @@ def test_a_new_core_goes_on_where_the_last_one_was_struck(tmp_path: Path) -> Non
         tokens = dict(_on_disk(written.files()))
         for path in sorted(tmp_path.glob("*.journal"))[-1:]:
             path.write_bytes(path.read_bytes() + b"torn"[: rng.randrange(5)])
-        written.journal._folder.close()  # The kernel also does this when a process dies.
+        written.journal._folder.close()  # The kernel also releases the lock when a process dies.
         written = Written(tmp_path, seed=life)
         written.cluster.handle(written.journal.restored)
         assert _known(written.journal.restored.logs) == tokens

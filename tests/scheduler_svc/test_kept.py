@@ -230,7 +230,7 @@ def test_a_tenant_pays_once_for_a_request_that_goes_on(chunk: int) -> None:
     cluster.run()
     assert reader.tokens == expected_output(PROMPT, 40, set())
 
-    # The bucket held 100 tokens; 43 are gone, 52 and 4 more go now, and time has added some 2.
+    # The bucket held 100 tokens. 43 were taken before, 56 are taken now, and about 2 were added over time.
     fits = [cluster.submit(10, [5] * 50, 2, tenant="a"), cluster.submit(11, PROMPT, 1, tenant="a")]
     cluster.run()
     overdrawn = cluster.submit(12, [5] * 20, 1, tenant="a")

@@ -76,7 +76,7 @@ class _Service(Cluster):
         self.until(lambda: not self.recorder.tape.items)
         view = self.recorder._encoder.view
         assert view is not None
-        for _ in range(2):  # when the second load is made, the first one and all steps have been handed over
+        for _ in range(2):  # When the second load is computed, the first load and all steps have been delivered.
             self.now += 10.0
             self.until(lambda: not view.is_load_due(self.now))
         self.until(lambda: not self.recorder._parts)
@@ -255,7 +255,7 @@ def test_what_went_wrong_is_shown(tmp_path: Path) -> None:
 
     kinds = admin.Incident
     workers = [(each.kind, each.worker_id) for each in found if each.worker_id]
-    # The first worker has joined before or after the recorder's thread began with the view.
+    # The first worker may have joined before or after the view started the recorder's thread.
     assert workers[-2:] == [(kinds.KIND_WORKER_LOST, "w"), (kinds.KIND_WORKER_JOINED, "successor")]
     victims = {each.request_id for each in found if each.kind == kinds.KIND_PREEMPTED}
     assert victims

@@ -561,7 +561,7 @@ def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
     first, second, third = (make_request(sequence, tenant="a") for sequence in range(3))
     for request in (first, second, third):
         tenants.arrived(request, 0.0)
-    tenants.started(first, 0.0, 0.0)  # a prompt of 10 tokens, as many as ten seconds fill
+    tenants.started(first, 0.0, 0.0)  # A prompt of 10 tokens, which the bucket refills in ten seconds.
     assert tenants.may_run(second, 0.0)
     tenants.started(second, 0.0, 0.0)
     assert not tenants.may_run(third, 9.5)
@@ -588,7 +588,7 @@ def test_tenants_that_never_come_back_are_forgotten(limits: TenantLimits) -> Non
         most = max(most, len(tenants))
 
     assert most <= 2 * 64
-    # 1000 tokens from a bucket of 20, at 2 a second.
+    # 1000 tokens from a bucket of 20 that refills at 2 per second.
     other = make_request(tenant="owing")
     assert tenants.may_run(other, 200.0) == (not limits.tokens_per_s)
     assert tenants.may_run(other, 490.0)

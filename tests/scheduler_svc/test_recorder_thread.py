@@ -61,7 +61,7 @@ class _Turning(RecordedScheduler):
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         self._tape_recorder.turn(self, now)
-        # The simulator's loop takes no pauses in which the thread could work.
+        # The simulator's loop has no pauses in which the thread could run.
         while len(self._tape.items) > 300 or self._tape_recorder._snapshot_pipe >= 0:
             time.sleep(0.001)
         return super().handle(event, now)
@@ -70,7 +70,7 @@ class _Turning(RecordedScheduler):
 @pytest.mark.every(3)
 def test_the_ring_is_bounded_and_each_of_its_segments_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record of several times the bound keeps the newest part, within the bound, and replays bit for bit."""
-    # The process of all tests is large, so its forks are long.
+    # The test process is large, so each fork takes long.
     monkeypatch.setattr(recorder_module, "_MAX_FORK_S", float("inf"))
     max_bytes = 1 << 18
     recorders: list[Recorder] = []
@@ -90,7 +90,7 @@ def test_the_ring_is_bounded_and_each_of_its_segments_replays(tmp_path: Path, mo
     assert sum(path.stat().st_size for path in paths(tmp_path)) <= max_bytes
     outcomes = [replay([segment]) for segment in read(tmp_path) if segment.opening.fresh or segment.snapshot]
     assert [outcome.difference for outcome in outcomes if outcome.difference is not None] == []
-    # Few segments have a snapshot if the machine is busy.
+    # On a busy machine, few segments have a snapshot.
     assert sum(outcome.plans for outcome in outcomes) > 0
 
 
@@ -326,7 +326,7 @@ def test_clients_do_not_wait_for_the_end_of_the_record(tmp_path: Path, monkeypat
     try:
         frontend.hello()
         frontend.submit(1)
-        frontend.metrics()  # The submission has arrived by then.
+        frontend.metrics()  # By now the submission has arrived.
     finally:
         service.stop()
         thread.join()

@@ -32,7 +32,7 @@ def test_a_prompt_that_was_computed_before_is_computed_again(prefix_cache: str) 
     """Neither a request with the same prompt nor the next turn of a conversation begins with cached tokens."""
     cluster = _cluster(prefix_cache=prefix_cache)
     prompt = list(range(100, 130))
-    for stream in range(3):  # several at once, as for n > 1
+    for stream in range(3):  # Several at once, as with n > 1.
         cluster.submit(stream, prompt, 10)
     cluster.run()
     cluster.submit(3, [*prompt, *cluster.readers[0].tokens, 7, 8, 9], 10)

@@ -116,7 +116,7 @@ def test_no_forecast_refuses_what_was_accepted_before(policy: str, delivered: in
     assert late.end.message == "the deadline passed before the answer was complete"
 
 
-# ---------------------------------------------------------------- whose model serves it
+# ---------------------------------------------------------------- the worker with the request's model
 
 
 def test_requests_that_came_again_wait_for_a_worker_of_their_model() -> None:

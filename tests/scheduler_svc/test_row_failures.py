@@ -413,7 +413,7 @@ def test_a_request_is_planned_again_at_most_twice() -> None:
     for attack in range(100, 140):
         if victim is not None and victim.end is not None:
             break
-        # Each comes first, so that the victim finds what it has written.
+        # Each attack runs first, so that the victim reads the KV that it wrote.
         cluster.submit(attack, [*PREFIX, *range(attack, attack + 8)], 5, priority=1)
         while not cluster.readers[attack].end:
             cluster.plan_for(PEER, 1)

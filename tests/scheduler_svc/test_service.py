@@ -318,7 +318,7 @@ def test_a_worker_whose_process_dies_is_lost_before_its_connection_goes(stand: S
         first.until("plan")
         process.kill()
     second = stand.worker()
-    # Another name, so that it is not its hello that displaces the first.
+    # Use another name, so that its Hello does not displace the first worker.
     second.hello(worker_id="second")
     (admission,) = second.until("plan").plan.admissions
 
@@ -331,7 +331,7 @@ def test_hellos_that_cannot_be_answered_do_no_harm(stand: Stand) -> None:
     first.hello()
     first.until("welcome")
     stand.process.send_signal(signal.SIGSTOP)
-    for _ in range(700):  # so many that none waits for room
+    for _ in range(700):  # Enough that none of them waits for room.
         first.hello()
     first.close()
     stand.process.send_signal(signal.SIGCONT)
@@ -454,7 +454,7 @@ def test_a_scheduler_without_the_record_that_it_should_have_says_so(tmp_path: Pa
         folder.mkdir()
         frontend = first.frontend()
         frontend.hello()
-        frontend.metrics()  # the first one has its folder by now
+        frontend.metrics()  # By now the first journal has its folder.
         second = Stand(folder, f"--record-dir={place}")
         frontend = second.frontend()
         frontend.hello()

@@ -93,7 +93,7 @@ def test_tokens_are_those_without_speculation(seed: int, policy: str, monkeypatc
     (worker,) = cluster.core.stats().workers
     assert worker.blocks_held == 0
     assert 0 <= worker.counters.accepted_draft_tokens <= worker.counters.draft_tokens > 0
-    # Those of steps that were in flight when a request ended are not in its end.
+    # A request's end does not include the steps that were in flight at that time.
     ends = [reader.end for reader in readers.values() if reader.end is not None]
     assert 0 < sum(end.draft_tokens for end in ends) <= worker.counters.draft_tokens
     assert all(0 <= end.accepted_draft_tokens <= end.draft_tokens for end in ends)
@@ -370,7 +370,7 @@ def test_a_row_verifies_no_draft_beyond_its_limit(max_tokens: int, monkeypatch: 
     """A step gives a token without a draft, so a row needs one draft fewer than the tokens that it may still have."""
     monkeypatch.setattr(
         Speculation, "limits", lambda _, rows, decoding: np.full(len(decoding), 8, np.int32)
-    )  # as many as the worker verifies
+    )  # As many drafts as the worker verifies.
     cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64)
     cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=16, max_rows=1, max_draft_tokens=8))
     cluster.submit(1, [1] * 8, max_tokens)

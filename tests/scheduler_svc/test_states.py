@@ -165,7 +165,7 @@ def test_a_stranded_request_may_be_starved_when_a_worker_serves_it(seen: Seen) -
     states, request = _states(), make_request(7)
     states._tenants.arrived(request, 1.0)
     states.wait(request, Wait(1.0))
-    states._backlog.discard(request)  # Planning also does this when it takes a request from the queue.
+    states._backlog.discard(request)  # The planner also calls this when it takes a request from the queue.
     states.strand(request, 2.0)
     request.allowed = len(request.tokens)
     states.wait(request, Wait(3.0))

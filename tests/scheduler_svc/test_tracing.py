@@ -161,7 +161,7 @@ def test_spans_from_a_history_are_those_of_a_sampled_request() -> None:
     assert outcomes == {"length", "preempted", "worker lost"}
     for name in ("quire.queue", "quire.attempt"):
         assert figures(made, name) == figures(live, name)
-    # A history has no end of a prefill after the request's first token.
+    # After a request's first token, a history has no "prefill ended" entry.
     phases = ("quire.prefill", "quire.decode")
     assert figures(made, *phases) <= figures(live, *phases)
     assert sum(span.name == "quire.prefill" for span in made) >= 5

@@ -80,7 +80,7 @@ class TestCore(EchoCore):
             self.forget_frontends.clear()
             self._frontends.clear()
         self._present_end = self.end_at_once
-        # Recorded before the answer, so that a test that sees the answer also sees the message.
+        # Record before the response is sent, so that a test that sees the response also sees the message.
         self._loop.call_soon_threadsafe(self._keep, message)
         super().handle(peer, message)
 

@@ -152,7 +152,7 @@ async def call_once(stack: Stack, rng: random.Random, shape: str, method: str, p
         return grpc.StatusCode(await call.code())
     except aio.AioRpcError as error:
         return error.code()
-    except (asyncio.InvalidStateError, aio.UsageError):  # the server had ended the call before all was written
+    except (asyncio.InvalidStateError, aio.UsageError):  # The server ended the call before everything was written.
         return grpc.StatusCode(await call.code())
 
 

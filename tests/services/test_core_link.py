@@ -80,7 +80,7 @@ def test_a_cancelled_call_is_cancelled_at_the_core_once(tmp_path: Path) -> None:
             calls[1].cancel()
             await stack.core.saw(lambda core: bool(core.cancelled))
             (stream,) = [s.stream for s in stack.core.submissions if s.request_id == "b"]
-            # Two more reports leave room for a second, wrong, cancellation to show.
+            # Two more reports would reveal a second, wrong cancellation.
             reports = sum(message.HasField("report") for message in stack.core.messages)
             await stack.core.saw(lambda c: sum(m.HasField("report") for m in c.messages) >= reports + 2)
 
@@ -95,7 +95,7 @@ def test_a_finished_call_is_not_cancelled(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
             await stack.generate(tokens_request(*PROMPT))
-            await stack.http.get("/metrics")  # one more message to the core
+            await stack.http.get("/metrics")  # This sends one more message to the core.
 
             assert stack.core.cancelled == []
 
@@ -114,7 +114,7 @@ def test_the_deadline_goes_to_the_core_and_ends_the_call(tmp_path: Path) -> None
 
             (submission,) = stack.core.submissions
             assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-            # gRPC rounds timeouts up on their way.
+            # gRPC rounds timeouts up when it sends them.
             assert 0 < submission.deadline_ns < 1_200_000_000
             assert [from_column(column).tolist() for column in stack.core.cancelled] == [[submission.stream]]
 
@@ -264,7 +264,7 @@ def test_an_unsent_submission_is_not_marked_as_accepted(tmp_path: Path) -> None:
                 streams.append(Stream(_request(name), detokenizer_factory(byte_level())(True), lambda: None))
                 link.submit(streams[-1])
                 if name == "sent":
-                    link._outgoing.take()  # It was sent, but a core may not have received it.
+                    link._outgoing.take()  # The frame was sent, but the core may not have received it.
             link._send_hello(0)
             stack.core_or_none = core = TestCore(stack.core.address)
             await core.saw(lambda core: len(core.submissions) == 2)

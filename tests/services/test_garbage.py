@@ -76,7 +76,7 @@ def test_a_finished_call_leaves_no_garbage(tmp_path: Path, call: Call) -> None:
 
     async def main() -> set[str]:
         async with running_stack(tmp_path) as stack:
-            await call(stack)  # the first call fills caches
+            await call(stack)  # The first call fills caches.
             tasks = asyncio.all_tasks()
             gc.collect()
             gc.disable()
@@ -94,6 +94,6 @@ def test_a_finished_call_leaves_no_garbage(tmp_path: Path, call: Call) -> None:
 
     found = asyncio.run(main())
 
-    # gRPC retains the frame of a refused call, in which only the error is left.
+    # gRPC keeps a reference to the frame of a refused call, in which only the error is left.
     ours = {name for name in found if name.startswith(("services.", "shared.", "protos."))}
     assert {name for name in ours if not name.startswith("shared.errors.")} == set()

@@ -49,7 +49,7 @@ def test_large_requests_wait_for_a_turn(tmp_path: Path, monkeypatch: pytest.Monk
                 with pytest.raises(grpc.RpcError):
                     await stack.generation.GenerateOnce(v1.GenerateOnceRequest(request=large))
 
-            await refused()  # too long for the model; the pause after it does not end
+            await refused()  # The prompt is too long for the model. The pause that follows does not end.
             second = asyncio.create_task(refused())
             batch = stack.generation.GenerateBatch()
             await batch.write(wrong)

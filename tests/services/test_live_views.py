@@ -99,7 +99,7 @@ def test_a_reader_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path
             number = await _watching(stack, call)
             for index in range(num_parts):
                 _say(stack, _part(number, index * per_part, per_part, padding=2000))
-            # An answer comes after all that the core has sent before.
+            # The response follows everything that the core sent before.
             while stack.core.unsaid:
                 await operator.ListWorkers(admin.ListWorkersRequest())
             await operator.ListWorkers(admin.ListWorkersRequest())

@@ -148,13 +148,13 @@ def test_renewed_certificates_are_taken_up_by_new_connections(tmp_path: Path) ->
             new.write(listeners.files)
             assert await listeners.grpc_takes(new.channel("b"))
             assert await listeners.http_names(new.client(tmp_path, "new.example.org")) == ["new.example.org"]
-            # Without a server name in the handshake, too.
+            # Connect without a server name in the handshake too.
             assert await listeners.http_names(new.client(tmp_path, "new.example.org"), "127.0.0.1") is not None
             assert await ask(*standing) == ["old.example.org"]
             standing[1].close()
             assert not await listeners.grpc_takes(old.channel("c"))
             assert await listeners.http_names(old.client(tmp_path, "c")) is None
-            # A client that trusts the new CA, with a certificate of the old one.
+            # The client trusts the new CA, but its certificate is from the old CA.
             mixed = old.client(tmp_path, "d")
             mixed.load_verify_locations(cadata=new.ca.cert_pem.bytes().decode())
             assert await listeners.http_names(mixed) is None

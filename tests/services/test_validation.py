@@ -350,7 +350,7 @@ def test_the_heaviest_request_fits_into_a_frame() -> None:
         banned_token_ids=bytes(4 * MAX_TOKEN_SET),
         bias_token_ids=bytes(4 * MAX_BIASES),
         bias_values=bytes(4 * MAX_BIASES),
-        # At most a token for each byte, with and without a space before the word.
+        # At most one token per byte, with and without a space before the word.
         bad_words=[bytes(4 * (MAX_BAD_WORD + 1))] * (2 * MAX_BAD_WORDS),
         stop_token_ids=bytes(4 * 1024),
     )

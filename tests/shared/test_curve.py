@@ -48,7 +48,7 @@ class Door:
             self.context, endpoint(self.router), identity=name.encode(), max_message=1 << 20, protect=protect
         )
         wait_ms = SILENCE_MS if keys is None or "stranger" in name else WAIT_MS
-        # A peer whose handshake was refused has nobody to send to.
+        # A peer with a refused handshake has no connection to send on.
         came = bool(peer.poll(wait_ms, zmq.POLLOUT))
         if came:
             peer.send(b"let me in")

@@ -29,7 +29,7 @@ def test_blocks_computed_from_a_failed_rows_prefix_are_not_shared() -> None:
     cluster.plan()
     worker.fail(0, spoil=True)
     cluster.submit(1, longer, 8)
-    # Tokens 16 to 23 of the prefix are spoilt, then the second request builds on them, then the failure is reported.
+    # Tokens 16 to 23 of the prefix are corrupted, then the second request shares them, then the failure is reported.
     for _ in range(4):
         cluster.answer()
         cluster.plan()

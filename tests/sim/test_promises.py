@@ -60,7 +60,7 @@ def test_a_block_is_evicted_with_an_older_one_before_it() -> None:
         _plan(2, {2: ([0, 1, 4, 5], 3)}, [0]),
         _plan(3, {}, [2]),
         _plan(6, {}, [1]),
-        # Block 1, unused since step 3, is evicted. Block 4, unused since step 6, cannot be found without it.
+        # Block 1, unused since step 3, is evicted. Without block 1, block 4, unused since step 6, cannot be found.
         _plan(7, {3: ([4], 0)}, []),
         _plan(8, {4: ([0, 6], 1)}, []),
     )

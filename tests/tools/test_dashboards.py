@@ -109,7 +109,7 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
             {"quire_workers": "1x10 0x10", "quire_workers_lost_total": "0x20"},
             {},
         ),
-        # A rollout of a cell with one worker takes some minutes.
+        # In a cell with one worker, a rollout takes some minutes.
         ("QuireNoWorker", {"quire_workers": "0x20"}, {"quire_workers": "1x7 0x8 1x10"}, {}),
         (
             "QuireWorkerCrashes",
@@ -207,7 +207,7 @@ def _events(slo: str, good: str, bad: str) -> dict[str, str]:
         return {
             f'{name}{{rpc_response_status_code="OK"}}': good,
             f'{name}{{rpc_response_status_code="UNAVAILABLE"}}': bad,
-            # Calls of operators count as neither, and a tenant's own limit as no fault.
+            # Operator calls count as neither. A refusal by a tenant's own limit does not count as a fault.
             f"{name}{{{operators}}}": "0+5000x80",
             f'{name}{{rpc_response_status_code="RESOURCE_EXHAUSTED", error_type="TENANT_LIMIT"}}': "0+1x80",
         }

@@ -36,7 +36,7 @@ class Environment:
             if not found.name.lower().startswith(_OURS) and found.suffix != ".pth":
                 (third_party / found.name).symlink_to(found)
         (self.site / "third-party.pth").write_text(f"{third_party}\n")
-        # pip resolves every requirement here, and has no index: what is not supplied is an error.
+        # pip resolves every requirement without an index, so a missing package is an error.
         install = [sys.executable, "-m", "pip", f"--python={self.python}", "install", "--quiet", "--no-index"]
         subprocess.run([*install, "--disable-pip-version-check", *wheels], check=True)
         for name in _SHADOWS:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import services.errors
-import services.frontend  # defines all errors of the front end
+import services.frontend  # This import defines all errors of the front end.
 from services.http.errors import status_of
 from shared.errors import QuireError
 

@@ -22,7 +22,7 @@ class Oracle:
     """Greedy generation of one checkpoint."""
 
     def __init__(self, source: Path | PreTrainedModel) -> None:
-        # Eager attention: the SDPA path of transformers 5.17 leaves out Gemma-2's soft cap.
+        # Use eager attention, because the SDPA path of transformers 5.17 ignores Gemma-2's soft cap.
         model: PreTrainedModel = (
             AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
             if isinstance(source, Path)

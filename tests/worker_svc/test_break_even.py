@@ -34,7 +34,7 @@ def test_break_even_is_where_the_operations_are_equal(name: str, changes: dict[s
         model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     layers = model.model.layers
     products = sum(2 * weight.numel() for weight in layers.parameters() if weight.dim() == 2)
-    # Of every head a score and a weighted value per token of the context, each two operations per element.
+    # For each head and context token: one score and one weighted value, each with two operations per element.
     attention = num_growing * config.num_attention_heads * config.head_dim * 4
 
     assert break_even_context(config) == products // attention

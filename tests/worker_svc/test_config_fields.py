@@ -148,17 +148,17 @@ CHANGES: dict[str, list[Change]] = (
     | to_each("transformers_version", "4.30.0")
     | to_each("name_or_path", "another")
     | to_each("mlp_layer_types", ["dense", "dense"])
-    | to_each("return_dict", True)  # with False the classes themselves fail
+    | to_each("return_dict", True)  # With False, the classes themselves fail.
 )
 """What a field is changed to, with others where it needs them to matter."""
 REFUSED = frozenset(
     {
-        "architectures",  # a class that is not the one of model_type
-        "is_causal",  # attention to later tokens
-        "per_layer_config",  # layers of different sizes
+        "architectures",  # A class other than that of model_type.
+        "is_causal",  # Attention to later tokens.
+        "per_layer_config",  # Layers with different sizes.
         "quantization_config",
-        "transformers_weights",  # a file of weights by another name
-        "text_config",  # a decoder inside another model
+        "transformers_weights",  # A weight file with another name.
+        "text_config",  # A decoder within another model.
         "decoder",
         "generator",
     }
@@ -170,7 +170,7 @@ def base_config(model_type: str) -> Change:
     """A config.json of the family."""
     base = BASE | {"model_type": model_type, "architectures": [FAMILIES[model_type].architectures[0]]}
     if model_type == "mistral":
-        del base["layer_types"]  # `transformers` would take it for a Ministral
+        del base["layer_types"]  # Otherwise `transformers` would treat this Mistral as a Ministral.
     return base
 
 
@@ -196,7 +196,7 @@ def field_names(folder: Path) -> list[str]:
     with recorded_reads() as read:
         their_logits(folder)
         our_logits(folder)
-    # Attributes of the base class that cannot be set, such as methods, are not fields.
+    # Read-only attributes of the base class, such as methods, are not fields.
     free = {name for name in read if not hasattr(PretrainedConfig, name)}
     return sorted(name for name in {*BASE, *declared, *settable, *free} if not name.startswith("_"))
 
@@ -236,7 +236,7 @@ def is_wrong(name: str, outcome: str) -> bool:
     """Whether the promise is broken."""
     if outcome in ("same", "refused by both"):
         return False
-    # A value that was guessed may be one that means nothing to the class.
+    # A guessed value may have no meaning for the class.
     guessed = name not in CHANGES
     return not (outcome.startswith("is refused: ") and name in REFUSED) and not (
         guessed and "transformers fails" in outcome
@@ -251,7 +251,7 @@ def write_checkpoint(folder: Path, content: Change) -> None:
         json.dumps({name: value for name, value in content.items() if value is not ABSENT})
     )
     config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):  # only names and shapes are needed
+    with torch.device("meta"):  # Only names and shapes are needed.
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(0)
     weights = {}
@@ -294,7 +294,7 @@ def compare(folder: Path, content: Change) -> str:
     if theirs is None:
         return f"is served, but transformers fails: {their_error!r}"
     distances = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    # Rounding to 16 bits may choose another expert for a few tokens.
+    # Rounding to 16 bits may select another expert for a few tokens.
     short = "16" in str(content["dtype"])
     distance = float(distances.median() if short else distances.max())
     return "same" if distance < (0.05 if short else 1e-4) else f"moves the logits by {distance:.0%}"

@@ -102,7 +102,7 @@ def readings(folder: Path, content: dict[str, Any]) -> tuple[DecoderConfig | Non
     ours = read_own(folder)
     try:
         theirs = DecoderConfig.of(read_config(folder))
-    except (ConfigError, TypeError):  # TypeError: it lacks a field that every family has
+    except (ConfigError, TypeError):  # TypeError means that a field required by every family is missing.
         theirs = None
     return ours, theirs
 

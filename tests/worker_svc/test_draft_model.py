@@ -195,7 +195,7 @@ def test_drafts_after_a_pause_are_as_good_as_without(checkpoint: Path, paused: b
     while len(driver.rows[row].tokens) < 70:
         driver.step()
     assert (driver.num_drafted == 0) == paused
-    blocks, driver.rows[row].blocks = driver.rows[row].blocks, []  # they stay in use
+    blocks, driver.rows[row].blocks = driver.rows[row].blocks, []  # The blocks stay in use.
     history = driver.leave(row)
     plan = driver.plan
     match way:

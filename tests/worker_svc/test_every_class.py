@@ -46,7 +46,7 @@ def check(model_type: str, folder: Path) -> bool:
     """Describes a model with the default sizes of its type; returns whether it is supported as far as that shows."""
     try:
         values = CONFIG_MAPPING[model_type]().to_dict()
-    except Exception:  # a class without defaults: its file holds the type only
+    except Exception:  # This class has no defaults, so its file contains only the type.
         values = {"model_type": model_type}
     values["architectures"] = [architecture_of(model_type)]
     (folder / "config.json").write_text(json.dumps(values, default=str))

@@ -75,7 +75,7 @@ def test_workers_of_several_ranks_take_their_locks_in_one_order(tmp_path: Path) 
         for _ in range(50):
             with held_in_order(lock, group):
                 assert on_gpu[lock].acquire(blocking=False)
-                group.least((0,))  # all ranks have loaded the model
+                group.least((0,))  # By now all ranks have loaded the model.
                 on_gpu[lock].release()
         return 50
 

@@ -129,7 +129,7 @@ def test_state_does_not_depend_on_how_it_came_about(data: st.DataObject) -> None
     logits = torch.randn(3, VOCAB)
     decoded = decode_sampling(params, LIMITS)
     rules = LogitsRules(VOCAB, CPU)
-    for row in range(3):  # neighbours, and a former user of the slot
+    for row in range(3):  # Include neighbouring rows and a previous request in the same row.
         rules.admit(row, decoded, np.array([5, 6, 7, 8], np.int32), 2)
     rules.admit(1, decoded, np.array(tokens[:split], np.int32), num_prompt)
     batch = rules.batch(np.array([0, 1, 2]))

@@ -90,5 +90,5 @@ def test_no_step_needs_more_memory_than_the_profile(tmp_path: Path) -> None:
         driver.step()
 
     assert len(driver.last_result.scores) > 0
-    assert step.peak > NUM_TOKENS * 8192 * 4  # logits of all tokens
+    assert step.peak > NUM_TOKENS * 8192 * 4  # The logits of all tokens.
     assert step.peak <= profile.peak - kv

@@ -73,7 +73,7 @@ def test_the_next_turn_begins_with_an_empty_state(checkpoint: Path, oracle: Orac
     row = driver.admit(turn, row=0)
     driver.chunk(row, 17)
     driver.step()
-    driver.leave(row)  # aborted in the middle of its prompt
+    driver.leave(row)  # Abort in the middle of the prompt.
 
     row = driver.admit(turn, row=0)
     _decode(driver, {row: turn})
@@ -89,7 +89,7 @@ def test_a_preempted_row_continues_after_recomputation(checkpoint: Path, oracle:
     for _ in range(5):
         driver.step()
     tokens = driver.leave(row)
-    driver.generate([5, 6, 7], 3)  # another request uses the row meanwhile
+    driver.generate([5, 6, 7], 3)  # Meanwhile another request uses the row.
 
     row = driver.admit(tokens, row=row)
     _decode(driver, {row: PROMPT})

@@ -141,7 +141,7 @@ def test_a_row_without_choice_fails_alone(checkpoint: Path) -> None:
     assert (failure.row, failure.kind) == (stuck, plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED)
     assert failure.field == "sampling.allowed_token_ids"
     assert "together with min_tokens; relax one of them" in failure.reason
-    # A scheduler that has not heard of it yet counts on the row.
+    # A scheduler that has not yet received this failure still sends steps for the row.
     assert list(driver.step()) == [fine]
     assert list(driver.last_result.failures) == [failure]
 

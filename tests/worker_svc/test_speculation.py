@@ -414,7 +414,7 @@ def test_sampled_output_has_the_distribution_of_output_without_speculation(tmp_p
         statistic = float(((table - expected) ** 2 / expected).sum())
         degrees = table.shape[1] - 1
         assert degrees >= 10
-        # Wilson and Hilferty's approximation of the quantile at 1 - 1e-4.
+        # Wilson-Hilferty approximation of the quantile at 1 - 1e-4.
         limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3
         assert statistic < limit, f"place {place}: {statistic:.1f} with {degrees} degrees of freedom"
 

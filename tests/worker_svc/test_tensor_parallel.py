@@ -65,7 +65,8 @@ def test_ranks_divide_experts_in_one_tensor(architecture: str, pair: Ranks, tmp_
         {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
         {"num_attention_heads": 10, "num_key_value_heads": 5, "hidden_size": 160, "attention_bias": True},
         {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 192},
-        {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 144},  # by torch: heads of 12 elements
+        # With torch kernels: heads of 12 elements.
+        {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 144},
     ],
     ids=str,
 )
@@ -165,7 +166,7 @@ def test_sampled_tokens_equal_those_of_one_process(
         ("gptq-int4", ".layers."),
         ("gptq-int4-order", ".layers."),
         ("ct-int8-channel", ".layers."),
-        ("ct-int4", ""),  # the embedding and the LM head as well
+        ("ct-int4", ""),  # The embedding and the LM head are quantised too.
     ],
 )
 def test_ranks_divide_quantised_checkpoints(layout: str, only: str, pair: Ranks, tmp_path: Path) -> None:

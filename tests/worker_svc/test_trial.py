@@ -118,7 +118,7 @@ FAULTS: dict[str, Callable[..., Arguments]] = {
 }
 """What each fault changes of the arguments of attention, from what they are."""
 HARMLESS = {
-    ("MixtralForCausalLM", "a scale that is not the model's"),  # it is the model's
+    ("MixtralForCausalLM", "a scale that is not the model's"),  # The checkpoint has a scale, but the model ignores it.
     ("MixtralForCausalLM", "no soft cap"),  # it has none; and so on
     ("Olmo2ForCausalLM", "a scale that is not the model's"),
     ("Olmo2ForCausalLM", "no soft cap"),

@@ -21,7 +21,7 @@ def test_equals_its_reference(data: st.DataObject) -> None:
     renormalise = data.draw(st.booleans())
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     x = torch.randn(num_tokens, hidden).to(dtype)
-    # A favourite expert: its rows take several tiles, and some experts have none.
+    # Most rows go to one expert, whose rows fill several tiles. Some experts get no rows.
     logits = torch.randn(num_tokens, num_experts) + 4 * torch.eye(num_experts)[0] * data.draw(st.booleans())
     gate_up = (torch.randn(num_experts, 2 * intermediate, hidden) * hidden**-0.5).to(dtype)
     down = (torch.randn(num_experts, hidden, intermediate) * intermediate**-0.5).to(dtype)

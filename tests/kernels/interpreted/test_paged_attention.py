@@ -193,13 +193,14 @@ def test_every_program_reads_the_same_number_of_keys() -> None:
         starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
         made = schedule.schedule_decode(starts, torch.tensor(contexts, dtype=torch.int32), num_kv_heads=8)
         assert made is not None
-        assert made.programs.shape == (34,)  # two for each of 132 multiprocessors, divided by the KV heads
+        # Two for each of the 132 multiprocessors, divided by the number of KV heads.
+        assert made.programs.shape == (34,)
         keys = [end - begin for _, begin, end, *_ in made.shares.tolist()]
         return max(int(sum(keys[first:beyond])) for first, beyond in pairwise(made.programs.tolist()))
 
     assert most_keys([1024]) == 2 * 64
     assert most_keys([131072]) == 63 * 64
-    assert most_keys([1024] * 300) == 146 * 64  # more rows than a tile of them
+    assert most_keys([1024] * 300) == 146 * 64  # More rows than one tile holds.
     assert most_keys([100] * 63 + [60000]) == 33 * 64
 
 

@@ -40,7 +40,7 @@ def test_equals_its_parts(data: st.DataObject) -> None:
     if norms[0] is not None and norms[1] is not None:
         expected, key = rms_norm_reference(expected, norms[0], 1e-5), rms_norm_reference(key, norms[1], 1e-5)
     expected, key = apply_rotary_reference(expected, key, angle.cos(), angle.sin())
-    # The order of a sum may move a rounding, of eight bits too.
+    # Summing in another order may change the rounding, including the rounding to eight bits.
     step = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(query, expected, rtol=step, atol=step)
     for cache, written in zip(caches, (key, value), strict=True):
@@ -48,7 +48,7 @@ def test_equals_its_parts(data: st.DataObject) -> None:
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 exact, found = written[token].float(), read[slot // block_size, :, slot % block_size]
-                # int8 and int4 round to a part of the largest element, fp8 to a part of each element.
+                # int8 and int4 round relative to the largest element, fp8 relative to each element.
                 shares = {torch.int8: (step, 0.005), torch.uint8: (0.07, 0.002), INT4: (step, 0.07)}
                 relative, share = shares.get(kv_dtype, (step, 0.0))
                 allowed = step + relative * exact.abs() + share * exact.abs().amax(-1, keepdim=True)

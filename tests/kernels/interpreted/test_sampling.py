@@ -212,7 +212,8 @@ def test_any_parameters_give_the_tokens_of_the_reference(data: st.DataObject) ->
     tokens, expected = sample(logits, params), sample_reference(logits, params)
     scores = process_logits_reference(logits, params)
     for row in (tokens != expected).nonzero().flatten().tolist():
-        # A sum that rounds the other way may move the border by a token: what was drawn must stand right there.
+        # If a sum is rounded the other way, the border may move by one token. The sampled token must then be at the
+        # border.
         border = scores[row][scores[row].isfinite()].min()
         drawn = logits[row].float() / params.temperature[row]
         assert min(abs(drawn[tokens[row]] - border), abs(drawn[expected[row]] - border)) < 0.05
@@ -247,7 +248,7 @@ def test_top_p_cuts_between_equal_logits() -> None:
 @given(data=st.data())
 def test_every_path_of_the_selection_keeps_what_the_reference_keeps(data: st.DataObject) -> None:
     """Small and large k, one interval and a divided one, few candidates and too many: the reference's tokens."""
-    # Tiny tiles, so that a vocabulary of some hundred tokens takes every path.
+    # The tiles are tiny, so that a vocabulary of a few hundred tokens takes every code path.
     with patch.multiple(launch, TILE=16, TILES_PER_PROGRAM=2, CANDIDATES=32):
         vocab_size = data.draw(st.sampled_from([15, 130]))
         torch.manual_seed(data.draw(st.integers(0, 10_000)))
@@ -287,7 +288,7 @@ def assert_kept(logits: torch.Tensor, params: SamplingTensors) -> None:
     threshold, last = rows[:, 1].long().unsqueeze(1) & 0xFFFFFFFF, rows[:, 2].unsqueeze(1)
     kept = (keys > threshold) | ((keys == threshold) & (torch.arange(logits.shape[1]) <= last))
     kept &= scores - scores.amax(1, keepdim=True) >= -19.47
-    # Rounding of a sum may move the border by a few tokens.
+    # Rounding in the sum may move the border by a few tokens.
     greedy_rows = (params.temperature <= 0).unsqueeze(1)
     kept |= greedy_rows
     _, more, fewer = (scores.isfinite() | greedy_rows for scores in possible_scores(logits, drawable))

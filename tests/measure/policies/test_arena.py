@@ -128,7 +128,7 @@ def test_metrics_of_a_hand_computed_run() -> None:
     setup = _setup(costs=_SLOW)
     found = metrics(run(make(parse(_WHOLE_PROMPTS), setup), OpenLoop(name="t", load=1, jobs=jobs), _SLOW))
 
-    # Steps: 4.2 s, then 2.643 s with the second prompt, then 1.044 s.
+    # The steps end at 4.2 s, then 2.643 s later with the second prompt, then 1.044 s later.
     assert found["duration_s"] == pytest.approx(7.887)
     assert found["out_tok_per_s"] == pytest.approx(4 / 7.887)
     assert found["ttft_s"]["mean"] == pytest.approx((4.2 + 5.843) / 2)
@@ -160,7 +160,7 @@ def test_service_counts_only_while_both_tenants_wait() -> None:
     other = Served(job=_job(1.5, 10, 1, tenant="two"), seen=0, tokens=[2.5], ended=2.5)
 
     assert service_difference(one) is None
-    # Between 1.5 and 2.5 both wait: `one` gets 12 at 2.0, then `two` gets 12.
+    # Between 1.5 and 2.5 s both tenants wait. `one` gets 12 tokens at 2.0 s, then `two` gets 12.
     assert service_difference([*one, other]) == 12
 
 

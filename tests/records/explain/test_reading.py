@@ -281,7 +281,7 @@ def test_a_wait_goes_on_after_a_restart_of_the_scheduler(tmp_path: Path) -> None
     arrived_s = cluster.now
     cluster.submit(3, [1, 2, 3], 4)
     cluster.finish()
-    # The front end had the third request for two seconds, half of them after the first scheduler had ended.
+    # The third request was in the front end for two seconds, half of them after the first scheduler had ended.
     left_us = round((cluster.now - arrived_s) * 1e6)
     cluster.report(3, submitted_us=2_000_000, tokenise_us=300_000, ended_us=left_us, finished_us=left_us)
     waiting, new = cluster.study("r2", "r3").lives

@@ -152,7 +152,7 @@ def record_run(
         core.handle(hello, now)
     while num_ended < num_requests:
         for worker in workers:
-            # A plan may come while an earlier one is computed.
+            # A plan may arrive while an earlier one is being computed.
             while worker.inbox:
                 answers.append(worker.step(outputs))
         answers.sort(key=lambda each: each[0])

@@ -26,7 +26,7 @@ def test_the_steps_of_a_record_are_repeated() -> None:
 
     drafting = Drafting(_learned(history), [bytes(history.outcomes)], random.Random(1))
 
-    # Behind the rejected draft of the second step, all that were allowed had been verified.
+    # In the second step, all permitted drafts were verified, including those after the rejected draft.
     assert [drafting.verify(0, index, most) for index, most, _, _ in steps] == [(4, 4), (4, 1), (2, 2), (1, 1), (0, 0)]
 
 

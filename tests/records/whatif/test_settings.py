@@ -33,7 +33,7 @@ def test_a_configuration_without_changes_stays_as_it_is(config: SchedulerConfig)
 def test_every_field_of_the_core_can_be_set() -> None:
     """No field of the core's configuration is missing among the settings, except those of the admission file."""
     of_file = {"classes", "tenant_limits", "tenant_weights"}
-    # These differ in name or unit.
+    # These metrics differ in name or unit.
     renamed = {
         "batching": "batching",
         "itl_target_s": "itl_target_ms",

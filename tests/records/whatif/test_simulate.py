@@ -231,7 +231,8 @@ def test_every_way_to_end_is_simulated() -> None:
 
     assert figures.requests == 4
     assert figures.others == {"cancelled": 2}
-    # Four of them generate ten; what a cancelled request gets while its cancel is on its way counts as well.
+    # Four requests generate ten tokens each. Tokens that a cancelled request gets before the cancellation arrives count
+    # too.
     assert 40 <= round(figures.output_tokens_per_s * figures.duration_s) <= 42
 
 
@@ -354,7 +355,7 @@ def test_step_times_of_a_record_serve_a_trace(tmp_path: Path) -> None:
     values = json.loads(found)
     assert values["recorded"] is None
     assert values["changed"]["requests"] == 8
-    # Two of eight prompts are new. The last token of a prompt is computed always.
+    # Two of the eight prompts are new. The last token of a prompt is always computed.
     assert values["changed"]["prefix_hit_rate"] == pytest.approx(6 / 8, abs=0.01)
 
 

@@ -106,7 +106,7 @@ def test_steps_with_prompts_scatter_for_themselves() -> None:
     decode, prompt = Shape(30, 0, 30_000, 0), Shape(30, 256, 30_000, 40_000)
     assert times.scattered(decode, 0.99) < 1.1 * times.scattered(decode, 0.5)
     assert times.scattered(prompt, 0.95) > 2.5 * times.scattered(prompt, 0.5)
-    assert max(times.pace) < 1.2  # a single interruption does not make its half second slow
+    assert max(times.pace) < 1.2  # A single interruption must not make its whole half second count as slow.
 
 
 def test_a_jump_between_sizes_is_learned() -> None:
@@ -150,7 +150,7 @@ def test_no_coefficient_is_negative() -> None:
     found = non_negative_least_squares(design, target)
 
     assert found[1] == 0
-    # Nothing else that is allowed is nearer to the target.
+    # No other permitted value is closer to the target.
     without = np.linalg.lstsq(design[:, [0, 2]], target, rcond=None)[0]
     assert found[[0, 2]] == pytest.approx(without)
 

@@ -54,7 +54,7 @@ async def chromium(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]
         process = await asyncio.create_subprocess_exec(
             CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-proxy-server", "--disable-dev-shm-usage",
             "--host-resolver-rules=MAP *.example 127.0.0.1", f"--user-data-dir={profile}", *arguments,
-            # Killed, it leaves its temporary files behind.
+            # A killed browser leaves its temporary files behind.
             env=os.environ | {"TMPDIR": profile},
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip

@@ -68,7 +68,7 @@ def test_what_costs_more_to_parse_than_to_send_ends_its_connection(
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
             said = await sent(stack, *pieces)
-            if status is not None and said:  # A client that continues to send may lose the answer.
+            if status is not None and said:  # A client that continues to send may miss the response.
                 assert f"HTTP/1.1 {status} ".encode() in said
             assert (await stack.http.get("/health")).status_code == 200
 

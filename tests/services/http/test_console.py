@@ -204,11 +204,11 @@ def test_a_viewer_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path
             await anext(events)
             for number in range(num_parts):
                 part = admin.WatchStepsResponse()
-                # Other rows in every step, so that all of them are sent.
+                # Each step uses other rows, so that all rows are sent.
                 rows = range(3000 * number, 3000 * (number + 1))
                 part.steps.add(worker_id="w", step=number, decode_rows=rows, decode_requests=rows)
                 _say(stack, part)
-            # An answer comes after all that the core has sent before.
+            # The response follows everything that the core sent before.
             while stack.core.unsaid:
                 await stack.http.post("/console/api/resume", content='{"worker": "w"}', headers=JSON)
             last = seen = dropped = 0

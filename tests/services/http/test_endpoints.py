@@ -87,7 +87,7 @@ def test_the_head_of_a_request_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):
-            # To the last byte, as a connection that is closed with some unread is reset.
+            # Read to the last byte, because the kernel resets a connection that is closed with pending bytes.
             endless = (beginning + b"x: ").ljust(server.MAX_HEAD_BYTES + 1, b"x")
             assert (await answer(stack, endless)).startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
             long = (beginning + b"x: ").ljust(server.MAX_HEAD_BYTES // 2, b"x") + b"\r\n" + last

@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def without_cpu_kernels() -> Iterator[None]:
     """What Triton computes on a GPU nothing else computes here."""
-    # Imports torch: not before an interpreter has been chosen.
+    # This module imports torch, so import it only after an interpreter has been chosen.
     from tests.cpu_kernels import cpu_kernels
 
     with cpu_kernels("off"):

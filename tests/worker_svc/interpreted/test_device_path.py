@@ -64,7 +64,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...
         return run
 
     monkeypatch.setattr(_dispatch.Kernel, "__getitem__", unwatched)
-    # The host may wait here, for the rows that ask for it; tokens are then read from pinned memory.
+    # The host may wait here for rows that require it. It then reads tokens from pinned memory.
     wait = host_tokens.HostTokens.wait
 
     def waits(tokens: host_tokens.HostTokens) -> list[tuple[int, int, int]]:
@@ -210,7 +210,7 @@ def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[objec
 
     assert set(sampled) == {0, 1}
     assert not driver.last_result.failures
-    # With and without a residual; truncated, scaled, neither; two rounds.
+    # With and without a residual; truncated, scaled, or neither; two rounds each.
     uses = {"rms_norm_kernel": 2, "draw_tiles_kernel": 3, "pivots_kernel": 2}
     assert {name: len(keys) for name, keys in compiled.items() if len(keys) > uses.get(name, 1)} == {}
     assert {"prefill_kernel", "decode_kernel", "schedule_kernel", "select_kernel", "copy_blocks_kernel"} <= set(
