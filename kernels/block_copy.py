@@ -16,9 +16,9 @@ import torch
 
 from kernels._dispatch import INTERPRETED
 
-_TILE = 1024  # words of eight bytes that a program copies at once
-_MOST_PROGRAMS = 8192  # with more copies, each program loops over several
-_PROGRAMS_BESIDE = 32  # 256 KiB in flight saturate the bus to the host, and leave most of the GPU to concurrent steps
+_TILE = 1024  # 8-byte words that a program copies at once
+_MOST_PROGRAMS = 8192  # with more copies, each program loops over several copies
+_PROGRAMS_BESIDE = 32  # 256 KiB in flight saturate the bus to the host and leave most of the GPU to concurrent steps
 
 
 class BlockPool:

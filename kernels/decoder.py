@@ -140,7 +140,7 @@ class PackedDecoder:
         self._part = part
         self._reduced: dict[tuple[int, int], torch.Tensor] = {}
         self._failure: BaseException | None = None
-        # ctypes does not keep the callback alive, so this object must.
+        # ctypes does not keep the callback alive, so store a reference to it.
         self._reduce = _Reduce(self._add_up) if part is not None else None
         self._kept: list[object] = [layers, embedding, head]
         self._vocab_size = head.outputs

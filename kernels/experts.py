@@ -109,7 +109,7 @@ def _grouped_product(x: torch.Tensor, weight: torch.Tensor, pairs: Pairs, factor
     out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
     tall = _tile_rows(num_pairs, num_experts)
     wide, deep = (64, 32) if x.dtype == torch.float32 else (128, 64)
-    # Each expert that has rows has at most one partial tile.
+    # Each expert with rows has at most one partial tile.
     num_tiles = num_pairs // tall + min(num_experts, num_pairs)
     from kernels.gpu.experts import grouped_product_kernel
 

@@ -177,7 +177,7 @@ def pack_int4(
     blocks, groups = -(-outputs // _BLOCK), -(-inputs // _GROUP)
     missing = blocks * _BLOCK - outputs
     padded = torch.nn.functional.pad(codes, (0, groups * _GROUP - inputs, 0, missing))
-    # [blocks, 16, groups, 8 lines, 2 nibbles, 4]: each line has two sets of four inputs for each output.
+    # [blocks, 16, groups, 8 lines, 2 nibbles, 4]: each line contains two sets of four inputs per output.
     halves = padded.view(blocks, _BLOCK, groups, 8, 2, 4)
     lines = (halves[:, :, :, :, 0] | halves[:, :, :, :, 1] << 4).permute(0, 2, 3, 1, 4)
     wide_scales, wide_zeros = (
@@ -234,4 +234,4 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     if end > begin and hasattr(mmap, "MADV_HUGEPAGE"):
         madvise = CDLL(None).madvise
         madvise.argtypes = [c_void_p, c_size_t, c_int]
-        madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # best effort; the result is ignored
+        madvise(begin, end - begin, mmap.MADV_HUGEPAGE)  # Best effort, so ignore the result.

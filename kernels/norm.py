@@ -24,7 +24,7 @@ import torch
 
 from kernels._dispatch import next_power_of_2, runs_on_triton
 
-_ELEMENTS = 2048  # per program; several short vectors (QK-norm) share a program
+_ELEMENTS = 2048  # per program; short vectors (QK-norm) share a program
 
 
 @overload

@@ -52,10 +52,11 @@ __all__ = [
     "sample_reference",
 ]
 
-_SMALL_VOCAB = 4096  # up to this size one batched sort is cheaper than a loop over rows
-_COLDEST = 1e-30  # lowest temperature used: a lower one could overflow, and sampling is already greedy at this one
-_SORTED_ROWS = 16  # rows that are sorted at once on a GPU
-_DENSE_ELEMENTS = 1 << 16  # logits that get noise at once; Philox on a CPU makes a dozen passes over 8 bytes per logit
+_SMALL_VOCAB = 4096  # up to this size, one batched sort is cheaper than a loop over rows
+# lower temperatures could overflow and would not change the result, because sampling is already greedy here
+_COLDEST = 1e-30
+_SORTED_ROWS = 16  # maximum number of rows in one sort on a GPU
+_DENSE_ELEMENTS = 1 << 16  # logits that get noise at once; on a CPU, Philox makes a dozen passes over 8 bytes per logit
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -113,7 +114,7 @@ def nonfinite_rows(logits: torch.Tensor) -> torch.Tensor:
     kernels = native_for(logits)
     if kernels is not None:
         return argmax_native(logits, kernels) < 0
-    # One pass: the maximum is NaN or +inf if an element is, and -inf only if all elements are.
+    # One pass suffices: the maximum is NaN or +inf if any element is, and -inf only if all elements are.
     return ~torch.isfinite(logits.amax(dim=-1))
 
 
@@ -157,7 +158,7 @@ def _sample_by_torch(logits: torch.Tensor, params: SamplingTensors) -> torch.Ten
     if vocab_size <= _SMALL_VOCAB:
         sparse = torch.zeros_like(sparse)
     if params.typical_p is not None:
-        sparse &= params.typical_p >= 1  # typical-p needs the whole distribution sorted
+        sparse &= params.typical_p >= 1  # typical-p needs a full sort of the distribution
     dense_rows = (random & ~sparse).nonzero().squeeze(1)
     for rows in torch.split(dense_rows, max(1, _DENSE_ELEMENTS // vocab_size)):
         tokens[rows] = sample_reference(logits[rows], _of_rows(params, rows))
@@ -210,7 +211,7 @@ def _survivors(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
     index = kept.nonzero().squeeze(1)
     scores = scores[index]
     if top_p < 1.0:
-        # Tokens so improbable that their total is less than the tail mass 1 - p are removed without a sort.
+        # Tokens with a total below the tail mass 1 - p are removed without a sort.
         probs = scores.softmax(dim=0)
         possible = probs >= 0.999 * (1.0 - top_p) / vocab_size
         tail = probs.masked_fill(possible, 0.0).sum()

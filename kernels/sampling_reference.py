@@ -22,11 +22,11 @@ class SamplingTensors:
     top_p: torch.Tensor  # [num_rows] float32; 1 for off
     min_p: torch.Tensor  # [num_rows] float32; 0 for off
     seed: torch.Tensor  # [num_rows] int64; all 64 bits are the Philox key
-    choice: torch.Tensor  # [num_rows] int32; which of the request's n choices
+    choice: torch.Tensor  # [num_rows] int32; index of the choice (n > 1)
     position: torch.Tensor  # [num_rows] int32; absolute position of the token being sampled
-    any_random: bool  # some row has temperature > 0
-    any_truncation: bool  # some row with temperature > 0 has top_k, top_p or min_p on
-    typical_p: torch.Tensor | None = None  # [num_rows] float32; 1 for off; None for off in all rows
+    any_random: bool  # at least one row has temperature > 0
+    any_truncation: bool  # at least one row with temperature > 0 uses top_k, top_p or min_p
+    typical_p: torch.Tensor | None = None  # [num_rows] float32; 1 for off; None if off for all rows
 
 
 def sample_reference(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:

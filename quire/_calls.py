@@ -18,11 +18,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
     # Otherwise all clients of a process share one connection, and thus one front end.
     ("grpc.use_local_subchannel_pool", 1),
-    # Reconnect to a restarted server soon; gRPC's default waits up to two minutes between attempts.
+    # Reconnect soon after a server restart: gRPC's default waits up to two minutes between attempts.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # Detects a server whose machine or network has died, which closes no connection. A quiet stream may be a long wait
-    # in the queue, so pings without data are not limited.
+    # Detects that the server's machine or network has failed, which closes no connection. A quiet stream may be a long
+    # wait in the queue, so the number of pings without data is not limited.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
@@ -50,7 +50,7 @@ def _is_local(target: str) -> bool:
     address = rest if scheme in ("dns", "ipv4", "ipv6") and not rest.isdecimal() else target
     try:
         host = urlsplit(f"//{address.rpartition('/')[2]}").hostname or ""
-    except ValueError:  # not an address; the call will raise an error
+    except ValueError:  # Not an address, so the call will raise an error.
         return False
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -123,7 +123,7 @@ def _parse(kind: type[status_pb2.Status], data: str | bytes | None) -> status_pb
     if isinstance(data, bytes):
         try:
             status.ParseFromString(data)
-        except Exception:  # protobuf's DecodeError; a damaged detail must not hide the error itself
+        except Exception:  # Catches protobuf's DecodeError. An invalid detail must not hide the error itself.
             return kind()
     return status
 

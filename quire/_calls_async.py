@@ -11,7 +11,7 @@ from quire import _calls, errors
 from quire.v1.generation_pb2_grpc import GenerationServiceStub
 from quire.v1.model_pb2_grpc import ModelServiceStub
 
-if TYPE_CHECKING:  # these two exist for type checkers only
+if TYPE_CHECKING:  # These imports are only for type checkers.
     from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub
     from quire.v1.model_pb2_grpc import ModelServiceAsyncStub
 
@@ -62,7 +62,7 @@ class Stream(Generic[ResponseT]):
         except grpc.RpcError as error:
             raise _calls.read_error(error) from None
         except asyncio.CancelledError:
-            # grpc.aio raises CancelledError both for a cancelled call and for a cancelled reading task.
+            # grpc.aio raises CancelledError both when the call is cancelled and when the reading task is cancelled.
             if self._cancelled:
                 raise errors.CancelledError("the call was cancelled", code="CANCELLED") from None
             raise

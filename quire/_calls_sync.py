@@ -80,4 +80,5 @@ class Flag:
 def send(method: Any, request: Any, *, timeout: float, metadata: tuple[tuple[str, str], ...]) -> None:
     """Make a unary call in the background; ignore its result and errors."""
     future = method.future(request, timeout=timeout, metadata=metadata)
-    future.add_done_callback(lambda _future: None)  # keeps a reference; garbage collection would cancel the call
+    # The callback keeps a reference to the future. Otherwise garbage collection would cancel the call.
+    future.add_done_callback(lambda _future: None)

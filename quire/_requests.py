@@ -296,7 +296,7 @@ def _set_duration(duration: Duration, seconds: float, field: str) -> None:
         duration.FromNanoseconds(round(seconds * 1e9))
     except (ValueError, TypeError, OverflowError):
         raise invalid(field, f"{seconds!r} is not a valid number of seconds") from None
-    duration.SetInParent()  # 0 s is not the same as unset; the server checks it
+    duration.SetInParent()  # Send an explicit 0 s, which differs from an unset field. The server checks the value.
 
 
 def _set_chat(chat: pb.ChatInput, messages: Sequence[Message]) -> None:

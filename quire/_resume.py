@@ -66,9 +66,9 @@ class Resumption:
         """Return the seconds to wait before the next attempt; None to give up."""
         now = time.monotonic() if now is None else now
         if isinstance(error, errors.RequestNotFoundError) and not self._tokens and not self._send_again:
-            self._send_again = True  # the request never arrived
+            self._send_again = True  # The request did not reach the server.
         elif isinstance(error, errors.DuplicateRequestError) and self._send_again:
-            self._send_again = False  # the request did arrive
+            self._send_again = False  # The request reached the server.
         elif error.code != grpc.StatusCode.UNAVAILABLE.name:
             return None
         if self._broken_since is None:

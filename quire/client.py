@@ -149,7 +149,7 @@ class _Resumable:
             self._cancelled.set()
             cancelled = self._responses.cancel()
         if cancelled:
-            # Without this call, the server would keep the request for this client to resume.
+            # Without this call, the server would retain the request for this client to resume.
             request = pb.CancelRequest(request_id=self._resumption.request.request_id)
             send(self._connection.generation.Cancel, request, timeout=5, metadata=self._connection.metadata())
         return cancelled

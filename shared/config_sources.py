@@ -137,7 +137,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config: {path} is not valid TOML: {error}") from None
     for name in content:
         if name not in all_settings():
-            # For suggestions, accept the spelling of flags with hyphens.
+            # For suggestions, also accept flag spelling with hyphens.
             close = difflib.get_close_matches(name.replace("-", "_"), all_settings(), n=1)
             hint = f"; did you mean {close[0]}?" if close else "; quire config lists all settings"
             raise ConfigError(f"config: {path}: unknown setting {name!r}{hint}")

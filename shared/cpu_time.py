@@ -9,5 +9,5 @@ def cpu_seconds(pid: int) -> float:
     Raises:
         OSError: the process does not exist.
     """
-    # Use the clock of the process as in clock_getcpuclockid(3), because /proc has a resolution of only 10 ms.
+    # Use the process clock as in clock_getcpuclockid(3), because the resolution of /proc is only 10 ms.
     return time.clock_gettime(~pid << 3 | 2)

@@ -165,7 +165,7 @@ def is_routable(address: str) -> bool:
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return True  # The address is a name, an interface or "*".
+        return True  # The address is a host name, an interface name or "*".
 
 
 def _readable_by_others(status: os.stat_result, own_groups: set[int]) -> bool:

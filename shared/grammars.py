@@ -54,16 +54,16 @@ _REPETITION = re.compile(
 
 def _limits(step_max_items: int) -> LLParserLimits:
     return LLParserLimits(
-        # 300 schemas of AWS resources with up to 57 kB need at most a third of these two limits.
+        # 300 schemas for AWS resources, with up to 57 kB each, need at most a third of these two limits.
         max_grammar_size=10_000,
         initial_lexer_fuel=300_000,
-        # An object with 245 optional properties needs all of this limit in its widest row.
+        # An object with 245 optional properties reaches this limit in its largest parser row.
         max_items_in_row=1000,
         step_max_items=step_max_items,
-        # Each takes about 200 ns. With 100,000 tokens, an enum of 2,000 strings needs half of this limit in its first
-        # step.
+        # Each item takes about 200 ns. With 100,000 tokens, an enum of 2,000 strings needs half of this limit in its
+        # first step.
         step_lexer_fuel=150_000,
-        # Each takes about 1 kB, which all rows with the grammar share.
+        # Each state takes about 1 kB, shared by all requests with the grammar.
         max_lexer_states=50_000,
         verbose_errors=False,
     )
@@ -169,7 +169,7 @@ def check_matcher(matcher: LLMatcher) -> None:
     """
     if matcher.is_error():
         reason = _one_line(matcher.get_error())
-        # The library reports only an internal error name, for example if a rule refers to itself.
+        # For some errors, such as a rule that refers to itself, the library reports only an internal name.
         if " " not in reason:
             raise GrammarError(f"cannot be compiled ({reason}); check its references and simplify it")
         raise GrammarError(f"too complex: {reason}; simplify it" if _TOO_MUCH.search(reason) else reason)
@@ -189,7 +189,7 @@ def with_whitespace(schema: str) -> str:
 
 def lark_of_choices(choices: Sequence[str]) -> str:
     """Return a Lark grammar that accepts exactly one of several strings."""
-    # Use one terminal, because each alternative of a rule would need a parser item.
+    # Use a single terminal, because each alternative of a rule would need its own parser item.
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
@@ -289,6 +289,6 @@ def _check_repetitions(text: str) -> None:
 
 
 def _one_line(error: object) -> str:
-    # Remove the quoted lines from the library's message, because some of them were added here.
+    # Remove the quoted grammar from the library's message, because the quote includes lines added here.
     text = re.split(r"\n *\d+ \| ", str(error))[0].removesuffix("<non-verbose/>")
     return " ".join(text.split())[:300] or type(error).__name__

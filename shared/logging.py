@@ -50,9 +50,9 @@ def configure_logging(service: str, level: str = "info") -> None:
     ]
     structlog.configure(
         processors=[*processors, renderer],
-        # Filter in a processor, because the level may change but loggers are cached on first use.
+        # Filter in a processor, because loggers are cached on first use and the level may change later.
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-        # Write each line with one call, so that lines of processes that share a file are not interleaved.
+        # Write each line with one call, so that lines from processes with a shared log file are not interleaved.
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

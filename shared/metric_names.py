@@ -59,7 +59,7 @@ GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model
 _FRONTEND = "frontend"
 _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
-# OpenTelemetry's names, with the bucket bounds of its conventions.
+# OpenTelemetry's metric names, with the bucket bounds of its conventions.
 
 _CALL_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _FIRST_TOKEN_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)

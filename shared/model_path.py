@@ -64,7 +64,8 @@ def _from_hub(model: str, *, weights: bool, revision: str | None = None, folder:
     patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
     try:
         return Path(snapshot_download(model, revision=revision, local_dir=folder, allow_patterns=patterns))
-    except Exception as error:  # The hub client raises a dozen unrelated types, most of which mean "not available".
+    # The hub client raises a dozen unrelated error types, most of which mean "not available".
+    except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         detail = str(error).strip().splitlines()

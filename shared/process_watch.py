@@ -17,7 +17,7 @@ _BOOT_ID = _PROC / "sys/kernel/random/boot_id"
 _NAMESPACE = _PROC / "self/ns/pid"
 _MAX_NAME = 200
 
-# Fields of /proc/PID/stat after the name in brackets (proc_pid_stat(5)), and flags of include/linux/sched.h.
+# Fields of /proc/PID/stat after the bracketed name, see proc_pid_stat(5), and flags from include/linux/sched.h.
 _STATE, _FLAGS, _START_TIME = 0, 6, 19
 _DEAD = (b"Z", b"X", b"x")
 _EXITING, _DUMPS_CORE, _KILLED_BY_SIGNAL = 0x4, 0x200, 0x400

@@ -22,7 +22,7 @@ class Pulse:
     """Pulse of this process; does nothing without a supervisor."""
 
     def __init__(self) -> None:
-        # Remove the variable, so that child processes do not touch the file.
+        # Remove the variable, so that child processes do not write to the file.
         path = os.environ.pop(ENVIRONMENT, "")
         self._path = Path(path) if path else None
         self._next = 0.0
@@ -36,7 +36,7 @@ class Pulse:
         try:
             self._path.touch()
         except OSError:
-            self._path = None  # The supervisor has exited and removed the folder.
+            self._path = None  # The supervisor has exited and deleted the folder.
 
     def served(self) -> None:
         """Record that the process has completed some work."""

@@ -37,7 +37,7 @@ Protect = Callable[["zmq.Socket[bytes]"], None]
 """Sets up encryption before a socket is bound or connected; see `shared.curve`."""
 
 
-# Plain numbers, because combining pyzmq's flags takes longer than receiving a frame.
+# Use integers, because combining pyzmq's flag enums takes longer than receiving a frame.
 _NOW = int(zmq.DONTWAIT)
 _SEND_MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 _HAS_MORE = int(zmq.RCVMORE)
@@ -65,7 +65,7 @@ def bind_router(
     """Return a ROUTER bound to `address` (`ipc://…` or `tcp://…`); `endpoint` returns the port chosen for `:*`."""
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # Peers never reuse a routing id, so reject a second connection with the same id.
+    # Peers never reuse a routing id, so a second connection with the same id is rejected.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
     _set_limits(socket, max_message, heartbeat)
     protect(socket)
@@ -149,7 +149,7 @@ def wait_readable(sockets: "Sequence[zmq.Socket[bytes]]", timeout_s: float, desc
 
     ZeroMQ's own poll has a resolution of a millisecond, which is too coarse for just-in-time plans.
     """
-    # Check for earlier messages first, because the descriptor signals only changes.
+    # Check for pending messages first, because the descriptor signals only changes.
     if not any(is_readable(socket) for socket in sockets):
         select.select([*(socket.fileno() for socket in sockets), *descriptors], [], [], max(0.0, timeout_s))
 

@@ -69,7 +69,7 @@ class Telemetry:
             ConfigError: the environment sets an unsupported exporter or protocol, or a number that is not valid.
         """
         resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
-        # Merge the environment again, because the arguments of `create` override it.
+        # Merge the environment again, because the arguments to `create` override the environment.
         resource = resource.merge(OTELResourceDetector().detect())
         self.exports = exporting()
         self.forced_ids = ReusableIds()
@@ -159,7 +159,7 @@ class _CountingProcessor(BatchSpanProcessor):
         self._exporter = _CountingExporter()
         super().__init__(
             self._exporter,
-            # Create the queue with one more place than is used, because the exporter counts a batch after taking it.
+            # Add one place to the queue, because the exporter checks the size after taking a batch.
             max_queue_size=self._max_waiting + 1,
             schedule_delay_millis=delay_ms,
             max_export_batch_size=min(batch_size, self._max_waiting),
@@ -187,7 +187,7 @@ class _CountingExporter(SpanExporter):
     """Exports by OTLP, and counts the spans of failed exports."""
 
     def __init__(self) -> None:
-        # Import only if spans are exported, because the import takes 0.2 s of CPU time.
+        # Import only if spans are exported, because the import uses 0.2 s of CPU time.
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         try:

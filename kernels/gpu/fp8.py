@@ -15,10 +15,10 @@ def fp8_from_float(x: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
     else:
         word = x.to(tl.float32).to(tl.uint32, bitcast=True)
         magnitude = word & 0x7FFFFFFF
-        # The exponent bias is 127 in float32 and 7 in e4m3; 20 bits of the mantissa are rounded off.
+        # The exponent bias is 127 in float32 and 7 in e4m3. Rounding drops 20 mantissa bits.
         rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
         normal = tl.minimum(rounded, 120 * 8 + 0x7E) - 120 * 8
-        # Below 2^-6, values are multiples of 2^-9: adding 2^23 leaves the rounded multiple in the low bits.
+        # Values below 2^-6 are multiples of 2^-9. Adding 2^23 leaves the rounded multiple in the low bits.
         steps = magnitude.to(tl.float32, bitcast=True) * 512.0 + 8388608.0
         subnormal = steps.to(tl.uint32, bitcast=True) & 0xFF
         code = tl.where(magnitude < 0x3C800000, subnormal, normal)
@@ -34,7 +34,8 @@ def float_from_fp8(bits: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
         value = bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         wide = bits.to(tl.uint16)
-        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)  # float16 has exponent bias 15: 2^8 too small
+        # float16 has exponent bias 15, so the value is too small by a factor of 2^8.
+        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         value = half.to(tl.float16, bitcast=True) * 256.0
         value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
     return value

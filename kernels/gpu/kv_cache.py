@@ -88,7 +88,7 @@ def _store_groups(
     pairs, scales, zeros = quantise_groups(x)
     group = tl.arange(0, x.shape[1] // 32)[None, :]
     mask = wanted & (group < GROUPS)
-    # The codes of a group take 16 bytes, and its scale and zero four.
+    # The codes of a group take 16 bytes, and the scale and zero take four.
     first = (block * NUM_KV_HEADS + head) * (BLOCK_SIZE * GROUPS * 20)
     place = first + (offset * GROUPS + group) * 16
     bytes_ptr = cache_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)

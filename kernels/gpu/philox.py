@@ -18,7 +18,7 @@ def philox_words_tile(
     group = first_group + tl.arange(0, TILE // 4)
     zero = group * 0
     w0, w1, w2, w3 = tl.philox(seed, group, zero + position, zero + choice, zero)
-    # join() adds an innermost dimension: [[w0, w1], [w2, w3]] per counter, read out in index order.
+    # join() adds an innermost dimension: [[w0, w1], [w2, w3]] per counter, which is read in index order.
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TILE,))
 
 

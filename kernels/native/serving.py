@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from kernels.native.library import Native, native_levels
 from kernels.native.selftest import failure
 
-_SERVING = ("amx", "avx512", "avx2")  # best first; the portable level is slower than torch
+_SERVING = ("amx", "avx512", "avx2")  # best first; omits the portable level, which is slower than torch
 _VARIABLE = "QUIRE_CPU_KERNELS"
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def native() -> Native | None:
     for name in names:
         if name not in levels:
             continue
-        with _disable_current_modes():  # the first call may come from code under a torch mode that changes dtypes
+        with _disable_current_modes():  # The caller may have enabled a torch mode that changes dtypes.
             reason = failure(levels[name])
         if reason is None:
             return levels[name]

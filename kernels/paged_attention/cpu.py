@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.kv_quantised import from_cache, head_size
 from kernels.paged_attention_reference import visible_keys
 
-_PREFILL_TILE = 256  # queries per SDPA call on a CPU: limits the size of the mask and skips the keys above the diagonal
-_DECODE_PADDING = 128  # keys; padding a row by up to this many costs less than another SDPA call
-_DECODE_ELEMENTS = 1 << 20  # keys gathered at once, so that K and V stay in the core's cache
+_PREFILL_TILE = 256  # queries per SDPA call on a CPU; limits the mask's size and skips the keys above the diagonal
+_DECODE_PADDING = 128  # keys; padding a row by at most this many is cheaper than another SDPA call
+_DECODE_ELEMENTS = 1 << 20  # keys gathered at once; keeps K and V in the core's cache
 
 
 def paged_attention_cpu(
@@ -130,7 +130,7 @@ def _decode_rows(
     first_pages = [key // block_size for key in first_keys]
     last_pages = [(context - 1) // block_size for context in context_lens]
     num_pages = max(map(sub, last_pages, first_pages)) + 1
-    # From here on keys are counted from the start of each row's first gathered block.
+    # From here on, count keys from the start of each row's first gathered block.
     begins = [key % block_size for key in first_keys]
     ends = [context - page * block_size for context, page in zip(context_lens, first_pages, strict=True)]
 
@@ -152,8 +152,8 @@ def _decode_rows(
             visible &= positions >= torch.tensor(begins).unsqueeze(1)
         out = _attend(packed, keys, values, visible[:, None, None], scale, soft_cap, of_heads)
         if bool(out.isnan().any()):
-            # A masked key is still multiplied, and 0 x NaN is NaN. Blocks with NaNs from a failed row are rare, so keys
-            # beyond the rows' contexts are zeroed only if the result has NaNs.
+            # A masked key is still multiplied, and 0 x NaN is NaN. Only failed rows leave NaNs in their blocks. So zero
+            # the keys beyond the rows' contexts only if the result has NaNs.
             row, position = (~visible).nonzero(as_tuple=True)
             keys[row, :, position] = 0
             values[row, :, position] = 0

@@ -64,7 +64,7 @@ def decode_kernel(
     ``lse`` ``[num_shares, num_heads]``. ``finished`` ``[R, num_kv_heads]`` counts the finished shares of each row; it
     is zero before and after the launch.
     """
-    kv_head = tl.program_id(0)  # neighbours read the same blocks
+    kv_head = tl.program_id(0)  # neighbouring programs read the same blocks
     program = tl.program_id(1)
     first_share = tl.load(programs_ptr + program)
     beyond = tl.load(programs_ptr + program + 1)
@@ -168,7 +168,7 @@ def decode_kernel(
             )
             block = load_block_ids(table_ptr, position + BLOCK_N, end, BLOCK_SIZE)
 
-        # A row without keys (padding of a graph) has one empty share, which writes zeros.
+        # A row without keys (graph padding) has one empty share, for which the program writes zeros.
         divisor = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
         if num_shares == 1:
             place = out_ptr + (token * NUM_KV_HEADS * GROUP_SIZE + head)[:, None] * HEAD_DIM + own_dim[None, :]
@@ -182,7 +182,7 @@ def decode_kernel(
             tl.store(partial_place, acc / divisor, mask=query_mask)
             if PAIR == 2:
                 tl.store(partial_place + APART, acc_odd / divisor, mask=query_mask)
-            tl.debug_barrier()  # all threads must have written before one of them increments the counter
+            tl.debug_barrier()  # all threads must finish writing before one of them increments the counter
             counter = finished_ptr + row * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == num_shares - 1:
                 tl.store(counter, 0)

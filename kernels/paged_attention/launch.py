@@ -79,7 +79,7 @@ def paged_attention_triton(
         k_cache, v_cache = k_cache.view(pair), v_cache.view(pair)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     strides = (query.stride(0), query.stride(1), block_tables.stride(0))
-    # Convert both to floats, because Triton would compile another kernel for an integer.
+    # Convert both to float, because Triton would compile a separate kernel for integers.
     scale, cap = float(scale), float(soft_cap or 0.0)
     specialisation = {
         "NUM_KV_HEADS": num_kv_heads,
@@ -98,7 +98,7 @@ def paged_attention_triton(
         tuning = tuning_for(Key("prefill", sm, dim_tile, kv_bytes), group_size)
         queries = tuning.block_m // group_size
         num_chunks = num_rows - num_leading_decodes
-        # An upper bound: each row with a chunk may have one partial tile. Leading decode rows have no tiles.
+        # An upper bound: each row with a chunk has at most one partial tile. The leading decode rows have no tiles.
         num_tiles = num_tokens // queries + num_chunks if num_chunks > 1 else -(-num_tokens // queries)
         num_parts = parts_of_keys(
             num_tiles * num_kv_heads, num_multiprocessors(query), block_tables.shape[1] * block_size

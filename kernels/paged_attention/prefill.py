@@ -69,7 +69,7 @@ def prefill_kernel(
     ``lse`` ``[parts, T, num_heads]``; for a part without keys, ``lse`` is minus infinity.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
-    # The last tiles of a row see the most keys, so they start first; otherwise they would run alone at the end.
+    # Start a row's last tiles first, because they see the most keys and would otherwise run alone at the end.
     first_tile = tl.load(query_start_ptr + first_row) // QUERIES + first_row
     tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -105,7 +105,8 @@ def prefill_kernel(
     if PAIR == 2:
         query_odd = as_factor(tl.load(query_place + APART, mask=query_mask, other=0.0), KIND)
 
-    # Keys before the first query are visible to the whole tile, except at the end of a window; only others need a mask.
+    # All queries of the tile see the keys before the first query, except at the end of a window. Only other keys need a
+    # mask.
     first_position = context - query_len + first_query
     high = tl.minimum(first_position + QUERIES, context)
     begin = 0

@@ -62,7 +62,7 @@ def schedule_kernel(
             tl.store(finished_ptr + row * NUM_KV_HEADS + kv_head, 0, mask=row < num_rows)
         used_units += tl.sum(units, 0)
         used_shares += tl.sum(count, 0)
-    for first_program in range(tl.cdiv(total, size), num_programs + 1, ROWS_TILE):  # programs without a share
+    for first_program in range(tl.cdiv(total, size), num_programs + 1, ROWS_TILE):  # these programs have no share
         program = first_program + tl.arange(0, ROWS_TILE)
         tl.store(programs_ptr + program, used_shares, mask=program <= num_programs)
 

@@ -91,7 +91,7 @@ def gather_scales(
     if cache_ptr.dtype.element_ty == tl.uint8:
         GROUPS: tl.constexpr = HEAD_DIM // 16  # noqa: N806
         scales_ptr = cache_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-        # The codes of a group take the space of four pairs of scale and zero.
+        # The codes of a group take as much space as four pairs of scale and zero.
         of_head = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * GROUPS * 5)
         place = of_head + BLOCK_SIZE * GROUPS * 4 + position % BLOCK_SIZE * GROUPS
         group = tl.arange(0, DIM_TILE // 16)
@@ -99,7 +99,7 @@ def gather_scales(
         scales = tl.load(scales_ptr + place[:, None] + group[None, :], mask=mask, other=0)
     elif cache_ptr.dtype.element_ty == tl.uint16:
         scales_ptr = cache_ptr.to(tl.pointer_type(tl.float32), bitcast=True)
-        # Two pairs take the space of one scale.
+        # Two pairs take as much space as one scale.
         of_head = (block.to(tl.int64) * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * (HEAD_DIM // 2 + 1))
         place = of_head + BLOCK_SIZE * (HEAD_DIM // 2) + position % BLOCK_SIZE
         scales = tl.load(scales_ptr + place, mask=inside, other=0.0)
@@ -211,7 +211,7 @@ def accumulate(
     """
     spare: tl.constexpr = 8.0 if query.dtype == tl.float16 else 0.0
     new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key is visible so far
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key has been visible so far
     probs = tl.exp2(scores * factor - (base - spare)[:, None])
     shrink = tl.exp2(row_max - base)
     acc = acc * shrink[:, None]

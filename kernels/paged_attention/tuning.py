@@ -71,7 +71,8 @@ def default_tuning(key: Key) -> Tuning:
     wide = key.kv_bytes > 2
     small = key.architecture in _SMALL_SHARED_MEMORY or key.architecture >= 120
     if key.kernel == "decode":
-        # tl.dot needs at least 16 rows. Padding a smaller group costs nothing, because decode waits for memory.
+        # tl.dot needs at least 16 rows. Padding a smaller group costs nothing, because decode is limited by memory
+        # bandwidth.
         largest = 64 if key.dim_tile <= 128 else 32 if key.dim_tile <= 256 else 16
         keys = (32 if key.dim_tile <= 64 else 16) if wide else largest
         return Tuning(16, keys, 4, 2 if small and wide and key.dim_tile > 256 else 3)

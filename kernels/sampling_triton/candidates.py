@@ -83,7 +83,8 @@ def _first_interval(
     if by_number:
         reached = number >= top_k.to(tl.float32)
     index = tl.min(tl.where(reached, pivot, PIVOTS - 1), 0)
-    # With both filters, all tokens above the lower end are candidates: top-p needs the mass of the k best tokens.
+    # With both filters, all tokens above the lower bound are candidates, because top-p needs the mass of the k best
+    # tokens.
     above = tl.where(by_number & (top_p < 1.0), -1, index - 1)
     low, high = _at(pivots, index, 0.0), _at(pivots, above, float("inf"))
     number_above, mass_above = _at(number, above, 0.0), _at(mass, above, 0.0)
@@ -163,7 +164,7 @@ def pivots_kernel(
     best = best_score(maxima_ptr, row, num_tiles, temperature, MOST_TILES)
     if truncates_k & (is_small(top_k, num_tiles)):
         if (ROUND == 0) & (chunk == 0):
-            # The k-th largest of the tiles' maxima: k tokens are at least as large.
+            # The k-th largest of the tile maxima is a lower bound: at least k tokens reach it.
             tile = tl.arange(0, MOST_TILES)
             maxima = tl.load(maxima_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=-float("inf"))
             larger = tl.sum((maxima[None, :] > maxima[:, None]).to(tl.int32), 1)
@@ -173,7 +174,7 @@ def pivots_kernel(
         return
     pivot = tl.arange(0, PIVOTS)
     if ROUND == 0:
-        # A token with less than (1 - p) / vocab_size of the best one's probability is removed by top-p.
+        # top-p removes every token with a probability below (1 - p) / vocab_size of the best token's.
         tail = tl.log(tl.cast(vocab_size, tl.float32) / tl.maximum(1.0 - top_p, 1e-8))
         span = tl.where(truncates_k, SPAN, tl.minimum(tail, SPAN))
         pivots = tl.where(pivot == PIVOTS - 1, -float("inf"), best - (pivot + 1).to(tl.float32) * (span / (PIVOTS - 1)))

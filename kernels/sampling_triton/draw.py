@@ -62,7 +62,7 @@ def draw_tiles_kernel(
     if rows_ptr is not None:
         key = sort_key(score)
         kept = (key > threshold) | ((key == threshold) & (token <= tl.load(rows_ptr + row * FIELDS + LAST)))
-        # Written as "removed if <" so that scores of +inf stay: their difference is NaN, and comparisons with it fail.
+        # Use "removed if <", so that scores of +inf stay: their difference is NaN, and comparisons with NaN are false.
         unlikely = tl.exp(score - best) < min_p
         score = tl.where(kept & (unlikely == 0), score, -float("inf"))
     else:

@@ -41,7 +41,7 @@ def select_triton(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.
     maxima, tokens = _per_tile(logits)
     num_tiles = maxima.shape[1]
     num_chunks = -(-num_tiles // TILES_PER_PROGRAM)
-    # For each row and round: the pivots, and per chunk the mass and the number of tokens at or above each pivot.
+    # For each row and round, the pivots. For each chunk, the mass and the number of tokens at or above each pivot.
     sums = torch.empty(num_rows, 2, 1 + 2 * num_chunks, NUM_PIVOTS, dtype=torch.float32, device=logits.device)
     rows = torch.empty(num_rows, NUM_FIELDS, dtype=torch.int32, device=logits.device)
     candidates = torch.empty(num_rows, CANDIDATES, dtype=torch.int32, device=logits.device)

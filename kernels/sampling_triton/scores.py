@@ -36,7 +36,7 @@ def scores_of(logit: tl.tensor, temperature: tl.tensor) -> tl.tensor:
 def sort_key(score: tl.tensor) -> tl.tensor:
     """Map floats to unsigned integers that sort in the same order."""
     bits = score.to(tl.uint32, bitcast=True)
-    # Not ~bits: some versions of the interpreter do not support it for unsigned numbers.
+    # Not ~bits, which some interpreter versions do not support for unsigned numbers.
     return tl.where(bits >= SIGN, bits ^ ALL_BITS, bits | SIGN)
 
 

@@ -47,7 +47,7 @@ def _largest_reaching(
             if above + tl.sum(tl.where(key >= trial, weight, 0), 0) >= target:
                 found = trial
         else:
-            # All keys agree in this bit and in all higher bits.
+            # All keys agree in this bit and all higher bits.
             found = found | (largest & bit)
     return found
 
@@ -91,14 +91,14 @@ def _select_candidates(
     if top_p < 1.0:
         listed = listed & (key >= threshold)
         weight = tl.where(listed, _fixed(score, best), 0)
-        # In units of 2^-44, as in `_fixed`.
+        # In units of 2^-44, see `_fixed`.
         above = (mass_above * ONE).to(tl.int64)
         if by_number:
             total = (above + tl.sum(weight, 0)).to(tl.float32) * UNIT
-        # The best token stays even for p = 0.
+        # Keep the best token even if p = 0.
         target = (tl.maximum(top_p * total, SMALLEST_TARGET) * ONE).to(tl.int64)
         smallest = tl.min(tl.where(listed, key, ALL_BITS).to(tl.uint32), 0)
-        # A rounded sum may miss the target; then all candidates stay.
+        # A rounded sum may miss the target. In that case, keep all candidates.
         threshold = tl.maximum(_largest_reaching(key, weight, smallest, largest, above, target), smallest)
         tied = listed & (key == threshold)
         above += tl.sum(tl.where(key > threshold, weight, 0), 0)
@@ -159,7 +159,7 @@ def _select_row(
     if top_p < 1.0:
         least = threshold
         total = _row_sum(row_ptr, vocab_size, temperature, best, least, False, SIZE)
-        # The best token stays even for p = 0, and no sum may round above the total.
+        # Keep the best token even if p = 0, and let no sum be rounded above the total.
         target = tl.maximum(top_p * (total.to(tl.float32) * UNIT), SMALLEST_TARGET) * ONE
         target = tl.minimum(target.to(tl.int64), total)
         threshold = tl.cast(0, tl.uint32)
