@@ -138,9 +138,9 @@ class WorkerLoop:
             return Lost(f"invalid plan: {error}", HelloReason.PROTOCOL_ERROR)
         except Exception as error:
             if self._followers:
-                # All ranks must exit, because the others may be waiting for this rank within the step.
+                # Every rank must exit, because the other ranks may be waiting for this one within the step.
                 raise RankLostError(f"a step failed on rank 0: {type(error).__name__}: {error}") from error
-            # After any error, the scheduler can have the rows recomputed from their tokens.
+            # After any error, the scheduler can recompute the rows from their tokens.
             get_logger().error("step failed", exc_info=error)
             return Lost(f"step failed: {type(error).__name__}", HelloReason.STEP_FAILED)
         if self._engine.num_in_flight:

@@ -70,7 +70,7 @@ def run(config: WorkerConfig, end: Callable[[int], None]) -> int:
         return 1
     except (
         torch.OutOfMemoryError
-    ):  # This is raised while the model is loaded or profiled. Steps handle their own errors.
+    ):  # This error is raised while the model is loaded or profiled. Steps handle their own errors.
         print(
             "quire worker: device: out of memory while loading the model; use a smaller model or a larger device",
             file=sys.stderr,
@@ -105,7 +105,7 @@ class _StopOnSignal:
         if shard.size > 1:
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
-            # The signal number is written to the pipe when the signal arrives, regardless of the main thread.
+            # The signal number is written to the pipe as soon as the signal arrives, even if the main thread is busy.
             signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(reader, end), name="signals", daemon=True).start()
         for number in _SIGNALS:
@@ -176,12 +176,12 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
         link.send_compiling(expected_ms)
 
     try:
-        # Without a GPU, nothing is compiled and triton, which reports compilations, is not imported.
+        # Without a GPU, nothing is compiled, so do not import triton to count compilations.
         with announce_compiling(send_compiling) if device.type == "cuda" else nullcontext():
             loop.run()
             followers.stop()
     finally:
-        engine.reset()  # This ends the spans of the rows.
+        engine.reset()  # The reset ends the spans of the rows.
 
 
 def _cpu_kernels(device: torch.device) -> str | None:

@@ -56,7 +56,7 @@ def build_engine(
     gpu = gpu_of(device)
     num_layers = len(model.kv_shapes)
     num_weights = description.weights_per_layer * num_layers
-    # A step holds every running request, so a small limit of tokens lowers the default of rows.
+    # A step includes every running request, so a small token limit also lowers the default number of rows.
     max_rows = config.max_num_seqs or min(default_rows(gpu), config.max_num_batched_tokens or MAX_STEP_TOKENS)
     if model.state_bytes:
         _check_recurrent(config)
@@ -79,7 +79,7 @@ def build_engine(
     kv_shapes = model.kv_shapes + (() if draft_model is None else draft_model.kv_shapes)
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
-    # The collectives of a step with several ranks are not captured.
+    # Collectives between ranks cannot be captured in graphs.
     if config.cuda_graphs and accelerator is not None and group.size == 1:
         decode = buckets(limits.max_rows)
         if model.capturable:

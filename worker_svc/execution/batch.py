@@ -108,7 +108,7 @@ class BatchBuilder:
         self._device = device
         self._lanes = lanes
         self._block_size = table.limits.block_size
-        # Tensors that depend only on the set of decode rows are kept until that set changes.
+        # Reuse tensors that depend only on the set of decode rows until that set changes.
         self._membership = -1
         self._rows_on_device = torch.zeros(0, dtype=torch.int64, device=device)
         self._query_start = torch.zeros(1, dtype=torch.int32, device=device)
@@ -283,7 +283,7 @@ class BatchBuilder:
         )
         hidden_index_ = [np.arange(part.first, part.first + part.num_tokens) for part in pooled]
 
-        # The tokens at the end of each row that sample.
+        # The last tokens of each row that samples.
         generating = finished & ~table.pooling.pools(chunk_rows)
         sampled = np.concatenate((lengths[:num_decodes], generating.astype(np.int64)))
         order = np.argsort(rows)
@@ -415,7 +415,7 @@ def _verification(drafts: Drafts, sampled: IntArray) -> Verification:
     """Return how the drafts are verified; `sampled[i]` tokens of the i-th sampling row are sampled, rows ascending."""
     ends = sampled.cumsum()
     firsts = ends - sampled
-    # All sampled tokens of rows with drafts but the last of each are compared with a draft.
+    # In a row with drafts, all sampled tokens but the last are compared with a draft.
     compared = np.repeat(sampled > 1, sampled)
     compared[ends - 1] = False
     expected = np.full(len(compared), -1)

@@ -61,7 +61,8 @@ class DecodeLanes:
         self._rows, self._first_row = state.column(most)
         self._computed, self._first_computed = state.column(most)
         self._rows.fill_(-1)
-        self._membership = -1  # Membership of the table when the lanes were last updated; -1 if they are outdated.
+        # Membership of the table when the lanes were last updated, or -1 if the lanes are outdated.
+        self._membership = -1
         self.query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         wide = torch.zeros(4, most, dtype=torch.int64, device=device)
         self.inputs = DecodeInputs(

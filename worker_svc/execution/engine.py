@@ -243,7 +243,7 @@ class Engine:
         rows, generations = launched.sample_rows, launched.generations
         failures: list[RowFailure] = []
         counted: npt.NDArray[np.bool_] = tokens != NOT_REACHED
-        # A row may have been launched again before its failure in an earlier step was known.
+        # The row may have been launched again before its failure in an earlier step was detected.
         failed = (tokens < 0) & counted
         if self._rows.any_failed:
             failed |= self._rows.has_failed(rows, generations) & counted
@@ -364,7 +364,7 @@ class Engine:
         return RowFailure(row=row, generation=generation, kind=kind, reason="the row's constraints allow no token")
 
     def _log(self, failure: RowFailure) -> None:
-        # Omit the request ID if the row already belongs to another request.
+        # Omit the request ID if another request already uses the row.
         if self._rows.generation[failure.row] == failure.generation:
             request_id = self._rows.request_id(failure.row)
             kind = failure.kind.name.lower()

@@ -209,7 +209,7 @@ class EnqueuedStep:
         previous: "EnqueuedStep | None",
     ) -> None:
         self._on_host = on_host
-        # Kept so that their memory is not reused during the copy.
+        # Hold references, so that the memory is not reused during the copy.
         self._on_device: Sampled | None = on_device
         self._submitted_unix_ns = submitted_unix_ns
         self._events = events
@@ -231,11 +231,11 @@ class EnqueuedStep:
         started, computed, sampled, copied = self._events
         copied.synchronize()
         self._on_device = None
-        previous, self._previous = self._previous, None  # Keep only the direct predecessor of a step alive.
+        previous, self._previous = self._previous, None  # A step keeps only its direct predecessor alive.
         idle_ns, started_unix_ns = 0, self._submitted_unix_ns
         if previous is not None:
             idle_ns = previous._events[2].ns_until(started)
-            # The device starts when the step is submitted, or after the previous step.
+            # The device starts the step when it is submitted, or when the previous step ends.
             started_unix_ns = max(started_unix_ns, previous._ended_unix_ns)
         times = DeviceTimes(
             started_unix_ns=started_unix_ns,

@@ -154,7 +154,7 @@ def _sample_in_every_way(logits: torch.Tensor) -> None:
     first_row = batch.index[:1]
     raw = logits[batch.index]
     changed = rules.apply(logits, batch, np.zeros(num_rows, np.int64))
-    for scores in (logits, changed):  # Rules change the type to float32.
+    for scores in (logits, changed):  # Rules convert the logits to float32.
         nonfinite_rows(scores)
         mask_tokens(scores, first_row, all_allowed, first_row)
         sample(scores, params)

@@ -189,7 +189,7 @@ class Sampler:
             places = places[restricted[places]]
             if not len(places):
                 break
-            # The host waits here, because the rules and grammars of the next position need these tokens.
+            # The host waits here, because rules and grammars for the next position need these tokens.
             tokens = outcome[upload(places, self._device)].cpu().numpy()
             for row, token in zip(rows[places].tolist(), tokens.tolist(), strict=True):
                 if token >= 0 and self._table.needs_host_tokens(row):

@@ -71,7 +71,7 @@ class SplitLogits:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of the rows' best tokens, and these tokens, `[size, m]` each."""
         best = best_in_part(logits[: len(params.temperature)], params, self._part.begin)[:, 1][single].to(torch.int64)
-        # Without a token: a value that is not finite, or -inf, at the first token of the part.
+        # If no token was found: a non-finite value, or -inf, at the first token of the part.
         tokens = best.clamp(min=self._part.begin)
         values = logits[single, tokens - self._part.begin].to(torch.float32)
         values = values.masked_fill(best == -1, torch.nan).masked_fill(best == -2, -torch.inf)

@@ -57,8 +57,8 @@ class Link:
 
     def open(self, reason: HelloReason = HelloReason.STARTED) -> None:
         """Start a new incarnation: open a new socket and send Hello. Unsent and unreceived messages are dropped."""
-        # Close the old socket first. Otherwise it could reconnect during the pause and deliver its Hello to the next
-        # scheduler.
+        # Close the old socket first. Otherwise the old socket could reconnect during the pause and deliver its Hello to
+        # the next scheduler.
         self._close_socket(linger=0)
         if reason is HelloReason.SESSION_LOST:
             self._schedulers.leave()

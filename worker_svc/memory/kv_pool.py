@@ -115,7 +115,7 @@ def cuda_memory_for_kv(
     available, total = _available(device), torch.cuda.mem_get_info(device)[1]
     weights = torch.cuda.memory_allocated(device)
     step = _peak(device, largest_step)
-    # All graphs share one memory pool, so its size is that of the largest graph.
+    # All graphs share one memory pool, which is as large as the largest graph.
     graphs = 0 if captured_step is None else _peak(device, captured_step) + num_graphs * _GRAPH_BYTES
     torch.cuda.empty_cache()
     return share_for_kv(

@@ -36,7 +36,7 @@ def read_config(folder: Path) -> "PretrainedConfig":
         detail = str(error).strip().splitlines() or [type(error).__name__]
         raise ConfigError(f"model: {folder}/config.json is not valid: {detail[0]}") from None
     if read_quantisation(folder) is not None:
-        vars(config).pop("quantization_config", None)  # `weights` reads such checkpoints, and `transformers` must not.
+        vars(config).pop("quantization_config", None)  # `weights` reads such checkpoints, but `transformers` must not.
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
             "model: config.json has layers of different sizes (per_layer_config), which is not supported; use another"
@@ -66,7 +66,7 @@ def decoder_config(config: "PretrainedConfig") -> "PretrainedConfig":
     """Return `text_config`. In a multimodal model, the whole configuration determines whether embeddings are tied."""
     text: PretrainedConfig = config.get_text_config(decoder=True)
     if text is not config:
-        # Classes of models without a decoder, and some others, lack the field.
+        # Classes without a decoder, and a few others, lack this field.
         text.tie_word_embeddings = getattr(config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
     return text
 
@@ -136,7 +136,7 @@ def break_even_context(config: ModelConfig) -> int:
     weights = weights_per_layer(config)
     if not weights or not share:
         return 0
-    # Two operations per weight, and four per head element and context token (two for the score, two for the value).
+    # Two operations per weight. Per head element and context token four more: two for the score, two for the value.
     return max(1, int(2 * weights / (4 * _heads_size(text) * share)))
 
 
@@ -186,7 +186,7 @@ def choose_dtype(config: ModelConfig, wanted: str, device: torch.device) -> torc
     if dtype not in DTYPES.values():
         return torch.float32
     if device.type == "cpu" and dtype == torch.float16:
-        return torch.float32  # float16 is slow on CPUs, and bfloat16 has fewer bits of mantissa.
+        return torch.float32  # float16 is slow on CPUs, and bfloat16 has a shorter mantissa.
     return dtype
 
 

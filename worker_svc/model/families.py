@@ -109,7 +109,7 @@ FAMILIES = {
         window=Window.EVERY_LAYER,
         experts=Experts(),
     ),
-    # Text has equal positions in all dimensions, for which multimodal rotary embeddings equal ordinary ones.
+    # For text, the positions are equal in all dimensions, so multimodal rotary embeddings equal ordinary ones.
     "qwen2_vl_text": Family(text_of=("Qwen2VLForConditionalGeneration",), qkv_bias=True, window=Window.BY_LAYER_TYPE),
     "qwen2_5_vl_text": Family(
         text_of=("Qwen2_5_VLForConditionalGeneration",), qkv_bias=True, window=Window.BY_LAYER_TYPE

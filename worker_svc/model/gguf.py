@@ -65,7 +65,7 @@ def read_tensors(file: Path, folder: Path, only: Collection[str] | None = None) 
     try:
         reader = GGUFReader(file)
         family = str(reader.fields["general.architecture"].contents())
-    except Exception as error:  # The reader raises errors of many types.
+    except Exception as error:  # The reader raises many types of errors.
         raise ConfigError(f"model: {file} is damaged: {error}; download the file again") from None
     if family not in _ARCHITECTURES:
         raise ConfigError(

@@ -69,13 +69,13 @@ def load(
         decoder = _read(folder, config, dtype) if seed is None else _draw(config, seed, dtype)
     except ConfigError:
         raise
-    except Exception as error:  # constructors and weight readers raise errors of many types
+    except Exception as error:  # Constructors and weight readers raise many types of errors.
         raise ConfigError(f"model: {architecture} cannot be loaded from {folder}: {_first_line(error)}") from error
     decoder.to(device)  # type: ignore[arg-type]
     decoder.eval()  # type: ignore[no-untyped-call]
     decoder.requires_grad_(False)
-    # `transformers` uses the pad token only to warn about padding, and synchronises with the device for it in every
-    # step. Some configurations reject the assignment of None, hence `vars`.
+    # `transformers` uses the pad token only for a warning about padding, which synchronises with the device in every
+    # step. Use `vars`, because some configurations reject the assignment of None.
     vars(decoder.config)["pad_token_id"] = None
     model = _choose(architecture, decoder, device, num_positions)
     if kernels is not None:
@@ -98,7 +98,7 @@ def _choose(architecture: str, decoder: PreTrainedModel, device: torch.device, n
             except UnsuitableError as error:
                 reasons.append(str(error))
                 continue
-            except Exception as error:  # a class that fails now would fail for a request
+            except Exception as error:  # A class that fails in this trial would also fail for a request.
                 reasons.append(f"its forward pass fails ({_first_line(error)})")
                 continue
             try:
@@ -144,7 +144,7 @@ def _try_packed(
     try:
         with torch.inference_mode():
             finite = hf_trial.has_finite_logits(decoder, model, torch.device("cpu"), num_positions)
-    except Exception as error:  # a class that fails now would fail for a request
+    except Exception as error:  # A class that fails in this trial would also fail for a request.
         why = f"its forward pass fails ({_first_line(error)})"
     else:
         if finite:
@@ -160,7 +160,7 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
         ConfigError: the class does not support a paged KV cache.
     """
     text = config.get_text_config(decoder=True)
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)  # some configurations have several classes
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)  # Some configurations belong to several classes.
     name = getattr(known, "__name__", None)
     if name is None:
         raise _refusal(architecture, "this version of transformers has no decoder of this name")
@@ -199,7 +199,7 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
         check_unquantised(folder)
     if quantised or text_config(config) is not config:
         config = decoder_config(config)
-        loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # the automatic class needs a folder
+        loader = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # The automatic class would need a folder.
         source = {
             "pretrained_model_name_or_path": None,
             "config": config,
@@ -214,7 +214,7 @@ def _read(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrai
         output_loading_info=True,
     )
     if report["unexpected_keys"]:
-        # Old checkpoints contain masks and other buffers, which current classes do not need.
+        # Old checkpoints contain buffers, such as masks, that current classes do not need.
         get_logger().warning(
             "weights: unexpected tensors ignored", names=sorted(map(str, report["unexpected_keys"]))[:5]
         )

@@ -116,7 +116,7 @@ class CacheModel(TransformersModel):
         """
         alike: dict[tuple[int, int, bool, int], list[_Span]] = defaultdict(list)
         for span in self._spans(attention):
-            # Padding is at most as long as the contexts themselves.
+            # There are at most as many padding tokens as context tokens.
             length = (span.end.bit_length() if caches else 0) if self._together else -span.place
             has_state = bool(self._state_shapes) and span.end > span.num_tokens
             alike[span.turn, span.num_tokens, has_state, length].append(span)
@@ -140,7 +140,7 @@ class CacheModel(TransformersModel):
         """Yield the tokens of each row of a step, as one span or, with `by_token`, as many."""
         starts, contexts = attention.query_start.tolist(), attention.context_lens.tolist()
         for place, (start, end, context) in enumerate(zip(starts, starts[1:], contexts, strict=False)):
-            if not context or end == start:  # padding of a captured graph
+            if not context or end == start:  # This row is padding in a captured graph.
                 continue
             if self._by_token and context > end - start:
                 for turn, first in enumerate(range(start, end)):
@@ -237,7 +237,7 @@ def _context(
 class _View(CacheLayerMixin):
     """One layer of the paged KV cache, for the rows of a batch."""
 
-    is_sliding = False  # the whole context is stored, and the mask of the class has its windows
+    is_sliding = False  # The whole context is stored. The class applies windows in its mask.
 
     def __init__(self, batch: _Batch, cache: KVCache | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -130,7 +130,7 @@ class InFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         arguments = func._schema.arguments
         given = dict(zip((argument.name for argument in arguments), args)) | (kwargs or {})  # noqa: B905 (some default)
-        # A view, or an output argument, must keep its memory.
+        # Views and output arguments must share the original memory.
         shared = {argument.name for argument in arguments if argument.alias_info is not None}
         return func(**{name: value if name in shared else tree_map(_widened, value) for name, value in given.items()})
 

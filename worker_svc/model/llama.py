@@ -64,7 +64,7 @@ class LlamaModel:
         self._packed: PackedDecoder | None = None
         self._dtype = dtype
         self._device = device
-        # Of this rank's part of the model.
+        # The number in this rank's part of the model.
         self._heads = shard.span(config.num_attention_heads)
         self._kv_heads = shard.kv_heads(config.num_attention_heads, config.num_key_value_heads)
         self._tokens = shard.vocabulary(config.vocab_size)
@@ -193,7 +193,7 @@ class LlamaModel:
             self._tied = False
             self._embedding = self._empty(*self._head.shape)
         tied = frozenset({_HEAD}) if self._tied else frozenset[str]()
-        # With a quantization of its own, a quantised checkpoint is dequantised first.
+        # If the target format has its own quantization, a quantised checkpoint is dequantised first.
         stored = StoredWeights()
         keeps = self._cpu_kernels is not None and self._quantization == "none"
         weights, cuts = dict(self._named_weights(tensor_names(folder))), self._cuts()
@@ -221,7 +221,7 @@ class LlamaModel:
 
     def _pack(self, stored: StoredWeights) -> None:
         """Pack the weights for the native CPU kernels, if they are used, and drop the matrices."""
-        if self._group.rank > 0:  # only one rank adds the biases of the sums over all ranks
+        if self._group.rank > 0:  # Only rank 0 adds biases to sums over all ranks.
             for layer in self._layers:
                 for bias in (layer.output.bias, layer.mlp.down.bias if isinstance(layer.mlp, Mlp) else None):
                     if bias is not None:
@@ -360,7 +360,7 @@ class LlamaModel:
                 yield f"{attention}.k_norm.weight", layer.key_norm
             if isinstance(layer.mlp, Mlp):
                 yield from _named_mlp(f"{prefix}.mlp", layer.mlp, Experts())
-            elif f"{prefix}.mlp.experts.gate_up_proj" in given:  # as the classes of `transformers` hold them
+            elif f"{prefix}.mlp.experts.gate_up_proj" in given:  # This is the format of the classes in `transformers`.
                 yield f"{prefix}.mlp.gate.weight", layer.mlp.router.weight
                 yield f"{prefix}.mlp.experts.gate_up_proj", layer.mlp.gate_up
                 yield f"{prefix}.mlp.experts.down_proj", layer.mlp.down
@@ -384,7 +384,8 @@ class LlamaModel:
             inputs = {f"{attention}.o_proj": heads}
             for mlp, names, size in mlps(prefix, config, mixed=mixed):
                 inner = Cut(0, (self._group.shard.span(size),), size)
-                if mlp.endswith(".experts.0"):  # all experts in one tensor, as the classes of `transformers` hold them
+                # One tensor with all experts, the format of the classes in `transformers`.
+                if mlp.endswith(".experts.0"):
                     merged = f"{prefix}.mlp.experts"
                     cuts[f"{merged}.gate_up_proj"] = replace(inner.twice(), dim=1)
                     cuts[f"{merged}.down_proj"] = replace(inner, dim=2)

@@ -104,7 +104,7 @@ def pack(
         )
 
     if embedding is not None:
-        stored.fill(embedding)  # An embedding is not packed, because its rows are copied.
+        stored.fill(embedding)  # Embeddings are not packed, because their rows are copied.
     packed = []
     layers.reverse()
     while layers:

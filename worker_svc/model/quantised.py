@@ -29,8 +29,7 @@ OTHER_PARTS = frozenset(
         "scales",
         "qzeros",
         "g_idx",
-        # Constant scales for activations and KV, which Quire ignores because it computes scales from the current
-        # values.
+        # Static scales for activations and KV. Quire ignores them and computes scales from the current values.
         "input_scale",
         "input_zero_point",
         "input_scale_ub",

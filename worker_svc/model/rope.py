@@ -29,7 +29,8 @@ def can_tabulate(config: DecoderConfig, head_dim: int) -> bool:
     rope_type = parameters.get("rope_type")
     if rope_type not in ROPE_TYPES or head_dim % 2 != 0:
         return False
-    # The classes rotate whole heads. They ignore a partial factor without scaling, and fail with it otherwise.
+    # The `transformers` classes rotate whole heads. They ignore a partial factor if there is no scaling, and fail
+    # otherwise.
     share = parameters.get("partial_rotary_factor", 1.0)
     return rope_type == "default" or (isinstance(share, int | float) and int(head_dim * share) == head_dim)
 
@@ -86,8 +87,8 @@ def _yarn(periods: torch.Tensor, head_dim: int, config: DecoderConfig) -> tuple[
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
-        last += 0.001  # a step instead of a division by zero
-    # The order of the operations is that of `transformers`, whose roundings are part of the models.
+        last += 0.001  # Add a small step to avoid a division by zero.
+    # Follow the operation order of `transformers`, because models are trained with its rounding.
     kept = 1 - ((torch.arange(head_dim // 2).float() - first) / (last - first)).clamp(0, 1)
     return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, _yarn_scaling(factor, parameters)
 

@@ -79,7 +79,7 @@ def read_quantisation(folder: Path) -> Quantisation | None:
         config = json.loads((folder / "config.json").read_text())
         found = [part.get("quantization_config") for part in (config, config.get("text_config") or {})]
     except (OSError, ValueError, AttributeError):
-        return None  # `read_config` has a message for it
+        return None  # `read_config` reports this case.
     raw = next((each for each in found if isinstance(each, dict)), None)
     if raw is None:
         return None
@@ -117,7 +117,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...
         stored = group.format or parsed.format
         scheme = _of_arguments(str(getattr(stored, "value", stored)), group.weights)
         rules += [(target, scheme) for target in group.targets]
-    # A target that names a layer goes before one that names a class.
+    # A target that matches a layer name has precedence over one that matches a class.
     return tuple(sorted(rules, key=lambda rule: _is_class(rule[0])))
 
 

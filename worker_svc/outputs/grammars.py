@@ -144,7 +144,7 @@ def _compiling_thread(name: str) -> ThreadPoolExecutor:
     usual = threading.stack_size(_STACK_BYTES)
     try:
         pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        pool.submit(int).result()  # the stack size is fixed when the thread starts
+        pool.submit(int).result()  # The stack size is fixed when the thread starts.
         return pool
     finally:
         threading.stack_size(usual)
@@ -171,7 +171,7 @@ class GrammarRows:
         """Create a table without rows; `store` is None if the model has no tokenizer that supports grammars."""
         self._store = store
         self._rows: dict[int, _RowGrammar] = {}
-        # The mask of each row: one bit per token, and the device's copy.
+        # Each row's mask, with one bit per token, and its copy on the device.
         self._sent = np.zeros((max_rows, -(-vocab_size // 32)), np.int32)
         self._masks = torch.zeros(self._sent.shape, dtype=torch.int32, device=device)
 
@@ -197,7 +197,7 @@ class GrammarRows:
             except GrammarError as error:
                 failure = f"the grammar was compiled before but fails now: {error}"
         if matcher is not None and len(output):
-            matcher.consume_tokens(output.tolist())  # after a failure, is_error() stays true
+            matcher.consume_tokens(output.tolist())  # After a failure, is_error() stays true.
             failure = "the output so far does not match the grammar" if matcher.is_error() else ""
         if failure:
             get_logger().error("grammar of a row cannot be used", row=row, reason=failure)

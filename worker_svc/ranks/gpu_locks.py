@@ -52,7 +52,7 @@ def held_in_order(lock: Path, group: Group) -> Iterator[None]:
             for name in sorted(names):
                 if name == mine:
                     held.enter_context(locked(lock))
-                group.least((0,))  # The next rank takes its lock after this rank has its lock.
+                group.least((0,))  # Ranks take their locks one after the other.
         except RuntimeError as error:
             raise RankLostError(f"a rank ended while the worker waited for its GPUs: {error}") from None
         yield

@@ -193,7 +193,7 @@ def _share_sums(group: Group) -> SharedSum | None:
             SharedSum.create(file, group.size)
     except OSError as error:
         get_logger().info("shared memory unavailable; ranks communicate through sockets", reason=str(error))
-    group.least((0,))  # By now the file exists, or it never will.
+    group.least((0,))  # After this collective, the file exists or will never exist.
     with contextlib.suppress(OSError):
         shared_sum = SharedSum(file, group.rank, group.size)
     (all_have_it,) = group.least((int(shared_sum is not None),))

@@ -63,7 +63,7 @@ class BlockTables:
             index += _occurrence(rows)
         self._check_room(int(index.max()) + 1)
         self._host[rows, index] = blocks
-        if ascending:  # Usually each row has one block.
+        if ascending:  # In the common case each row gets one block.
             self._lengths[rows] = index + 1
         else:
             np.add.at(self._lengths, rows, 1)

@@ -75,7 +75,7 @@ class RowTable:
         self._generation = np.zeros(rows, np.int64)
         self._held = np.zeros(rows, np.bool_)
         self._failed = np.zeros(rows, np.bool_)
-        self._any_failed = False  # While False, the rows of this epoch need no check.
+        self._any_failed = False  # While this is False, no row of this epoch needs a check.
         self._num_tokens = np.zeros(rows, np.int64)
         self._num_computed = np.zeros(rows, np.int64)
         self._num_prompt = np.zeros(rows, np.int64)
@@ -439,5 +439,5 @@ class RowTable:
 
 def _in_words(field: str) -> str:
     """Return the name of a field without its message, because HTTP requests have no such messages."""
-    # Bad words of one token are sent as banned tokens.
+    # The scheduler sends one-token bad words as banned tokens.
     return "banned_token_ids or bad_words" if field == "sampling.banned_token_ids" else field.rpartition(".")[2]

@@ -42,7 +42,7 @@ def search(text: Int32Array, candidates: int = _CANDIDATES) -> tuple[int, int]:
         return 0, 0
     longest = min(_LONGEST, end)
     index = places[:, None] - _BACK[:longest]
-    # The first column is equal in any case; a match ends before the first other column.
+    # The first column always matches. A match ends before the first mismatch.
     differs = (text[index] != text[end - _BACK[:longest]]) | (index < 0)
     lengths = np.where(differs.any(axis=1), differs.argmax(axis=1), longest)
     best = len(places) - 1 - int(lengths[::-1].argmax())
