@@ -129,7 +129,7 @@ class LiveExplanations:
     def _start(self, question: _Question, now: float) -> _Process:
         output = tempfile.TemporaryFile()  # noqa: SIM115
         command = [sys.executable, "-m", "records.answer", str(self._folder)]
-        # Pass a point in time instead of a duration, because loading modules takes long on a busy machine.
+        # Pass a timestamp instead of a duration, because importing modules is slow on a busy machine.
         ends_at = time.monotonic() + question.ends_at - now
         command += [base64.b64encode(question.payload).decode(), f"{ends_at:.1f}"]
         exited, alive = os.pipe()

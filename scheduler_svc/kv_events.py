@@ -36,7 +36,7 @@ class KvEvents:
             address: address of the endpoint picker's SUB socket.
         """
         self.changes = CacheChanges()
-        # Report every subscription, so that an endpoint picker gets all blocks after it reconnects.
+        # Report every subscription, so that an endpoint picker gets all blocks when it reconnects.
         self._socket = context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED)

@@ -69,7 +69,7 @@ class LeaderLease:
         except BlockingIOError:
             self._check_addresses()
             log.info("standby: another scheduler leads", lease=str(self._path))
-            # Do not block in the main thread while waiting for the lock, because this would delay signal handlers.
+            # Do not block the main thread while waiting for the lock, because that would delay signal handlers.
             threading.Thread(target=self._wait, name="leader-lease", daemon=True).start()
             fcntl.flock(self._standbys, fcntl.LOCK_SH)
             self._decided.wait()

@@ -122,7 +122,7 @@ class LiveViews:
             for (peer, number), view in self._views.items():
                 response = data
                 if view.dropped:
-                    # Protobuf merges concatenated messages, and the last value of a number replaces the earlier values.
+                    # Protobuf merges concatenated messages, so the last value of a numeric field wins.
                     dropped = part.dropped_steps + view.dropped
                     response += admin.WatchStepsResponse(dropped_steps=dropped).SerializeToString()
                 message = link_pb2.View(number=number, response=response, steps=steps + view.dropped)

@@ -280,7 +280,7 @@ class SchedulerService:
         return more or bool(self._gone)
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
-        if not is_readable(socket):  # This check is cheaper than the exception from receiving on an empty socket.
+        if not is_readable(socket):  # Checking is cheaper than the exception for receiving from an empty socket.
             return False
         started = now = time.monotonic()
         while now - started < RECEIVING_S:
@@ -333,7 +333,7 @@ class SchedulerService:
             if self._unsent and planned - self._unsent[0].began > TOGETHER_S:
                 self._send_plans()
             if planned - now > PLANNING_S:
-                # The other workers stay due, longest due first. Frames that have arrived meanwhile are read first.
+                # The other workers stay due, longest due first. Read newly arrived frames first.
                 break
         self._send_plans()
         self._core.tidy()
@@ -345,7 +345,7 @@ class SchedulerService:
         while True:
             now = time.monotonic()
             plan, effects = core.plan(peer, now)
-            # Spans of attempts that planning ended are closed before new ones are opened.
+            # Close the spans of attempts that planning ended before new spans are opened.
             if effects:
                 self._carry_out(effects, now)
             if plan is None:
@@ -364,8 +364,8 @@ class SchedulerService:
             try:
                 frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
             except FrameTooLargeError as error:
-                # The core assumes that the plan is executed, so the worker must begin a new epoch. If the plan was too
-                # large because of a request, this request is planned alone after two failures.
+                # The core assumes that its plan is executed, so the worker must begin a new epoch. If one request made
+                # the plan too large, that request is planned alone after two failures.
                 log.error("plan not sent: it is too large", worker=worker_id, error=str(error))
                 self._send_plans()
                 self._workers.try_send(peer, worker_link.UNKNOWN)
@@ -479,7 +479,7 @@ class SchedulerService:
         self._explanations.forget(peer)
         self._apply(ev.FrontendLost(frontend=peer), now)
 
-    # ---------------------------------------------------------------- time and effects
+    # ---------------------------------------------------------------- time and outgoing messages
 
     def _tick(self, now: float) -> None:
         for peer in self._frontends.expired(now):
@@ -536,7 +536,7 @@ class SchedulerService:
                     frame = worker_link.encode_prepare_grammar(
                         effect.epoch, key=effect.key, grammar=effect.grammar, drop=effect.drop
                     )
-                    self._send_plans()  # Earlier plans may use a grammar that this frame drops.
+                    self._send_plans()  # Send first, because earlier plans may use a grammar that this frame drops.
                     self._send_to_worker(effect.worker, frame, now)
                 case ef.AttemptPrefilled():
                     self._tracing.attempt_prefilled((effect.frontend, effect.stream), now)

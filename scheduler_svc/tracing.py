@@ -76,7 +76,7 @@ def placements(notes: Iterable[Note], outcome: str, now: float) -> list[Placemen
             continue
         elif kind is NoteKind.ADMITTED:
             found[-1].admitted, found[-1].has_prefill = note.time, not has_token
-            # The note is "admitted to WORKER row NUMBER".
+            # The note reads "admitted to WORKER row NUMBER".
             found[-1].worker_id = note.text.removeprefix("admitted to ").rpartition(" row ")[0]
         elif kind is NoteKind.FIRST_TOKEN:
             found[-1].prefilled, has_token = note.time, True
@@ -110,8 +110,8 @@ class SchedulerTracing:
             trace_steps: share of the steps with a traced request that get a span, from 0 to 1.
         """
         self._trace_steps = trace_steps
-        # Each such step adds the share, and a step is traced when the sum reaches 1. The sum starts at 1, so that the
-        # first step is traced.
+        # Each step adds the share, and a step is traced when the sum reaches 1. The sum starts at 1, so the first step
+        # is traced.
         self._step_share = 1.0
         self._exports = telemetry.exports
         self._tracer = telemetry.tracer

@@ -365,7 +365,7 @@ class Scheduler:
         left_behind = self._fleet.leave(worker, now)
         self._requests.doubt_grammars()
         self._schedule.remove(worker)
-        # Determine suspects first, because `displace` puts suspects into a separate queue.
+        # Determine suspect requests first, because `displace` puts them into a separate queue.
         rejected = (
             self._quarantine.worker_lost(worker.worker_id, requests_in_flight, alone=is_alone, now=now) if fatal else []
         )
@@ -389,7 +389,7 @@ class Scheduler:
         self._fleet_changed(now)
         if not event.move:
             return
-        # A request stays if no other worker has room for as many of its tokens.
+        # A request stays if no other worker has room for its tokens.
         for row in worker.rows.occupied():
             request = worker.rows.requests[row]
             assert request is not None
@@ -462,15 +462,15 @@ class Scheduler:
         for request in settled.prefilled:
             self._effects.append(AttemptPrefilled(frontend=request.key.frontend, stream=request.key.stream))
         if settled.failed:
-            # Handle failures before other requests leave their rows. Rows that got a token prove that their blocks are
-            # sound.
+            # Handle failures before other requests leave their rows. A row that got a token proves that its blocks are
+            # valid.
             self._rows_failed(worker, settled, now)
         for request, token in settled.stopped:
             self._requests.end(request, EndReason.STOP, now, stop_token_id=token)
         for request in settled.at_limit:
             self._at_limit(worker, request, now)
         for row in settled.ending:
-            # Another request in the step may have been ended because of this one, or its row failed.
+            # This request may have ended another request in the step, or the other request's row failed.
             if worker.rows.state[row] != FREE:
                 self._requests.last_step_planned(worker.vacate(row))
         for request, values in settled.embedded:
@@ -516,7 +516,7 @@ class Scheduler:
         for key in left:
             if (departure := worker.departed.get(key)) is not None:
                 departure.failure_handled = True
-        # Mark the blocks last: a request that leaves its row publishes the blocks of the row.
+        # Mark the blocks last, because a request that leaves its row adds the row's blocks to the cache.
         worker.pool.cache.doubt(verdict.in_doubt)
         worker.pool.distrust(verdict.invalid)
 

@@ -87,7 +87,7 @@ def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
 
 
 def _incoming(peer: ev.Peer, message: link_pb2.FrontendMessage, now: float) -> Incoming:
-    # Read only the fields that are set, because most frames contain only submissions or only credit.
+    # Read only set fields, because most frames contain either submissions or credit.
     parts: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
     incoming = Incoming(report=parts.get("report"), snapshot_request=parts.get("snapshot_request", 0))
     events = incoming.events
@@ -132,7 +132,7 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
         MalformedColumnError: a column is malformed.
     """
     spec = read_spec(submission)
-    # Read each field once, because every access costs a lookup, and a copy if the field is long.
+    # Read each field once, because every access costs a lookup, and copies the field if it is long.
     stream, token_ids, block_keys, block_size = _COLUMNS_OF(submission)
     num_tokens, num_prompt_tokens = len(token_ids) // TOKEN_BYTES, spec.num_prompt_tokens
     if stream > _INT32_MAX:
@@ -151,7 +151,7 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
     num_keys, rest = divmod(len(block_keys), KEY_BYTES)
     if rest or (num_keys and not 0 < num_keys * block_size <= num_tokens):
         raise UnusableSubmissionError("block_keys: not a whole number of keys, or more keys than full blocks")
-    # Count the tokens that may be generated, because a preempted or resumed request is sent with all of its tokens.
+    # Count the tokens that may be generated, because a preempted or resumed request is sent with all its tokens.
     longest = min(max(num_tokens, num_prompt_tokens + spec.max_tokens), MAX_SERVED_SEQUENCE)
     weight = _OVERHEAD + TOKEN_BYTES * longest + len(block_keys) + size_of(spec)
     if weight > MAX_PART_BYTES:

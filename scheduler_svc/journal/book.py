@@ -85,7 +85,7 @@ class Book:
     """Entries by number, ordered by the time when each was last written completely, oldest first."""
 
     def __init__(self) -> None:
-        # An OrderedDict, because finding the first entry of a dict iterates over all removed entries before it.
+        # Use an OrderedDict, because finding the first entry of a dict scans all removed entries before it.
         self._entries: OrderedDict[int, Entry] = OrderedDict()
         self._by_identity: dict[bytes, int] = {}
         self.last_ms = 0

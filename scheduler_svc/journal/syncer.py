@@ -100,7 +100,7 @@ class Syncer:
                 self.failure = self.failure or failure
                 if self.failure is None:
                     self.synced = position
-            # The pipe is full, so its reader will wake up without another byte.
+            # The pipe is full, so its reader will wake up anyway.
             with contextlib.suppress(BlockingIOError):
                 os.write(self._wake, b"1")
             with self._condition:

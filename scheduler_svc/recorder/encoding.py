@@ -161,7 +161,7 @@ class Encoder:
     def _note(self, note: Note) -> None:
         message = self._entry(note.time).note
         _fill(message, self._peer(note.frontend), note.stream)
-        # The message at the end may quote the request.
+        # The final message may quote the request.
         text = note.text.partition(" (")[0] if note.kind is NoteKind.ENDED and not self._with_tokens else note.text
         message.kind, message.text = note.kind.value, text
         if note.by is not None:
@@ -285,7 +285,7 @@ class Encoder:
 
     def _step_done(self, message: pb.StepDone, event: ev.StepDone, timings: plan_pb2.StepTimings | None) -> None:
         message.worker = self._peer(event.worker)
-        # Results of an unknown worker cannot be encoded as differences.
+        # Results from an unknown worker cannot be encoded as deltas.
         worker = self._workers.get(event.worker) or WorkerState(_STRANGER)
         write_answer(message, event, timings, worker, with_tokens=self._with_tokens)
 

@@ -137,7 +137,7 @@ class Recorder:
         self._is_watched = False
         self.views_failed = False
         """Whether an error has ended the live views."""
-        # Appending and popping are atomic, so the loop may take the parts.
+        # Append and pop are atomic, so the loop may take parts concurrently.
         self._parts: deque[admin.WatchStepsResponse] = deque()
         self._view_errors = 0
         self._dropped_steps = 0
@@ -148,7 +148,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
-    # ---------------------------------------------------------------- the loop's side
+    # ---------------------------------------------------------------- called by the scheduling loop
 
     def turn(self, core: Scheduler, now: float) -> None:
         """Begin a segment if one is due; call once per turn of the loop, between calls of the core."""
@@ -208,7 +208,7 @@ class Recorder:
         self.stats.longest_fork_s = max(self.stats.longest_fork_s, time.perf_counter() - began)
         self.tape.cut(now, pid, reading)
 
-    # ---------------------------------------------------------------- the thread's side
+    # ---------------------------------------------------------------- run by the recorder's thread
 
     def _run(self) -> None:
         try:
@@ -233,7 +233,7 @@ class Recorder:
         if self._is_watched is (encoder.view is None) and not (self._is_watched and self.views_failed):
             encoder.view = StepView(self._unix_offset_ns, self.numbers) if self._is_watched else None
             self._parts.clear()
-        # Leave calls that arrive during encoding for the next round, so that a busy loop cannot keep a segment open.
+        # Calls that arrive during encoding wait for the next round, so that a busy loop cannot keep a segment open.
         pending = len(tape)
         while pending:
             items: list[Item] = []
@@ -289,7 +289,7 @@ class Recorder:
         self._snapshot_pid, self._snapshot_pipe = cut.pid, cut.pipe
         self._full_at = self._ring.segment_bytes
         self._retry_at = time.monotonic() + _RETRY_S
-        # The opening names peers, which are in the same batch.
+        # The opening refers to peers, which are in the same batch.
         opening = self._encoder.begin(cut.now)
         batch = self._encoder.take()
         opening.version, opening.release, opening.code = FORMAT_VERSION, self._release, code_hash()
@@ -368,7 +368,7 @@ def _write_snapshot(pipe: int, core: Scheduler, tagger: Tagger, *, with_tokens: 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         signal.alarm(_SNAPSHOT_S)
-        # Sockets and folder locks belong to the parent process.
+        # Sockets and folder locks remain with the parent process.
         os.closerange(3, pipe)
         os.closerange(pipe + 1, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 20 else 1 << 20)
         os.nice(10)

@@ -128,7 +128,7 @@ class Ring:
         if previous is not None:
             previous.close()
         if self._current is not None and self._current.exists():
-            # A segment whose last write failed also takes space.
+            # A segment with a failed last write also takes up space.
             self._sizes[self._current] = self._current.stat().st_size
         self.make_room(2 * self.segment_bytes)
         number, file = self._folder.begin()

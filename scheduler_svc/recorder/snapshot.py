@@ -100,7 +100,7 @@ class _Writer:
     def write(self, core: Scheduler) -> list[Any]:
         nodes = []
         if not self._with_tokens:
-            # The thread may not have seen the newest arrivals, and the tag of a grammar's key needs its size.
+            # The thread may not have seen the newest arrivals, and computing a grammar key's tag needs its size.
             for spec in _specs(core):
                 self._tagger.grammar_tag(spec.grammar)
         self._value(core, ("", ""))
@@ -140,7 +140,7 @@ class _Writer:
             value = self._hidden_spec(value)
             return ["named", _name(kind), *[_plain(each) for each in value]]
         if isinstance(value, tuple) and kind is not tuple:
-            # `_fields` in the order of the values.
+            # `_fields` lists the names in the order of the values.
             return ["named", _name(kind), *[self._value(each, (kind.__name__, "")) for each in value]]
         if kind in (tuple, frozenset):
             if hides and (place == ("Request", "stop_token_ids") or place == ("RowTable", "_many_stops")):
@@ -169,7 +169,7 @@ class _Writer:
         if isinstance(value, Scheduler):
             kind = Scheduler
         names = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-        # Skip methods that a simulation has replaced on an object, because they are not part of the state.
+        # Skip methods that a simulation replaced on an object, because they are not state.
         names += [name for name in getattr(value, "__dict__", {}) if not callable(getattr(kind, name, None))]
         found: list[Any] = [_name(kind)]
         for name in names:
@@ -286,7 +286,7 @@ class _Reader:
                     object.__setattr__(made, node[at], self._value(node[at + 1]))
         for made in self._made:
             if isinstance(made, PartialBlocks):
-                # In order of their tokens, which are zeros now.
+                # In the order of their tokens, which are all zero now.
                 for followers in made._followers.values():
                     followers.sort()
         return self._get(0)

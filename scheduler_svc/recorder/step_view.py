@@ -112,7 +112,7 @@ class StepView:
                 step.prefill_requests.append(self._number(rows[row]))
                 step.prefill_tokens.append(length)
         if len(plan.leaves) or plan.admissions or len(plan.holds) or len(plan.releases) or worker.decodes is None:
-            # After their last chunk, rows decode from the next step on.
+            # Rows decode from the step after their last chunk.
             decoding = [row for row, each in rows.items() if each.prefill_left <= 0 and not each.held]
             left_out = set(chunks)
             decoding = [row for row in decoding if row not in left_out]

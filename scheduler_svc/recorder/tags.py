@@ -36,7 +36,7 @@ class Tagger:
 
     def tag_keys(self, keys: bytes) -> bytes:
         """Return the joined tags of joined block keys."""
-        # Same as `tag`, but without a call per key, because a request has dozens.
+        # Same as `tag` without a call per key, because a request has dozens of keys.
         new, tags = self._hash.copy, []
         for start in range(0, len(keys), KEY_BYTES):
             hasher = new()

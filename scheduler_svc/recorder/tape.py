@@ -143,7 +143,7 @@ class Tape:
     def __init__(self) -> None:
         self.facts = FactsTaken()
         self.notes: Notes = []
-        # Appending and popping are atomic, so another thread may take the items.
+        # Append and pop are atomic, so another thread may take items concurrently.
         self.items: deque[Item | Cut] = deque()
         self.timings: plan_pb2.StepTimings | None = None
         """Timings of the step whose result the core gets next."""

@@ -17,7 +17,7 @@ class WorkerClock:
         self._at = answered
         self._lowest = max(self._lowest - slack, finished - answered)
         self._highest = min(self._highest + slack, received - planned)
-        if self._lowest > self._highest:  # A clock was set. Start over.
+        if self._lowest > self._highest:  # A clock was adjusted, so start over.
             self._lowest, self._highest = finished - answered, received - planned
 
     def place(

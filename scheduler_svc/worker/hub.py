@@ -131,7 +131,8 @@ class WorkerHub:
         for peer, worker in self._workers.items():
             if worker.ping and now - worker.last_sent >= PING_INTERVAL_S:
                 worker.last_sent = now
-                # A full queue does not mean that the worker is dead, because a worker in a long step does not read.
+                # A full queue does not prove that the worker is dead, because a worker does not read during a long
+                # step.
                 if send_to(self.socket, peer, worker.ping) is SendOutcome.GONE:
                     gone.append(peer)
         return gone

@@ -109,7 +109,8 @@ class WaitReason(enum.Enum):
     NO_WORKER = "a worker that can serve it"
     BUDGET = "room in a step that other prompts fill"
 
-    # Each member is one object, so identity suffices. `Enum` hashes the member's name, which takes five times as long.
+    # Each enum member is a single object, so compare identities. `Enum` hashes the member's name, which takes five
+    # times as long.
     __hash__ = object.__hash__
 
 

@@ -139,7 +139,7 @@ class RequestRegistry:
         """Queue a new request, or refuse it."""
         key = RequestKey(event.frontend, event.stream)
         if key in self._requests:
-            return  # The front end got no response and submitted the request twice. Keep the first submission.
+            return  # The front end got no response and submitted the request again. Keep the first submission.
         is_duplicate = False
         identity = event.spec.identity
         if identity:
@@ -172,14 +172,14 @@ class RequestRegistry:
             )
         )
         if identity and turned_away is None:
-            # A refused request does not change its retained log, because its client may retry later.
+            # A refusal does not change the request's retained log, because the client may retry later.
             self.identified.began(request)
         self.tenants.arrived(request, now)
         if turned_away is not None:
             reason, message, retry_ms = turned_away
             self.refuse(request, reason, now, message=message, retry_ms=retry_ms)
         elif len(request.tokens) >= request.limit:
-            self.end(request, EndReason.LENGTH, now)  # The request was resumed with no token left to generate.
+            self.end(request, EndReason.LENGTH, now)  # The resumed request has already generated all of its tokens.
         else:
             self._timeouts.watch_deadline(request)
             if request.prediction is not None:
@@ -247,7 +247,7 @@ class RequestRegistry:
             wait.latest_start = self.forecast.latest_start(request, uncached)
             wait.must_start = self.forecast.must_start(request, uncached)
             if request.late_rank is not None and wait.latest_start is not None and wait.latest_start < now:
-                wait.latest_start = None  # The request keeps its rank among the late requests.
+                wait.latest_start = None  # The request keeps its rank among requests that missed their targets.
             else:
                 request.late_rank = None
         if request.grammar_key and self._grammar_failure(request) is not None:
@@ -286,7 +286,7 @@ class RequestRegistry:
             why = "it is out of memory and ranks last" if has_credit else "its reader takes no output"
             whose = f"because {why}"
         text = f"preempted on {worker.worker_id} {whose}; {remedy}"
-        # The request's own key means that it lacked memory. No key means that no other request took its place.
+        # The request's own key means that the request lacked memory. No key means that no other request took its place.
         request.note(now, kind, text, by=by.key if by is not request or has_credit else None)
         self.requeue(request, now, "preempted")
         request.wait.behind = by if by is not request else None

@@ -46,7 +46,8 @@ class RequestEvent(enum.Enum):
     LAST_STEP = "its last step was planned, and its row was released"
     END = "it ends for any other reason"
 
-    # Each member is one object, so identity suffices. `Enum` hashes the member's name, which takes five times as long.
+    # Each enum member is a single object, so compare identities. `Enum` hashes the member's name, which takes five
+    # times as long.
     __hash__ = object.__hash__
 
 

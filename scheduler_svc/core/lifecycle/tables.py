@@ -168,7 +168,7 @@ def _blocks(pool: BlockPool, tables: list[IndexArray], first_owner: int, num_own
         return Blocks(0, 1, NO_INDICES, NO_INDICES)
     owners = np.full(total, num_owners, np.intp)
     if tables:
-        # In reverse order, so that a shared block shows its first owner.
+        # Iterate in reverse, so that a shared block shows its first owner.
         numbers = np.arange(first_owner, first_owner + len(tables))[::-1]
         owners[np.concatenate(tables[::-1])] = np.repeat(numbers, [len(table) for table in tables[::-1]])
     references, owners = pool.references(stride), owners[::stride]

@@ -95,7 +95,7 @@ class Timeouts:
 
     def _stalled(self, now: float) -> Iterator[Overdue]:
         for worker in self._fleet:
-            # While a row has no credit, every plan for its worker sets the flag again.
+            # While a row has no credit, every plan for its worker sets this flag again.
             if not worker.starves:
                 continue
             worker.starves = False

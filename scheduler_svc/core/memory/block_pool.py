@@ -48,7 +48,8 @@ class BlockPool:
         """Make a pool of free blocks. Without `cache`, it creates a cache for full blocks only."""
         self.num_blocks = num_blocks
         self.cache = PrefixCache(num_blocks) if cache is None else cache
-        # A stack: the most recently used block is taken first, because it is most likely in a hardware cache.
+        # Use a stack, so that the most recently used block is reused first: it is the most likely to be in a hardware
+        # cache.
         self._free = np.arange(num_blocks, dtype=np.intp)
         self.num_free = num_blocks
         """Number of blocks without content."""
@@ -128,8 +129,7 @@ class BlockPool:
         self.share(blocks)
         self.release(blocks, last_step=last_step, answered_step=answered_step)
         for block in blocks[self._claims[blocks] < _RETIRED].tolist():
-            # A row still holds the block. The row may be preempted in this same plan, with an earlier step as its last
-            # one.
+            # A row still holds the block. This plan may preempt that row, whose last step is then an earlier one.
             self._read_in.pop(block, None)
             self._read_in[block] = last_step
 
@@ -197,7 +197,7 @@ class BlockPool:
             self._cache(blocks[known])
             self._push_free(blocks[~known])
         else:
-            # Usually only the last block is not in the cache, because it is not full.
+            # Usually only the last block is not cached, because it is not full.
             self._cache(blocks[:num_known])
             self._push_free(blocks[num_known:])
 
@@ -222,8 +222,8 @@ class BlockPool:
         """Free at least `count` cached blocks, least recently used first."""
         wanted = self.num_free + count
         while (short := wanted - self.num_free) > 0:
-            # In large pools, evict a few more, because evicting blocks that were cached together costs little more than
-            # one.
+            # In large pools, evict a few blocks more, because blocks that were cached together are cheap to evict
+            # together.
             self._forget(self._cached.oldest(short + self._eviction_batch))
 
     def _forget(self, blocks: IndexArray) -> None:

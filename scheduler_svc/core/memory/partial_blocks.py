@@ -118,7 +118,7 @@ def num_common(some: bytes, others: bytes) -> int:
     same, most = 0, min(len(some), len(others)) // TOKEN_BYTES
     if some.startswith(others[: TOKEN_BYTES * most]):
         return most
-    # Tokens that are equal up to an index are equal before it, so a binary search finds the first difference.
+    # Tokens that match up to an index also match before that index, so binary search finds the first difference.
     while most - same > 1:
         middle = (same + most) // 2
         if some.startswith(others[: TOKEN_BYTES * middle]):

@@ -223,7 +223,7 @@ class PrefixCache:
         node, offset, depth, _ = self._walk(keys[: KEY_BYTES * number])
         if depth < number or offset == len(node.blocks) or not self.partial.proven[node.blocks[offset]]:
             return match
-        # The sequence ends within a run, so only the run's next block can follow.
+        # The sequence ends within a run, so only the next block of that run can follow.
         num_tokens = num_common(node.tokens[self._width * offset : self._width * (offset + 1)], tokens)
         if num_tokens < self.partial.least_tokens or (match is not None and match.num_tokens >= num_tokens):
             return match
@@ -360,7 +360,7 @@ class PrefixCache:
         gone.append(blocks)
 
     def _truncate(self, node: _Node, offset: int) -> None:
-        # Copy, because a view would keep the memory for all blocks that were ever in the run.
+        # Copy, because a view would retain the memory of every block that was ever in the run.
         node.keys, node.blocks = node.keys[: KEY_BYTES * offset], node.blocks[:offset].copy()
         node.tokens = node.tokens[: self._width * offset]
 
@@ -377,7 +377,7 @@ def _common(run: bytes, keys: bytes, position: int) -> int:
     """
     if keys.startswith(run, position):
         return len(run) // KEY_BYTES
-    # A key depends on all keys before it, so a binary search finds the first difference.
+    # Each key depends on all earlier keys, so binary search finds the first difference.
     same, different = 1, min(len(run), len(keys) - position) // KEY_BYTES
     if keys.startswith(run[: KEY_BYTES * different], position):
         return different

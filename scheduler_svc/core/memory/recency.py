@@ -41,7 +41,7 @@ class RecencyQueue:
         """
         self._last_group += 1
         self._group_of[chain] = self._last_group
-        # Copy, because `chain` may be a small part of a long table.
+        # Copy, because `chain` may be a view of a long table.
         self._groups[self._last_group] = _Group(chain.copy(), len(chain))
 
     def remove(self, blocks: IndexArray) -> None:

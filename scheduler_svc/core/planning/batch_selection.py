@@ -188,7 +188,7 @@ class Admission:
                     gate.close()
                 return None
             if request.faults.suspect:
-                self._backlog.put_back(request)  # The request became a suspect while it waited.
+                self._backlog.put_back(request)  # The request became a suspect request while it waited.
                 continue
             if _requeue_if_late(request, self._backlog, self._now):
                 self._num_late += 1
@@ -355,8 +355,8 @@ class Admission:
         if not self._tenants.may_run(request, self._now):
             self._backlog.hold_for_tenant(request, self._now)
         elif request.wait.behind is not None and request.wait.behind in self._overtakable:
-            # The blocks that this request released are reserved for the request that preempted it. Requests that rank
-            # behind it must not take these blocks either.
+            # The blocks released by this request are reserved for the request that preempted it. Lower-ranked requests
+            # must not take them.
             self._looked_past.append(request)
             self._serves_urgent = True
         elif request.unsettled or not can_serve:
@@ -415,7 +415,7 @@ class Admission:
             if suspect is None:
                 return
             if not suspect.faults.suspect:
-                self._backlog.put_back(suspect)  # The suspect was cleared while it waited.
+                self._backlog.put_back(suspect)  # The suspect request was cleared while it waited.
                 continue
             if not self._is_eligible(suspect):
                 continue
@@ -434,7 +434,7 @@ class Admission:
         self._backlog.admitted(request, self._worker)
         self._num_admitted += 1
         self._num_bytes += admission_bytes(request, self._worker.rows.block_size)
-        self._load += DECODE_COST  # This step computes its prompt, or the request used up the budget.
+        self._load += DECODE_COST  # This step computes the request's prompt, or the request used up the budget.
         self._worker.gate.admitted(len(request.tokens), self._now)
         self._overtake(request)
 
@@ -451,7 +451,7 @@ class Admission:
         worker = self._worker
         vocab_size = worker.model.vocab_size
         if worker.facts.holds(request.highest_token >= vocab_size):
-            # A replay has no token ids.
+            # Replayed requests have no token ids.
             found = next((token for token in request.tokens if not 0 <= token < vocab_size), -1)
             message = (
                 f"token id {found} is outside the vocabulary [0, {vocab_size}); use the tokenizer of the served model"
@@ -461,7 +461,7 @@ class Admission:
             return None
         if not is_served:
             return Refusal(request, EndReason.INVALID, self._not_served(request))
-        # A worker without other work tries the request anyway, because the forecast may be wrong.
+        # An otherwise idle worker tries the request anyway, because the forecast may be wrong.
         if request.wait.must_start is None or self._now <= request.wait.must_start or not worker.rows.num_running:
             return None
         return Refusal(
@@ -611,7 +611,7 @@ def victims_for_urgent(
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
     cached = worker.match(request).blocks
     num_new = -(-len(request.tokens) // rows.block_size) - len(cached)
-    # Retired blocks become available without a preemption when the result arrives.
+    # Retired blocks become available without preemption when the result arrives.
     num_available = pool.num_available - pool.count_idle(cached) + pool.num_retired
     need_blocks = max(0, num_new + worker.capacity.reserve(rows) - num_available)
     if not (need_row or need_blocks) or not _lacks_only_room(worker, request, placement, tenants, now):

@@ -65,7 +65,8 @@ class BlockAllocation:
         num_blocks = -(-num_computed // rows.block_size)
         request = rows.requests[row]
         assert request is not None
-        # KV of an unfinished prompt may come from a row that is about to fail, because no sampled token has proven it.
+        # The KV of an unfinished prompt may come from a row that is about to fail, because no sampled token has
+        # verified it yet.
         may_swap = rows.state.item(row) == DECODE and not request.starts_over
         if (
             may_swap

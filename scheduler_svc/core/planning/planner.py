@@ -137,7 +137,7 @@ class Planner:
         else:
             worker.capacity.is_growing = bool(len(decodes) or under_way or worker.in_flight)
             self._admit(under_way)
-        # A worker without further work still needs a plan that names the ended rows.
+        # A worker without further work still needs a plan that lists the ended rows.
         idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
         if len(decodes) or self._chunks or self._allocation.swap_outs or idle_leaves:
             self._outcome.plan = self._issue(decodes)
@@ -233,13 +233,13 @@ class Planner:
         reach, most = rows.reach(candidates), rows.limit[candidates] - ONE
         room = rows.allowed[candidates] - reach
         limits = np.where(limits < room, limits, np.int32(0))
-        # A row generates one token in addition to its drafts, and none beyond its limit.
+        # A row generates one token besides its drafts, but never exceeds its limit.
         limits = np.minimum(limits, np.maximum(most - reach, np.int32(0)))
         has_credit = room > 0
         if not all_of(has_credit):
             worker.starves = True
             self._note_held(candidates[~has_credit], WaitReason.CREDIT)
-        # A row that may have reached its limit, or filled its blocks up to it, waits, because it may have ended.
+        # A row waits if it may already have ended, by reaching its limit or by filling its blocks up to the limit.
         goes_on = has_credit & (reach <= rows.limit[candidates])
         needy = goes_on & (reach > rows.capacity[candidates]) & (rows.capacity[candidates] < most)
         if any_of(needy):
@@ -355,7 +355,7 @@ class Planner:
                 return
             cost = self._add_chunk(longest_first.pop(), most=left)
             if not cost:
-                return  # The remaining budget is too small for one token of the shortest prompt.
+                return  # The remaining budget is too small for even one token of the shortest prompt.
             left -= cost
 
     def _first_is_late(self, under_way: list[int]) -> bool:
@@ -440,7 +440,7 @@ class Planner:
         self._pool.share(room.cached)
         num_cached_tokens = len(room.cached) * self._rows.block_size
         if room.partial is not None:
-            # The plan being made reads this block, so `take` below must not hand it out.
+            # The current plan reads this block, so `take` below must not return it.
             source = np.array([room.partial.block], np.intp)
             worker = self._worker
             self._pool.read(source, last_step=worker.last_step + 1, answered_step=worker.answered_step)
@@ -494,7 +494,7 @@ class Planner:
         worker, rows = self._worker, self._rows
         rows.outlook = None
         holds, releases = self._update_held(decodes)
-        # Advance decode rows first: prefill rows become decode rows below.
+        # Process decode rows first, because prefill rows become decode rows below.
         length = rows.length[decodes] + ONE
         rows.length[decodes] = length
         context = self._context(decodes, length)
@@ -527,7 +527,7 @@ class Planner:
                 least_s=least_s,
                 started=self._now,
                 successor_due=self._now + worker.timing.lead(least_s),
-                # Rows that decoded before and are not released in this step could continue in any case.
+                # Rows that decoded before and are not released in this step can always continue.
                 goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
                 chunk_rows=self._chunks.rows,
                 chunk_generations=rows.generation[chunk_rows],

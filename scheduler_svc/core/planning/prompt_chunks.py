@@ -86,7 +86,7 @@ class StepChunks:
             return 0
         rows = self._worker.rows
         at = self._at.get(row)
-        # Extending a chunk costs the difference between the longer and the shorter chunk.
+        # The cost of extending a chunk is the longer chunk's cost minus the shorter chunk's.
         chunk, charged = (0, 0) if at is None else (self.lengths[at], self._charged[at])
         computed = rows.computed.item(row)
         rest = rows.length.item(row) - computed - chunk
@@ -95,13 +95,14 @@ class StepChunks:
             affordable = max(1, affordable)
         added = min(rest, affordable, self._longest - chunk)
         if added == rest and added > 0 and not self._has_room_for_result(row):
-            added -= 1  # Compute the last token in a later step, whose result has room for the embedding.
+            added -= 1  # Compute the last token in a later step, because that step's result has room for the embedding.
         if added <= 0:
             if most is None and affordable <= 0:
-                # The remaining budget is too small for another token, and later prompts must not use it.
+                # The remaining budget is too small for another token. Do not leave it to later prompts.
                 self.budget = 0
             return 0
-        # If the budget limits the chunk, the remainder is too small for another token of this prompt. Charge it too.
+        # If the budget limits the chunk, the remainder is too small for another token of this prompt. Charge the
+        # remainder too.
         ends_budget = budget == self.budget and added == affordable
         cost = budget if ends_budget else chunk_cost(chunk + added, computed, self._break_even) - charged
         if at is None:

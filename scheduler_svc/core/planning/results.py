@@ -76,7 +76,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     record = worker.in_flight[0]
     answered, generations, limits = record.rows, record.generations, record.draft_limits
     if event.failures:
-        # A failure with another generation does not belong to this step. The result then lacks a row.
+        # A failure with another generation does not belong to this step, so a row is missing from the result.
         failed = {(failure.row, failure.generation) for failure in event.failures}
         uses = zip(answered.tolist(), generations.tolist(), strict=True)
         kept = np.array([use not in failed for use in uses], np.bool_)
@@ -94,7 +94,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
         drafts = _drafts(event, limits)
     elif len(event.tokens) != len(event.rows):
         raise ProtocolViolationError(f"result of step {event.step}: {len(event.tokens)} tokens for its rows")
-    # Read as unsigned numbers, negative ids are large, so one comparison checks both bounds.
+    # As unsigned numbers, negative ids are large, so one comparison checks both bounds.
     if worker.facts.holds(any_of(event.tokens.view(np.uint32) >= worker.vocab_size)):
         raise ProtocolViolationError(f"result of step {event.step}: a sampled token is outside the vocabulary")
 
@@ -259,7 +259,7 @@ def _settle_drafts(
         answered, counts, verified, limits = answered[alive], counts[alive], verified[alive], limits[alive]
     rows.verified(answered, verified, counts - ONE)
     rows.drafts[answered] -= limits
-    # Only the tokens up to a stop token, and up to the request's limit, count.
+    # Count only the tokens up to a stop token and within the request's limit.
     owner = np.repeat(np.arange(len(answered)), counts)
     place = spread(np.zeros_like(counts), counts)
     kept = np.minimum(counts, rows.limit[answered] - rows.committed[answered])

@@ -58,7 +58,7 @@ def choose_victims(candidates: Candidates, *, need_blocks: int, rule: str, thres
         "lowest_priority": (-candidates.sequences, -ranks),
     }
     worst_first = np.lexsort(order[rule])
-    # Select at least one victim, because only a row may be missing.
+    # Select at least one victim, because a row may be all that is missing.
     freed_before = np.cumsum(num_blocks[worst_first]) - num_blocks[worst_first]
     count = max(1, int(np.count_nonzero(freed_before < need_blocks)))
     victims: list[int] = candidates.rows[worst_first[:count]].tolist()

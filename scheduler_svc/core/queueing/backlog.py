@@ -184,7 +184,7 @@ class Backlog:
             return True
         if worker in self._compiled:
             return True
-        # A loop, because `any` takes several times as long without keys, and every plan runs this.
+        # Loop, because `any` is several times slower for an empty mapping and every plan runs this line.
         for key in self._for_grammar.keys():  # noqa: SIM110, SIM118
             if key not in self._compiling:
                 return True
@@ -214,7 +214,7 @@ class Backlog:
         """Count the requests that wait for the worker's next plan."""
         return self._assigned.count(worker)
 
-    # ---------------------------------------------------------------- coming and going
+    # ---------------------------------------------------------------- arrivals and departures
 
     def push(self, request: Request, now: float) -> None:
         """Add a request."""
@@ -301,7 +301,7 @@ class Backlog:
                 del self._refilling[tenant]
                 self.tenant_changed(tenant, now)
 
-    # ---------------------------------------------------------------- one worker's next plan
+    # ---------------------------------------------------------------- the next plan for one worker
 
     def take(self, worker: Worker, cached: CachedTokens) -> Request | None:
         """Take out the first request that the worker can serve, or return None.
@@ -366,7 +366,7 @@ class Backlog:
         for key in self._compiled.pop(worker, ()) if num_free_rows else ():
             if not worker.grammars.is_ready(key):
                 continue
-            # Release only as many requests as the worker can take. A worker without the grammar would hold the others
+            # Release no more requests than the worker can take. A worker without the grammar would hold the others
             # again.
             self._compete_again(islice(self._for_grammar.release(key), num_free_rows), now)
             if self._for_grammar.count(key):
@@ -414,7 +414,7 @@ class Backlog:
                 return request
         return None
 
-    # ---------------------------------------------------------------- requests that were taken and cannot start
+    # ---------------------------------------------------------------- selected requests that cannot start
 
     def hold_for_tenant(self, request: Request, now: float) -> None:
         """Hold a request until its tenant may run more."""
@@ -470,7 +470,7 @@ class Backlog:
         for worker in list(dict.fromkeys(chain(self._prefixes, self._assigned.keys()))):
             if worker not in present:
                 self._worker_left(worker, now)
-        # Ask another worker for the grammars that a lost worker was compiling.
+        # Ask another worker to compile the grammars that a lost worker was compiling.
         self._compiling = {key: worker for key, worker in self._compiling.items() if worker in present}
         for key in list(self._for_grammar.keys()):
             self._compete_again(self._for_grammar.release(key), now)
@@ -575,7 +575,7 @@ class Backlog:
         if self._shortest is None:
             return
         if queue is self._suspects:
-            self._shortest.discard(request)  # The request may have become a suspect while it waited.
+            self._shortest.discard(request)  # The request may have become a suspect request while it waited.
         else:
             self._shortest.push(request)
 

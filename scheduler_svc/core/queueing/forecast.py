@@ -131,7 +131,7 @@ class Forecast:
             return None
         num_workers, costs, rows = len(self._fleet), worker.costs, worker.rows
         num_running = rows.num_running
-        # Both are computed once here, because an arrival uses them several times.
+        # Compute both here, because each arrival uses them several times.
         decode_s = costs.decode_s(num_running, rows.num_table_blocks * rows.block_size)
         step_s = decode_s if num_running else worker.decode_step_s
         step_s += worker.mean_chunks * costs.prompt_token_s
@@ -239,9 +239,9 @@ class Forecast:
         while times and now - times[0] > _WINDOW_S:
             times.popleft()
         rows = max(1, worker.rows.num_running)
-        # A running request is at least as long as it is now.
+        # The final length of a running request is at least its current length.
         held_s = step_s * max(1.0, num_outputs, worker.rows.num_all_generated / rows)
-        # Weight the prior like the admission of one batch of rows.
+        # Give the prior the weight of one batch of admissions.
         measured_s = now - times[0] if times else 0.0
         return (len(times) + rows * num_workers) / (measured_s + held_s)
 

@@ -66,7 +66,7 @@ class OutputLengths:
             if len(samples) >= _ENOUGH and len(longer) >= _ENOUGH_LONGER:
                 return longer
             few = longer or few
-        # The last one is the most general: all finished requests.
+        # The last entry is the most general, because it includes all finished requests.
         return few
 
 

@@ -59,7 +59,7 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
     block_size = worker.rows.block_size
     num_new = -(-len(request.tokens) // block_size) - len(cached)
     worst_blocks = -(-(worker.limit_of(request) - 1) // block_size)
-    # Cached blocks without holders count as available until they are shared or copied from.
+    # Cached blocks that no row holds count as available until a request shares or copies them.
     num_available = worker.pool.num_available - worker.pool.count_idle(cached)
     num_copied = 0 if partial is None else worker.pool.count_idle(np.array([partial.block], np.intp))
     fits = partial_fits = worker.capacity.admits(
@@ -71,7 +71,7 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
         )
     if partial_fits:
         return Room(cached, num_new, partial, match.swapped)
-    # A partial copy saves little, so it is not worth waiting for memory.
+    # A partial copy saves too little to wait for memory.
     return Room(cached, num_new) if fits else None
 
 

@@ -237,7 +237,7 @@ class KeyedQueue(WaitingQueue):
         self._extracted.clear()
 
     def first_ones(self, most: int) -> list[Request]:
-        # The next entry is always a child of an entry that came before.
+        # The next entry is always a child of an earlier entry.
         found: dict[Request, None] = {}
         reached = [(self._heap[0], 0)] if self._heap else []
         while reached and len(found) < most:
@@ -356,7 +356,7 @@ class FairQueue(WaitingQueue):
     def discard(self, request: Request) -> None:
         self._num_requests -= 1
         self._queues[self._policy.group_of(request.account)].discard(request)
-        # `take` drops an empty group in its turn. Without a worker, `take` is never called, so drop them here.
+        # `take` drops an empty group in its turn. Without a worker, `take` is not called, so drop such groups here.
         if len(self._queues) > 64 + 2 * self._num_requests:
             self._drop_empty()
 

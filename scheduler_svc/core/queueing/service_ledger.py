@@ -66,7 +66,7 @@ class ServiceLedger:
         least = self._backlogged.least(self._service)
         if least is not None:
             return self._service[least]
-        # The group's running requests are still served, unless the group was dropped.
+        # The group's running requests still get service, unless the group was dropped.
         return max(self._last_service, self.service(self._last))
 
     def _remember_idle(self, group: str) -> None:

@@ -56,7 +56,7 @@ class ShortestFirst:
                 if is_newest:
                     del self._places[request]
             elif len(request.tokens) != length:
-                heapq.heappop(self._heap)  # Steps in flight have given it tokens since it was preempted.
+                heapq.heappop(self._heap)  # Steps in flight have added tokens to this request since it was preempted.
                 self.push(request)
             elif accepts(request):
                 found = request

@@ -101,7 +101,7 @@ class Tenants:
         tenant = self._of(name, now)
         if limits.max_running and tenant.running + tenant.competing >= limits.max_running:
             return False
-        # How many requests a rate allows depends on which of them starts first.
+        # The number of requests that a rate allows depends on which one starts first.
         return not limits.tokens_per_s or started or (tenant.spare >= 0 and tenant.competing < _MAX_COMPETING)
 
     def competes(self, name: str, change: int) -> None:
@@ -118,7 +118,7 @@ class Tenants:
         room = BURST_S * limits.tokens_per_s - tenant.tokens
         if -tenant.spare <= room:
             return now - tenant.spare / limits.tokens_per_s
-        # A full bucket may not suffice. Check again when running requests have generated some tokens.
+        # Even a full bucket may not suffice. Check again after running requests have generated some tokens.
         return now + max(room / limits.tokens_per_s, _REVIEW_S)
 
     def arrived(self, request: Request, now: float) -> None:

@@ -54,7 +54,7 @@ class History:
     def keep(self, request: Request, outcome: str) -> None:
         """Store the history of a request that has ended with this reason."""
         ended = self._ended
-        ended.pop(request.key, None)  # A stream may be submitted again. The newest one is last.
+        ended.pop(request.key, None)  # If a stream is submitted again, its newest entry comes last.
         ended[request.key] = story_of(request, outcome)
         if len(ended) > MAX_ENDED:
             del ended[next(iter(ended))]

@@ -36,7 +36,7 @@ class IdentifiedRequests:
         request.is_logged = True
         if log is not None:
             request.accepted = True
-            # The client may have fewer tokens than the log. The missing tokens are generated again.
+            # The client may have fewer tokens than the log. Generate the missing tokens again.
             request.scores = [each for each in log.scores if each[0] < request.num_generated]
             request.prompt_charged |= log.charged_tokens > 0
         self._live[identity] = request
@@ -66,7 +66,7 @@ class IdentifiedRequests:
             self._kept.drop(identity)
             self._effects.append(LogDropped(identity=identity))
             return
-        # Keep all tokens, including those after a stop string: the string is searched for again in all of them.
+        # Keep tokens after a stop string too, because the stop string is searched for again in all tokens.
         log = Log(
             spec=request.spec,
             tokens=request.tokens.tobytes(),

@@ -82,7 +82,7 @@ class BatchGate:
             return True
         self.close()
         if not num_running:
-            self._collecting_since = now  # The batch has already finished. Start to collect the next one.
+            self._collecting_since = now  # The batch has already finished. Start collecting the next one.
         return False
 
     def admitted(self, num_tokens: int, now: float) -> None:

@@ -53,7 +53,7 @@ def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | N
     without = costs.expected_s(shape)
     target_s = target_s if shape.rows else PREFILL_FACTOR * target_s
     if target_s < 2.0 * without:
-        # As long as all measured steps had chunks of the same size, the fixed time is not known separately.
+        # As long as all measured chunks had the same size, the fixed time cannot be separated.
         without *= max(_LEAST_SHARE, 1.0 - costs.uncertainty(shape))
     return affordable_tokens(target_s, without, token_s)
 
@@ -88,7 +88,7 @@ class Pace:
         full = chunk_budget(costs, min(target_s, max(PACE_S, costs.fixed_s / FIXED_SHARE)), shape)
         if paced is None or full is None:
             return None
-        last_s = num_tokens * costs.fixed_s * (1 / paced - 1 / full)  # the delay of the last prompt
+        last_s = num_tokens * costs.fixed_s * (1 / paced - 1 / full)  # The delay of the last prompt.
         bound_s = DELAY_PER_READER_S * shape.rows
         self._is_kept = num_prompts * last_s / 2 <= (bound_s if self._is_kept else bound_s / _RETURN)
         return paced if self._is_kept else max(paced, full)

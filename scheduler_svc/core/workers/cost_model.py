@@ -81,7 +81,7 @@ class _Kind:
         """Record the ratio of a step's time to its expected time."""
         distance = ratio - 1.0 if ratio > 1.0 else 1.0 - ratio
         gain = 0.25 if self.count < _EARLY_STEPS else 0.125
-        # Limit the weight of a disturbed step while only few steps were measured.
+        # Limit the weight of a disturbed step while few steps were measured.
         self.deviation += gain * (min(distance, 2.0 * self.deviation + 0.05, 1.0) - self.deviation)
         peak = self.peak * _PEAK_DECAY
         self.peak = ratio if ratio > peak else max(peak, 1.0)

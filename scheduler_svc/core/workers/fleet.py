@@ -194,7 +194,7 @@ class Fleet:
         )
         was_drained = hello.worker_id in self._drained
         self._drained.pop(hello.worker_id, None)
-        # A new process with the name of a drained worker replaces that worker and is not drained.
+        # A new process that reuses a drained worker's name replaces that worker and is not drained.
         worker.draining = was_drained and hello.reason is not ev.HelloReason.STARTED
         self._changed()
         if not worker.draining:

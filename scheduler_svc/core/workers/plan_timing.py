@@ -32,8 +32,8 @@ class PlanTiming:
         """
         self._margin += _MARGIN_DECAY * (LEAD_S - self._margin)
         if expected_s > 0 and idle > TOLERATED_IDLE * expected_s:
-            # With a margin equal to the step's time, the next plan is sent immediately. A larger margin would have no
-            # effect and would only take longer to shrink.
+            # If the margin equals the step time, the next plan is sent immediately. A larger margin would have no
+            # further effect and would take longer to shrink.
             self._margin = max(LEAD_S, min(self._margin + idle, expected_s))
 
     def lead(self, least_s: float) -> float:

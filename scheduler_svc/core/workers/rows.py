@@ -74,7 +74,7 @@ class RowTable:
         self.block_size = block_size
         self._block = np.array(block_size, np.int32)
         self.requests: list[Request | None] = [None] * max_rows
-        # Memory pages beyond the longest sequence so far are never touched, so they take no memory.
+        # Memory pages beyond the longest sequence so far are never touched, so they use no physical memory.
         self._tables = np.zeros((max_rows, max_blocks + _LINE // 8), np.intp)
         self._num_blocks = np.zeros(max_rows, np.intp)
         self.shared = np.zeros(max_rows, np.int32)
@@ -446,7 +446,7 @@ class RowTable:
             tokens: one token for each row, `[n]`.
             gathered: stop tokens of `rows`, if they were gathered.
         """
-        # Compare one array at a time, because comparing a matrix with a column takes many times as long.
+        # Compare one array at a time, because comparing a matrix with a column is many times slower.
         hits: BoolArray | None = None
         if gathered is None:
             gathered = [stops[rows] for stops in self._stops[: self._most_stops]]

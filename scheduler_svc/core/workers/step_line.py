@@ -104,7 +104,7 @@ class StepLine:
         """
         r, p, c = column
         ff, fr, fp, fc, rr, rp, rc, pp, pc, cc = self._covariance
-        # Covariance of each coefficient with the expected time.
+        # Covariance between each coefficient and the expected time.
         f_x = ff + fr * r + fp * p + fc * c
         r_x = fr + rr * r + rp * p + rc * c
         p_x = fp + rp * r + pp * p + pc * c
@@ -124,7 +124,7 @@ class StepLine:
         pp -= p_g * p_x
         cc -= c_x * c_x * inverse
         limits, floors, drift = self._limits, self._floors, _DRIFT * _DRIFT * num_steps
-        # Only the coefficients that affect this step may have drifted, as far as it shows.
+        # Only the coefficients that contribute to this step can show drift.
         if ff < limits[0]:
             ff += drift * max(fixed_s, floors[0]) ** 2
         if r and rr < limits[1]:

@@ -261,7 +261,7 @@ class Worker:
         self.grammars.vacated(request.grammar_key)
         num_tokens = min(num_computed, len(request.tokens))
         if self.shares_prefixes:
-            # Keep all computed blocks in the cache, including generated tokens.
+            # Cache all computed blocks, including those with generated tokens.
             self._publish(row, request, blocks, num_tokens)
             if is_proven:
                 self._prove(request, blocks, num_tokens)
@@ -285,7 +285,7 @@ class Worker:
     def cached_tokens(self, request: Request) -> int:
         """Return how many of the request's tokens need no computation on this worker."""
         if request.swapped is None and self.pool.cache.partial is None:
-            # Every arrival looks up its prompt, so count the blocks without collecting them.
+            # Count the blocks without building a list, because every arrival looks up its prompt.
             return self.pool.cache.count(self.shareable_keys(request)) * self.rows.block_size
         return self.num_cached(self.match(request))
 
