@@ -93,8 +93,8 @@ class Delivery:
             is_error = True
             raise
         except asyncio.CancelledError as cancelled:
-            # The task refers to this error, whose traceback refers to the task and to the request. Such a cycle would keep
-            # the request alive until the next garbage collection.
+            # The task refers to this error, whose traceback refers to the task and to the request. Such a cycle would
+            # keep the request alive until the next garbage collection.
             raise cancelled.with_traceback(None) from None
         finally:
             for stream, watch in zip(streams, choices.watches, strict=True):
