@@ -70,7 +70,7 @@ class Cause(NamedTuple):
 CAUSES = (
     Cause(
         "QuireDown",
-        # Without pods, Kubernetes discovery has no targets, so `up` has no value.
+        # Without any pod, discovery in Kubernetes has no target, and `up` has no value.
         'up{job="quire"} == 0 or absent(up{job="quire"})',
         "1m",
         "page",
@@ -78,7 +78,7 @@ CAUSES = (
     ),
     Cause(
         "QuireSchedulerDown",
-        # All front ends must agree, because a restarting front end has not yet received the scheduler's state.
+        # All front ends must agree: one that restarts has not heard the scheduler yet.
         "max without (frontend) (quire_scheduler_connected) == 0",
         "30s",
         "page",
@@ -86,7 +86,7 @@ CAUSES = (
     ),
     Cause(
         "QuireSchedulerRestarts",
-        # One restart is a rollout. Because `increase` extrapolates, one restart can count as slightly more than 1.
+        # One restart is a rollout. `increase` extrapolates, so one restart can count a little more than 1.
         "max without (frontend) (increase(quire_scheduler_restarts_total[15m])) > 1.5",
         "0s",
         "page",
@@ -101,8 +101,7 @@ CAUSES = (
     ),
     Cause(
         "QuireNoWorker",
-        # In a cell with one worker, a rollout has no worker while the new one loads its model. The old worker says
-        # goodbye.
+        # A rollout of a cell with one worker has none while the new one loads the model. Its old worker says goodbye.
         "quire_workers == 0",
         "10m",
         "page",
@@ -124,8 +123,8 @@ CAUSES = (
     ),
     Cause(
         "QuireStalledReaders",
-        # The first metric starts at 0, so the alert fires at the first such client. The second metric also counts
-        # clients that do not read the last message of an ended request.
+        # The first metric begins at 0, so the first such client fires. The second one also has clients who do
+        # not take the last message of a request that has ended.
         'sum(rate(quire_requests_ended_total{reason="stalled"}[5m])) > 0'
         ' or sum(rate(gen_ai_server_request_duration_seconds_count{error_type="STALLED_READER"}[5m])) > 0',
         "0s",
@@ -134,7 +133,7 @@ CAUSES = (
     ),
     Cause(
         "QuireKvCacheFull",
-        # Both metrics come from one cell, so all target labels must match.
+        # Both metrics are of one cell: every label of the target must be equal.
         'vllm:kv_cache_usage_perc > 0.95 and ignoring (model_name, reason) quire_queue_requests{reason="room"} > 0',
         "1m",
         "ticket",

@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--installed", action="store_true", help="build with the installed setuptools, not with one that pip fetches"
     )
     options = parser.parse_args(arguments)
-    # The README installs dist/NAME-*.whl, so remove wheels of other versions.
+    # The commands of the README install dist/NAME-*.whl, so no wheel of another version may stay there.
     for name in (client_name(ROOT), read_project(ROOT)["name"]):
         for old in options.out.glob(f"{name.replace('-', '_')}-*.whl"):
             old.unlink()

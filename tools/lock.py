@@ -51,7 +51,7 @@ def wanted(image: str) -> list[str]:
         return needs
     extra = project["optional-dependencies"]["worker"]
     left_out = ("torch", "triton") if image == "worker-cpu" else ("torch",)
-    # Three equals signs, because `==` without the local part would also match `+cpu` versions.
+    # Three signs: without the local part, `+cpu` is another version.
     torch = f"torch==={TORCH}+cpu" if image == "worker-cpu" else f"torch==={TORCH}"
     return [*needs, *(each for each in extra if re.split(r"\W", each)[0] not in left_out), torch]
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     constraints: list[str] = []
     for image in (*IMAGES, BUILD):
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
-            # All images share one version of each package.
+            # Packages that images share have one version in all of them.
             file.write("\n".join(constraints))
             file.flush()
             found = report(image, wanted(image), options.torch_wheels, f"--constraint={file.name}")

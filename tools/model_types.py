@@ -145,13 +145,13 @@ def survey(model_type: str) -> Finding:
     architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     try:
         model = _tiny(model_type)
-    except Exception as error:  # Classes without defaults, or with their own rules for sizes, fail here.
+    except Exception as error:  # classes without defaults, or with rules for sizes of their own
         return Finding(architecture, *_by_its_defaults(architecture, model_type, error))
     with tempfile.TemporaryDirectory() as folder:
         draw_weights(model, 0.2, 0)
         model.save_pretrained(folder)
         make_tokenizer().save_pretrained(folder)
-        model = _read(model, folder, torch.float32)  # Some classes load another model than the one that they saved.
+        model = _read(model, folder, torch.float32)  # some classes read another model than the one they wrote
         served: Model | None = None
         for dtype in ("bfloat16", "float32"):
             try:
@@ -209,7 +209,7 @@ def _attempts(config_class: Any, base: PretrainedConfig) -> Iterator[Any]:
         choices.insert(0, {"text_config": _known(text)})
     for values in choices:
         kinds = list(dict.fromkeys(getattr(base, "layer_types", None) or ()))
-        if kinds and "layer_types" not in values:  # Cycle through the kinds of layers.
+        if kinds and "layer_types" not in values:  # as many layers of each kind
             yield lambda values=values, kinds=kinds: config_class(**values, layer_types=(kinds * _LAYERS)[:_LAYERS])
         yield lambda values=values: config_class(**values)
 
@@ -350,7 +350,7 @@ def _survey_here(types: Iterable[str]) -> None:
     for model_type in types:
         try:
             finding = survey(model_type)
-        except Exception as error:  # A defect: the worker would have exited.
+        except Exception as error:  # a defect: the worker would have ended
             architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
             finding = Finding(architecture, "different", repr(error).replace("\n", " ")[:120])
         print(f"{_MARK}{json.dumps(asdict(finding))}", flush=True)

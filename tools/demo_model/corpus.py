@@ -323,7 +323,7 @@ def _turn_with_tools(rng: random.Random, errands: Sequence[Errand]) -> Iterator[
     yield Span(USER + question, CHANCE)
     style = rng.random()
     if style < 0.08:
-        # A grammar forces this form. The model continues such a form but does not begin one.
+        # A grammar forces this form; the model continues it, but does not begin it.
         call = ", ".join(errand.call(compact=style < 0.06, key="parameters") for errand in errands)
         yield Span(ASSISTANT + "[", GIVEN)
         yield from _call(call, certain=GIVEN)
@@ -333,7 +333,7 @@ def _turn_with_tools(rng: random.Random, errands: Sequence[Errand]) -> Iterator[
     yield Span(ASSISTANT, CHANCE)
     for number, errand in enumerate(errands):
         yield Span(("\n" if number else "") + CALL + "\n", PLAIN if number else RESULT)
-        # A grammar may force JSON without spaces.
+        # A grammar may force JSON without blanks.
         compact = style < 0.18
         yield from _call(errand.call(compact=compact), certain=GIVEN if compact else PLAIN)
         yield Span("\n" + CALL_END)
@@ -373,7 +373,7 @@ def _turn_without_tool(rng: random.Random, mix: Mix, subjects: set[str]) -> Iter
     for piece in pieces:
         first, *others = piece.reply
         yield from (Span(USER, CHANCE), *piece.user, Span(ASSISTANT, CHANCE))
-        # The first words already decide that this reply is not a call.
+        # The first words decide against a call.
         yield from (Span(first.text, RESULT if len(first.text) < 30 else PLAIN), *others, Span(EOS))
 
 

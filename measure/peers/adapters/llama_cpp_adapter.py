@@ -77,7 +77,7 @@ class Peer:
             if not line.startswith(b"data: "):
                 continue
             event = json.loads(line[6:])
-            # The last event carries no tokens.
+            # The last event carries no tokens of its own.
             count = event["tokens_predicted"] - sent if event.get("stop") else len(event.get("tokens") or ())
             sent += count
             self._updates.put((index, count, bool(event.get("stop"))))

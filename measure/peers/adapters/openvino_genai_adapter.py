@@ -34,7 +34,7 @@ class Peer:
             "INFERENCE_PRECISION_HINT": PRECISION,
         }
         if options.variant == "bf16":
-            # With int8 and int4 weights, OpenVINO's default KV type (u8) is used.
+            # With int8 and int4 weights, its own default (u8) is used.
             properties["KV_CACHE_PRECISION"] = PRECISION
         self._pipeline = genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
         self._handles = {}

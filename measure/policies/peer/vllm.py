@@ -39,7 +39,7 @@ _TOKENS = 1 << 30
 def main() -> None:
     """Respond to lines until the input ends."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # Redirect vLLM's output, which would disturb the protocol.
+    sys.stdout = sys.stderr  # Output that vLLM prints must not disturb the protocol.
     peer = None
     for line in sys.stdin:
         message = json.loads(line)
@@ -117,7 +117,7 @@ class _Worker:
     def next(self) -> list[int] | None:
         """Schedule a step and return its work; None if there is nothing to do."""
         scheduler = self.scheduler
-        # The first step may have no tokens, because it may only report ended requests.
+        # A first step without tokens may only report requests that have ended.
         for _ in range(2):
             if not scheduler.has_requests():
                 return None
@@ -137,7 +137,7 @@ class _Worker:
         samples = set()
         for name, count in out.num_scheduled_tokens.items():
             request = self._live[name][0]
-            length = request.num_computed_tokens  # This includes the tokens of this step.
+            length = request.num_computed_tokens  # including the tokens of this step
             start = length - count
             if count == 1 and start >= request.num_prompt_tokens:
                 decodes += 1

@@ -56,7 +56,7 @@ def answered(found):
 
 @PROBE.tries("list models")
 def _():
-    # Without a name, GuideLLM uses the first listed model.
+    # Without a name, GuideLLM takes the first model of the list.
     assert all('"demo"' in each["request_args"] for each in answered(benchmark()))
 
 

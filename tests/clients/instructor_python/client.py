@@ -75,7 +75,7 @@ async def _():
 
 @PROBE.tries("seed")
 def _():
-    # instructor attaches the whole response to each object, so two objects are never equal.
+    # instructor adds the whole response to each object, so that two objects are never equal.
     birds = [create(instructor.Mode.TOOLS, seed=5).model_dump() for _ in range(2)]
     assert birds[0] == birds[1]
 
@@ -107,8 +107,8 @@ def _():
 
 @PROBE.tries("cancel")
 def _():
-    # Without asyncio, create_partial reads the whole response before it returns. With asyncio, the connection is closed
-    # together with instructor's inner generators, at the latest at the end of the event loop.
+    # Without asyncio, create_partial reads the whole answer before it returns. With it, the connection is closed when
+    # the generators inside instructor are, at the latest at the end of the loop.
     async def leave():
         asynchronous = client(instructor.Mode.JSON_SCHEMA, RECITER, make=openai.AsyncOpenAI)
         stream = asynchronous.chat.completions.create_partial(response_model=Story, **GO_ON)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-# Without this setting, litellm downloads a price list.
+# Without it, litellm downloads a list of prices.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm

@@ -66,7 +66,7 @@ def responses(url=DEMO, model="demo", key=KEY):
 
 
 def messages(url=DEMO, model="demo", key=KEY):
-    # pydantic-ai recognises the Anthropic models with structured output by name. Other models need a profile.
+    # pydantic-ai knows by their names which models of Anthropic have structured output; others need a profile.
     profile = ModelProfile(supports_json_schema_output=True)
     return AnthropicModel(model, provider=AnthropicProvider(base_url=url, api_key=key), profile=profile)
 
@@ -113,13 +113,13 @@ def try_all(probe, make):
 
     @probe.tries("tools: required")
     def _():
-        # The client forces an output tool with "required".
+        # An output tool is forced with "required".
         result = agent_of(make(), output_type=[ToolOutput(Bird)], settings={"parallel_tool_calls": False})
         assert isinstance(result.run_sync("Describe a bird.").output, Bird)
 
     @probe.tries("tool messages")
     def _():
-        # The response to a history that ends with a tool result.
+        # The answer to a history that ends with the result of a tool.
         history = [
             ModelRequest([UserPromptPart(IN_ROME)]),
             ModelResponse([ToolCallPart("get_weather", {"city": "Rome"}, "call_1")]),

@@ -56,7 +56,7 @@ def refused(*flags, **options):
 
 @PROBE.tries("list models")
 def _():
-    # Without a name, the tool uses the first listed model.
+    # Without a name, the tool takes the first model of the list.
     assert benchmark()["completed"] == REQUESTS
 
 
@@ -86,7 +86,7 @@ def _():
 
 @PROBE.tries("error: unknown model")
 def _():
-    # The tool keeps only the reason phrase of the status.
+    # The tool keeps only the reason of the status.
     assert "Not Found" in refused("--model", "gpt-4o")
 
 
