@@ -1,8 +1,8 @@
 """Front end: gRPC and HTTP servers that tokenise requests, send them to the scheduler and stream text to clients.
 
-Read the packages in this order; each imports only those before it:
+Read the packages in this order. Each package imports only the packages before it:
 
-* `errors` – maps errors to the status that a client sees; `metrics` – the process's metrics.
+* `errors` – maps errors to the status that a client sees; `metrics` – metrics of this process.
 * `tail` – selects unsampled calls to trace anyway.
 * `access` – authentication and limits: principals, TLS, the limit on concurrent calls.
 * `text` – text and conversations to token ids, and token ids to text.

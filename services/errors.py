@@ -146,7 +146,7 @@ def to_status(error: QuireError) -> grpc.Status:
 
 
 def to_error(error: QuireError) -> generation_pb2.Error:
-    """Return the error message for one request of a batch; the call continues."""
+    """Return the error message for one request in a batch. The call continues."""
     message = generation_pb2.Error(code=error.code, reason=error.reason, message=error.message)
     if isinstance(error, InvalidRequestError):
         for violation in error.violations:

@@ -2,7 +2,7 @@
 
 Start: tokenizer, listeners, link. The core need not be running: the process listens immediately, but is not ready until
 a worker is available. Shutdown, on SIGTERM or SIGINT: report not ready → reject new calls → let live streams finish
-within the grace period, then cancel them → send the last cancellations to the core → export spans → exit 0.
+within the grace period, then cancel them → send the last cancellations to the core → export spans → exit with status 0.
 """
 
 import asyncio

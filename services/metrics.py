@@ -17,7 +17,7 @@ PROVIDER = "quire"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One ended output of a request; times in seconds."""
+    """One ended output; times in seconds."""
 
     model: str
     operation: str
@@ -104,7 +104,7 @@ class FrontendMetrics:
         registry.computed(names.SPANS_DROPPED, spans_dropped, "frontend")
 
     def watch_share(self, name: str, limit: int, held: Callable[[], int], refusals: Callable[[], int]) -> None:
-        """Report the used amount of a shared resource, its limit, and the number of refusals."""
+        """Report a shared resource's used amount, its limit, and its number of refusals."""
         self._registry.computed(names.SHARE_HELD, held, name)
         self._registry.computed(names.SHARE_LIMIT, lambda: limit, name)
         self._registry.computed(names.SHARE_REFUSALS, refusals, name)
@@ -141,7 +141,7 @@ class FrontendMetrics:
         self.of(names.RPC_DURATION).labels("grpc", method, code, error_type).observe(seconds)
 
     def http_ended(self, route: str, method: str, scheme: str, status: int, error_type: str, seconds: float) -> None:
-        """Count one HTTP request; `status` is 0 if the client left before there was one."""
+        """Count one HTTP request; `status` is 0 if the client disconnected before the response."""
         labels = (method, route, str(status) if status else "", scheme, error_type)
         self.of(names.HTTP_DURATION).labels(*labels).observe(seconds)
 
@@ -151,7 +151,7 @@ class FrontendMetrics:
         self.of(names.REQUEST_DURATION).labels(*labels).observe(seconds, span=span)
 
     def prompt_submitted(self, model: str, tenant: str, count: int) -> None:
-        """Count the prompt tokens of one call once for all of its choices."""
+        """Count a call's prompt tokens once for all choices."""
         self._prompt_tokens.add(count, model)
         self._tenant_tokens.add(count, self._tenant(tenant), "prompt")
 

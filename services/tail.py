@@ -1,13 +1,13 @@
 """Tail rule: exports traces of slow and failed calls that head sampling did not select.
 
-During an unsampled call, a `TailSpan` only stores values, which is cheap. At the end of the call, `TailRule` decides
-whether to export the call. If so, the spans are created with the stored times, and the scheduler creates the spans of
-the call's streams from its histories of ended requests.
+During an unsampled call, a `TailSpan` only stores values, which is cheap. When the call ends, `TailRule` decides
+whether to export it. If so, the spans are created with the stored times, and the scheduler creates the spans of the
+call's streams from its histories of ended requests.
 
 The rule selects a call if
 
-* it failed by a fault of the server;
-* it missed a target of its own;
+* it failed because of a server fault;
+* it missed one of its own targets;
 * its time to the first token, or its mean time per further token, was above the 99th percentile of recent calls.
 
 The rate of selected calls is limited, because most calls may fail during an incident.
@@ -36,7 +36,7 @@ PER_S = 5.0
 BURST = 10
 """Maximum number of calls selected in a burst."""
 MAX_STREAMS = 4
-"""Number of streams of a call whose spans are rebuilt."""
+"""Maximum number of streams per call whose spans are rebuilt."""
 MAX_PARTS = 32
 """Number of child spans that are kept for a call."""
 
@@ -147,7 +147,8 @@ class TailTracing:
         Args:
             tracer: tracer without sampling.
             ids: source of its ids.
-            report: asks the scheduler for the spans of a stream, given its number and the traceparent of its call.
+            report: requests the spans of a stream from the scheduler, given the stream's number and its call's
+                traceparent.
         """
         self._tracer, self._ids = tracer, ids
         self._report = report
@@ -161,11 +162,11 @@ class TailTracing:
         attributes: Mapping[str, AttributeValue],
         traceparent: str,
     ) -> TailSpan:
-        """Return the span of a call that was not sampled; `context` is its context."""
+        """Return a span for an unsampled call; `context` is the call's context."""
         return TailSpan(context, self, name, kind, attributes, traceparent)
 
     def ended(self, call: TailSpan, ended_ns: int) -> None:
-        """Export a call that has ended, if the rule takes it."""
+        """Export an ended call if the rule selects it."""
         status = call.status
         # A disconnected client is not a server error.
         is_failed = (
@@ -197,7 +198,7 @@ class TailTracing:
 
 @contextmanager
 def part_span(tracer: Tracer, name: str) -> Iterator[Span]:
-    """Start a child of the current span; a `TailSpan` keeps its times."""
+    """Start a child of the current span; if that is a `TailSpan`, the child stores only times."""
     parent = trace.get_current_span()
     began_ns = time.time_ns()
     try:
@@ -209,7 +210,7 @@ def part_span(tracer: Tracer, name: str) -> Iterator[Span]:
 
 
 def note_stream(span: Span, number: int, output: Output | None = None) -> None:
-    """Record a stream of a call and its outcome for the tail rule; `number` is 0 if it was not submitted."""
+    """Record a stream and its outcome for the tail rule; `number` is 0 if the stream was not submitted."""
     if isinstance(span, TailSpan):
         if number:
             span.streams.append(number)

@@ -15,8 +15,8 @@ random. `quire keys token` generates a token.
 
 The file is reloaded when it changes. If reloading fails, the previous principals remain valid. Without a file, every
 caller is `anonymous` and may act for every tenant. Such callers are operators if only this machine can connect. With a
-file, callers without known credentials are refused, or get the permissions in the table `[anonymous]`, but never those
-of an operator.
+file, callers without known credentials are refused, or get the permissions in the table `[anonymous]`. They never get
+operator permissions.
 
 API keys are a simpler alternative: a caller with an API key as bearer token has the permissions of `anonymous`, and
 other callers are refused. A file and API keys can be combined.
@@ -101,7 +101,7 @@ CURRENT: ContextVar[Principal] = ContextVar("principal", default=_ANONYMOUS)
 
 
 def read_api_keys(variable: str, path: str) -> list[str]:
-    """Return the API keys of the variable and of the file.
+    """Return the API keys from the variable and the file.
 
     Args:
         variable: keys separated by commas; may be empty.

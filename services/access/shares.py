@@ -1,9 +1,10 @@
-"""Shares: limits on the part of a front end's resource that one principal may hold.
+"""Shares: limits on the amount of a front end's resource that one principal may hold.
 
-Each `Share` owns the limit of one resource. A principal may hold at most `weight` times the free amount ("dynamic
-thresholds", Choudhury and Hahne, 1998). A single principal may therefore hold most of an idle resource, while several
-principals with high demand hold equal parts. A part is always free for principals that hold nothing. No reservations or
-settings are needed. A resource with at most `weight` units is too small to divide, so one principal may hold all of it.
+Each `Share` limits one resource. A principal may hold at most `weight` times the free amount ("dynamic thresholds",
+Choudhury and Hahne, 1998). A single principal may therefore hold most of an idle resource, while several principals
+with high demand hold equal parts. Some of the resource is always free for principals that hold nothing. No reservations
+or settings are needed. A resource with at most `weight` units is too small to divide, so one principal may hold all of
+it.
 
 `Turns` grants places to principals in turn, so a principal with many waiting tasks delays another principal by at most
 one task.
@@ -31,7 +32,7 @@ _PAUSE = 8.0
 Result = TypeVar("Result")
 
 _LOG_EVERY_S = 60.0
-"""Minimum interval of log lines about refusals of one resource, seconds."""
+"""Minimum interval between log lines about refusals for one resource, seconds."""
 
 
 class Share:
@@ -51,7 +52,7 @@ class Share:
         self._refusals = 0
         self._weight = weight
         self._of: dict[str, int] = {}
-        """Held amount of each principal; principals that hold nothing have no entry."""
+        """Amount held by each principal; principals that hold nothing have no entry."""
         self._logged = -_LOG_EVERY_S
 
     def take(self, principal: str, amount: int = 1) -> bool:
@@ -144,8 +145,8 @@ class Turns:
     async def begin_work(self, principal: str) -> None:
         """Wait for permission to block the event loop.
 
-        The place is held until the calling task waits again, and then for a pause eight times as long as the work.
-        Other tasks run in this pause.
+        The share is held until the calling task waits again, and then for a pause eight times as long as the work.
+        Other tasks run during this pause.
         """
         await self.acquire(principal)
         self.release_after_work()
@@ -182,7 +183,7 @@ class Slices:
 
     SLICE_S = 0.002
     _PAUSE = 3.0
-    """Ratio of the pause to the duration of the preceding slice."""
+    """Duration of the pause, relative to the preceding slice."""
 
     def __init__(self) -> None:
         self._turns = Turns()
@@ -210,7 +211,7 @@ class Slices:
 
 
 class Pace:
-    """Limits the event loop time of each address to a quarter of the time, after a burst."""
+    """Limits each address to a quarter of the event loop's time, after a burst."""
 
     _PART = 0.25
     _BURST_S = 0.05

@@ -1,9 +1,9 @@
 """TLS for both listeners: certificates that are reloaded after changes on disk, and names in client certificates.
 
-The certificates are renewed externally (ACME, cert-manager, an operator). A handshake checks, at most once a second,
+The certificates are renewed externally (ACME, cert-manager, an operator). At most once a second, a handshake checks
 whether the files have changed. If so, new connections use the new certificates, and open connections are not affected.
-If the files do not match each other, for example during a renewal, the previous certificates remain in use, the failure
-is logged, and a later handshake checks again.
+If the files do not match, for example during a renewal, the failure is logged, the previous certificates remain in use,
+and a later handshake checks again.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Shared objects of all calls: the services of the process, the caller, and the live requests."""
+"""Objects shared by all calls: the process's services, the caller, and the live requests."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ from shared.logging import get_logger
 from shared.metrics import span_ref
 
 _MARKER_TOKENS = 12
-"""Number of tokens at the end of a prompt that are searched for the reasoning marker, which may have several tokens."""
+"""Number of last prompt tokens that are searched for the reasoning marker, which may have several tokens."""
 
 
 @dataclass(frozen=True, slots=True)

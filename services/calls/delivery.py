@@ -1,8 +1,8 @@
 """Delivers the streams of one request to the client, with flow control.
 
 Each protocol provides a `Send`, which writes one message and returns when the message has been sent. Slow clients are
-therefore detected in the same way for all protocols. When one stream of a request fails or the caller disconnects, all
-streams of the request end.
+therefore detected in the same way for all protocols. When one stream fails or the caller disconnects, all streams of
+the request end.
 """
 
 import asyncio
@@ -121,8 +121,8 @@ class Delivery:
     ) -> None:
         """Submit the streams and deliver their output, with a time limit for the reader once all streams have ended.
 
-        gRPC waits forever for a client that does not read. While a stream is live, the core handles that, because no
-        credit returns. After the end of the stream, sending the remaining output has a time limit.
+        gRPC waits forever for a client that does not read. While a stream is live, the core detects such a client,
+        because no credit returns. After the stream's end, sending the remaining output has a time limit.
         """
         async with asyncio.timeout(None) as patience:
             for stream in choices.streams:
@@ -135,7 +135,7 @@ class Delivery:
             choices.watches[-1].client_s += time.monotonic() - written
 
     def _limit(self, patience: asyncio.Timeout, streams: list[Stream]) -> None:
-        """Limit the time for which the client of an ended request may take to read its next message."""
+        """Limit how long the client of an ended request may take to read its next message."""
         failure = failure_of(streams)
         if failure is None and not all(stream.over for stream in streams):
             return
@@ -219,7 +219,7 @@ class Delivery:
 
 @dataclass(slots=True)
 class Watch:
-    """Send times of the output, and time spent in the front end, s; see `quire.link.v1.RequestReport`."""
+    """When output was sent, and how long the call spent in the front end, s; see `quire.link.v1.RequestReport`."""
 
     detokenise_s: float = 0.0
     client_s: float = 0.0
@@ -232,7 +232,7 @@ class Watch:
     def sent(self, began: float, written: float, sent: float, ended_at: float) -> None:
         """Count a message by the times when taking it began, when it was written, and when it was sent.
 
-        `ended_at` is when the end of the stream arrived from the core; 0 if it has not.
+        `ended_at` is when the core reported the stream's end, or 0 before that.
         """
         if not ended_at:
             self.client_before_s += sent - written
@@ -242,7 +242,10 @@ class Watch:
         self.client_before_s += max(0.0, min(sent, ended_at) - written)
 
     def report(self, stream: Stream, now: float, stalled_s: float) -> link_pb2.RequestReport:
-        """Return the report for a stream whose call ends now; this process stalled for `stalled_s` during the call."""
+        """Return the report for a stream whose call ends now.
+
+        `stalled_s` is how long this process stalled during the call.
+        """
         request, submitted = stream.request, stream.submitted_at or now
         return link_pb2.RequestReport(
             stream=stream.number,
@@ -264,7 +267,7 @@ def _microseconds(seconds: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The streams of one request, and the messages about their ends."""
+    """The streams of one request, and the messages that report their ends."""
 
     streams: list[Stream]
     """The streams, by choice index."""
@@ -321,7 +324,7 @@ class Choices:
         return finished
 
     def finished(self, span: Span) -> v1.GenerateResponse:
-        """Return the last message of a request that ended successfully."""
+        """Return the last message for a successful request."""
         response = v1.GenerateResponse()
         finished = response.finished
         finished.request_id, finished.model = self.request_id, self.model

@@ -1,7 +1,7 @@
 """Embeddings: one vector per input prompt.
 
 Each prompt becomes a request to the core that generates no tokens. It is queued, computed and preempted like other
-requests, and its end contains the vector. At most `MAX_IN_PROGRESS` prompts of a call are submitted at a time, so that
+requests, and its end contains the vector. At most `MAX_IN_PROGRESS` prompts per call are submitted at a time, so that
 one call does not fill the queue. When one prompt fails or the caller disconnects, all prompts of the call end.
 """
 
@@ -43,7 +43,7 @@ from shared.telemetry import to_traceparent
 MAX_INPUTS = 2048
 """Maximum number of inputs of a call."""
 MAX_IN_PROGRESS = 128
-"""Maximum number of prompts of one call that are submitted to the core at a time."""
+"""Maximum number of prompts per call that are submitted to the core at a time."""
 _NOT_SUPPORTED = "embeddings: the served model returns no hidden states; serve a model that does"
 
 
@@ -89,7 +89,7 @@ class Embedder:
         return response
 
     async def vectors(self, request: v1.EmbedRequest, caller: Caller) -> Embedded:
-        """Return one vector for each input, in order; see `run`."""
+        """Return one vector per input, in order; see `run`."""
         services = self._services
         with request_span(services.tracer, caller.traceparent, caller.operation, services.tail) as span:
             model = services.served_model()
@@ -159,7 +159,7 @@ class Embedder:
             )
 
     async def _compute(self, requests: Iterator[StreamRequest], span: Span) -> list[link_pb2.StreamEnd]:
-        """Run the requests; return the end of each, with its vector.
+        """Run the requests; return each request's end, which contains its vector.
 
         Raises:
             QuireError: a request failed.

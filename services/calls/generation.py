@@ -1,4 +1,4 @@
-"""Generation of one request, independent of the protocol: validate, tokenise, submit, deliver.
+"""Generation for one request, independent of the protocol: validate, tokenise, submit, deliver.
 
 The protocol provides a `Caller` and `send`, which writes the messages (`services.calls.delivery`).
 
@@ -76,7 +76,7 @@ class Generator:
     """Runs the generation requests of one front-end process."""
 
     def __init__(self, services: Services, prompts: Prompts, live: LiveRequests, turns: Turns) -> None:
-        """Create the generator; requests with many choices take `turns`, because they block the event loop."""
+        """Create the generator. Requests with many choices use `turns`, because they block the event loop."""
         self._services = services
         self._turns = turns
         self._prompts = prompts
@@ -101,7 +101,7 @@ class Generator:
             send: writes a message.
             begun: called with the id of the request before the first message.
             prompt_encoded: called once with the prompt's token ids, before the first message.
-            shorten: reduce `max_tokens` to what fits into the context after the prompt, instead of raising an error.
+            shorten: reduce `max_tokens` to the context that remains after the prompt, instead of raising an error.
 
         Raises:
             QuireError: the request is invalid or failed; messages sent before remain valid.

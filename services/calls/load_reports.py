@@ -1,9 +1,9 @@
 """ORCA load reports: adds the load of the service to responses, for load balancers (`--load-reports`).
 
 gRPC carries `xds.data.orca.v3.OrcaLoadReport` in the trailer `endpoint-load-metrics-bin`. HTTP carries the same numbers
-in the header `endpoint-load-metrics`, as `TEXT name=value,...` or, if the request's `endpoint-load-metrics-format` says
-so, as `JSON {...}` or in `endpoint-load-metrics-bin`. The metrics have vLLM's names. They describe the whole cell, not
-one front end, and are at most one second old.
+in the header `endpoint-load-metrics`, as `TEXT name=value,...`. The request header `endpoint-load-metrics-format` may
+select `JSON {...}` or `endpoint-load-metrics-bin` instead. The metrics have vLLM's names. They describe the whole cell,
+not one front end, and are at most one second old.
 """
 
 import base64

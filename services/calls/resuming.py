@@ -2,8 +2,8 @@
 
 The core keeps a log of each resumable request: tokens, log-probabilities, finish reason. A front end that resumes a
 request restores its streams from the log, skips the output that the client already has, and resubmits unfinished
-streams. The random noise of a token depends only on seed, choice and position, so the output equals that of an
-uninterrupted run.
+streams. A token's random noise depends only on seed, choice and position, so the output equals that of an uninterrupted
+run.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ from shared.request_spec import read_spec
 
 _TIMEOUT_S = 5.0
 _PROMPT_END_BYTES = 64
-"""Number of bytes at the end of the prompt's token column that contain the last marker."""
+"""Number of bytes at the end of the prompt's token column in which the last marker lies."""
 
 
 def request_identity(principal: str, request_id: str, choice: int) -> bytes:
-    """Return the identity of one choice of a request, equal on every front end."""
+    """Return the identity of one choice, which is the same on every front end."""
     return sha256(f"{principal}\0{request_id}\0{choice}".encode()).digest()
 
 
@@ -126,8 +126,8 @@ def skip_known(stream: Stream, tokenizer: TextTokenizer, tokens: int, text: int 
         stream: a restored stream.
         tokenizer: detokenises the skipped tokens.
         tokens: number of tokens to skip.
-        text: number of bytes of text to skip; None for the text of these tokens.
-        parts: size of the parts to skip; None for the parts of this text.
+        text: number of text bytes to skip; None for the text that belongs to these tokens.
+        parts: size of the parts to skip; None for the parts that belong to the skipped text.
 
     Raises:
         InvalidRequestError: the stream has fewer tokens.

@@ -1,11 +1,11 @@
 """Scores the relevance of documents for queries, with the method that the setting `score_method` selects.
 
-* embedding: the cosine of the embeddings of query and document.
+* embedding: the cosine between the embeddings of query and document.
 * yes-no: the model is asked whether the document matches the query. The score is the probability of "yes" relative to
   "no" as the first output token. Qwen3-Reranker is trained for this question.
 
-In the first method, every text is a request to the core; in the second, every pair. When one of these requests fails or
-the caller disconnects, all requests of the call end.
+With the first method, every text becomes a request to the core; with the second, every pair does. When one of these
+requests fails or the caller disconnects, all requests of the call end.
 """
 
 import math
@@ -29,7 +29,7 @@ from shared.frames import MAX_LOGPROBS
 MAX_DOCUMENTS = 1024
 """Maximum number of documents of a call."""
 MAX_TEXT_BYTES = 8 << 20
-"""Maximum amount of text of a call, bytes. With yes-no, a query counts for each of its documents."""
+"""Maximum amount of text in a call, bytes. With yes-no, a query counts once per document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class ScoreRequest:
     pooling: "v1.Pooling.ValueType" = v1.POOLING_UNSPECIFIED
     """Pooling of embeddings."""
     truncate_prompt_tokens: int | None = None
-    """Number of tokens at the end of each text that are embedded; None for all."""
+    """Number of last tokens of each text that are embedded; None for all."""
     max_tokens_per_doc: int | None = None
-    """Number of tokens at the beginning of each document that are compared; None for all."""
+    """Number of first tokens of each document that are compared; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Scorer:
     async def _pair(
         self, request: ScoreRequest, index: int, pair: tuple[str, str], caller: Caller, judge: Judge
     ) -> tuple[float, v1.Usage]:
-        """Return the probability of "yes" for one pair, and the usage of its prompt."""
+        """Return the probability of "yes" for one pair, and the prompt's usage."""
         query, document = pair
         chat = judge.question(query, document, request.instruction)
         request_id = f"{request.request_id}-{index}"

@@ -16,7 +16,7 @@ class Texts:
         self._prompts = prompts
 
     async def tokenize(self, request: v1.TokenizeRequest) -> v1.TokenizeResponse:
-        """Return the token ids of text or of a conversation.
+        """Return the token ids for a text or a conversation.
 
         Raises:
             QuireError: the request is invalid, or no model is served.

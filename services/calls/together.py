@@ -14,7 +14,7 @@ async def run_together(calls: Sequence[Coroutine[None, None, Result]], at_most: 
 
     Args:
         calls: the parts.
-        at_most: maximum number that run at the same time; None for no limit.
+        at_most: maximum number of parts that run at the same time; None for no limit.
 
     Raises:
         QuireError: a call failed.

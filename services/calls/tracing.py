@@ -1,13 +1,13 @@
 """Server span of a request, following OpenTelemetry's conventions for RPC, HTTP and generative AI.
 
-RPC spans follow the release candidate of the conventions. `OTEL_SEMCONV_STABILITY_OPT_IN` is a list that may contain
-`rpc/dup`, which adds the attributes of the earlier conventions, and `gen_ai_latest_experimental`, which adds the
-attributes `gen_ai.*`. The latter are experimental and therefore off by default.
+RPC spans follow the release candidate of the conventions. `OTEL_SEMCONV_STABILITY_OPT_IN` is a list with two possible
+entries. `rpc/dup` adds the attributes of the earlier conventions. `gen_ai_latest_experimental` adds the attributes
+`gen_ai.*`, which are off by default because they are experimental.
 
 The span is a child of the client's W3C traceparent. The span's traceparent is sent to the core with the request, so
 that one trace leads from the client to the steps on the device. A call with several requests to the core has one server
-span with a child span for each. Prompts and outputs are never recorded. `services.tail` may still export a call that
-was not sampled.
+span with one child span per request. Prompts and outputs are never recorded. `services.tail` may export calls that were
+not sampled.
 """
 
 import os
@@ -41,7 +41,7 @@ _SERVER_FAULTS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Span name and attributes of a call; they differ by protocol."""
+    """Span name and attributes of a call, which depend on the protocol."""
 
     name: str
     """Name of the span."""
@@ -55,7 +55,7 @@ class Operation:
     success: str | int | None = None
     """Value for a success; None to omit the attribute."""
     kind: SpanKind = SpanKind.SERVER
-    """Kind of the span. INTERNAL marks a part of a call, a child of the current span."""
+    """Span kind. INTERNAL marks one part of a call, as a child of the current span."""
 
 
 def rpc(method: str, service: str = "quire.v1.GenerationService") -> Operation:
@@ -71,7 +71,7 @@ def rpc(method: str, service: str = "quire.v1.GenerationService") -> Operation:
 
 
 def part_of(operation: Operation, name: str) -> Operation:
-    """Return the operation of a part of a call that has its own span."""
+    """Return the operation for one part of a call that has its own span."""
     return replace(operation, name=name, attributes={}, status_key="", success=None, kind=SpanKind.INTERNAL)
 
 
@@ -79,7 +79,7 @@ def part_of(operation: Operation, name: str) -> Operation:
 def request_span(
     tracer: Tracer, traceparent: str, operation: Operation, tail: TailTracing | None = None
 ) -> Iterator[Span]:
-    """Start the span of one request and make it current. An error is recorded by its reason.
+    """Start one request's span and make it current. If an error occurs, record its reason.
 
     Args:
         tracer: the tracer.
@@ -152,7 +152,7 @@ def describe_request(span: Span, request: ValidRequest, *, operation: str, promp
 def describe_answer(
     span: Span, answer: v1.Finished, finish_reasons: Sequence[str], ends: Sequence[link_pb2.StreamEnd]
 ) -> None:
-    """Record the response attributes; `ends` are the ends of the choices."""
+    """Record the response attributes; `ends` are the ends of all choices."""
     if not span.is_recording():
         return
     usage, timings = answer.usage, answer.timings

@@ -1,4 +1,4 @@
-"""Wakeup of a single waiting task; cheaper than asyncio.Event."""
+"""Wakes up a single waiting task; cheaper than asyncio.Event."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ import asyncio
 class Wakeup:
     """Signal from producers to one consumer.
 
-    The consumer first checks for data and waits only if there is none. It must not await anything between this check
-    and awaiting `rung`; otherwise it may miss a signal.
+    The consumer first checks for data and waits only if there is none. Between this check and awaiting `rung`, it must
+    not await anything else. Otherwise it may miss a signal.
     """
 
     __slots__ = ("_loop", "_waiting")

@@ -1,8 +1,8 @@
 """Grammar checks: compiles each new grammar on trial before its request is queued.
 
-Compilation runs in a separate process that can be killed (`trial_compiler`): first with a small CPU time limit, then
-again with a limit five times as large. Results are cached, including rejections, so that a schema which is sent with
-every request is compiled once.
+Compilation runs in a separate process that can be killed (`trial_compiler`). The first trial has a small CPU time
+limit, and a second trial has a limit five times as large. Results, including rejections, are cached, so that a schema
+which is sent with every request is compiled once.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class GrammarChecker:
         self._checks: dict[bytes, _Check] = {}
         """Running trials, by the same digest."""
         self._starting: asyncio.Task[TrialCompiler] | None = None
-        """Task that starts the trial compiler; it may have ended."""
+        """Task that starts the trial compiler; it may be done already."""
 
     async def check(self, grammar: v1.Grammar, model: link_pb2.ServedModel, field: str = "") -> bytes:
         """Return the grammar in the form that workers accept, serialized.
@@ -76,7 +76,7 @@ class GrammarChecker:
         Args:
             grammar: the grammar.
             model: the served model.
-            field: the field that errors name; empty for the grammar's field.
+            field: field name for errors; if empty, the grammar's field.
 
         Raises:
             InvalidRequestError: the grammar is not usable.
@@ -144,7 +144,7 @@ class GrammarChecker:
             self._known_bytes -= len(self._known.popitem(last=False)[1]) + _KNOWN_OVERHEAD
 
     async def _compiler(self, model: link_pb2.ServedModel) -> TrialCompiler:
-        """Return the running trial compiler of a model; start one if there is none."""
+        """Return a model's trial compiler; start it if it is not running."""
         while True:
             starting = self._starting
             if starting is None or (starting.done() and not _serves(starting, model)):

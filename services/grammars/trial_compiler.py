@@ -1,8 +1,8 @@
 """Client of the process that compiles grammars on trial (`services.grammars.trial_process`).
 
 The first grammar starts the process. The process has two lanes, each of which runs one trial at a time. Trials in the
-first lane have a small CPU time limit; a grammar that exceeds it is tried again in the second lane. Cheap grammars
-therefore never wait long for expensive grammars, and no cost estimate is needed.
+first lane have a small CPU time limit. A grammar that exceeds this limit is tried again in the second lane. Cheap
+grammars therefore never wait long for expensive ones, and no cost estimate is needed.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Trial:
 
     verdict: Verdict
     said: bytes
-    """The grammar in the workers' form if it is usable, or the reason for its rejection; otherwise empty."""
+    """The grammar in the workers' format if it is usable, or the reason for its rejection. Otherwise empty."""
 
 
 class Lane:

@@ -1,13 +1,13 @@
 """Process that compiles grammars on trial, so that no grammar can block or crash the front end.
 
-It reads the tokenizer, which takes about 7 µs per token, and then forks one child per lane. A child runs the trials of
-its lane one after the other. A grammar that exceeds its CPU time, overflows the stack or exhausts memory kills the
-child. The parent then sends the result in place of the child and forks the next child. All processes exit when the
-front end closes the sockets of the lanes, or dies.
+The process reads the tokenizer, which takes about 7 µs per token, and then forks one child per lane. A child runs its
+lane's trials one after the other. A grammar that exceeds its CPU time, overflows the stack or exhausts memory kills the
+child. The parent then sends the result instead and forks another child. All processes exit when the front end closes
+the lanes' sockets, or dies.
 
-Frames on a lane, little-endian. Trial: CPU time in seconds (f32), a length (u32) and that many bytes of a serialized
-quire.v1.Grammar. Result: a verdict (u8), a length (u32) and that many bytes: the serialized quire.plan.v1.Grammar of a
-usable grammar, or the reason for its rejection.
+Frame format on a lane, little-endian. Trial: CPU time in seconds (f32), length (u32), and a serialized quire.v1.Grammar
+of this length. Result: verdict (u8), length (u32), and as many bytes with either the serialized quire.plan.v1.Grammar
+or the reason for the rejection.
 """
 
 import enum
@@ -101,7 +101,7 @@ def _supervise(lanes: list[socket.socket], tokenizer: GrammarTokenizer | Grammar
 
 
 def _fork(lanes: list[socket.socket], number: int, busy: mmap.mmap, tokenizer: GrammarTokenizer | GrammarError) -> int:
-    """Start the child of a lane; return its process id."""
+    """Start the child process for a lane; return its process id."""
     pid = os.fork()
     if pid:
         return pid

@@ -22,7 +22,7 @@ SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
 def add_admin_service(server: aio.Server, link: CoreLink) -> None:
-    """Serve every method of the operator API; the core answers."""
+    """Serve every method of the operator API by passing it to the core."""
     handlers = {}
     for method in SERVICE.methods:
         request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)

@@ -1,8 +1,8 @@
 """Batches: many generation requests on one bidirectional call, with interleaved responses.
 
-The client assigns a key to each request, and each response contains this key. Each request runs like a request of
-`Generate`. A client that reads slowly slows down only its own call. At most `MAX_IN_PROGRESS` requests run at a time;
-further requests wait in gRPC's buffer.
+The client assigns a key to each request, and each response contains its request's key. Each request runs like a request
+to `Generate`. A client that reads slowly delays only its own call. At most `MAX_IN_PROGRESS` requests run at a time.
+Further requests wait in gRPC's buffer.
 """
 
 import asyncio

@@ -31,7 +31,7 @@ from shared.ids import draw_error_id
 from shared.logging import get_logger
 
 OUR_METHODS = ("/quire.", "/vllm.grpc.engine.")
-"""Prefixes of the methods that the guard wraps. Other services (health, reflection) handle their own errors."""
+"""Prefixes of the methods that the guard wraps. Other services (health, reflection) handle errors themselves."""
 ADMIN_METHODS = "/quire.admin."
 """Prefix of the operator methods, which are exempt from the limit of concurrent calls."""
 
@@ -66,10 +66,10 @@ class Boundary(aio.ServerInterceptor):
         """Create the interceptor.
 
         Args:
-            on_outcome: called with method, status code, type of error and seconds of each finished RPC.
+            on_outcome: called with method, status code, error type and seconds for each finished RPC.
             shares: limits what each principal holds.
             principals: authenticates callers.
-            reports: the newest load report, if reports are on; responses get it as a trailer.
+            reports: the newest load report, which responses get as a trailer; None if reports are off.
         """
         self._reports = reports
         self._principals = principals

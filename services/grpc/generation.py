@@ -28,7 +28,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._texts = texts
 
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        """Generate from one prompt and stream the output; see the proto."""
+        """Generate for one prompt and stream the output; see the proto."""
 
         async def begun(request_id: str) -> None:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
@@ -73,7 +73,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         return await self._embedder.run(request, make_caller(context, rpc("Embed")))
 
     async def Tokenize(self, request: v1.TokenizeRequest, context: Context) -> v1.TokenizeResponse:
-        """Return the token ids of text or of a conversation."""
+        """Return the token ids for a text or a conversation."""
         return await self._texts.tokenize(request)
 
     async def Detokenize(self, request: v1.DetokenizeRequest, context: Context) -> v1.DetokenizeResponse:

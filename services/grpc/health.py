@@ -1,4 +1,4 @@
-"""`grpc.health.v1`: liveness of the process and readiness of the service.
+"""`grpc.health.v1`: whether the process is alive and the service is ready.
 
 `liveness` is SERVING while the process runs. `readiness` is SERVING while a usable worker is available and the process
 is not shutting down. The empty name, which load balancers use, and the service's own name have the same status. The
@@ -62,7 +62,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         return health_pb2.HealthListResponse(statuses={name: _Status(status=self._status(name)) for name in names})
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """Stream the status of one name whenever it changes."""
+        """Stream one service's status whenever it changes."""
         last = None
         while True:
             # Read all three values before the write, because they may change during the write.

@@ -1,8 +1,8 @@
 """`vllm.grpc.engine.VllmEngine`: the protocol between routers and vLLM's engines, so that a router can use Quire.
 
-The messages come from the package smg-grpc-proto; without it the service is not offered. Generate, Embed, Abort,
-HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer are supported. Transfers of KV cache, media and
-profiling are not supported and are rejected.
+The messages come from the package smg-grpc-proto. Without this package, the service is not offered. Generate, Embed,
+Abort, HealthCheck, GetModelInfo, GetServerInfo, GetLoads and GetTokenizer are supported. KV cache transfers, media and
+profiling are rejected.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _REASONS = {v1.FINISH_REASON_STOP: "stop", v1.FINISH_REASON_LENGTH: "length"}
 
 
 def add_vllm_service(server: Any, services: Services, generator: Generator, embedder: Embedder) -> bool:
-    """Register the service if its messages are installed; return whether they are."""
+    """Register the service if its messages are installed; return whether they were."""
     if pb_grpc is None:
         return False
     servicer = type("VllmServicer", (VllmEngine, pb_grpc.VllmEngineServicer), {})(services, generator, embedder)
@@ -63,7 +63,7 @@ class VllmEngine:
         """
 
     async def Generate(self, request: Any, context: Context) -> None:
-        """Generate; send chunks if `stream` is set, and each complete choice at its end."""
+        """Generate output. Send chunks if `stream` is set, and each complete choice when it ends."""
         wanted, caller = to_request(request), make_caller(context, rpc("Generate", SERVICE))
         answers = _Answers(request.stream, context.write)
         task = asyncio.create_task(self._generator.run(wanted, caller, answers.send))
@@ -85,7 +85,7 @@ class VllmEngine:
                 del self._running[key]
 
     async def Abort(self, request: Any, context: Context) -> Any:
-        """Abort requests of the caller; unknown ids have already ended and are ignored."""
+        """Abort requests of the caller. Unknown ids are ignored, because their requests have already ended."""
         for request_id in request.request_ids:
             task = self._running.get((CURRENT.get().name, request_id))
             if task is not None:

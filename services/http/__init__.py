@@ -5,12 +5,12 @@ streams it. This package does not generate, queue or limit requests. In reading 
 
   * `server` and `app`: uvicorn on the front end's event loop, and the routes;
   * `cross_origin`: allowed hosts and origins;
-  * `endpoint`: one exchange from its body to its end: limits, deadlines, disconnects, errors;
+  * `endpoint`: one exchange from receiving the body to the end: limits, deadlines, disconnects, errors;
   * `schema` and `bodies`: fields of a request body; `identity`: model and request id;
   * `sampling` and `prompts`: body to `GenerateRequest`;
-  * `answers` and `logprobs`: `GenerateResponse` to OpenAI's chunks; `whole_answer`: joins all chunks;
-  * `runner`: runs requests of completions, chat completions, Responses and Messages; `output`: shared by Responses and
-    Messages;
+  * `answers` and `logprobs`: convert `GenerateResponse` to OpenAI's chunks; `whole_answer`: joins all chunks;
+  * `runner`: runs requests for completions, chat completions, Responses and Messages; `output`: code shared by
+    Responses and Messages;
   * `generation`, `embeddings`, `scoring`, `texts`, `probes`: the endpoints;
   * `errors` and `openapi`: errors in OpenAI's form, and the description of the API.
 """

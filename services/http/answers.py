@@ -1,7 +1,7 @@
 """Converts the generator's messages to OpenAI's chunks.
 
-An `Answer` belongs to one HTTP request with any number of prompts and choices. It converts every message of every
-stream to chunks. For requests that do not stream, a `WholeAnswer` joins all chunks.
+An `Answer` belongs to one HTTP request with any number of prompts and choices. It converts every message from every
+stream to chunks. For non-streaming requests, a `WholeAnswer` joins all chunks.
 """
 
 import time
@@ -34,12 +34,12 @@ class UsageAnswer(TypedDict):
 
 @dataclass(slots=True)
 class PromptUsage:
-    """Token usage so far of one prompt with all its choices."""
+    """Current token usage of one prompt with all its choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int | None = None
-    """Prompt tokens read from the prefix cache; None until the prompt's last choice has ended."""
+    """Prompt tokens read from the prefix cache; None while any choice of the prompt is running."""
 
 
 @dataclass(slots=True)
@@ -212,7 +212,7 @@ class Answer:
 
     @staticmethod
     def _noted(state: ChoiceState, contents: list[Json]) -> list[Json]:
-        """Record the contents in the state of their choice, and add the role to the first content of a choice."""
+        """Record the contents in their choice's state, and add the role to the first content of each choice."""
         state.called = state.called or any("tool_calls" in content for content in contents)
         if contents and not state.role_sent:
             state.role_sent = True
@@ -248,7 +248,7 @@ class Answer:
 
 
 def _contents_of(parts: Iterable[v1.OutputPart]) -> Iterator[Json]:
-    """Yield the contents of deltas. The end of a call has no content."""
+    """Yield the contents in deltas. The end of a tool call has no content."""
     for part in parts:
         match part.WhichOneof("kind"):
             case "content":

@@ -20,7 +20,7 @@ _MAX_ERRORS = 64
 _MAX_VALUES = MAX_TOKEN_IDS + (1 << 18)
 """Maximum number of values in a body: the longest possible prompt and the other fields."""
 _MAX_QUOTES = 1 << 18
-"""Maximum number of quotes around the strings of a body. Each string has two."""
+"""Maximum number of quotes around strings in a body; each string has two."""
 
 # Map pydantic's error types to messages of our own, because pydantic's messages contain names of Python types and
 # validators.
@@ -65,7 +65,7 @@ _DUPLICATE = re.compile(r'key "(.*)" at (line \d+ column \d+)$', re.DOTALL)
 """Matches the message of the parser about a duplicate key."""
 _JSON_WORDS = {"True": "true", "False": "false"}
 _SHOWN_KEY = 64
-"""Maximum number of characters of an unknown or duplicate key in an error."""
+"""Maximum number of characters shown for an unknown or duplicate key in an error."""
 
 BodyT = TypeVar("BodyT", bound=Body)
 
@@ -97,7 +97,7 @@ def checked(kind: type[BodyT], document: object, *, many_values: bool = False) -
 def _document(raw: bytes) -> object:
     """Return the JSON value of a body.
 
-    Repeated keys are refused, because pydantic would silently use the last value. Commas and quotes are counted first,
+    Duplicate keys are refused, because pydantic would silently use the last value. Commas and quotes are counted first,
     because many small values take far longer to parse than one text of the same size.
     """
     if raw.count(b",") >= _MAX_VALUES or raw.count(b'"') - raw.count(b'\\"') > _MAX_QUOTES:
@@ -133,7 +133,7 @@ def _violations(kind: type[Body], document: object, errors: Sequence[ErrorDetail
 
 
 def _json_description(raw: bytes, error: str) -> str:
-    """Describe why a body is not JSON; `error` is the parser's message, which ends with the position."""
+    """Describe why a body is not JSON. `error` is the parser's message, which ends with the position."""
     if not raw.strip():
         return "empty; send a JSON object"
     reason, _, position = error.rpartition(" at ")
@@ -152,7 +152,7 @@ def _joined(descriptions: list[str]) -> str:
 
 
 def _path(error: ErrorDetails, document: Any) -> str:
-    """Return the field's path in the document: pydantic's location of the error, without the names of union members."""
+    """Return the field's path in the document, pydantic's error location without the names of union members."""
     path, here = "", document
     location = error["loc"]
     missing = len(location) - 1 if error["type"] == "missing" else -1

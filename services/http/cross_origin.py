@@ -3,15 +3,15 @@
 Any page that a user visits can make the browser send requests to services on the user's machine and in the private
 network. Two headers that a page cannot set identify such requests:
 
-  * **Host**. The owner of a page can change the address of the page's host name (DNS rebinding). The browser then
-    treats the service at the new address as the page's own server. Such requests are detected because their Host is not
-    a name of the service. Only names can be rebound, so IP addresses (which probes and scrapers use) and localhost are
-    always accepted.
+  * **Host**. A page's owner can change the address of the page's host name (DNS rebinding). The browser then treats the
+    service at the new address as the page's own server. Such requests are detected because their Host is not a name of
+    the service. IP addresses (which probes and scrapers use) and localhost are always accepted, because only names can
+    be rebound.
   * **Origin**. A page can send a request even if it cannot read the response. Browsers send the page's origin with all
     such requests except plain GETs, which have no side effects here. The service accepts the configured origins and,
-    like Go's `http.CrossOriginProtection`, its own origin. Clients other than browsers send no Origin. Pages of a
-    configured origin may also read the responses, through Starlette's CORS middleware. Starlette's check of the
-host is not used, because it rejects every address that is not on its list.
+    like Go's `http.CrossOriginProtection`, its own origin. Clients other than browsers send no Origin. Pages from a
+    configured origin may also read the responses, through Starlette's CORS middleware. Starlette's host check is not
+    used, because it rejects every address that is not on its list.
 """
 
 import ipaddress
@@ -34,7 +34,7 @@ _LOCAL = ("localhost", "*.localhost")
 _READABLE_HEADERS = ("x-request-id", "retry-after")
 """Response headers that a page may read beyond the CORS defaults."""
 _SHOWN = 100
-"""Maximum number of characters of a header in an error."""
+"""Maximum number of characters shown from a header in an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class CrossOriginPolicy:
     """Allowed hosts and origins.
 
     Args:
-        hosts: names of the service in lower case, `*.NAME` for all names below NAME; None for every name.
-        origins: origins of pages that may call, as browsers write them; `*` for every origin.
+        hosts: the service's names in lower case, with `*.NAME` for all subdomains of NAME; None for every name.
+        origins: origins of permitted pages, in the browsers' format; `*` for every origin.
     """
 
     hosts: tuple[str, ...] | None

@@ -113,7 +113,7 @@ def _pooled(vectors: Sequence[Vector], request_id: str) -> dict[str, Any]:
 
 
 def _names(count: int, is_one: bool) -> FieldNames:
-    """Return the HTTP names of the fields, for a list of inputs or a single one."""
+    """Return the HTTP field names, for a list of inputs or a single input."""
     names = {"inputs": "input"}
     for index in range(count):
         here = f"input[{index}]" if not is_one else "input"

@@ -1,8 +1,9 @@
-"""One HTTP exchange from its body to its end.
+"""One HTTP exchange, from receiving the body to the end.
 
 `Endpoints` is the counterpart of the gRPC boundary. Only this module converts errors to responses, logs unexpected
-errors and counts calls. If the client disconnects at any stage, its request is cancelled. A deadline in the header
-`X-Request-Timeout` (seconds) cancels the request with 504. The size of a body and the time to receive it are limited.
+errors and counts calls. If the client disconnects at any stage, its request is cancelled. After the deadline in the
+header `X-Request-Timeout` (seconds), the request is cancelled with 504. The body's size and the time to receive it are
+limited.
 """
 
 import asyncio
@@ -148,7 +149,7 @@ class Exchange:
         )
 
     def admit_when_complete(self, shares: Shares, principal: str, held: contextlib.ExitStack) -> None:
-        """Count the call of a principal as soon as its body is complete, and the bytes of the body until then.
+        """Count a principal's call as soon as its body is complete. Until then, count the bytes of the body.
 
         A client that sends slowly therefore occupies a connection and the received bytes, but no call.
 
@@ -185,7 +186,7 @@ class Exchange:
         Raises:
             ContentTypeError: it has another type. Pages of other origins can send some types without a preflight.
             TooLargeError: it is too large.
-            OverloadedError: its principal has its share of calls, or of bytes that are being received.
+            OverloadedError: the principal already uses its share of calls, or of bytes being received.
             SlowBodyError: it arrives too slowly.
             QuireError: `parse` refuses it.
             ClientGoneError: the client disconnected.
@@ -265,7 +266,7 @@ class Exchange:
             )
 
     async def run_until_disconnect(self, work: Awaitable[None]) -> None:
-        """Run `work`; cancel it when the client disconnects. Call it after the body has been read.
+        """Run `work`; cancel it if the client disconnects. Call this after the body has been read.
 
         Raises:
             ClientGoneError: the client disconnected; the work was cancelled.
@@ -296,7 +297,7 @@ class Exchange:
         return "".join(await self._slices.run(self._principal, pieces))
 
     async def event(self, content: Any, *, large: bool = False) -> None:
-        """Send one server-sent event; return when the next one can be sent.
+        """Send one server-sent event; return when the next event can be sent.
 
         Args:
             content: the event.
@@ -315,7 +316,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end_events(self, *last: Any, timeout_s: float = 0.0) -> None:
-        """Send the last events and end the stream; a timeout of 0 waits for the client without limit.
+        """Send the last events and end the stream. A timeout of 0 waits for the client without limit.
 
         While a stream is live, the generator detects a client that does not read. After that, this timeout applies.
 
@@ -379,14 +380,14 @@ OnOutcome = Callable[[str, str, str, int, str, float], None]
 
 
 class Endpoints:
-    """Shared state of the endpoints of one process; wraps a handler as an ASGI application."""
+    """State shared by the endpoints of one process; wraps a handler as an ASGI application."""
 
     def __init__(self, shares: Shares, on_outcome: OnOutcome, principals: Principals) -> None:
         """Create the endpoints.
 
         Args:
             shares: limits what one principal holds.
-            on_outcome: called with route, method, scheme, status, type of error and seconds of each finished call.
+            on_outcome: called with route, method, scheme, status, error type and seconds for each finished call.
             principals: authenticates callers.
         """
         self._principals = principals

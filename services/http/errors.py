@@ -44,7 +44,7 @@ _MESSAGES_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Types of errors of the Messages API, by status."""
+"""Error types in the Messages API, by status."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
@@ -108,24 +108,24 @@ class Dialect:
     """How an API writes errors and ends streams."""
 
     error: Callable[[QuireError, str], Any]
-    """Returns the body of an error of the request with this id."""
+    """Returns the error body for the request with this id."""
     error_event: Callable[[QuireError, str, int], Any]
-    """Returns the event of an error within a stream of the request with this id, after this number of events."""
+    """Returns an error event within the stream of the request with this id, after this number of events."""
     id_headers: tuple[str, ...] = ("x-request-id",)
     """Response headers with the request's id."""
     names_events: bool = False
-    """Whether each event has its type as its name, and the stream ends without "[DONE]"."""
+    """Whether each event is named by its type, and the stream ends without "[DONE]"."""
 
 
 def _responses_event(error: QuireError, _request_id: str, num_events: int) -> dict[str, Any]:
-    """Return the event with the fields of OpenAI's reference, and the error object that clients of all APIs expect."""
+    """Return an event with the fields in OpenAI's reference, and the error object that clients of all APIs expect."""
     body = answer_of(error)["error"]
     fields = {name: body[name] for name in ("code", "message", "param")}
     return {"type": "error", "sequence_number": num_events, **fields, "error": body}
 
 
 def make_messages_error(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """Return the body of an error with this status in the form of the Messages API."""
+    """Return an error body with this status in the format of the Messages API."""
     kind = _MESSAGES_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 

@@ -16,12 +16,11 @@ from services.http.whole_answer import WholeAnswer
 from shared.errors import FieldViolation, InvalidRequestError
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""`max_tokens` of completions that do not set it, as in OpenAI's API and vLLM. A bare prompt may have no natural
-end.
+"""`max_tokens` for completions that do not set it, as in OpenAI's API and vLLM. A bare prompt may have no natural end.
 """
 
 MAX_REPEATED_LOGPROBS = 1024
-"""Maximum number of log-probabilities for each prompt token, over all prompts and choices of a request."""
+"""Maximum number of log-probabilities per prompt token, summed over all prompts and choices of a request."""
 
 
 class GenerationEndpoints:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _SLICE = 256
-"""Items of a list of scalars in one piece."""
+"""Number of scalar list items in one piece."""
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 

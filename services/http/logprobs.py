@@ -8,14 +8,14 @@ from quire.v1 import generation_pb2 as v1
 from services.text.detokenizer import Detokenizer
 
 _MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; OpenAI uses the same value."""
+"""Represents minus infinity, which JSON lacks; OpenAI uses the same value."""
 
 
 class TextOffsets:
     """Start of each token in the text, in characters.
 
     A token starts after all characters that earlier tokens have completed, regardless of message boundaries. A token
-    that continues a character has the offset of this character. A token without text takes no characters.
+    that continues a character has that character's offset. A token without text takes no characters.
     """
 
     def __init__(self, detokenizer: Detokenizer, start: int) -> None:
@@ -58,7 +58,7 @@ class Logprobs:
         return {"content": [self._position(each) for each in positions]}
 
     def of_text(self, positions: Sequence[v1.TokenLogprobs], offsets: list[int]) -> dict[str, Any]:
-        """Return the format of completions; `offsets` are the starts of the tokens in the response."""
+        """Return the completions format; `offsets` are the token positions in the response."""
         tokens, scores, tops = [], [], []
         for position in positions:
             known = position.token.rank > 0
@@ -75,7 +75,7 @@ class Logprobs:
         }
 
     def echo_steps(self, prompt: v1.Prompt) -> Iterator[dict[str, Any]]:
-        """Yield the form of completions for each token of an echoed prompt; the first has no log-probability."""
+        """Yield the completions format for each token of an echoed prompt; the first token has no log-probability."""
         offsets = self.offsets()
         for token_id, position in zip(prompt.token_ids, prompt.logprobs, strict=True):
             if not position.HasField("token"):
@@ -94,7 +94,7 @@ class Logprobs:
 
 
 def joined_steps(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the form of completions for a text, from those of its tokens."""
+    """Return the completions format for a text, joined from its tokens."""
     return {
         name: None if steps[0][name] is None else [value for step in steps for value in step[name]] for name in steps[0]
     }

@@ -1,4 +1,4 @@
-"""Output of one chat with one choice, and the base class for writing it in the format of an API."""
+"""Output of one chat with one choice, and the base class that writes it in an API's format."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ class ChatOutput:
         self.cached_tokens = 0
         """Prompt tokens read from the prefix cache; known at the end."""
         self.reasoning_tokens = 0
-        """Output tokens up to the end of the reasoning; known at the end."""
+        """Number of output tokens up to the end of the reasoning; set when the output ends."""
         self._token_ids: list[int] = []
         self._reasoning_bytes = 0
         self.finished: v1.Finished | None = None
@@ -43,7 +43,7 @@ class ChatOutput:
         return ()
 
     def _tokens_of(self, size: int) -> int:
-        """Return the number of tokens in the first `size` bytes of the output, regardless of message boundaries."""
+        """Return the number of tokens in the first `size` bytes of output, regardless of message boundaries."""
         count = 0
         while size > 0 and count < len(self._token_ids):
             size -= len(self._token_bytes(self._token_ids[count]))
@@ -57,7 +57,7 @@ class ChatOutput:
 
 
 class ChatAnswer:
-    """Base class for writers of a chat's output; each API derives a class with its events. See `runner.ApiAnswer`."""
+    """Base class for writers of chat output. Each API derives a class with its own events. See `runner.ApiAnswer`."""
 
     def __init__(self, output: ChatOutput) -> None:
         self.output = output

@@ -2,7 +2,7 @@
 
 On every front end, `/metrics` returns the metrics of the whole service, because the core merges the metrics of all
 processes. If the core does not respond, only the front end's own metrics are returned. Clients that accept OpenMetrics
-get it with exemplars; other clients get Prometheus's text format.
+get this format with exemplars. Other clients get Prometheus's text format.
 """
 
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Options in the query of a URL; errors contain the option's name."""
+"""Options in a URL's query string. Errors contain the option's name."""
 
 from collections.abc import Sequence
 from urllib.parse import parse_qsl
@@ -9,7 +9,7 @@ _MAX_OPTIONS = 64
 
 
 class Query:
-    """The options of one request; unknown options are ignored."""
+    """Query options of one request; unknown options are ignored."""
 
     def __init__(self, text: bytes) -> None:
         """Parse the query.
@@ -25,7 +25,7 @@ class Query:
             ) from None
 
     def text(self, name: str) -> str:
-        """Return the value of an option; empty if it is not given."""
+        """Return an option's value; empty if it is missing."""
         return self._values.get(name, "")
 
     def flag(self, name: str) -> bool:
@@ -37,7 +37,7 @@ class Query:
         return self.choice(name, ("false", "true")) == "true"
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Return the value of an option; the first of `choices` if the option is not given.
+        """Return an option's value; the first of `choices` if it is missing.
 
         Raises: InvalidRequestError: the value is not one of `choices`.
         """

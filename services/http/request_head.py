@@ -1,7 +1,7 @@
-"""Rules of RFC 9112 for the head of a request that the parser does not check: version, target, Host, transfer coding.
+"""RFC 9112 rules for request heads that the parser does not check: version, target, Host, transfer coding.
 
-A gateway before this server may read a request that breaks them in another way than this server does. So each of them
-is refused.
+If a request breaks one of these rules, a gateway in front of this server may read it differently than this server does.
+Such requests are therefore refused.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Runs requests of all HTTP APIs with the generator. The APIs differ only in the formats of requests and responses."""
+"""Runs requests from all HTTP APIs with the generator. The APIs differ only in their request and response formats."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ _WITH_PARTS = ("tools", "stop")
 
 @dataclass(frozen=True, slots=True)
 class ConvertedChat:
-    """A request of another API, converted to a request of the Chat API."""
+    """A request in another API's format, converted to a Chat request."""
 
     body: Json
     """Fields of a `ChatBody`."""
@@ -46,12 +46,12 @@ class ConvertedChat:
 
 
 def options_of(body: Body, group: type[Body]) -> Json:
-    """Return the fields of a body that belong to a shared group of fields, such as `ScheduledBody`."""
+    """Return the fields of a body that belong to a shared group, such as `ScheduledBody`."""
     return {name: getattr(body, name) for name in group.model_fields}
 
 
 class ApiAnswer(Protocol):
-    """Writer of a response in the format of an API."""
+    """Writes a response in an API's format."""
 
     def begin_prompt(self, prompt: int, token_ids: Sequence[int], /) -> None:
         """Record the tokens of a prompt."""
@@ -105,7 +105,7 @@ class Runner:
             answer: converts the outputs to the format of the API.
             whole: returns the whole response; None to send events.
             finished: called when the output of a prompt is complete, before its end is sent.
-            shorten: reduce the maximum length of an output to the room in the context, instead of an error.
+            shorten: reduce the maximum output length to the remaining context, instead of raising an error.
 
         Raises:
             QuireError: the request failed.

@@ -21,11 +21,11 @@ _NAMES = {
     "scheduling.total_time_target": "total_time_target_s",
     "scheduling.cache_scope": "cache_salt",
 }
-"""HTTP names of proto fields whose name differs from the last part of their path."""
+"""HTTP names of proto fields, where the name differs from the last part of the field's path."""
 
 
 def field_names(given: dict[str, str] | None = None) -> "FieldNames":
-    """Return the field names of one request; `given` overrides names for this request."""
+    """Return one request's field names; `given` overrides names for this request."""
     return FieldNames(_NAMES | (given or {}))
 
 
@@ -92,7 +92,7 @@ def fill_scheduling(scheduling: v1.SchedulingOptions, body: ScheduledBody) -> No
 
 
 def fill_grammar(request: v1.GenerateRequest, body: SamplingBody) -> str:
-    """Write the grammar; return the name of its field, empty without one.
+    """Write the grammar; return its field name, or empty if there is none.
 
     Raises:
         InvalidRequestError: several constraints are given.

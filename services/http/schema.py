@@ -1,12 +1,15 @@
-"""Bodies of HTTP requests: OpenAI's fields, those of vLLM, and a few of Quire's own.
+"""HTTP request bodies with OpenAI's fields, vLLM's fields, and a few of Quire's own.
 
 Types and per-field limits are checked here; ranges that also apply to gRPC clients are checked in
 `services.requests.validation`. A null field counts as absent.
 
-All APIs have the same policy. Unknown options are rejected, because silently ignoring a misspelt option is worse than
-an error. In conversations, unknown fields of messages, parts and tool calls are ignored, because clients send back what
-they received, with additions. Fields *accepted without effect* belong to the API but have no effect in Quire.
-`not_supported` of a body lists the fields of the API that are rejected.
+All APIs follow the same policy.
+
+* Unknown options are rejected, because silently ignoring a misspelt option is worse than an error.
+* In conversations, unknown fields of messages, parts and tool calls are ignored, because clients send back what they
+  received, with additions.
+* Fields *accepted without effect* belong to the API but have no effect in Quire.
+* `not_supported` in a body lists the API fields that are rejected.
 """
 
 from collections.abc import Mapping
@@ -32,7 +35,7 @@ _MAX_PARTS = 4096
 _MAX_CALLS = 512
 _MAX_CHOICES = 4096
 _MAX_FIELDS = 256
-"""Maximum number of fields of an object; no object of the schema has as many."""
+"""Maximum number of fields in an object; every object in the schema has fewer."""
 _MAX_METADATA = 16
 _MAX_UINT32 = 0xFFFFFFFF
 
@@ -69,7 +72,7 @@ def _few_values(value: object, info: ValidationInfo) -> object:
 
 
 JSON_BUDGET = "json_budget"
-"""Key of the validation context: a list with the remaining number of values for fields without a schema.
+"""Key in the validation context for a list with the remaining number of values in fields without a schema.
 
 None: the body has at most MAX_JSON_VALUES values, so nothing is counted.
 """
@@ -285,7 +288,7 @@ class QueuedBody(ScheduledBody):
 
     @property
     def kept_prompt_tokens(self) -> int | None:
-        """The number of tokens to keep; None for all of them, or an error if they do not fit."""
+        """The number of tokens to keep; None for all of them, with an error if they do not fit."""
         return MAX_TOKEN_IDS if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
 
     user: Ignored = Field(default=None, description="accepted without effect")

@@ -21,9 +21,10 @@ from services.access.tls import ServerTls, http_names
 from services.http.request_head import HeadError, check_head
 
 KEEP_ALIVE_S = 75
-"""Maximum idle time of a connection, including the time before its first request, s. If the server closes a connection
-while a request is being sent, the client gets an error. Clients close pooled connections after at most a minute, so
-with this timeout the client closes first.
+"""Maximum idle time of a connection, including the time before its first request, s.
+
+If the server closes a connection while a request is being sent, the client gets an error. Clients close pooled
+connections after at most a minute, so with this timeout they close first.
 """
 HEAD_TIMEOUT_S = 60.0
 """Maximum time to receive the head of a request (request line and headers), seconds."""
@@ -35,10 +36,10 @@ Closing the connection immediately would reset it, and the client might not see 
 MAX_HEAD_BYTES = 64 << 10
 """Approximate maximum size of a request head, bytes; the parser itself has no limit.
 
-The overhead of a body (chunk sizes, extensions, trailers) has the same limit, plus the size of the content.
+The overhead in a body (chunk sizes, extensions, trailers) has the same limit, plus the size of the content.
 """
 _MAX_HEADERS = 1024
-"""Maximum number of headers and trailers of a request; each takes about a microsecond."""
+"""Maximum number of headers and trailers in a request; each takes about a microsecond."""
 _MAX_PIECES = 1 << 14
 """Maximum number of chunks per read of at most 256 KiB. Each takes about a fifth of a microsecond."""
 _MAX_PIPELINED = 16
@@ -97,18 +98,19 @@ class _StopParsingError(Exception):
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits for heads, framing and pipelines, abort and certificate names.
 
-    Applications need `abort` because closing a connection may wait forever for a client that does not read. Connections
-    beyond the share of their address are closed immediately. Data from an address that has used its share of the event
-    loop is parsed later, because small requests, chunks and headers take far longer to parse than to send.
+    Applications need `abort` because closing a connection may wait forever for a client that does not read.
+
+    Connections beyond their address's share are closed immediately. If an address has used up its share of the event
+    loop, its data is parsed later, because small requests, chunks and headers take far longer to parse than to send.
     """
 
     def __init__(self, *args: Any, shares: Shares | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self._shares = shares
         self._address = ""
-        """Address to which the connection is charged; empty if it is not charged."""
+        """Address that is charged for the connection; empty for none."""
         self._unfinished: list[RequestResponseCycle] = []
-        """Requests whose responses are not complete, in order. uvicorn knows only the last one of a pipeline."""
+        """Requests with incomplete responses, in order. uvicorn tracks only the last request in a pipeline."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start a connection, after the TLS handshake."""
@@ -278,7 +280,7 @@ class _Protocol(HttpToolsProtocol):
             self._unfinished.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body; uvicorn gets the parts of a read together."""
+        """Receive a part of the body; uvicorn gets all parts of one read together."""
         if len(self._pieces) == _MAX_PIECES:
             self._refuse(400, "body: its chunks are too small; send larger chunks")
             raise _StopParsingError
@@ -292,7 +294,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """End a response; the body of its request may not be complete."""
+        """End a response, even if the request's body is not complete."""
         self._unfinished = [cycle for cycle in self._unfinished if not cycle.response_complete]
         super().on_response_complete()
         if self._refusal and not self._unfinished:
@@ -363,7 +365,8 @@ class _Protocol(HttpToolsProtocol):
 def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
     """Return the application for HTTP/1.0, which has no chunks: a body without a length ends with the connection.
 
-    uvicorn sends chunks to all clients. It sends other bodies if it knows how much is left of them.
+    uvicorn sends chunks to all clients, even those with HTTP/1.0. It sends other bodies if it knows their remaining
+    length.
     """
 
     async def run(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:

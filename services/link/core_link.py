@@ -1,15 +1,17 @@
 """Link to the scheduler core: the protocol state over a `CoreSocket`.
 
-Handshake: the front end sends hello at the start and whenever the core reports that it does not know this front end.
+Handshake: the front end sends a Hello at start, and whenever the core reports that it does not know this front end.
 Until the core responds with its state, the front end sends nothing else. It then submits every live stream with the
 tokens received so far. A core that starts late, restarts, or has dropped this front end therefore needs no special
-handling. A stream that was submitted earlier is marked as accepted, so that the next core does not reject it. Tokens
-that the new core repeats are recognised by their index. After a gap, the stream is submitted under a new number, so
-that late messages for the old number are ignored.
+handling.
 
-A lost connection is replaced immediately, under a new incarnation. The core responds to every report, about once per
-second. After `SILENCE_TIMEOUT_S` of silence the service is not ready, and the link reconnects under a new incarnation.
-Streams remain open; after `GIVE_UP_S` they end with an error.
+A previously submitted stream is marked as accepted, so that the next core does not reject it. The index identifies
+tokens that the new core repeats. After a gap, the stream is submitted under a new number, so that late messages for the
+old number are ignored.
+
+If a connection is lost, the link reconnects immediately under a new incarnation. The core responds to every report,
+about once per second. After `SILENCE_TIMEOUT_S` without a response, the service is not ready, and the link reconnects
+too. Streams remain open. After `GIVE_UP_S`, they end with an error.
 """
 
 import asyncio
@@ -109,17 +111,17 @@ class CoreLink:
         self._last_heard = float("-inf")
         self._created_at = self._away_since = self._ticked_at = time.monotonic()
         self._stalls: deque[tuple[float, float]] = deque(maxlen=16)
-        """(begin, end) of the most recent stalls of this process."""
+        """(start, end) of this process's most recent stalls."""
         self._state = link_pb2.ServiceState()
         self._model: link_pb2.ServedModel | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._refused = ""
-        """Reason why the core rejects this front end; empty if it does not."""
+        """Why the core rejects this front end; empty if it does not."""
         self.protocol_version = LINK_VERSIONS.oldest
         """Negotiated protocol version; features of newer versions are not used."""
         self.malformed_messages = 0
         self.num_restarts = 0
-        """Cores that have accepted this front end after the first one."""
+        """Number of cores that accepted this front end, not counting the first."""
 
     @property
     def connected(self) -> bool:
@@ -146,7 +148,7 @@ class CoreLink:
 
     @property
     def max_call_tokens(self) -> int:
-        """Maximum number of prompt tokens that several requests of one call can have together."""
+        """Maximum total number of prompt tokens in all requests of one call."""
         return self._state.max_call_tokens or sys.maxsize
 
     @property
@@ -259,7 +261,7 @@ class CoreLink:
 
     @asynccontextmanager
     async def watch(self, request: link_pb2.OperatorRequest) -> AsyncIterator[LiveView]:
-        """Open a live view with an operator request; the view is closed at the end of the `with` block.
+        """Open a live view with an operator request. The end of the `with` block closes the view.
 
         Raises:
             NotReadyError: the core did not respond in time.

@@ -1,9 +1,11 @@
 """Socket to the scheduler core: one DEALER on the event loop, with a new incarnation for every connection.
 
 grpc.aio handles one completion (for example a written message or a new call) per iteration of the event loop, and
-cancels calls that are not accepted within 30 s. Iterations must therefore be short, so reading from the socket is
-limited in time. Each message written to a client returns credit to the scheduler; these returns are batched for a short
-time. All other data is sent in one message at the end of the iteration.
+cancels calls that are not accepted within 30 s. Iterations must therefore be short, so the time for reading from the
+socket is limited.
+
+Each message written to a client returns credit to the scheduler. These returns are batched for a short time. All other
+data is sent in one message at the end of the iteration.
 
 A monitor socket reports a lost connection, so that the death of a scheduler is detected immediately.
 

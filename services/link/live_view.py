@@ -1,4 +1,4 @@
-"""Live view of one caller: a bounded buffer of parts that the caller has not read yet."""
+"""One caller's live view: a bounded buffer of parts that the caller has not read yet."""
 
 import asyncio
 from collections import deque
@@ -12,7 +12,7 @@ MAX_UNREAD_PARTS = 16
 
 
 class LiveView:
-    """Buffer of one live view. When it is full, the oldest parts are dropped, and their steps are counted."""
+    """Buffer for one live view. When it is full, the oldest parts are dropped and their steps are counted."""
 
     def __init__(self) -> None:
         self._parts: deque[link_pb2.View] = deque()
@@ -37,7 +37,7 @@ class LiveView:
         self._changed.set()
 
     async def next(self) -> tuple[bytes, int]:
-        """Wait for a part; return it and the number of steps that were dropped before it.
+        """Wait for a part; return it with the number of steps dropped before it.
 
         Raises:
             QuireError: the view has ended.

@@ -14,7 +14,7 @@ _MAX_REPORTED_CALLS = 1024
 
 
 class Outgoing:
-    """Events of one turn of the event loop."""
+    """Events from one turn of the event loop."""
 
     __slots__ = (
         "_cancelled",
@@ -100,7 +100,7 @@ class Outgoing:
         self._credit[stream] = self._credit.get(stream, 0) + credit
 
     def report(self, report: link_pb2.MetricReport, snapshot_request: int = 0) -> None:
-        """Add the front end's metrics; a `snapshot_request` > 0 asks for the metrics of all processes."""
+        """Add the front end's metrics. A `snapshot_request` > 0 requests the metrics of all processes."""
         self._report = report
         self._snapshot_request = snapshot_request or self._snapshot_request
 

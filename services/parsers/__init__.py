@@ -1,11 +1,11 @@
 """Parsers that turn a model's output into typed events: reasoning, content, tool calls.
 
-Each family of models has one incremental parser (`families`). `choose_family` finds the family from the chat template.
-An `OutputParser` reads one output in pieces of any size and returns events as soon as they are certain. The sizes of
-the pieces affect only the boundaries between the texts of events.
+Each model family has one incremental parser (`families`). `choose_family` determines the family from the chat template.
+An `OutputParser` reads one output in pieces of any size and returns events as soon as they are certain. The piece sizes
+only affect where texts are divided into events.
 
-If calls must follow their schemas, `grammar_of_calls` writes a grammar in the family's format (`call_forms`), and the
-same parser reads the output that the grammar allows.
+If calls must follow their schemas, `grammar_of_calls` writes a grammar in the family's format (`call_forms`). The same
+parser reads the constrained output.
 """
 
 from services.parsers.call_grammar import grammar_of_calls

@@ -1,8 +1,8 @@
 """Grammars for the tool call format of each family; `families` parses the same formats.
 
 A form returns an expression for the output after the reasoning. Families that write arguments between tags or in
-Python's notation write one property at a time. If the schema of a function contains more than properties, the arguments
-are a JSON object, which the parsers of these families also accept.
+Python's notation write one property at a time. If a function's schema contains more than properties, the arguments are
+a JSON object, which these families' parsers also accept.
 """
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
@@ -31,7 +31,7 @@ _PLAIN_KEYWORDS = {
     "$schema",
     *DEFINITIONS,
 }
-"""Keywords of a schema whose properties can be written one by one."""
+"""Schema keywords that are permitted if properties are written one by one."""
 _FREE_TEXT = {"type", "description", "title", "default", "examples"}
 """Keywords of a string that may be any text."""
 _REFERENCE = re.compile(r'"\$ref": "(?!#/(?:\$defs|definitions)/)')
@@ -87,7 +87,7 @@ def llama3_json(writer: GrammarWriter, functions: Sequence[Function]) -> str:
 
 
 def pythonic(writer: GrammarWriter, functions: Sequence[Function]) -> str:
-    """Return an expression for an output of Llama 4: the whole answer is a list of calls in Python's notation.
+    """Return an expression for Llama 4 output: the whole output is a list of calls in Python's notation.
 
     Values are JSON, which is valid Python except for its constants. The parser accepts the constants of both.
     """

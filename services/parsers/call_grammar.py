@@ -1,7 +1,7 @@
 """Grammars for tool calls in the format of the served model's family.
 
-The family's parser can read the calls in every output that the grammar allows, and the arguments of these calls follow
-their schemas.
+The grammar allows only outputs whose calls the family's parser can read. The arguments of these calls follow their
+schemas.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ def grammar_of_calls(
     Args:
         model_format: the format of the served model.
         functions: the functions.
-        required: whether the output must be calls. Otherwise it is text that may contain calls, which requires a family
-            whose calls begin with a marker.
+        required: whether the output must consist of calls. Otherwise it is text that may contain calls, which requires
+            a family with a start marker.
         single: whether there is at most one call.
         reasons: whether the output begins within reasoning.
     """

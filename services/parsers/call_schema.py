@@ -1,7 +1,7 @@
 """Converts schemas of arguments for use in grammars.
 
-Many clients omit `additionalProperties`, which permits any property, so weak models invent arguments. Therefore an
-object that lists its properties may have no other properties in the grammar, unless the schema explicitly allows them.
+Many clients omit `additionalProperties`. By default, this permits any property, so weak models invent arguments. In the
+grammar, an object with listed properties therefore has no other properties, unless the schema explicitly allows them.
 Annotations are omitted, because a grammar ignores them and descriptions can be long.
 """
 

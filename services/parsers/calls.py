@@ -12,7 +12,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class Calls:
-    """The tool calls of one output: numbers them and emits their events."""
+    """Numbers the tool calls in one output and emits their events."""
 
     def __init__(self, emit: Emit, new_id: Callable[[], str]) -> None:
         self._emit = emit
@@ -51,10 +51,10 @@ def read_object(reader: Reader, calls: Calls, functions: Container[str] | None =
     Args:
         reader: the output.
         calls: receives the call.
-        functions: names of functions; an object with another name is not a call. None if every name is valid.
+        functions: valid function names; an object with another name is not a call. None if every name is valid.
 
     Returns:
-        the text that was read if it is no call, so that the caller can show it; empty after a call.
+        the text that was read if it is not a call, so that the caller can emit it; empty after a call.
     """
     read: list[str] = []
     """Text up to the name, which is content if there is no name."""
@@ -109,7 +109,7 @@ def read_object(reader: Reader, calls: Calls, functions: Container[str] | None =
 
 
 def read_objects(reader: Reader, calls: Calls, show: Callable[[str], None]) -> Step:
-    """Read calls from a JSON array of objects at this place; `show` receives objects that are no calls."""
+    """Read calls from a JSON array of objects at this position. `show` receives the objects that are not calls."""
     if (yield from reader.peek()) == "[":
         reader.take()
     while True:

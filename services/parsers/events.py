@@ -29,7 +29,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of the latest call, as JSON text."""
+    """More arguments for the latest call, as JSON text."""
 
     index: int
     text: str
@@ -37,7 +37,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The end of a tool call with complete arguments. A call that is truncated by the end of the output has no end."""
+    """The end of a tool call with complete arguments. If the output ends within a call, the call has no end event."""
 
     index: int
 

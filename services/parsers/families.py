@@ -12,8 +12,8 @@
 | glm4 | GLM-4.5 and later | <think> | <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>… |
 | granite | Granite 3 | – | <|tool_call|>[{"name": …, "arguments": …}] |
 
-Text that only looks like a call is content. A call that is truncated by the end of the output has the arguments so far.
-`call_forms` contains grammars for the same formats.
+Text that only resembles a call is content. If the output ends within a call, the call has the arguments generated so
+far. `call_forms` contains grammars for the same formats.
 """
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
@@ -30,7 +30,7 @@ from services.parsers.events import Content, Emit, Reasoning
 from services.parsers.reader import SPACE, Reader, Step
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schema of the arguments of each function, by its name."""
+"""For each function name, the JSON schema of the function's arguments."""
 
 THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
@@ -60,7 +60,7 @@ class Output:
 Read = Callable[[Reader, Output], Step]
 """Reads the outputs of one family."""
 ReadCall = Callable[[Reader, Output], Generator[None, None, bool]]
-"""Reads a call after its opening tag; returns whether it is a call. If not, its text is content."""
+"""Reads a call after its opening tag; returns whether the text was a call. If it was not, the text is content."""
 
 
 def _think(reader: Reader, output: Output, end: str = _END_THINK) -> Step:
@@ -92,7 +92,7 @@ def _hermes_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
 
 
 def _tagged_object(reader: Reader, output: Output, opening: str) -> Generator[None, None, bool]:
-    """Read a call as a JSON object after its opening tag, and the closing tag; return whether it is a call."""
+    """Read a call as a JSON object after its opening tag, and the closing tag; return whether the text was a call."""
     if (yield from reader.peek()) != "{":
         return (yield from _as_content(reader, output, opening))
     rejected = yield from read_object(reader, output.calls)
@@ -103,7 +103,7 @@ def _tagged_object(reader: Reader, output: Output, opening: str) -> Generator[No
 
 
 def _as_content(reader: Reader, output: Output, begun: str) -> Generator[None, None, bool]:
-    """Emit text that looked like a call as content, up to its closing tag; return False."""
+    """Emit text that resembled a call as content, up to its closing tag; return False."""
     output.content(begun)
     output.content((yield from reader.until(output.content, _END_CALL)))
     return False
@@ -201,10 +201,10 @@ def _whole_objects(reader: Reader, output: Output, shown: str, *ends: str) -> St
 
 
 def pythonic(reader: Reader, output: Output) -> Step:
-    """Read the output of Llama 4: the whole answer is a list of calls in Python's notation, or it is content.
+    """Read Llama 4 output: the whole output is a list of calls in Python's notation, or content.
 
-    The arguments of a call are converted at its end, because Python's literals are not JSON's. The answer may also be
-    calls as Llama 3 writes them.
+    A call's arguments are converted when the call ends, because Python literals differ from JSON. The output may also
+    contain calls in Llama 3's format.
     """
     opening = yield from reader.starts_with("<|python_start|>")
     space = yield from reader.skip_space()
@@ -261,7 +261,7 @@ def _python_call(reader: Reader) -> Generator[None, None, str]:
 
 
 def _parse_python(call: str) -> tuple[str, str] | None:
-    """Return the name and the arguments as JSON of a call in Python's notation; None if it is not a call."""
+    """Return a call's name and its arguments as JSON, from Python's notation; None if the text is not a call."""
     name, opening, rest = call.partition("(")
     if not opening or not re.fullmatch(r"[\w.-]+", name):
         return None
@@ -343,7 +343,7 @@ _DS_CALL, _DS_SEP, _DS_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep
 
 
 def deepseek(reader: Reader, output: Output) -> Step:
-    """Read the output of DeepSeek V3 and R1 (function, name and a block of JSON) and of V3.1 (name and JSON)."""
+    """Read output in the format of DeepSeek V3 and R1 (function, name and a JSON block) or V3.1 (name and JSON)."""
     if output.reasons:
         yield from _think(reader, output)
     trim = output.reasons
@@ -440,7 +440,7 @@ def _reasoning_and_content(reader: Reader, output: Output, opening: str, closing
 
 
 def _collect(reader: Reader, *ends: str) -> Generator[None, None, tuple[str, str]]:
-    """Return the text up to the first of `ends`, and this end; the end is empty at the end of the output."""
+    """Return the text before the first of `ends`, and the end found; the latter is empty if the output ended."""
     pieces: list[str] = []
     end = yield from reader.until(pieces.append, *ends)
     return "".join(pieces), end

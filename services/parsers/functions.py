@@ -20,7 +20,7 @@ class Function:
 
 
 def read_functions(tools: Iterable[Any]) -> list[Function | None]:
-    """Return the function of each tool: {"type": "function", "function": {"name": …, …}}; None for any other form."""
+    """Return each tool's function: {"type": "function", "function": {"name": …, …}}; None for any other form."""
     return [_read(tool.get("function")) for tool in tools]
 
 

@@ -23,7 +23,7 @@ class GrammarWriter:
     template: str
     """Source of the chat template."""
     special_tokens: Mapping[str, int]
-    """Ids of the tokens that grammars match by their id only, by their text."""
+    """For each special-token text, the token id; grammars can match these tokens only by id."""
     think: str
     """The marker at which reasoning begins; empty if the family has none."""
     required: bool
@@ -31,7 +31,7 @@ class GrammarWriter:
     single: bool
     """Whether there is at most one call."""
     rules: dict[str, str] = field(default_factory=dict)
-    """Names of the rules, by the text of the rule."""
+    """For each rule text, the rule's name."""
 
     def grammar(self, start: str) -> str:
         """Return the grammar whose outputs match an expression."""
@@ -45,7 +45,7 @@ class GrammarWriter:
         )
 
     def until(self, end: str, *others: str) -> str:
-        """Return an expression for text up to and including its end, in which none of the other texts occurs."""
+        """Return an expression for text up to and including its end marker, without any of the other texts."""
         if end in self.special_tokens:
             return f"{self.without(end, *others)} {self.text(end)}"
         return self._named(f"[lazy]: {self._text_without(others, _pattern(end))}")
@@ -84,10 +84,10 @@ class GrammarWriter:
         return f"{self.text(opening)} {self.arguments(function)} {self.text('}', *end)}"
 
     def calls(self, marker: str, call: str, separator: str | None, *others: str) -> str:
-        """Return an expression for an output of calls, or of text with calls.
+        """Return an expression for an output that consists of calls, or of text with calls.
 
         Args:
-            marker: the beginning of each call; empty if the whole output consists of calls.
+            marker: the text that starts each call; empty if the whole output consists of calls.
             call: an expression for a call after its marker.
             separator: the text between two calls; None if only one call is allowed.
             others: further markers that begin calls for the reader, so that they must not be in the text.

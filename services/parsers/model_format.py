@@ -12,13 +12,13 @@ class ModelFormat:
 
     family: Family
     template: str
-    """Source of the chat template; empty without one."""
+    """Source of the chat template; empty if there is none."""
     special_tokens: Mapping[str, int]
-    """Ids of the tokens that grammars match by their id only, by their text."""
+    """For each special-token text, the token id; grammars can match these tokens only by id."""
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the model can call tools on its own, which requires a chat template that renders tools."""
+        """Whether the model can call tools voluntarily, which requires a chat template that renders tools."""
         return self.family.calls_tools and "tools" in self.template
 
     @property
@@ -33,6 +33,6 @@ class ModelFormat:
 
 
 def model_format(parser: str, template: str, special_tokens: Mapping[str, int]) -> ModelFormat:
-    """Return the format of a model; `parser` is the name of its family, or "auto" to find it from the chat template."""
+    """Return a model's output format. `parser` is a family name, or "auto" to use the chat template."""
     family = FAMILIES[choose_family(template) if parser == "auto" else parser]
     return ModelFormat(family, template, special_tokens)

@@ -24,7 +24,7 @@ class Family:
     markers: tuple[str, ...] = ()
     """Markers that may be special tokens, which the text contains only on request."""
     think: str = ""
-    """The marker at which reasoning begins; a prompt may end with it."""
+    """The marker that starts reasoning; a prompt may end with it."""
     form: Form = call_forms.hermes
     """Grammar of its tool calls."""
     calls_tools: bool = True
@@ -96,7 +96,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def choose_family(chat_template: str) -> str:
-    """Return the name of the family whose markers a chat template contains; "plain" for none."""
+    """Return the family whose markers a chat template contains; "plain" for none."""
     return next((name for name, signs in _SIGNS if all(sign in chat_template for sign in signs)), "plain")
 
 
@@ -115,8 +115,8 @@ class OutputParser:
 
         Args:
             read: how the model writes.
-            schemas: JSON schemas of the arguments of the functions, by name; some families give values as text, and
-                the schema tells a string from a number.
+            schemas: for each function name, the JSON schema of its arguments. Some families write all values as text,
+                and the schema distinguishes strings from numbers.
             reasons: whether the prompt ends with the opening marker of reasoning.
             new_id: makes the id of a call.
         """
@@ -131,7 +131,7 @@ class OutputParser:
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """Return the events that were held back, at the end of the output."""
+        """Return the events that were held back until the end of the output."""
         self._reader.ended = True
         return self._advance()
 

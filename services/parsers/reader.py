@@ -1,11 +1,11 @@
 """Reader for text that arrives in pieces, so that parsers can be written as if the text were complete.
 
 A parser is a generator. Its operations on the reader are generators too: they yield when they need more text, and
-continue when it has arrived. Decisions depend only on the characters, never on the boundaries between pieces. Text that
-may still become a marker is held back until it is certain.
+continue when more text has arrived. Decisions depend only on the characters, never on the boundaries between pieces.
+Text that may still become a marker is held back until this is certain.
 
-For any size of pieces, each character is copied a bounded number of times: an operation only advances the position in
-the text, and the consumed part is dropped when the next piece arrives.
+Regardless of piece sizes, each character is copied a bounded number of times. An operation only advances the position
+in the text, and the consumed part is dropped when the next piece arrives.
 """
 
 import re
@@ -28,7 +28,7 @@ class Reader:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        """Number of characters of the text that are consumed."""
+        """Number of consumed characters in the text."""
         self.ended = False
         """Whether no more text will arrive."""
         self.trimmed = ""
@@ -59,7 +59,7 @@ class Reader:
             the marker; empty at the end of the output.
         """
         spaces: list[str] = []
-        """Whitespace that is held back; it is not searched again."""
+        """Whitespace that is held back and need not be searched again."""
         while True:
             if trim_start:
                 self._take_space()
@@ -81,7 +81,7 @@ class Reader:
             yield
 
     def starts_with(self, *beginnings: str) -> Generator[None, None, str]:
-        """Return the beginning that the text starts with, longest first, and consume it; empty for none."""
+        """Consume and return the longest of the given prefixes with which the text starts; empty for none."""
         longest_first = sorted(beginnings, key=len, reverse=True)
         while True:
             next_text = self._text[self._at : self._at + len(longest_first[0])]
@@ -116,7 +116,7 @@ class Reader:
             yield
 
     def json_value(self, emit: Callable[[str], None]) -> Generator[None, None, bool]:
-        """Pass the JSON value at this place to `emit`; return whether it is complete.
+        """Pass the JSON value at this position to `emit`; return whether the value is complete.
 
         Only brackets and strings are tracked; the syntax is not validated. A number, a literal or an error ends before
         the next comma, bracket or space.

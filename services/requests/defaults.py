@@ -17,7 +17,7 @@ from shared.errors import FieldViolation, InvalidRequestError
 from shared.json_text import describe_json_error
 
 FILE = "generation_config.json"
-"""Name of the file in the folder of a checkpoint."""
+"""File name in a checkpoint folder."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 _MAX_TOP_K = 0x7FFFFFFF
 _REMEDY = "correct the file, or use --generation-config none"
@@ -36,11 +36,11 @@ class SamplingDefaults:
 
     @property
     def max_new_tokens(self) -> int:
-        """Maximum number of generated tokens of a request; 0 if only the context limits it."""
+        """Maximum number of generated tokens per request; 0 if only the context limits it."""
         return int(self.values.get("max_new_tokens", 0))
 
     def default_max_tokens(self, setting: int) -> int:
-        """Return `max_tokens` of requests that set none, given the server's setting; 0 for the rest of the context."""
+        """Return the server's `max_tokens` for requests without one; 0 for the rest of the context."""
         given = [value for value in (setting, self.max_new_tokens) if value]
         return min(given, default=0)
 
@@ -71,7 +71,7 @@ def read_sampling_defaults(setting: str, folder: Path) -> SamplingDefaults:
     """Return the defaults that the setting `generation_config` selects.
 
     Args:
-        setting: "auto" for the file in the model's folder, "none", or the path of a file or of a folder with one.
+        setting: "auto" for the file in the model's folder, "none", or a path to a file or to a folder with such a file.
         folder: the model's folder.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rules for converting the generated tokens of a request to messages; only front ends read them."""
+"""Rules for converting a request's generated tokens to messages; only front ends read them."""
 
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ class OutputRules:
 
 
 def output_rules(request: v1.GenerateRequest, shown_tokens: tuple[str, ...]) -> OutputRules:
-    """Return the rules of a valid request, or of the `resume_info` of a kept one."""
+    """Return the rules for a valid request, or for the `resume_info` of a retained request."""
     stop, output = request.stop, request.output
     return OutputRules(
         stop_strings=tuple(dict.fromkeys(stop.stop_strings)),

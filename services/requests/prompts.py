@@ -27,7 +27,7 @@ class Prompts:
     async def encode(
         self, request: v1.GenerateRequest | v1.EmbedInput, model: link_pb2.ServedModel, field_name: str
     ) -> Sequence[int]:
-        """Return the token ids of a valid request's prompt; `field_name` names its field in errors.
+        """Return the prompt's token ids for a valid request; `field_name` names the prompt's field in errors.
 
         Raises:
             InvalidRequestError: the chat template rejects it, or the model lacks one of its tokens.

@@ -1,8 +1,8 @@
 """Scheduling options of a request: validated by the front end and sent to the core with the submission.
 
 The caller's principal must have permission for the tenant and the cache scope. Without authentication, there is one
-principal, which may use all tenants (`principals`). Without an explicit scope, a request shares cached prompt prefixes
-only with requests of its own principal. Response times therefore reveal nothing about prompts of other principals.
+principal, which may use all tenants (`principals`). Unless a request names a scope, it shares cached prompt prefixes
+only with requests from its own principal. Response times therefore reveal nothing about other principals' prompts.
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ MAX_NAME = 128
 MAX_EXPECTED_TOKENS = 1 << 24
 """Maximum of `expected_output_tokens`."""
 MAX_BLOCK_KEYS = 1 << 16
-"""Maximum number of block keys of 32 bytes that are sent with a request, so that they fit into a frame."""
+"""Maximum number of 32-byte block keys that are sent with a request, so that they fit into a frame."""
 MAX_TIME_S = 365 * 24 * 3600
 """Maximum target time of a request, seconds; the link counts nanoseconds in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueTimes:
-    """Times by which a request wants its tokens, seconds of the monotonic clock; None for no such time."""
+    """When a request wants its tokens, in seconds of the monotonic clock; None for no target."""
 
     deadline: float | None = None
     """The client's deadline. A request that misses it ends."""
@@ -87,7 +87,7 @@ def due_times(options: v1.SchedulingOptions, *, arrival: float, deadline: float 
 
 
 def block_keys(model: link_pb2.ServedModel, cache_scope: bytes, prompt: bytes) -> bytes:
-    """Return the joined keys of the first full blocks of a prompt, at most `MAX_BLOCK_KEYS`.
+    """Return the joined keys of a prompt's first full blocks, at most `MAX_BLOCK_KEYS`.
 
     The core then does not have to compute them.
 

@@ -101,7 +101,7 @@ def _check_grammar(request: v1.GenerateRequest, functions: list[Function | None]
 def new_parser(
     request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat, *, reasons: bool
 ) -> OutputParser | None:
-    """Return a parser for one choice of a request; None if all output is content.
+    """Return a parser for one choice; None if the whole output is content.
 
     Args:
         request: the request, or its `resume_info`.
@@ -123,7 +123,7 @@ def shown_tokens(request: v1.GenerateRequest, tools: Tools, model_format: ModelF
 
 
 def _read_of(request: v1.GenerateRequest, tools: Tools, model_format: ModelFormat) -> Read | None:
-    """Return the parser function for the output of a request; None if all of it is content."""
+    """Return the parser function for a request's output; None if the whole output is content."""
     if not request.output.parse or request.HasField("grammar"):
         return None  # An output that is constrained by the client's grammar contains no markers.
     if tools.required:

@@ -1,7 +1,7 @@
 """Request validation: pure functions from the public message to a validated value or an error.
 
-All violations are reported together, each under its field name in the proto. `validate` checks everything that does not
-depend on the prompt's tokens; `resolve_max_tokens` checks the length of the prompt.
+All violations are reported together, each under its proto field name. `validate` checks everything that does not depend
+on the prompt's tokens; `resolve_max_tokens` checks the prompt's length.
 """
 
 import struct
@@ -61,7 +61,7 @@ MAX_BAD_WORD = 256
 """Maximum length of a bad word, bytes."""
 
 _SHOWN_NAME = 64
-"""Maximum number of characters of an unknown model's name in an error."""
+"""Maximum number of characters shown from an unknown model name in an error."""
 _LOG_OVERHEAD = 4096
 """Maximum size of a request's log in addition to its long fields, bytes."""
 _SCORES_OVERHEAD = 40
@@ -154,12 +154,12 @@ def validate(
 def resolve_max_tokens(
     num_prompt_tokens: int, max_tokens: int | None, default: int, model: link_pb2.ServedModel, field: str
 ) -> int:
-    """Return the number of tokens that a prompt of this length may generate.
+    """Return how many tokens may be generated after a prompt of this length.
 
     Args:
         num_prompt_tokens: length of the prompt.
         max_tokens: requested maximum; None if not set.
-        default: maximum of requests that set none; 0 for the rest of the context.
+        default: limit for requests without one; 0 for the rest of the context.
         model: the served model.
         field: name of the prompt's field, for errors.
 
@@ -192,11 +192,11 @@ def resolve_max_tokens(
 
 
 def check_num_requests(num_choices: int, limit: int, *, num_prompts: int = 1) -> None:
-    """Check that the requests of a call, one for each choice of each prompt, can wait together.
+    """Check that a call's requests, one per choice and prompt, fit into the queue together.
 
     Args:
         num_choices: choices of each prompt.
-        limit: maximum number of requests of a call.
+        limit: maximum number of requests per call.
         num_prompts: prompts of the call.
 
     Raises:
@@ -213,7 +213,7 @@ def check_num_requests(num_choices: int, limit: int, *, num_prompts: int = 1) ->
 
 
 def check_num_tokens(num_choices: int, num_prompt_tokens: int, limit: int) -> None:
-    """Check that all choices of a prompt can wait together; `limit` is the maximum number of their prompt tokens.
+    """Check that a prompt's choices fit into the queue together; `limit` is the maximum number of prompt tokens.
 
     Raises:
         InvalidRequestError: the scheduler could never accept all of them.
@@ -225,7 +225,7 @@ def check_num_tokens(num_choices: int, num_prompt_tokens: int, limit: int) -> No
 
 
 def check_log_size(valid: ValidRequest, spec: RequestSpec) -> None:
-    """Check that the log of a resumable request, with all log-probabilities, fits into a frame of the link.
+    """Check that a resumable request's log, including all log-probabilities, fits into a frame on the link.
 
     Raises:
         InvalidRequestError: it may not fit.
@@ -253,7 +253,7 @@ def max_scores_bytes(count: int) -> int:
 
 
 def check_model(name: str, model: link_pb2.ServedModel) -> None:
-    """Check that the name is empty or that of the served model.
+    """Check that the name is empty or equals the served model's name.
 
     Raises:
         ModelNotFoundError: it is another model's.

@@ -1,9 +1,9 @@
 """Outbox of one stream: released tokens and text that the client has not read.
 
 A fast client gets one token per message. If a client reads slowly, tokens accumulate here and are sent as one message.
-Credit limits the size of the outbox: a token costs four bytes of credit, which are returned only when the client has
-read the token. All tokens stay in memory (four bytes each), because a new core needs all generated tokens if the old
-core is lost.
+Credit limits the outbox's size: a token costs four bytes of credit, which are returned only when the client has read
+the token. All tokens stay in memory (four bytes each), because a new core needs all generated tokens if the old core is
+lost.
 """
 
 from array import array

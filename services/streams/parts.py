@@ -1,4 +1,4 @@
-"""Sizes of parser events, for a client that resumes after it has received some of them."""
+"""Sizes of parser events, for clients that resume after receiving some of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from services.parsers import CallBegun, CallEnded, Event
 
 
 def size_of(events: Sequence[Event]) -> int:
-    """Return the size of events: the bytes of their texts, and 1 for the start and for the end of a call."""
+    """Return the total size of events: the bytes of their texts, and 1 for each start and end of a call."""
     return sum(1 if isinstance(event, CallBegun | CallEnded) else len(event.text.encode()) for event in events)
 
 

@@ -5,7 +5,7 @@ Rules:
   * Every token has an index. Repeated tokens are ignored, and a gap is reported to the caller.
   * Without stop strings, tokens are detokenised only when they are sent, which is efficient for slow clients. With stop
     strings, every token is detokenised on arrival, so that the core can stop as early as possible.
-  * A token whose text may still be removed by a stop string is held back with its text, so that exactly the counted
+  * If a stop string may still remove a token's text, the token is held back with its text, so that exactly the counted
     tokens are sent.
   * Credit is returned after the client has read a token or the stream has dropped it, in portions of a quarter.
 """
@@ -49,7 +49,7 @@ class StreamRequest:
     """Monotonic time at which the RPC arrived, seconds."""
     due: DueTimes = field(default_factory=DueTimes)
     block_keys: bytes = field(default=b"", repr=False)
-    """Keys of the prompt's full blocks of `block_size` tokens, joined; may be empty."""
+    """Joined keys of the prompt's full blocks, which have `block_size` tokens; may be empty."""
     block_size: int = 0
     tokenise_s: float = 0.0
     """Time that tokenising took, seconds."""
@@ -106,7 +106,7 @@ class Stream:
         self.submitted_at = 0.0
         """Time of the last submission, monotonic seconds; 0 if none."""
         self.ended_at = 0.0
-        """Time at which the core's end of the stream arrived, monotonic seconds; 0 if it has not."""
+        """When the core reported the stream's end, monotonic seconds; 0 before that."""
         self.end: link_pb2.StreamEnd | None = None
         """The end that the core sent, or None."""
         self.error: QuireError | None = None
@@ -139,7 +139,7 @@ class Stream:
 
     @property
     def has_parser(self) -> bool:
-        """Whether the text is parsed; if not, all of it is content."""
+        """Whether the text is parsed; otherwise all of it is content."""
         return self._parser is not None
 
     @property
@@ -215,7 +215,7 @@ class Stream:
         return self._scan(token_ids, finder)
 
     def receive_scores(self, first_index: int, of_prompt: bool, scores: list[Scored]) -> None:
-        """Add log-probabilities from the core; those of generated tokens arrive before the tokens."""
+        """Add log-probabilities from the core. Those for generated tokens arrive before the tokens."""
         if of_prompt:
             self.prompt_scores.update(enumerate(scores, first_index))
         elif first_index >= len(self._outbox.tokens):
@@ -259,12 +259,13 @@ class Stream:
         Args:
             tokens: number of tokens.
             text: bytes of text.
-            parts: size of what the parser has found (`services.streams.parts`); None: all that it finds in this text.
+            parts: size of the parser's parts (`services.streams.parts`) to skip; None for all parts in the skipped
+                text.
         """
         self._skip_tokens, self._skip_text, self._skip_parts = tokens, text, parts
 
     def _without_known(self, batch: Batch) -> Batch:
-        """Return the part of a batch that the client does not have; it may be empty."""
+        """Return the part of a batch that the client does not have, which may be empty."""
         known = min(max(self._skip_tokens - batch.first_index, 0), len(batch.token_ids))
         text = batch.text.encode()
         self._skip_text, text = max(self._skip_text - len(text), 0), text[self._skip_text :]
@@ -300,7 +301,7 @@ class Stream:
         self._writing = 0
 
     def credit_due(self) -> int:
-        """Return the bytes of credit to return now; 0 while they are too few for a message."""
+        """Return the bytes of credit to return now; 0 while there are too few for a message."""
         outbox = self._outbox
         consumed = len(outbox.tokens) - outbox.released + outbox.taken - self._writing
         due = consumed - self._credit_returned
@@ -334,7 +335,7 @@ class Stream:
         return outcome
 
     def _release(self, text: str, length: int) -> None:
-        """Release text and the tokens that begin before its end; `length` is the total length of released text."""
+        """Release text and the tokens that start before its end; `length` is the total length of released text."""
         while self._held and self._held[0] < length:
             self._held.popleft()
             self._outbox.released += 1

@@ -27,7 +27,7 @@ MAX_VARIABLES = 64 << 10
 """Maximum length of JSON text with template variables, bytes."""
 
 MAX_JSON_VALUES = 1 << 18
-"""Maximum number of values in the JSON texts of a conversation; small values take far longer to read than long ones."""
+"""Maximum number of values in a conversation's JSON texts. Many small values take long to read."""
 
 _MAX_DEPTH = 64
 """Maximum nesting depth of JSON text."""

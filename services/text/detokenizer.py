@@ -1,12 +1,12 @@
 """Incremental detokenising: token ids to text, in whole characters, with the same result as a full decode.
 
-There are two implementations. In a byte-level vocabulary, every token has a fixed sequence of bytes, so a table and an
-incremental UTF-8 decoder suffice and cost about a microsecond per batch of tokens. In other vocabularies
-(sentencepiece, byte fallback, WordPiece), the text of a token depends on its neighbours, so each push decodes a short
+There are two implementations. In a byte-level vocabulary, every token is a fixed sequence of bytes. A table and an
+incremental UTF-8 decoder suffice and take about a microsecond per batch of tokens. In other vocabularies
+(sentencepiece, byte fallback, WordPiece), a token's text depends on its neighbours. Each push therefore decodes a short
 window of tokens again and returns the new part.
 
-An incomplete character is held back. The delay is bounded, because a byte that can no longer become part of a character
-is output as U+FFFD immediately. `finish` outputs incomplete characters.
+An incomplete character is held back. The delay is bounded: a byte that can no longer become part of a character is
+output as U+FFFD immediately. `finish` outputs incomplete characters.
 """
 
 import codecs
@@ -23,9 +23,9 @@ REPLACEMENT = "\ufffd"
 _SENTENCEPIECE_SPACE = "\u2581"
 
 _MAX_INCOMPLETE = 3
-"""Maximum number of replacement characters that an incomplete UTF-8 character decodes to; it has at most 3 bytes."""
+"""Maximum number of replacement characters for an incomplete UTF-8 character, which has at most 3 bytes."""
 _WINDOW = 16
-"""Number of tokens after which the decoding window is truncated, which limits the cost of a push."""
+"""Number of tokens at which the decoding window is truncated; limits the cost of a push."""
 
 
 class Detokenizer(ABC):
@@ -90,7 +90,7 @@ def token_reader(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 
 class ByteVocabulary:
-    """Bytes of each token of a byte-level vocabulary, cached on first use."""
+    """The bytes of each token in a byte-level vocabulary, cached on first use."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         """Create the vocabulary; `skipped` are the tokens without text."""
@@ -140,12 +140,12 @@ class ByteLevelDetokenizer(Detokenizer):
 class WindowDetokenizer(Detokenizer):
     """Detokenizer that decodes a window of recent tokens with every push and returns the new text.
 
-    `_window` holds tokens; `_taken` is the number of characters of its text that were returned. The window is truncated
+    `_window` holds tokens; `_taken` is the number of characters already returned from its text. The window is truncated
     only where all text was returned, and never to zero tokens, because a decoder may strip the leading space of its
     first token.
 
-    Byte fallback tokens ("<0xE2>") enter the window as whole characters. Such decoders turn all bytes of a run into
-    U+FFFD as long as one of its characters is incomplete.
+    Byte fallback tokens ("<0xE2>") enter the window as whole characters. As long as one character in a run is
+    incomplete, such decoders turn all bytes of the run into U+FFFD.
     """
 
     __slots__ = ("_byte_tokens", "_clean", "_decode", "_pending", "_skipped", "_taken", "_window")
@@ -159,7 +159,7 @@ class WindowDetokenizer(Detokenizer):
         self._window: list[int] = []
         self._taken = 0
         self._clean = 0
-        """Length of the window after the last push that held nothing back."""
+        """Length of the window after the last push that held back nothing."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""

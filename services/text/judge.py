@@ -48,7 +48,7 @@ class Judge:
         return cls(yes, no, has_roles)
 
     def question(self, query: str, document: str, instruction: str) -> v1.ChatInput:
-        """Return the conversation whose next token is the answer; without an instruction, the models' usual one."""
+        """Return the conversation whose next token is the judgement. By default, use the models' usual instruction."""
         chat = v1.ChatInput(template_variables_json=_VARIABLES)
         if self.has_roles:
             turns = [("system", instruction)] if instruction else []

@@ -1,6 +1,6 @@
 """Finds stop strings in text that arrives in pieces, and never releases a part of a stop string.
 
-An Aho-Corasick automaton over all stop strings reads each character once. The depth of its state is the length of the
+An Aho-Corasick automaton over all stop strings reads each character once. Its state's depth is the length of the
 longest suffix that may still become a stop string. This suffix is held back. The match that ends first wins. If several
 matches end at the same position, the longest wins. The result does not depend on the boundaries between pieces.
 """
@@ -20,7 +20,7 @@ class Match:
 
 
 class StopAutomaton:
-    """Aho-Corasick automaton of a set of stop strings, built once per stream."""
+    """Aho-Corasick automaton for a set of stop strings, built once per stream."""
 
     __slots__ = ("depth", "fail", "found", "goto")
 
@@ -107,7 +107,7 @@ class StopFinder:
         self._length += len(text)
 
     def finish(self) -> str:
-        """Return the text that was held back, at the end of the output."""
+        """Return the text that was held back until the end of the output."""
         held, self._held = self._held, ""
         return held
 

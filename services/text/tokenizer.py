@@ -1,10 +1,11 @@
 """Tokenizer of the served model: text and conversations to token ids, and back.
 
-Only `tokenizer.json` and related files are read, not weights; `transformers` is not needed. Long texts are encoded in a
-small thread pool with the library's batch calls, which release the GIL. The calls for a single text hold the GIL, which
-would block all streams for seconds with a text of megabytes. Short texts are encoded directly, because a thread would
-cost more than the encoding. The total size of the texts in the pool and its queue is limited, with a share for each
-principal. Principals use the threads in turn.
+Only `tokenizer.json` and related files are read, not weights; `transformers` is not needed. Short texts are encoded
+directly, because a thread would cost more than the encoding.
+
+Long texts are encoded in a small thread pool with the library's batch calls, which release the GIL. The calls for a
+single text hold the GIL and would block all streams for seconds if the text has megabytes. The total text size in the
+pool and its queue is limited, with a share for each principal. Principals take turns using the threads.
 """
 
 import asyncio
@@ -27,7 +28,10 @@ from shared.json_text import describe_json_error
 from shared.memory import return_free_memory
 
 INLINE_CHARACTERS = 512
-"""Maximum length of texts that are encoded on the event loop: about 0.25 ms, the cost of a thread under load."""
+"""Maximum length of texts that are encoded on the event loop.
+
+This takes about 0.25 ms, as long as starting a thread under load.
+"""
 
 MAX_BYTES = 64 << 20
 """Default limit of text in the thread pool and its queue, bytes."""
@@ -36,7 +40,7 @@ _THREADS = 2
 """Threads for long texts."""
 
 _LARGE_BYTES = 64 << 10
-"""Size of a text from which the memory of its tokenization is returned. Each byte of text takes some 200 bytes."""
+"""Text size in bytes from which memory is released after tokenisation; a byte of text takes about 200 bytes."""
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -59,7 +63,7 @@ class TextTokenizer:
         self.special_tokens: Mapping[str, int] = {
             token.content: i for i, token in added if is_special(token.content, special=token.special)
         }
-        """Ids of the tokens that grammars match by their id only, by their text."""
+        """For each special-token text, the token id; grammars can match these tokens only by id."""
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
         self._turns = Turns(_THREADS)
         self.text_bytes = Share("bytes of text in tokenization", max_bytes, weight=MOST)
@@ -77,7 +81,7 @@ class TextTokenizer:
 
     @property
     def chat_template_source(self) -> str:
-        """Source of the chat template; empty without one."""
+        """Source of the chat template; empty if there is none."""
         return "" if self._chat_template is None else self._chat_template.source
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -91,7 +95,7 @@ class TextTokenizer:
         return await self._in_thread(len(text.encode()), self._encode_long, text, add_special_tokens)
 
     def single_token(self, text: str) -> int | None:
-        """Return the token of a short text; None if it has several."""
+        """Return a short text's token; None if the text has several tokens."""
         ids = self._encode(text, False)
         return ids[0] if len(ids) == 1 else None
 
@@ -122,7 +126,7 @@ class TextTokenizer:
         return await self._in_thread(4 * len(token_ids), self._decode_long, token_ids, skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool, shown: tuple[str, ...] = ()) -> Detokenizer:
-        """Return the detokenizer of a new stream; `shown` are special tokens that are never skipped."""
+        """Return a detokenizer for a new stream; `shown` are special tokens that are never skipped."""
         return self._detokenizer(skip_special_tokens, shown)
 
     def close(self) -> None:
@@ -217,7 +221,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the fields that end in "_token", each of which is a text or an object with the text."""
+    """Return the texts of fields that end in "_token"; each field is a text or an object with the text."""
     contents = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()

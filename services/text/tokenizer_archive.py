@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHUNK_BYTES = 1 << 20
-"""Size of a chunk, below the default message limit of all gRPC implementations (4 MiB)."""
+"""Chunk size in bytes, below the default message limit of all gRPC implementations (4 MiB)."""
 
 _PATTERNS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _NOT_FOR_TEXT = ("model.safetensors.index.json", "quality.json")

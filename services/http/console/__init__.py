@@ -1,6 +1,5 @@
 """The console: one page that shows operators the running batch.
 
-`page` serves the files of the page, which hold no data. `endpoints` serves the data, to operators only: the live view
-of the steps as server-sent events, and the calls of the page. `feed` turns parts of the live view into
-JSON.
+`page` serves the page's files, which contain no data. `endpoints` serves the data, for operators only: the live view of
+steps as server-sent events, and the page's calls. `feed` converts parts of the live view to JSON.
 """

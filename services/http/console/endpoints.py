@@ -1,4 +1,4 @@
-"""Endpoints of the console: live view, drain and resume of workers, explanations, and comparisons.
+"""Console endpoints: live view, drain and resume of workers, explanations, and comparisons.
 
 All endpoints require operator permissions, like the operator API over gRPC. Every path accepts only POST with a JSON
 body, which a page from another origin cannot send without a preflight.
@@ -35,7 +35,7 @@ class ConsoleEndpoints:
 
         Args:
             link: the link to the core.
-            trace_url: link to a trace with `{trace_id}` in it; empty for none.
+            trace_url: link to a trace, containing `{trace_id}`; empty for none.
         """
         self._link = link
         self._trace_url = trace_url
@@ -84,7 +84,7 @@ class ConsoleEndpoints:
         """Drain a worker. Draining the last worker needs confirmation.
 
         Raises:
-            InvalidRequestError: it is the last worker that takes requests.
+            InvalidRequestError: this is the last worker that is not drained.
         """
         asked = await _question(exchange)
         request = admin.DrainWorkerRequest(worker_id=_text(asked, "worker"), move_requests=bool(asked.get("move")))
@@ -128,7 +128,7 @@ class ConsoleEndpoints:
         await exchange.answer(comparison(response))
 
     async def predict(self, exchange: Exchange) -> None:
-        """Predict the effect of other settings on the requests of the last minutes."""
+        """Predict the effect of other settings on the requests from the last minutes."""
         asked = await _question(exchange)
         settings = asked.get("settings", {})
         if not isinstance(settings, dict) or not all(isinstance(value, str | int) for value in settings.values()):

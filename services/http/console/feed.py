@@ -1,7 +1,7 @@
 """Converts parts of a live view to compact JSON for the console.
 
-A step contains only the rows that have changed since the worker's previous step, because rows decode for hundreds of
-steps. A complete step of a thousand rows would take ten kilobytes, and milliseconds of CPU time in the front end.
+A step contains only the rows that changed since the worker's previous step, because rows decode for hundreds of steps.
+A complete step with a thousand rows would take ten kilobytes, and milliseconds of CPU time in the front end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,10 +27,10 @@ class Feed:
         self._waiting: dict[str, _Rows] = {}
         """Rows that are held out in the newest step, by worker."""
         self._absent: dict[str, float | None] = {}
-        """By worker with steps, the time of the first load without it, s; None if the load contains it."""
+        """For each worker with steps, when it was first missing from a load, s; None if the newest load includes it."""
 
     def message(self, part: admin.WatchStepsResponse) -> dict[str, Any]:
-        """Return a part as the values of a JSON object; absent entries are empty."""
+        """Return a part as JSON values; absent entries are empty."""
         found: dict[str, Any] = {}
         if part.steps:
             found["steps"] = [self._step(step) for step in part.steps]
@@ -61,7 +61,7 @@ class Feed:
         return found
 
     def _forget(self, load: admin.SchedulerLoad) -> list[str]:
-        """Drop workers that left a while ago; return their names, so that the page drops them as well."""
+        """Drop workers that left some time ago; return their names, so that the page also drops them."""
         now, present = _seconds(load.time), {each.worker_id for each in load.workers}
         for name, since in self._absent.items():
             self._absent[name] = None if name in present else now if since is None else since
@@ -94,7 +94,7 @@ class Feed:
 def _change(
     known: dict[str, _Rows], worker_id: str, rows: Iterable[int], requests: Iterable[int]
 ) -> list[list[int]] | None:
-    """Return the rows that left, the rows that joined, and their requests; None without a change."""
+    """Return the rows that left, the rows that joined, and their requests; None if nothing changed."""
     before, now = known.get(worker_id, {}), dict(zip(rows, requests, strict=True))
     if now == before:
         return None
@@ -123,7 +123,7 @@ def worker(message: admin.Worker) -> dict[str, Any]:
 
 
 def comparison(found: admin.CompareStrategiesResponse) -> dict[str, Any]:
-    """Return a comparison of strategies as the values of a JSON object."""
+    """Return a comparison of strategies as JSON values."""
     return {
         "requests": found.requests,
         "arrivalSeconds": found.arrival_seconds,

@@ -1,6 +1,6 @@
 """The files of the console's page.
 
-The files are read once at the start. They contain no data of the service, so they need no authentication. The content
+The files are read once at start. They contain no data from the service, so they need no authentication. The content
 security policy allows the page to load only these files, and to connect only to its own server.
 """
 
@@ -37,7 +37,7 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".
 
 
 def page_routes() -> list[Route]:
-    """Return the routes of the page and of its files."""
+    """Return the routes for the page and its files."""
     folder = resources.files(__package__) / "static"
     routes = []
     for file in folder.iterdir():

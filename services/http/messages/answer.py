@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class MessagesAnswer(ChatAnswer):
-    """One message: a list of content blocks, each of which begins, grows and ends."""
+    """One message: a list of content blocks, each of which starts, grows and ends."""
 
     def __init__(self, message_id: str, model: str, output: ChatOutput) -> None:
         super().__init__(output)
@@ -22,7 +22,7 @@ class MessagesAnswer(ChatAnswer):
         self._open = False
         """Whether the last block has not ended."""
         self._pieces: list[str] = []
-        """Text of the last block, or the arguments of its call, while it is open."""
+        """Pieces of the open block: its text, or the arguments of its tool call."""
 
     def begin(self) -> Iterator[Json]:
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
@@ -55,7 +55,7 @@ class MessagesAnswer(ChatAnswer):
                 yield from self._end_block()
 
     def _text(self, kind: str, delta: str, text: str) -> Iterator[Json]:
-        """Add text to the last block if it is of this kind; otherwise to a new one."""
+        """Add text to the last block if it is of this kind. Otherwise start a new block."""
         if not self._open or self._blocks[-1]["type"] != kind:
             yield from self._begin_block({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
         self._pieces.append(text)
@@ -105,7 +105,7 @@ class MessagesAnswer(ChatAnswer):
 
 
 def _parsed(arguments: str) -> Json:
-    """Return the arguments as an object; if they are not valid, their text is under the key "incomplete"."""
+    """Return the arguments as an object. If they are not valid, return their text under the key "incomplete"."""
     if not arguments:
         return {}
     try:

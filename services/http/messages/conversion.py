@@ -20,10 +20,10 @@ _FIELDS = {
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs": "thinking",
 }
-"""Names of this API for fields of a chat, in errors."""
+"""Field names of this API for chat fields, for use in errors."""
 _BILLING = "x-anthropic-billing-header:"
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_toolset", "advisor_")
-"""Beginnings of the types of tools that Anthropic's servers run."""
+"""Type prefixes of tools that run on Anthropic's servers."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -112,7 +112,7 @@ def _is_callable(tool: MessagesTool, field: str) -> bool:
 
 
 def _messages(turn: Turn, field: str) -> Iterator[tuple[Json, str]]:
-    """Yield the messages of a turn, each with the path of its source in the request."""
+    """Yield one turn's messages, each with the path of its source in the request."""
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}, f"{field}.content"
         return

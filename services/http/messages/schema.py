@@ -13,7 +13,7 @@ _MAX_TOOLS = 512
 
 
 class Block(OpenBody):
-    """A block of a message: text, thinking, a use of a tool, or its result."""
+    """A message block: text, thinking, a tool call, or a tool result."""
 
     type: str
     text: str = ""

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """Position of a text in an item, and the names of its events."""
+    """Position of a text in an item, and the names of the text's events."""
 
     item: str
     """Type of the item."""
@@ -26,11 +26,11 @@ class _Text:
     kind: str
     """Type of the part."""
     event: str
-    """Beginning of the names of events about the text."""
+    """Name prefix of events about the text."""
     part_event: str
-    """Beginning of the names of events about the part."""
+    """Name prefix of events about the part."""
     index: str
-    """Field of events with the number of the part, which is 0."""
+    """Name of the event field with the part number, which is always 0."""
 
 
 _MESSAGE = _Text("message", "content", "output_text", "output_text", "content_part", "content_index")
@@ -44,7 +44,7 @@ only the summary.
 
 
 class ResponsesAnswer(ChatAnswer):
-    """One response: a list of output items, each of which begins, grows and ends."""
+    """One response: a list of output items, each of which starts, grows and ends."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class ResponsesAnswer(ChatAnswer):
         self._open = False
         """Whether the last item has not ended."""
         self._pieces: list[str] = []
-        """Text of the last item, or the arguments of its call, while it is open."""
+        """Pieces of the open item: its text, or the arguments of its tool call."""
         self._sequence = 0
 
     def begin(self) -> Iterator[Json]:
@@ -171,7 +171,7 @@ class ResponsesAnswer(ChatAnswer):
         return {"id": f"ctc_{secrets.token_hex(16)}", "type": "custom_tool_call", **item, "input": ""}
 
     def _text(self, form: _Text, text: str) -> Iterator[Json]:
-        """Add text to the last item if it has this form; otherwise to a new one."""
+        """Add text to the last item if it has this form. Otherwise start a new item."""
         if not self._open or self._items[-1]["type"] != form.item:
             yield from self._end_item()
             own: Json = {"role": "assistant"} if form is _MESSAGE else {"summary": []}
@@ -232,7 +232,7 @@ def _part(form: _Text, text: str) -> Json:
 
 
 def _tool(tool: ResponseTool) -> Json:
-    """Return a tool as the client gave it; functions have all their fields."""
+    """Return a tool as the client sent it, but with all fields for functions."""
     given = tool.model_dump(exclude_unset=tool.type != "function", exclude={"tools", "format"})
     if tool.type == "function":
         given["strict"] = bool(tool.strict)

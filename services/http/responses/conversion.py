@@ -1,4 +1,4 @@
-"""Converts a Responses request to a chat: items become messages; tools and formats become those of chat completions."""
+"""Converts a Responses request to a chat: items become messages, tools and formats those of chat completions."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -29,9 +29,9 @@ _FIELDS = {
     "reasoning_effort": "reasoning.effort",
     "chat_template_kwargs": "reasoning.effort",
 }
-"""Names of this API for fields of a chat, in errors."""
+"""Field names of this API for chat fields, for use in errors."""
 _CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "computer_use_preview")
-"""Types of tools that run on the client and whose schemas only OpenAI's models know."""
+"""Types of client tools whose schemas only OpenAI's models know."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "refusal")
 
 
@@ -86,7 +86,7 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ConvertedChat:
 
 
 def to_messages(items: str | Iterable[InputItem]) -> list[Json]:
-    """Return the items as messages of a chat; calls of one turn are one message.
+    """Return the items as chat messages; the tool calls of one turn form one message.
 
     Raises:
         InvalidRequestError: an item is not supported.

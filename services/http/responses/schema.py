@@ -22,14 +22,14 @@ _MAX_INCLUDED = 64
 
 
 class InputPart(OpenBody):
-    """A part of a message or of a tool's output."""
+    """One part of a message or of a tool's output."""
 
     type: str
     text: str = ""
 
 
 class InputItem(OpenBody):
-    """A turn of the conversation: a message, a call of a tool, its output, or reasoning."""
+    """One conversation item: a message, a tool call, a tool's output, or reasoning."""
 
     type: str = "message"
     id: str = ""
@@ -45,7 +45,7 @@ class InputItem(OpenBody):
 
 
 class ResponseTool(OpenBody):
-    """A tool; the model gets only tools of type `function` and `custom`, including those in a `namespace`."""
+    """A tool. The model gets only tools of type `function` and `custom`, including those in a `namespace`."""
 
     type: str
     name: str = ""

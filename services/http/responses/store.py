@@ -1,4 +1,4 @@
-"""Store of responses that a later request may continue with `previous_response_id`, in one front end's memory."""
+"""Stores responses in one front end's memory, so that later requests can continue them with `previous_response_id`."""
 
 import json
 from collections import OrderedDict
@@ -27,15 +27,15 @@ class _Held:
     responses: OrderedDict[str, tuple[int, str]] = field(default_factory=OrderedDict)
     """Size in bytes, and the stored response as JSON, by response id; oldest first."""
     of_items: dict[str, str] = field(default_factory=dict)
-    """Id of the response that contains an output item, by id of the item."""
+    """For each output item's id, the id of the response that contains it."""
     num_bytes: int = 0
 
 
 class ResponseStore:
     """The latest responses, up to a maximum number of bytes.
 
-    The oldest response of the principal with the most bytes is evicted first, so no principal can evict responses of
-    principals that hold less.
+    The store evicts the oldest response of the principal with the most bytes. No principal can therefore evict
+    responses of principals that hold less.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -76,13 +76,13 @@ class ResponseStore:
             self.drop(largest, next(iter(self._of[largest].responses)))
 
     def get(self, principal: str, response_id: str) -> StoredResponse | None:
-        """Return the response of a principal; None if it is not stored."""
+        """Return a principal's response; None if it is not stored."""
         held = self._of.get(principal)
         found = None if held is None else held.responses.get(response_id)
         return None if found is None else StoredResponse(*json.loads(found[1]))
 
     def item(self, principal: str, item_id: str) -> Json | None:
-        """Return an output item of a principal's responses; None if it is not stored."""
+        """Return an output item from a principal's responses; None if it is not stored."""
         held = self._of.get(principal)
         stored = None if held is None else self.get(principal, held.of_items.get(item_id, ""))
         items: list[Json] = [] if stored is None else stored.response["output"]

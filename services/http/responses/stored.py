@@ -1,4 +1,4 @@
-"""Converts a stored response to its events and its input items, for clients that retrieve it."""
+"""Converts a stored response to its events and its input items, for clients that retrieve the response."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ _DELTAS = {
     "reasoning_text": ("response.reasoning_text", "response.content_part", "content_index", "text"),
     "summary_text": ("response.reasoning_summary_text", "response.reasoning_summary_part", "summary_index", "text"),
 }
-"""Names of the events for the text and for the part, name of the index, and field of the text, by type of the part."""
+"""For each part type: event names for the text and for the part, name of the index, and name of the text field."""
 _ARGUMENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
 }
-"""Name of the events for the text, and field with the text, by type of the item."""
+"""For each item type: name of the text events, and name of the text field."""
 
 
 def events_of(response: Json) -> Iterator[Json]:
@@ -60,7 +60,7 @@ def input_items(response_id: str, messages: Sequence[Json]) -> list[Json]:
     """Return the items of a conversation, the oldest first.
 
     Args:
-        response_id: the response that followed; ids of items begin with it.
+        response_id: id of the response, with which the item ids begin.
         messages: the messages of the chat, without instructions.
     """
     items = [item for message in messages for item in _items(message)]

@@ -1,8 +1,8 @@
-"""Converts tools of the Responses API to functions of a chat, and calls of these functions to items.
+"""Converts Responses tools to chat functions, and calls to these functions to items.
 
-A chat supports only functions. A tool in a namespace becomes a function whose name begins with the name of the
-namespace. A custom tool, which takes text instead of JSON, becomes a function with one string parameter. Tools that run
-on OpenAI's servers are omitted, because the model cannot call them.
+A chat supports only functions. A tool in a namespace becomes a function whose name begins with the namespace's name. A
+custom tool, which takes text instead of JSON, becomes a function with one string parameter. Tools that run on OpenAI's
+servers are omitted, because the model cannot call them.
 """
 
 import json
@@ -17,7 +17,7 @@ from services.http.responses.schema import ResponseTool
 Json = dict[str, Any]
 
 _INPUT = "input"
-"""Name of the only parameter of a custom tool's function."""
+"""Name of the only parameter in a custom tool's function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CallableTool:
 
 
 def function_name(namespace: str, name: str) -> str:
-    """Return the name of the function of a tool."""
+    """Return the name of a tool's function."""
     return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
@@ -78,7 +78,7 @@ _TEXT: Json = {
 
 
 def _form(tool: ResponseTool) -> str:
-    """Return a sentence about the form of a custom tool's input; empty if it is free text."""
+    """Return a sentence that describes a custom tool's input format; empty for free text."""
     form = tool.format or {}
     grammar = form.get("grammar", form)
     if form.get("type") != "grammar" or not isinstance(grammar, dict):
