@@ -1,5 +1,5 @@
 """The server's command line and its supervisor.
 
-`cli` is the command `quire`. `serve` starts and restarts all processes of a service on one machine, and `batch` sends
-the requests in a file. `entry` makes the packages of an installed server importable.
+`cli` is the command `quire`. `serve` starts and restarts all processes of a service on one machine. `batch` sends the
+requests in a file. `entry` makes an installed server's packages importable.
 """

@@ -1,7 +1,7 @@
 """Capacity: memory for a model's weights and KV, and the number of requests that a card holds.
 
-The module computes from numbers and reads no file. KV sizes come from `shared.kv_sizes`, as in a worker. Weight sizes
-come from config.json (Llama family and its mixtures of experts), or from a number of parameters.
+The module only computes with numbers and reads no file. KV sizes come from `shared.kv_sizes`, as in a worker. Weight
+sizes come from config.json (Llama family and its mixtures of experts), or from a number of parameters.
 """
 
 import math
@@ -22,7 +22,7 @@ _ALIASES = {
     "max_position_embeddings": ("n_positions",),
     "intermediate_size": ("n_inner",),
 }
-"""Names of the same sizes in the configurations of older model classes."""
+"""Names of the same sizes in older model configurations."""
 _STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
 _STATE_FIELDS = frozenset(
     {
@@ -32,7 +32,7 @@ _STATE_FIELDS = frozenset(
 )
 """Names in config.json of models with recurrent state."""
 INT4_GROUP = 64
-"""Number of inputs that share a scale in the int4 weights of the CPU kernels (`kernels.linear`)."""
+"""Number of inputs per scale in the CPU kernels' int4 weights (`kernels.linear`)."""
 _PARTS_OF_QUANTISED = frozenset(
     {
         *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
@@ -57,7 +57,7 @@ class ModelSizes:
     """Query heads. They affect weights, not KV."""
     hidden_size: int = 0
     intermediate_size: int = 0
-    """Inner size of the MLP, or of one expert."""
+    """Inner size of the MLP or of one expert."""
     vocab_size: int = 0
     max_positions: int = 0
     num_experts: int = 1
@@ -71,7 +71,8 @@ class ModelSizes:
     state_bytes: int = 0
     """Bytes of a row's recurrent state."""
     stored: str = "none"
-    """Weight type (int8 or int4) of a quantised checkpoint that a CPU does not convert; "none" for all others."""
+    """Weight type (int8 or int4) of a quantised checkpoint that a CPU uses without conversion; "none" for all others.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class Memory:
     """Recurrent state of all rows."""
     kv: int
     num_blocks: int
-    """Blocks of KV. With tensor parallelism a block holds one card's share of the heads."""
+    """Number of KV blocks. With tensor parallelism, a block holds one card's share of the heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +111,11 @@ class Concurrency:
     context: int
     """Tokens of a request, prompt and output."""
     blocks_per_request: int
-    """Number of blocks in a complete request, excluding the blocks of the shared prefix."""
+    """Number of blocks per complete request, excluding the blocks of the shared prefix."""
     kv_bytes_per_request: int
     """Bytes of these blocks on all cards."""
     complete: int
-    """Requests that fit at their full lengths; `guaranteed_no_evict` admits as many if no prefix is shared."""
+    """Number of requests that fit at full length; `guaranteed_no_evict` admits this number if no prefix is shared."""
     average: int
     """Requests that fit when each has generated half of its output: the mean under `max_utilization`."""
     reserved: int
@@ -166,7 +167,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
 
 
 def _stored(config: Mapping[str, Any]) -> str:
-    """Return the weight type of a checkpoint that the CPU kernels use without conversion; "none" if they dequantise."""
+    """Return the weight type if the CPU kernels use the checkpoint without conversion; "none" if they dequantise it."""
     raw = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not isinstance(raw, Mapping):
         return "none"
@@ -225,7 +226,7 @@ def sizes_from_params(text: str) -> ModelSizes:
     """Parse sizes from a text such as "layers=32,kv_heads=8,head_dim=128,parameters=8e9".
 
     Raises:
-        ConfigError: a name is unknown, a value is not a number, or one of the three sizes of KV is missing.
+        ConfigError: a name is unknown, a value is not a number, or one of the three KV sizes is missing.
     """
     values: dict[str, int] = {}
     for part in text.split(","):
@@ -279,7 +280,7 @@ def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:
 
 
 def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
-    """Return, as text, the formula for the size of a token's KV, with the numbers of this model."""
+    """Return the formula for one token's KV size, as text with this model's numbers."""
     chosen = KV_TYPES[kv_type]
     size = "1/2 byte" if chosen.bits == 4 else f"{chosen.bits // 8} byte{'s' if chosen.bits > 8 else ''}"
     per_head = f"{sizes.head_dim} head_dim x {size}"
@@ -349,8 +350,8 @@ def weights_bytes(
 def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
     """Estimate the bytes of the largest step's activations, logits and sampling on one card.
 
-    A worker on a GPU measures this memory at startup, with logits for all tokens (as log-probabilities of prompts need)
-    and with rules in all rows. Activations are released before sampling.
+    A GPU worker measures this memory at start, with logits for all tokens (as for prompt log-probabilities) and with
+    rules in all rows. Activations are released before sampling.
     """
     if not (sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
         return _UNKNOWN_STEP
@@ -367,7 +368,7 @@ def with_default_rows(serving: Serving, sizes: ModelSizes, memory: int) -> Servi
     A worker without `--max-num-seqs` reduces its rows in the same way.
 
     Args:
-        serving: settings of the worker, with the default number of rows.
+        serving: worker settings with the default number of rows.
         sizes: the model.
         memory: bytes that states and KV may use.
     """

@@ -1,9 +1,9 @@
 """The command `quire` as it is installed.
 
-The server's packages have common names (`services`, `shared`, `kernels`, …). In the wheel they lie in the private
-folder `_packages`, so that they never hide an application's packages of the same names and are never hidden by them.
-This module adds that folder to the import path of this process and, through the environment, of its children.
-In a source tree there is no such folder, and the packages are found as they are.
+The server's packages have common names (`services`, `shared`, `kernels`, …). In the wheel they are in the private
+folder `_packages`, so that they neither hide nor are hidden by an application's packages with the same names. This
+module adds that folder to the import path of this process and, through the environment, of its children. In a source
+tree, the folder does not exist and the packages are imported directly.
 """
 
 import os

@@ -2,8 +2,9 @@
 
     QUIRE_PULSE_FILE=/run/quire/pulse python -m quire_server.probe 60
 
-The probe fails while there is no pulse (the process is still loading), and when the last beat is older than 60 seconds.
-In a group of ranks only rank 0 has a pulse. On other ranks the probe succeeds; they restart together with rank 0.
+The probe fails while there is no pulse file (the process is still loading), or if the last update is older than 60
+seconds. In a group of ranks, only rank 0 has a pulse file. The probe succeeds on other ranks, which restart together
+with rank 0.
 """
 
 import os

@@ -15,7 +15,7 @@ class Scrape:
     values: Mapping[tuple[str, Labels], float] = field(default_factory=dict)
 
     def sum(self, name: str, **labels: str) -> float:
-        """Return the sum over all samples of this name that carry these labels."""
+        """Return the sum over all samples with this name and these labels."""
         return sum(
             value for (each, own), value in self.values.items() if each == name and labels.items() <= dict(own).items()
         )
@@ -23,8 +23,8 @@ class Scrape:
     def increase(self, name: str, before: "Scrape", **labels: str) -> float:
         """Return the increase of counters with these labels since `before`, summed.
 
-        Counters are treated as in Prometheus: a counter that decreased was reset, a new counter may be an old one that
-        was missing before, and a missing counter does not reduce the sum.
+        Counters are treated as in Prometheus: a decreased counter was reset, a new counter may have existed before, and
+        a missing counter does not reduce the sum.
         """
         return sum(
             value - then if value >= then else value
@@ -35,7 +35,7 @@ class Scrape:
         )
 
     def labels(self, name: str, label: str) -> list[str]:
-        """Return the values of one label of a metric."""
+        """Return the values of one label in a metric."""
         return sorted({dict(own)[label] for each, own in self.values if each == name and label in dict(own)})
 
 

@@ -1,7 +1,7 @@
-"""File of answers, which also shows which requests are done.
+"""Results file, which also shows which requests are done.
 
-Each answer is one line, appended in one write. A run that is killed leaves complete lines and at most one partial line
-at the end; the next run removes the partial line and continues. A lock prevents a second run from using the file.
+Each result is one line, appended in one write. A killed run leaves complete lines and at most one partial line at the
+end, which the next run removes before it continues. A lock prevents a second run from using the file.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ class Journal:
             raise
 
     def append(self, answer: dict[str, Any]) -> None:
-        """Append an answer; once the call returns, the answer is kept even if this process dies."""
+        """Append a result. Once the call returns, the result survives even if this process dies."""
         line = json.dumps(answer, ensure_ascii=False).encode() + b"\n"
         while line:
             line = line[os.write(self._file.fileno(), line) :]

@@ -1,7 +1,7 @@
 """Sends the remaining requests of a batch to a server, with limited concurrency, and records every answer.
 
-Transient failures (429, 503, a lost connection) are retried after the time that the server names, or with exponential
-backoff. After `patience_s` without any success the run ends and can be started again. Permanent failures, such as the
+Transient failures (429, 503, a lost connection) are retried after the delay that the server names, or with exponential
+backoff. After `patience_s` without any success, the run ends and can be started again. Permanent failures, such as the
 address of another protocol, end the run at once.
 """
 
@@ -77,7 +77,8 @@ class Runner:
             patience_s: maximum time without an answered request, seconds.
             timeout_s: deadline of each request, seconds; None for none.
             on_progress: called after every answer.
-            on_problem: called with a description when the server becomes unreachable; not again until the next answer.
+            on_problem: called with a description when the server becomes unreachable, and not again until the next
+                result.
         """
         self._server = server
         self._journal = journal

@@ -1,4 +1,4 @@
-"""Shared code of the operator commands: the stub, and the table of workers."""
+"""Code shared by the operator commands: the stub, and the table of workers."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from quire_server.cli._parser import Namespace
 
 @contextmanager
 def admin_stub(options: Namespace) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
-    """Connect to the operator API of the service that the flags name; convert gRPC errors to `QuireError`."""
+    """Connect to the operator API at the address in the flags; convert gRPC errors to `QuireError`."""
     with connected(options) as channel:
         yield admin_pb2_grpc.AdminServiceStub(channel)
 

@@ -68,7 +68,7 @@ def _add_tls(parser: OneLineParser) -> None:
 
 @contextmanager
 def connected(options: Namespace) -> Iterator[grpc.Channel]:
-    """Open a channel to the service that the flags name; convert errors of its calls to `QuireError`.
+    """Open a channel to the address in the flags; convert errors from calls to `QuireError`.
 
     Raises:
         ConfigError: the CA file cannot be read.

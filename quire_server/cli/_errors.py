@@ -22,7 +22,7 @@ _GRPC_FAILURES = (
 
 
 class CommandError(Exception):
-    """The command cannot run; the message is one line that names the remedy."""
+    """The command cannot run. The message is one line and contains the remedy."""
 
 
 def explain(error: Exception, target: str = "") -> str | None:
@@ -48,7 +48,7 @@ def explain(error: Exception, target: str = "") -> str | None:
 
 
 def _unavailable(message: str) -> str:
-    """Translate a gRPC message about a failed connection to the form "what is wrong; what to do"."""
+    """Rewrite a gRPC message about a failed connection as "what is wrong; what to do"."""
     if message.startswith(("failed to connect", "errors resolving")):
         for part, meaning in _GRPC_FAILURES:
             if part in message:

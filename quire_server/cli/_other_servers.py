@@ -1,4 +1,4 @@
-"""Flags of other servers that Quire spells differently or does not need, and what to use instead.
+"""Flags of other servers that Quire names differently or does not need, and what to use instead.
 
 Most users know vLLM's names, so Quire uses the same name wherever the meaning is the same. Names with underscores
 (TensorRT-LLM) are looked up with dashes.

@@ -1,6 +1,6 @@
 """argparse for Quire's commands: one-line errors with a remedy, no abbreviations, examples in --help.
 
-A command that takes the settings of a process lists the common ones by topic in `--help`, all of them in `--help-all`.
+For a command with a process's settings, `--help` lists the common ones by topic and `--help-all` lists all of them.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class OneLineParser(argparse.ArgumentParser):
         """List settings by topic in `--help`; settings without a topic appear only in `--help-all`.
 
         Args:
-            settings: names of all settings of the command; its other flags are always listed.
-            topics: names of settings and of flags that belong to them, by the title of their topic.
+            settings: names of all settings of the command. The command's other flags are always listed.
+            topics: for each topic's title, the names of settings and flags that belong to it.
         """
         self._settings, self._topics = frozenset(settings), topics
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all settings and exit")

@@ -120,7 +120,7 @@ def add(folder: Path, name: str, role: str) -> None:
 
 
 def rotate(folder: Path, name: str) -> None:
-    """Give a process a new key; the previous one stays valid until it is revoked.
+    """Give a process a new key. The previous key stays valid until it is revoked.
 
     Raises:
         ConfigError: no allowed key has this name.
@@ -144,7 +144,7 @@ def revoke(folder: Path, name: str, *, only_old: bool) -> None:
 
 
 def add_principal(path: Path, name: str, *, is_admin: bool) -> str:
-    """Append a principal for every tenant and cache scope to a file of principals; return its new token.
+    """Append a principal with access to every tenant and cache scope to a principals file; return the new token.
 
     Args:
         path: the file; created if it does not exist.

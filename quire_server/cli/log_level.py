@@ -27,7 +27,7 @@ def configure(parser: OneLineParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Change the level; print it and the previous one."""
+    """Change the level; print the new and the previous level."""
     request = admin_pb2.SetLogLevelRequest(level=_LEVELS[options.level])
     with admin_stub(options) as stub:
         response = stub.SetLogLevel(request, **call_options())

@@ -1,7 +1,7 @@
-"""Entry point of the command `quire`: finds the command, parses its flags, runs it, and prints errors as one line.
+"""Entry point of the command `quire`: selects the command, parses its flags, runs it, and prints errors as one line.
 
-Exit codes: 0 success, 1 failure, 2 invalid command line, 130 interrupted. An error is one line on stderr that names the
-remedy; a traceback means a bug in Quire.
+Exit codes: 0 success, 1 failure, 2 invalid command line, 130 interrupted. An error is one line on stderr that contains
+the remedy. A traceback means a bug in Quire.
 """
 
 import importlib
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def installed_commands() -> list[Command]:
-    """Return the commands that are installed; the wheel leaves out those for developers (see tools/dist.py)."""
+    """Return the installed commands; the wheel omits developers' commands (see tools/dist.py)."""
     return [command for command in COMMANDS if _is_installed(command)]
 
 

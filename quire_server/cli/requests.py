@@ -30,7 +30,7 @@ def configure(parser: OneLineParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """List requests, show the events of one, or cancel one."""
+    """List requests, show one request's events, or cancel one request."""
     with admin_stub(options) as stub:
         if options.story is not None:
             stories = stub.GetStory(admin_pb2.GetStoryRequest(request_id=options.story), **call_options()).stories

@@ -1,9 +1,8 @@
 """One child process, from its start to its end.
 
-A child has its own session, so that Ctrl-C in the terminal reaches only the supervisor, which decides the order of
-shutdown.
-Its two output streams are read line by line. Starting a child is synchronous: there is no point between the start and
-its registration at which it could be lost.
+A child has its own session, so that Ctrl-C in the terminal reaches only the supervisor, which decides the shutdown
+order. Its two output streams are read line by line. Starting a child is synchronous, so that it cannot be lost between
+its start and its registration.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ class Child:
         ]
 
     async def wait(self) -> int:
-        """Wait for the end of the process and its output; return the exit code, negative for a signal."""
+        """Wait until the process has exited and its output has ended; return the exit code, negative for a signal."""
         code = await asyncio.shield(self._exit_code)
         if self._readers:
             _, unfinished = await asyncio.wait(self._readers, timeout=_FINAL_OUTPUT_TIMEOUT_S)

@@ -1,7 +1,7 @@
 """Runs a service in the foreground: prints the line `ready …` when it serves, and stops it at a signal.
 
-The processes of the service are started before anything that only the supervisor needs is imported. Their own imports
-are most of the time until the service is ready.
+The service's processes are started before the supervisor imports anything for its own use, because their imports take
+most of the time until the service is ready.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from shared.config_sources import API_KEY_VARIABLE
 
 
 def serve(config: ServeConfig, *, show_sample: bool) -> int:
-    """Serve until a signal ends it; return the exit code.
+    """Serve until a signal arrives; return the exit code.
 
     Args:
         config: the service.

@@ -1,8 +1,8 @@
 """Finds in the stderr of a child process why the process ended.
 
-A command that fails prints one line with its name, which is the reason. The interpreter prints the exception of a
-failure that no code has caught at the end of a traceback. More lines may follow, from libraries that report leaks while
-the interpreter shuts down. A log line shows that the process continued after a traceback.
+A failing command prints one line with its name, which is the reason. For an uncaught exception, the interpreter prints
+the exception at the end of a traceback. More lines may follow, because libraries report leaks while the interpreter
+shuts down. A log line after a traceback shows that the process continued.
 """
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -28,7 +28,7 @@ class LastWords:
         return self._error or self._exception or self._last_line
 
     def add(self, line: str) -> bool:
-        """Read a line that is not blank; return whether it is the command's error."""
+        """Read a non-blank line; return whether it is the command's error."""
         self._last_line = line
         if line.startswith(self._command):
             self._error = line.removeprefix(self._command)

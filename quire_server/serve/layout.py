@@ -20,7 +20,7 @@ _DEFAULT_ENVIRONMENT = {
 
 
 class Role(enum.Enum):
-    """Role of a process; the value is the command that runs it."""
+    """Role of a process; the value is the command name."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
@@ -29,7 +29,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Number of processes of each role, and the settings of each role."""
+    """Number of processes per role, and each role's settings."""
 
     scheduler: SchedulerConfig
     worker: WorkerConfig
@@ -75,15 +75,15 @@ class Ports:
 def plan_children(
     config: ServeConfig, *, socket_dir: Path, record_dir: Path, ports: Ports, cores: int
 ) -> list[ChildSpec]:
-    """Return the processes of one service, in the order of their start.
+    """Return a service's processes, in start order.
 
     Args:
         config: the service.
         socket_dir: private folder for the ZeroMQ sockets; addresses that the user has set are not changed.
-        record_dir: folder with one record per service of this user, named by the gRPC port. A service that takes any
-            free port gets a different port at each start, so its scheduler chooses a folder.
+        record_dir: folder with one record per service of this user, named by gRPC port. A service with a random port
+            gets a different one at each start, so its scheduler chooses the folder.
         ports: the reserved ports.
-        cores: CPU cores to divide among the ranks of the workers that set no number of threads.
+        cores: CPU cores to divide among the ranks of workers that do not set a number of threads.
     """
     frontend_address = _address(config.scheduler, "frontend_address", socket_dir / "frontends")
     worker_address = _address(config.scheduler, "worker_address", socket_dir / "workers")
@@ -131,8 +131,7 @@ def plan_children(
 def child_environment(environ: Mapping[str, str], supervisor_pid: int) -> dict[str, str]:
     """Return the environment of the children.
 
-    It consists of the defaults, the supervisor's environment, the supervisor's process id, and the import path of this
-    installation.
+    It contains the defaults, the supervisor's environment and process id, and this installation's import path.
     """
     environment = {**_DEFAULT_ENVIRONMENT, **environ, lifeline.ENVIRONMENT: str(supervisor_pid)}
     root = Path(__file__).resolve().parents[2]

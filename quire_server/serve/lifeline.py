@@ -1,7 +1,7 @@
 """Ends a child process when its supervisor dies, in whatever way.
 
 The supervisor passes its process id in the environment. The child asks the kernel to kill it when that parent dies, and
-then checks that the parent has not died in between. The child does this itself, because code between fork and exec
+then checks that the parent is still alive. The child itself does this, because code between fork and exec
 (`preexec_fn`) is unsafe in a process with threads. Without `prctl`, a thread polls the parent.
 """
 
@@ -20,7 +20,7 @@ _POLL_S = 0.5
 
 
 def attach() -> None:
-    """Tie this process to its supervisor; do nothing in a process without one."""
+    """Tie this process to its supervisor. Without a supervisor, do nothing."""
     # Remove the variable, so that child processes do not use it.
     supervisor = os.environ.pop(ENVIRONMENT, "")
     if not supervisor:

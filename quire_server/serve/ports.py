@@ -1,10 +1,11 @@
-"""Reserves the ports that the front ends of one service share.
+"""Reserves the ports that a service's front ends share.
 
-Front ends bind with SO_REUSEPORT, so that several can listen on one port. With the same option, front ends of a
-*second* service could bind too and take half of the clients unnoticed. Therefore the supervisor binds first, without
-the option; that fails if another process listens. It then sets the option and keeps the socket, which never listens.
-The kernel sends it no connections, no other process gets the port while a front end restarts, and port 0 becomes a
-number that all front ends can use.
+Front ends bind with SO_REUSEPORT, so that several can listen on one port. With this option, front ends of a *second*
+service could bind too and silently take half of the clients. Therefore the supervisor first binds without the option,
+which fails if another process listens.
+
+It then sets the option and keeps the socket, but never listens, so the kernel sends it no connections. No other process
+can get the port while a front end restarts. Port 0 becomes a number that all front ends can use.
 """
 
 import socket

@@ -1,9 +1,9 @@
 """Followers of a worker with tensor parallelism, when the worker itself starts them.
 
 `quire worker --tensor-parallel-size N` without torchrun's variables is rank 0. It starts ranks 1 .. N - 1 on the same
-machine as processes with the same settings. They find each other through a file, so that no port is opened to other
-machines. The death of a follower ends rank 0 at once, even while it waits for the follower in a collective. The death
-of rank 0 ends the followers (`lifeline`).
+machine as processes with the same settings. The ranks find each other through a file, so no port is opened to other
+machines. If a follower dies, rank 0 exits at once, even while it waits in a collective. If rank 0 dies, the followers
+exit (`lifeline`).
 """
 
 import atexit
@@ -32,7 +32,7 @@ def start_followers(config: WorkerConfig) -> Callable[[], None]:
     """Start the other ranks, unless there are none or another program starts them (RANK is set).
 
     Returns:
-        A function to call before this process ends without Python's own shutdown: it removes the ranks' file.
+        A function that removes the ranks' file; call it before this process exits without Python's own shutdown.
     """
     size = config.tensor_parallel_size
     if size == 1 or "RANK" in os.environ:
@@ -59,7 +59,7 @@ def start_followers(config: WorkerConfig) -> Callable[[], None]:
 
 
 def _watch(rank: int, process: "subprocess.Popen[bytes]", clean_up: Callable[[], None]) -> None:
-    """Wait for the end of a follower; end this process too, unless the follower has stopped in order."""
+    """Wait for a follower to exit; exit too, unless the follower shut down in order."""
     exit_code = process.wait()
     if exit_code == 0:
         return

@@ -14,7 +14,7 @@ ones silently.
 
 @contextmanager
 def runtime_dir() -> Iterator[Path]:
-    """Create a folder that only this user may enter; remove it at the end."""
+    """Create a folder that only this user may enter; remove it when the `with` block ends."""
     path = Path(tempfile.mkdtemp(prefix="quire-"))
     if len(str(path).encode()) > _MAX_PATH_BYTES:
         path.rmdir()

@@ -13,7 +13,7 @@ async def show_sample(addresses: Addresses, token: str) -> None:
 
     Args:
         addresses: where the service listens.
-        token: bearer token of the call; empty for none.
+        token: bearer token for the call; empty for none.
     """
     print(f"\n  {PROMPT}", end="", flush=True)
     async with AsyncClient(addresses.grpc, token=token) as client:

@@ -16,14 +16,14 @@ from shared.model_path import resolve_model
 _GRACE_S = 5.0
 """Shutdown time of a worker or the scheduler, seconds."""
 _GRACE_MARGIN_S = 3.0
-"""Shutdown time of a front end beyond its own grace period, seconds."""
+"""Shutdown time for a front end beyond its own grace period, seconds."""
 
 
 def fetch_model(config: ServeConfig) -> None:
     """Make the model available on this machine before any process starts.
 
-    A wrong name is then reported once and in one line, and a model of the hub is downloaded once. The download may take
-    long and must be interruptible by Ctrl-C, so do not call this on an event loop.
+    A wrong name is then reported once and in one line, and a model is downloaded from the hub only once. The download
+    may take long and must be interruptible by Ctrl-C, so do not call this on an event loop.
 
     Raises:
         ConfigError: the model does not exist or cannot be downloaded.
@@ -32,7 +32,7 @@ def fetch_model(config: ServeConfig) -> None:
 
 
 class Service:
-    """Scheduler, workers and front ends on this machine; `async with` stops them at its end."""
+    """Scheduler, workers and front ends on this machine; leaving `async with` stops them."""
 
     def __init__(self, config: ServeConfig, *, log_level: str = "debug") -> None:
         """Reserve ports and sockets.

@@ -1,9 +1,9 @@
 """Keeps a set of child processes alive, and stops them in order.
 
-Start: all at once; they find each other. Death: a log line, a delay, a restart (`restarts` decides). A process that
-hangs (`watchdog`) is killed and then treated like any other death. Stop: front ends first, which finish their running
-requests, then workers, then the scheduler, each within its grace period. The supervisor does not depend on what the
-processes do, except that a front end prints its addresses.
+Start: all processes at once; they find each other. Death: a log line, a delay, a restart (`restarts` decides). Hang
+(`watchdog`): the process is killed and then treated like any other death. Stop: front ends first, which finish their
+running requests, then workers, then the scheduler, each within its grace period. The supervisor does not depend on the
+processes' behaviour, except that a front end prints its addresses.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class _Slot:
 
 
 class Supervisor:
-    """Children of one service. Use it within one event loop, in the main thread."""
+    """A service's child processes. Use within one event loop, in the main thread."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Supervisor:
                 slot.child.kill()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU time of every running process, seconds, by name; a restarted one begins at 0."""
+        """Return each running process's CPU time in seconds, by name; a restarted process begins at 0."""
         used = {}
         for slot in self._slots:
             if slot.child:
@@ -199,7 +199,7 @@ class Supervisor:
 
 
 def _log() -> "FilteringBoundLogger":
-    """Return the logger; the import of its library takes longer than the start of all processes."""
+    """Return the logger. Import its library late, because the import takes longer than starting all processes."""
     from shared.logging import get_logger
 
     return get_logger()
