@@ -48,14 +48,14 @@ _NO_ROWS: Int32Array = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAtStart:
-    """A row at the beginning of a segment."""
+    """A row at the start of a segment."""
 
     row: int
     generation: int
     frontend: Peer
     stream: int
     prefill_left: int
-    """Prompt tokens that are not in any plan yet; 0 if the row decodes."""
+    """Number of prompt tokens not yet in any plan; 0 if the row decodes."""
     held: bool
 
 
@@ -69,12 +69,12 @@ class WorkerAtStart:
     answered_step: int
     rows: list[RowAtStart]
     obstacle: WaitReason | None = None
-    """Limit that holds back the requests that compete for this worker; None if there is no such limit."""
+    """Limit that holds back the requests that compete for this worker; None for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """State of the core at the beginning of a segment."""
+    """The core's state at the start of a segment."""
 
     release: str
     code: str

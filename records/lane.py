@@ -1,7 +1,7 @@
 """One worker in a timeline: its steps, its rows and the requests in them, its blocks, preemptions and copies.
 
-The timeline applies a plan when its step begins on the worker, which is known from the step's result. The slices of a
-row therefore nest, and the slices of steps do not overlap, although plans are made ahead.
+The timeline applies a plan when its step begins on the worker, which the step's result shows. A row's slices therefore
+nest, and step slices do not overlap, although plans are made ahead.
 """
 
 from collections import Counter, deque
@@ -61,7 +61,7 @@ class Counts:
 
 
 class Tracks:
-    """The tracks of one worker name; a worker that reconnects continues to use them."""
+    """The tracks for one worker name; a reconnecting worker reuses them."""
 
     def __init__(self, trace: TraceWriter, worker_id: str, num_blocks: int, rank: int) -> None:
         self._trace = trace
@@ -85,7 +85,7 @@ class _Row(Row):
     track: int
     about: dict[str, Value]
     phase: str = ""
-    """Name of the slice that is open inside the request's slice; or an empty string."""
+    """Name of the open slice within the request's slice; empty for none."""
 
 
 class Lane:
@@ -109,7 +109,7 @@ class Lane:
         """Flows of the requests in `_decoding`."""
 
     def take_over(self, row: RowAtStart, request: Request, now: float) -> None:
-        """Add a row that was in use at the beginning of the record; its blocks are not known."""
+        """Add a row that was in use when the record began; its blocks are unknown."""
         track = self._tracks.row(row.row)
         taken = _Row(
             number=row.row,
@@ -132,7 +132,7 @@ class Lane:
         self._trace.count(self._tracks.blocks, self._end, self._num_blocks)
 
     def planned(self, plan: PlanDigest, admitted: Sequence[Request], now: float) -> None:
-        """Store a plan until the result of its step comes; `admitted` are the requests that the plan admits."""
+        """Store a plan until its step's result arrives; `admitted` are the requests that the plan admits."""
         self._plans.append((plan, admitted, now))
 
     def answered(self, done: ev.StepDone, timings: Timings | None, now: float) -> None:
@@ -254,7 +254,7 @@ class Lane:
                 del self._block_users[block]
 
     def _change_phases(self, decodes: Sequence[_Row], start: float) -> bytes:
-        """Replace the slices of rows whose phase changes in this step; return the flows of the decoding rows."""
+        """Replace the slices of rows whose phase changes in this step; return the flows of decoding rows."""
         decoding = {row.number for row in decodes}
         for row in self._rows:
             phase = _HELD if row.is_held else "decode" if row.number in decoding else ""
@@ -273,6 +273,6 @@ class Lane:
         self._trace.end(row.track, end)
 
     def _end_phase(self, row: _Row, end: float) -> None:
-        """End the inner slice: a decoding slice at the end of its last step, any other slice at the given time."""
+        """End the inner slice: a decoding slice at its last step's end, any other slice at the given time."""
         if row.phase:
             self._trace.end(row.track, end if row.phase == _HELD else self._end)

@@ -1,7 +1,7 @@
 """Writes traces that Perfetto (ui.perfetto.dev) reads.
 
 A trace is a sequence of packets. Each packet is written immediately, so memory use does not grow with the trace. Only
-the few fields that a timeline needs are encoded here, with the field numbers of perfetto_trace.proto. A test parses the
+the few fields needed for a timeline are encoded here, with the field numbers in perfetto_trace.proto. A test parses the
 output with the protos in Perfetto's own package.
 """
 
@@ -31,7 +31,7 @@ _DOUBLE, _FIXED64 = struct.Struct("<d"), struct.Struct("<Q")
 
 
 def flow(number: int) -> bytes:
-    """Return an encoded flow id for events. Arrows connect the events of a flow, in the order of their times."""
+    """Return an encoded flow id. Arrows connect the events of a flow in time order."""
     return _FLOW + _FIXED64.pack(number)
 
 
@@ -61,7 +61,7 @@ class TraceWriter:
 
         Args:
             name: label of the track.
-            parent: number of the track under which this one is shown; 0 for none.
+            parent: number of the track under which this track is shown; 0 for none.
             rank: position among the tracks with the same parent, lowest first.
             counts: whether the track is a counter.
         """
@@ -76,7 +76,7 @@ class TraceWriter:
     def begin(
         self, track: int, time: float, name: str, arguments: Mapping[str, Value] = {}, flows: bytes = b""
     ) -> None:
-        """Begin a slice; the slices of one track nest. `flows` are joined values of `flow`."""
+        """Begin a slice; a track's slices nest. `flows` are joined values from `flow`."""
         self._event(_BEGIN, track, time, name, arguments, flows)
 
     def end(self, track: int, time: float) -> None:

@@ -44,8 +44,8 @@ class Segment:
 def read(place: Path) -> list[Segment]:
     """Return the segments in a folder, oldest first, or the one segment in a file; skip empty segments.
 
-    Segments that the recorder deletes meanwhile are skipped too. If the folder has segments from this release, those
-    from other releases, which an upgrade leaves behind, are also skipped.
+    Segments that the recorder deletes during reading are skipped too. If the folder has segments from this release,
+    segments that an upgrade left behind are also skipped.
 
     Raises:
         UnreadableRecordError: a file is not a record, or all segments have another format version.

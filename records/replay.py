@@ -119,9 +119,9 @@ class Missing:
     what: str
     """The entries concerned, and why they cannot be compared."""
     since_unix_s: float
-    """Wall clock of the last entry before this part, s."""
+    """Wall clock time of the last entry before this part, s."""
     until_unix_s: float | None
-    """Wall clock of the first entry after this part; None if nothing follows."""
+    """Wall clock time of the first entry after this part; None if nothing follows."""
 
 
 @dataclass(slots=True)
@@ -192,10 +192,10 @@ class _Continuity:
         self._incarnation = self._next_index = -1
         self._to_wall = self._now = 0.0
         self._open: tuple[str, float] | None = None
-        """Description of the part missing after the last entry, and its begin; None if nothing is missing."""
+        """Description and start of the missing part after the last entry; None if nothing is missing."""
 
     def begins(self, segment: Segment) -> None:
-        """Compare the beginning of a segment with the end of the previous one."""
+        """Compare the start of a segment with the end of the previous one."""
         opening = segment.opening
         wall = opening.unix_ns / 1e9
         is_same = opening.incarnation == self._incarnation
@@ -260,9 +260,9 @@ class _Run:
         self._expected: list[Effect] = []
         """Recorded effects of the last call that the core must repeat."""
         self._workers: dict[Peer, str] = {}
-        """Names of the workers, for the text of a difference."""
+        """Worker names, for describing a difference."""
         self._requests: dict[tuple[Peer, int], str] = {}
-        """Ids of the live requests, for the text of a difference."""
+        """Ids of live requests, for describing a difference."""
         for event, _ in segment.opening.live:
             self._name(event)
         for state in segment.opening.workers:
@@ -357,7 +357,7 @@ class _Run:
         return f"step {recorded.step} of {worker}: " + "; ".join(lines)
 
     def _shown(self, value: object) -> str:
-        """Return a field of a plan as text; admissions show the ids of their requests."""
+        """Return a plan field as text; admissions show the requests' ids."""
         if isinstance(value, tuple | list) and value and isinstance(value[0], AdmissionDigest):
             return "[" + ", ".join(f"{self._admitted(each)}" for each in value) + "]"
         return repr(value)
@@ -372,7 +372,7 @@ def to_config(text: str) -> CoreConfig:
     """Return a core's configuration from its JSON.
 
     Raises:
-        ReplayError: it has settings that this release does not know.
+        ReplayError: the record has settings that this release does not know.
     """
     values: dict[str, Any] = json.loads(text)
     try:

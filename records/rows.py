@@ -1,6 +1,6 @@
 """Tracks a worker's rows from its recorded plans, and returns the rows that compute in each step.
 
-A plan contains only differences from the previous plan; this module applies them. Explanations, timelines and occupancy
+A plan contains only changes since the previous plan; this module applies them. Explanations, timelines and occupancy
 use this module. What-if replays, which also simulate, hold the same state in arrays (`records.whatif.rows`).
 """
 
@@ -13,13 +13,13 @@ from records.values import AdmissionDigest, PlanDigest
 
 @dataclass(slots=True, kw_only=True)
 class Row:
-    """A row in use. Users of this module derive classes that add attributes of the row's request."""
+    """A row in use. Users of this module derive classes that add attributes about the row's request."""
 
     number: int
     prefill_left: int
-    """Number of known tokens that are not computed yet; the row decodes when this is 0."""
+    """Number of known tokens that are not computed yet; 0 if the row decodes."""
     is_held: bool = False
-    """Whether the row is paused, that is, held out of steps."""
+    """Whether the row is held out of steps."""
     blocks: list[int] = field(default_factory=list)
 
 
@@ -30,9 +30,9 @@ class StepRows(NamedTuple, Generic[RowT]):
     """Rows that compute in a step."""
 
     decodes: Sequence[RowT]
-    """Rows that decode; the same object as in the previous step if the rows are the same."""
+    """Rows that decode. If the rows did not change, this is the same object as in the previous step."""
     chunks: list[tuple[RowT, int]]
-    """Rows that compute a chunk of their prompt, each with the number of tokens in the chunk."""
+    """Rows that compute a prompt chunk, each with the chunk's number of tokens."""
 
 
 class Rows(Generic[RowT]):
@@ -60,7 +60,7 @@ class Rows(Generic[RowT]):
         Args:
             plan: the plan that follows the one applied last.
             admit: creates the row for an admission.
-            leave: called with each row that becomes free, before another request gets it.
+            leave: called with each freed row, before another request gets it.
         """
         rows = self._rows
         for number in plan.leaves:

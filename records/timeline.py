@@ -19,7 +19,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import Note, NoteKind, Peer, RequestEnded
 
 _LEFT_ROW = frozenset((NoteKind.PREEMPTED, NoteKind.SWAPPED, NoteKind.MOVED, NoteKind.LOST, NoteKind.PREFIX_FAILED))
-"""Kinds of notes after which a request has lost its row and waits again."""
+"""Kinds of notes after which a request has left its row and waits again."""
 
 
 def export(segments: Iterable[Segment], out: IO[bytes], *, skip: int = 0) -> Counts:
@@ -129,7 +129,7 @@ class _Timeline:
         return request
 
     def _find(self, frontend: Peer, stream: int) -> Request:
-        """Return a live request, or a new one named after its stream if it is not known."""
+        """Return a live request. If it is unknown, return a new one named after its stream."""
         request = self._live.get((frontend, stream))
         if request is None:
             self._num_flows += 1

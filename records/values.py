@@ -103,7 +103,7 @@ class Entry:
     """One entry of a record, in order."""
 
     index: int
-    """Position in the record of one core, from 0; each segment continues the count."""
+    """Position in one core's record, from 0; each segment continues the count."""
     time: float
     """Core time, s."""
     what: What | None

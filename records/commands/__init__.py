@@ -1,1 +1,1 @@
-"""Commands of `quire` that need the package `records`; see `quire_server.cli`."""
+"""`quire` commands that need the package `records`; see `quire_server.cli`."""

@@ -75,7 +75,7 @@ def run(options: Namespace) -> int:
 
 
 def _no_record(place: Path) -> str:
-    """Return the error message for a folder without segments; it lists subfolders that have some, one per service."""
+    """Return the error for a folder without segments. It lists the subfolders with segments, one per service."""
     from scheduler_svc.recorder.segments import paths
 
     records = sorted(each for each in place.glob("*/") if paths(each))

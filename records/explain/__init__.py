@@ -2,9 +2,9 @@
 
 The modules, in this order:
 
-* `facts` – what is known about one request's life: its notes, the steps on its workers, the report from its front end;
+* `facts` – facts about one request's life: its notes, its workers' steps, and its front end's report;
 * `accounting` – divides the life into causes, without I/O;
-* `advice` – one sentence on what would have helped;
+* `advice` – one sentence about what would have helped;
 * `page` – the explanation as text and as JSON;
-* `reading` – reads lives from a record; `answers` – answers the questions of `quire explain`.
+* `reading` – reads lives from a record; `answers` – answers the queries of `quire explain`.
 """

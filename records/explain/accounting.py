@@ -1,25 +1,25 @@
 """Divides a request's life into causes.
 
-One pass goes through the life from its beginning to its end. Each moment is charged to exactly one cause, so the
-durations sum to the end-to-end time by construction. Four phases follow each other:
+One pass goes through the life from start to end. Each moment is charged to exactly one cause, so the durations always
+sum to the end-to-end time. A life has four phases:
 
-* at the front end before the submission: tokenising, the check of a grammar, the rest;
-* waiting: charged to the reason that the core noted, or to the event that removed the request from its row before;
-* in a row: charged step by step, see `_Walk._step`;
+* at the front end before submission: tokenisation, the grammar check, and the rest;
+* waiting: charged to the reason in the core's notes, or to the event that previously removed the request from its row;
+* in a row: charged step by step (see `_Walk._step`);
 * after the end: the transfer to the front end, detokenising, the client.
 
 After a preemption, a move, or the loss of a worker or scheduler, all time until the request decodes again is charged to
-that event. This includes the wait and the recomputation of tokens.
+that event. This includes waiting and recomputation.
 
-A request that waits for its turn is charged to the limit that holds back its queue: rows, memory, or the token budget
-of a step. The planner notes this limit per worker. Once a request that arrived later has been admitted first, the rest
-of the wait is charged to the order of the policy. The requests that held the rows meanwhile are named.
+A request that waits for its turn is charged to the limit that holds back its queue: rows, memory, or the step's token
+budget. The planner notes this limit per worker. Once a later request is admitted first, the rest of the wait is charged
+to the policy's order. The explanation names the requests that held the rows during the wait.
 
 If a step also has chunks of other prompts, its forward pass is divided. A decoding request would have needed the usual
-time of a step without prompts; the rest is charged to the other prompts. For a request in prefill, the time is divided
-in proportion to the tokens. If a decode step takes longer than the smallest decode step usually takes, the difference
-is charged to the other rows of the step. If a step took more than `SLOW` times its usual time, the excess is charged to
-the worker.
+time of a step without prompts, so the rest is charged to the other prompts. For a request in prefill, the time is
+divided in proportion to the tokens. If a decode step takes longer than the smallest decode step usually does, the
+difference is charged to the step's other rows. If a step took more than `SLOW` times its usual time, the excess is
+charged to the worker.
 
 Time in which the scheduler made no entry at all is charged to the scheduler, whatever the request waited for.
 """
@@ -33,18 +33,18 @@ from records.explain.facts import Life, Step, StreamKey
 from scheduler_svc.core.interface.records import Note, NoteKind, WaitReason
 
 SLOW = 2.0
-"""If a step takes longer than this multiple of its usual time, the excess is charged to the worker."""
+"""A step that takes more than this multiple of its usual time is slow, and the excess is charged to the worker."""
 _LAG_S = 0.01
-"""A step that begins within this time after its plan is never late, however short the step is, seconds."""
+"""A step that begins within this time after its plan is never late, however short it is, seconds."""
 _FROZEN = "the scheduler made no entry in its record"
 _NUM_NOTES_REFUSED = 2
-"""Number of notes of a request that was refused at its arrival."""
+"""Number of notes for a request that was refused on arrival."""
 MAX_NEIGHBOURS = 8
 """Maximum number of neighbours that are named in the worst step and for each cause."""
 
 
 class CauseKind(enum.Enum):
-    """Causes, in the order in which they occur; the value is the name in text and JSON."""
+    """Causes, in the order in which they occur; the value is the name in text and JSON output."""
 
     FRONT_END = "front end"
     TOKENISING = "tokenising"
@@ -132,7 +132,7 @@ class Cause:
     details: list[str] = field(default_factory=list)
     """Notes that the core made about this cause."""
     by: "Counter[StreamKey]" = field(default_factory=Counter)
-    """Requests that took part, each with a weight: the number of its prompt tokens, or 1."""
+    """Contributing requests, each with a weight: its number of prompt tokens, or 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Account:
     total_s: float
     worst: WorstStep | None
     error_s: float | None
-    """Maximum error in dividing the link time between its directions; None without a report from the front end."""
+    """Maximum error when the link time is divided between both directions; None without a front-end report."""
 
 
 def account(life: Life) -> Account:
@@ -243,7 +243,7 @@ class _Walk:
         return self._total
 
     def _charge_stalled_front_end(self, seconds: float) -> None:
-        """Charge a stall of the front-end process to the front end, instead of the causes that other processes saw."""
+        """Charge a front-end stall to the front end, instead of the causes that other processes saw."""
         moved = 0.0
         for kind in (CauseKind.SUBMITTED_AGAIN, CauseKind.LINK, CauseKind.HELD_CREDIT, CauseKind.CLIENT):
             cause = self.causes.get(kind)
@@ -330,7 +330,7 @@ class _Walk:
                 self._charge(each, until - since, detail, self._holders(each, since, until, worker_id))
 
     def _waits_for_prefix(self, since: float, until: float, worker_id: str | None) -> bool:
-        """Return whether steps were full of a prompt with which most of this request's prompt begins.
+        """Return whether the steps were full of a prompt that shares most of this request's prompt.
 
         The planner does not look at the prompts of requests for which a step has no room. More room would not help this
         request: it would wait for the other prompt.
@@ -343,7 +343,7 @@ class _Walk:
     def _holders(
         self, kind: CauseKind, since: float, until: float, worker_id: str | None = None
     ) -> "Counter[StreamKey]":
-        """Return the requests that held the resource for which this request waited, with weights."""
+        """Return the weighted requests that held the resource for which this request waited."""
         life, found = self._life, Counter[StreamKey]()
         if until <= since:
             return found
@@ -386,7 +386,7 @@ class _Walk:
             self._next += 1
 
     def _run_until(self, end: float, *, lost: Note | None) -> None:
-        """Charge time in a row up to `end`; with `lost`, the worker was found to be lost at that time."""
+        """Charge time in a row up to `end`. With `lost`, the loss of the worker was detected at that time."""
         steps = self._steps
         others: list[Step] = []
         while self._next < len(steps) and steps[self._next].answered <= end:
@@ -435,7 +435,7 @@ class _Walk:
         self._num_computed += step.chunks.get(self._key, 0)
 
     def _charge_excess(self, step: Step, share: float) -> float:
-        """Charge the time by which a step exceeded its usual time; return the usual share of its time, 0 to 1."""
+        """Charge the time by which a step exceeded its usual time; return the usual time's share, 0 to 1."""
         usual = self._life.usual.step_s(step) if self._life.usual is not None else None
         if usual is None or step.computing_s <= SLOW * usual:
             return 1.0
@@ -445,7 +445,7 @@ class _Walk:
         return part
 
     def _charge_neighbours(self, step: Step, share: float, usual: float) -> float:
-        """Charge the time that the other decode rows cost; return its part of the step's time, 0 to `usual`."""
+        """Charge the time caused by the other decode rows; return their part of the step, 0 to `usual`."""
         others = sorted(key for key in step.decodes if key != self._key)
         known = self._life.usual
         if known is None or not others or self._key in step.chunks or self._departure is not None:
@@ -458,7 +458,7 @@ class _Walk:
         return part
 
     def _forward(self, step: Step, seconds: float, neighbours: float = 0.0) -> None:
-        """Divide the time of a forward pass; `neighbours` is the time in the step that the other rows took."""
+        """Divide a forward pass's time; `neighbours` is the part caused by the other rows."""
         others = {key: tokens for key, tokens in step.chunks.items() if key != self._key}
         theirs = 0.0
         if others:
@@ -473,7 +473,7 @@ class _Walk:
             self._charge_prefill(own, step.chunks[self._key])
 
     def _share_of_others(self, step: Step, num_tokens: int, neighbours: float) -> float:
-        """Return the share that other prompts take of a forward pass, after the part for the other rows is removed."""
+        """Return the share of other prompts in a forward pass, after removing the part for the other rows."""
         without = None
         if self._key not in step.chunks and self._life.usual is not None:
             without = self._life.usual.decode_s(len(step.decodes))
@@ -483,7 +483,7 @@ class _Walk:
         return max(0.0, 1.0 - max(0.0, without - step.computing_s * neighbours) / rest) if rest > 0 else 0.0
 
     def _charge_prefill(self, seconds: float, num_tokens: int) -> None:
-        """Charge the request's own prefill; tokens that an earlier request also had count as a cold prefix."""
+        """Charge the request's own prefill. Tokens that an earlier request also had count as a cold prefix."""
         life = self._life
         known = min(max(life.known_tokens - self._num_computed, 0), num_tokens)
         cold = seconds * known / num_tokens
@@ -516,7 +516,7 @@ class _Walk:
         self._at = end
 
     def _charge_lag(self, end: float, step: Step | None) -> None:
-        """Charge the time from a plan to the beginning of its step, which ends at `end`."""
+        """Charge the time from a plan to the start of its step, which ends at `end`."""
         for begin, finish in self._stalls_between(self._at, end):
             self._charge(CauseKind.LINK, begin - self._at)
             self._charge(CauseKind.SCHEDULER_STALLED, finish - begin, _FROZEN)

@@ -89,7 +89,7 @@ _ADVICE: dict[CauseKind, str] = {
 
 
 def advice(found: Account) -> str:
-    """Return what would have helped; empty if no setting and no action would."""
+    """Return what would have helped; empty if no setting or action would have."""
     if not found.causes:
         return ""
     first = found.causes[0]
@@ -111,7 +111,7 @@ def _worker(cause: Cause, life: Life) -> str:
 
 
 def _preempted(_cause: Cause, life: Life) -> str:
-    """Return the advice for a request that was preempted for lack of memory, under a policy that preempts only then.
+    """Return advice for a request that was preempted for lack of memory, if the policy preempts only then.
 
     Empty if a priority may have been the reason.
     """
@@ -124,7 +124,7 @@ def _preempted(_cause: Cause, life: Life) -> str:
 
 
 def _drained(_cause: Cause, life: Life) -> str:
-    """Return the advice for a request that found only drained workers; empty if that was not the reason."""
+    """Return advice for a request that found only drained workers; empty if that was not the reason."""
     return f"all workers were drained: {remedies.DRAINED}" if life.met_drain else ""
 
 

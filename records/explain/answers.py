@@ -1,4 +1,4 @@
-"""Answers the questions of `quire explain` from the files of a record: one request, the slowest ones, or a step."""
+"""Answers the queries of `quire explain` from a record's files: one request, the slowest ones, or a step."""
 
 import json
 import time
@@ -20,11 +20,11 @@ from shared.request_names import may_mean, meant
 MAX_SLOWEST = 100
 DEFAULT_SINCE_S = 600.0
 _MAX_GAPS = 4
-"""Maximum number of gaps in the record that are listed; the newest ones are."""
+"""Maximum number of listed gaps in the record; the newest gaps are listed."""
 _OLD_S = 60.0
 """If the newest entry is older than this, recording has stopped: an idle scheduler makes two entries per second."""
 _MAX_LIVES = 16
-"""Maximum number of requests with the same id (choices, or reuses of the id) that are explained; the newest ones."""
+"""Maximum number of explained requests with the same id (choices, or reuses of the id); the newest are explained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ def _of_request(request_id: str, segments: list[Segment]) -> Answer:
 
 
 def _with_choices(lives: list[Life]) -> list[Life]:
-    """Return the lives, in order of arrival, with the numbers of choices.
+    """Return the lives in arrival order, with choice numbers.
 
-    The record has no such numbers. Choices of a call are submitted in order, and share an id that no other request of
-    the tenant may have before all of them have ended.
+    The record has no choice numbers. A call's choices are submitted in order, and share an id that no other request of
+    the tenant may use until all of them have ended.
     """
     calls: dict[tuple[bytes, str, str], list[list[int]]] = {}
     ends: dict[tuple[bytes, str, str], float] = {}
@@ -131,7 +131,7 @@ def _extent(found: Findings) -> str:
 
 
 def _gaps_text(found: Findings) -> str:
-    """Return one line that lists the gaps in the record; empty if it has none."""
+    """Return one line that lists the record's gaps; empty if there are none."""
     if not found.gaps:
         return ""
     gaps = ", ".join(f"{_clock(begin)} to {_clock(end)}" for begin, end in found.gaps[-_MAX_GAPS:])

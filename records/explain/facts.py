@@ -1,8 +1,8 @@
-"""Facts known about one request's life; the input of `accounting`.
+"""Facts about one request's life, which are the input of `accounting`.
 
 All times are seconds on the core's clock, unless a name says otherwise. A front end reports only durations, measured
-from its submission of the request, so its clock need not agree with the core's. A worker's clock is converted with the
-bounds that each step provides: no step begins before its plan was sent, or ends after its result came.
+from its submission of the request, so its clock need not agree with the core's. Each step bounds the worker's clock:
+no step begins before its plan was sent, or ends after its result arrived.
 """
 
 from collections.abc import Iterable, Mapping
@@ -70,7 +70,7 @@ class Report:
     submitted_s: float = 0.0
     """From the call's arrival to the submission."""
     no_scheduler_s: float = 0.0
-    """The part of `submitted_s` during which no scheduler ran, because one had ended and the next had not started."""
+    """The part of `submitted_s` without a running scheduler, between one scheduler's end and the next one's start."""
     tokenise_s: float = 0.0
     grammar_s: float = 0.0
     """Validation of the grammar."""
@@ -83,7 +83,8 @@ class Report:
     client_s: float = 0.0
     """Waiting for the client to read, after the end."""
     client_before_s: float = 0.0
-    """Waiting for the client to read, before the end; this delays only messages, unless the credit runs out."""
+    """Time spent waiting for the client to read, before the end. This delays only messages, unless the credit runs out.
+    """
     stalled_s: float = 0.0
     """Time since the call's arrival during which the front-end process was stalled."""
 
@@ -97,7 +98,7 @@ class Obstacle(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """A row that another request held while this one waited."""
+    """A row that another request held while this request waited."""
 
     key: StreamKey
     tenant: str
@@ -134,22 +135,22 @@ class Life:
     notes: tuple[Note, ...]
     """The request's history in order; the first note is ARRIVED, the last is ENDED unless the request is live."""
     steps: tuple[Step, ...] = ()
-    """All steps of its workers while the request was there, including steps without it, ordered by their results."""
+    """All steps of the request's workers during its stay, including steps without it, ordered by result time."""
     report: Report | None = None
     until: float | None = None
-    """The present, for a live request; None if it has ended."""
+    """The current time for a live request; None if it has ended."""
     met_drain: bool = False
     """Whether the request found no worker because all were drained."""
     is_cut: bool = False
     """Whether the record ends, or has a gap, before the request ends."""
     end: str = ""
-    """The value of the end reason; empty if the request is live."""
+    """Value of the end reason; empty if the request is live."""
     policy: str = ""
     """The scheduling policy for the request's class; empty if unknown."""
     placements: tuple[tuple[float, str], ...] = ()
     """(time, worker) for each admission of the request, in order."""
     obstacles: tuple[Obstacle, ...] = ()
-    """Limits that held back the queues of the workers, in order of time."""
+    """Limits that held back the workers' queues, ordered by time."""
     holdings: tuple[Holding, ...] = ()
     """Rows that other requests held while this request waited."""
     stalls: tuple[tuple[float, float], ...] = ()
@@ -172,10 +173,10 @@ class Life:
 
 
 class Usual:
-    """How long steps usually take: per size class, the median on the fastest worker that has computed enough of them.
+    """Usual step times: per size class, the median on the fastest worker with enough measured steps.
 
-    Comparing a worker with other workers finds one that is always slow. Comparing a step with other steps of the same
-    worker finds one that is temporarily slow.
+    Comparing a worker with other workers reveals one that is always slow. Comparing a step with the same worker's other
+    steps reveals a temporary slowdown.
     """
 
     MIN_STEPS = 8
@@ -197,12 +198,12 @@ class Usual:
         return self._medians.get(_size(step))
 
     def alone_s(self, num_decodes: int) -> float | None:
-        """Return the usual time of the smallest known decode step with at most this many rows; None if unknown."""
+        """Return the usual time of the smallest decode step with at most this many rows; None if unknown."""
         sizes = [rows for tokens, rows in self._medians if not tokens and 0 < rows <= num_decodes.bit_length()]
         return self._medians[0, min(sizes)] if sizes else None
 
     def decode_s(self, num_decodes: int) -> float | None:
-        """Return how long a step with this many decode rows and no prompt usually takes; None if too few are known."""
+        """Return the usual time of a step with this many decode rows and no prompt; None if too few are known."""
         return self._medians.get((0, num_decodes.bit_length()))
 
 

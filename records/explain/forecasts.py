@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(life: Life) -> list[Outcome]:
-    """Return the forecasts of a request with their outcomes; empty if nothing was forecast."""
+    """Return a request's forecasts with their outcomes; empty without forecasts."""
     arrival = life.notes[0].time
     forecast = next((note for note in life.notes if note.kind is NoteKind.FORECAST), None)
     if forecast is None:

@@ -37,7 +37,7 @@ def page(found: Account) -> str:
 
 
 def _shown(causes: Sequence[Cause]) -> Sequence[Cause]:
-    """Return the causes whose time is not printed as 0.0 ms; all of them if there are no others."""
+    """Return the causes that are not printed as 0.0 ms; all causes if there are no others."""
     return [cause for cause in causes if cause.seconds >= _LEAST_SHOWN_S] or causes
 
 
@@ -165,7 +165,7 @@ def _worst(worst: WorstStep, life: Life) -> list[str]:
 
 
 def _listed(names: list[str], more: int) -> str:
-    """Return names as text; a name that several choices of a request share appears once, with their number."""
+    """Return names as text. A name shared by several choices appears once, with the choice numbers."""
     found = [name if count == 1 else f"{name} ({count} choices)" for name, count in Counter(names).items()]
     return ", ".join(found) + (f" and {more} more" if more else "")
 

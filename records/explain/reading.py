@@ -1,11 +1,11 @@
 """Reads the lives of requests from a record.
 
-The entries of a record are read once, in order. Only steps that were planned while a wanted request was live are
-retained, so the memory depends on the wanted requests and not on the size of the record.
+The entries of a record are read once, in order. Only steps planned while a selected request was live are retained, so
+memory use depends on the selected requests and not on the record's size.
 
 A request that a restarted scheduler has taken over has one life. All times are on the first scheduler's clock.
 
-The record does not list the requests that decode in a step. They follow from the plans: once its prompt is computed, a
+The record does not list the decoding requests of a step. They follow from the plans: once its prompt is computed, a
 request decodes in every step in which its row is not held out, until it leaves the row.
 """
 
@@ -29,13 +29,13 @@ from shared.prefix_keys import KEY_BYTES
 _MAX_WENT_FIRST = 256
 _MAX_HOLDINGS = 4096
 _SAME_S = 0.1
-"""Maximum time between the loss of a worker and the notes about it for the requests that it ran, s."""
+"""Maximum time between a worker's loss and the notes about it for its requests, s."""
 STALL_S = 1.0
 """If two entries are further apart than this, the scheduler has stalled: an idle one makes two entries per second."""
 _MAX_ALIKE = 4
 """Number of requests with the same first block (the newest ones) that are searched for a common prefix."""
 _MAX_SAMPLES = 20_000
-"""Maximum number of steps from which usual step times are computed; if there are more, some are dropped."""
+"""Maximum number of steps used to compute usual step times; beyond that, some are dropped."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class _Worker:
     decodes: frozenset[StreamKey] = frozenset()
     """Requests in the rows of `decoding`."""
     drafting: dict[int, dict[int, StreamKey]] = field(default_factory=dict)
-    """By step without a result: the requests by row; only for a worker that verifies drafts."""
+    """For each step without a result, the requests by row; only for a worker that verifies drafts."""
     obstacle: WaitReason | None = None
     process: str = ""
     pid: int = 0
@@ -84,7 +84,7 @@ class _Request:
     met_drain: bool = False
     """Whether the request found no worker because all were drained."""
     cut_at: float | None = None
-    """When the record of its scheduler ended; None if it did not, or another scheduler has taken the request over."""
+    """When its scheduler's record ended; None if it did not, or if another scheduler has taken over the request."""
     arrival: float = 0.0
     """When the request arrived at the newest scheduler."""
     taken_over_s: float = 0.0
@@ -112,7 +112,7 @@ class Findings:
     """The wanted requests, in order of arrival."""
     ended: list[Ended] = field(default_factory=list)
     live: list[Ended] = field(default_factory=list)
-    """The requests that have not ended, with their time so far."""
+    """Live requests, with their duration so far."""
     steps: list[Step] = field(default_factory=list)
     """The wanted steps."""
     names: dict[StreamKey, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Findings:
     first_wall: float = 0.0
     """Wall clock at the beginning of the recording, s."""
     needs_earlier: bool = False
-    """Whether a wanted request was accepted by a scheduler whose record is not part of this pass."""
+    """Whether a selected request was accepted by a scheduler whose record is not part of this pass."""
 
 
 Wanted = Callable[[StreamKey, str], bool]
@@ -164,17 +164,17 @@ class _Pass:
         self._incarnation = self._next_index = -1
         self._now = self._to_wall = 0.0
         self._away = (0.0, 0.0)
-        """Period without a scheduler: from the end of the previous scheduler's record to the beginning of this one."""
+        """Period without a scheduler: from the previous scheduler's last entry to this one's first entry."""
         self._offset = 0.0
-        """Seconds to add to a time of the current scheduler's clock to get one of the first scheduler's clock."""
+        """Seconds to add to the current scheduler's clock to get the first scheduler's clock."""
         self._cut_off: dict[tuple[str, int], tuple[StreamKey, _Request]] = {}
         """Wanted requests that were live when their scheduler ended, by id and stream."""
         self._stalls: list[tuple[float, float]] = []
         """(begin, end) of the periods during which the scheduler was stalled."""
         self._silent: list[tuple[str, float, float]] = []
-        """(worker, time of loss, time of return) for workers that were lost and came back as the same process."""
+        """(worker, time of loss, time of return) for workers that were lost and returned as the same process."""
         self._lost_processes: dict[str, tuple[str, float]] = {}
-        """For each process of a lost worker: the worker's name and the time of its loss."""
+        """For each lost worker process: the worker's name and the time of the loss."""
         self._config: dict[str, Any] = {}
         self._draining: set[str] = set()
         """Names of drained workers."""
@@ -390,7 +390,7 @@ class _Pass:
                 break
 
     def _report(self, message: link_pb2.RequestReport, request: _Request) -> Report:
-        """Return a report whose times count from the first submission; those of the front end count from the last."""
+        """Return a report with times since the first submission; the front end's times count from the last one."""
         before = request.taken_over_s
         submitted_s, arrival = max(0.0, message.submitted_us / 1e6 - before), request.notes[0].time
         ended, back = self._away
@@ -438,7 +438,7 @@ class _Pass:
             self._left_row(worker, row)
 
     def _left_row(self, worker: _Worker, row: _Row) -> None:
-        """Add a row that became free to the rows for which other requests waited."""
+        """Add a freed row to the rows for which other requests waited."""
         for request in self._watched.values():
             if not _is_in_row(request.notes):
                 self._add_holding(request, worker, row)
@@ -626,7 +626,7 @@ def _common_blocks(first: bytes, second: bytes) -> int:
 
 
 def slowest(found: Findings, most: int, since_s: float) -> list[Ended]:
-    """Return the slowest requests, slowest first: live ones, and those that ended within `since_s` before the end.
+    """Return the slowest requests, slowest first: live ones, and those that ended within the last `since_s`.
 
     Of several choices, or requests with the same id, the slowest is listed.
     """

@@ -1,26 +1,26 @@
-"""A worker that checks every rule of plan.proto, with arithmetic instead of a model.
+"""A worker that checks every rule in plan.proto and replaces the model with arithmetic.
 
-KV is modelled slot by slot: each slot holds the value of the sequence up to the token written there (see `oracle`). A
-step executes in the order that the protocol prescribes. The worker checks that a row reads only what it or its prefix
-wrote. The cost of the checks is proportional to the changes of a step:
+KV is modelled slot by slot: each slot holds a value for the sequence up to the token written there (see `oracle`). A
+step executes in the order that the protocol prescribes. The worker checks that a row reads only what the row or its
+prefix wrote. The cost of the checks is proportional to a step's changes:
 
-* A block has one writer: the row that got the block when no block table named it. Other rows may share the block only
-  for KV that is already computed.
+* A block has one writer: the row that got the block when no block table contained it. Other rows may share the block
+  only for KV that is already computed.
 * When a row gets blocks with computed KV, they are compared slot by slot, after the step's writes.
-* If a row gets a block in order to write it, or a copy writes it, no step without a result may use that block. The same
-  holds for host blocks. The copies of a step are made before its other operations.
+* A row may get a block for writing, or a copy may write a block, only if no step in flight uses that block. The same
+  holds for host blocks. A step's copies are made before its other operations.
 
 By induction, no slot that a row relies on ever changes.
 
-With `max_draft_tokens`, decode rows also verify drafts. The generator decides how many drafts are proposed and which of
-them equal the row's next tokens. The KV of a rejected draft is invalid, and must be written again before it is read.
+With `max_draft_tokens`, decode rows also verify drafts. The generator decides how many drafts are proposed, and which
+of them equal the row's next tokens. The KV of a rejected draft is invalid, and must be written again before it is read.
 
-With `state_bytes`, a row also has a recurrent state: the value of the sequence up to its newest computed token. Each
-token of a row reads and replaces it. The state stays in the row's place when the row leaves.
+With `state_bytes`, a row also has a recurrent state, which is a value for the sequence up to its newest computed token.
+Each token of a row reads and replaces this state. The state remains in the slot when the request leaves the row.
 
-Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails as well. Without
-it, only their sampling fails. After the scheduler knows of a failure with NaN, no row may get KV that the failed row
-wrote.
+Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails too. Without
+`spoil`, only their sampling fails. Once the scheduler knows of a failure with NaN, no row may get KV that the failed
+row wrote.
 """
 
 import random
@@ -80,7 +80,7 @@ class Row:
     scored: bool = False
     """Whether the request asks for log-probabilities."""
     num_prompt_unscored: int = 0
-    """Number of prompt tokens whose log-probabilities are not yet sent; all are sent with the first token."""
+    """Number of prompt tokens whose log-probabilities are not sent yet; all are sent with the first token."""
 
     def append(self, token: int) -> None:
         """Append a sampled token."""
@@ -104,10 +104,10 @@ class ModelWorker:
     epoch: int = 0
     last_step: int = 0
     answered_step: int = 0
-    """The newest step whose result the scheduler has received; set by the code that delivers results."""
+    """Newest step whose result the scheduler has received; set by the code that delivers results."""
     num_host_blocks: int = 0
     copy_s: float = 0.0
-    """Seconds to copy one block; 0 if the worker does not report this time."""
+    """Seconds to copy one block; 0 if the worker does not report this."""
     max_draft_tokens: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     """Decides how many drafts are proposed and accepted."""
@@ -121,15 +121,15 @@ class ModelWorker:
     _values: list[int] = field(default_factory=list)
     """[num_blocks * block_size]: the content of each slot."""
     _holders: list[int] = field(default_factory=list)
-    """Per block, the number of rows whose tables name it."""
+    """Per block, the number of rows whose tables contain it."""
     _writer: list[Row | None] = field(default_factory=list)
     """Per block, the row that may write it."""
     _last_named: list[int] = field(default_factory=list)
-    """Per block, the last step that used it; tables that merely still name the block do not count."""
+    """Per block, the last step that used it; tables that still contain the block do not count as use."""
     _spoils: dict[int, Spoil] = field(default_factory=dict)
     """Blocks with an invalid slot; host blocks are numbered after the device blocks."""
     _states: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By row index: the number of tokens in the recurrent state, and the value of the sequence up to them."""
+    """For each row index, the number of tokens in the recurrent state, and the state's value for them."""
 
     def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
         """Return the worker's first message."""
@@ -172,7 +172,7 @@ class ModelWorker:
         self._last_named = [0] * num_all
 
     def fail(self, row: int, *, spoil: bool) -> None:
-        """Make the row fail when it next samples; with `spoil`, its KV is invalid from the next step on."""
+        """Make the row fail when it next samples. With `spoil`, its KV is invalid from the next step on."""
         self.rows[row].fails = True
         if spoil and self.rows[row].spoil is None:
             self.rows[row].spoil = Spoil()
@@ -292,7 +292,7 @@ class ModelWorker:
         return row
 
     def _name_block(self, row: Row, block: int, *, fresh: bool) -> None:
-        """Record that a table names a block; `fresh` means that the row will write the block."""
+        """Record that a table contains a block; `fresh` means that the row will write the block."""
         if not 0 <= block < (self.num_usable or self.num_blocks):
             raise ViolationError("plan.block", f"block {block} does not exist", row.name)
         self._holders[block] += 1
@@ -325,7 +325,7 @@ class ModelWorker:
         self._copy_values(sources, targets)
 
     def _copy_on_device(self, sources: list[int], targets: list[int]) -> None:
-        """Copy between device blocks; tables name the targets only after this."""
+        """Copy between device blocks. Tables may contain the targets only after this."""
         if not sources and not targets:
             return
         if len(sources) != len(set(targets)) or not set(sources).isdisjoint(targets):
@@ -403,7 +403,7 @@ class ModelWorker:
             position += count
 
     def _advance_state(self, row: Row, start: int) -> None:
-        """Compute the row's recurrent state for its tokens from `start`; a row that begins has none."""
+        """Compute the row's recurrent state for its tokens from `start`; a new row has no state yet."""
         expected = (start, row.values[start - 1])
         if start and self._states.get(row.index) != expected:
             num_tokens = self._states.get(row.index, (0, EMPTY))[0]
@@ -432,7 +432,7 @@ class ModelWorker:
         return num_accepted
 
     def _verify(self, row: Row, num_drafts: int) -> int:
-        """Write the KV of drafts after the row's newest token; return how many drafts were accepted."""
+        """Write the KV of drafts after the row's newest token; return the number of accepted drafts."""
         num_accepted = self._num_accepted(row, num_drafts)
         for _ in range(num_accepted):
             self._write(row, 1)

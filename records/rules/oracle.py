@@ -1,4 +1,4 @@
-"""Arithmetic instead of a model: every token is a function of the whole sequence before it.
+"""Replaces the model with arithmetic: every token is a function of the whole preceding sequence.
 
 A sequence has a *value*, which is a hash of its tokens, and the next token is a function of the value. Each token
 updates the value in O(1). A wrong token, position or order changes all later tokens. The value after a position also
@@ -36,7 +36,7 @@ def value_of(tokens: Iterable[int]) -> int:
 
 
 def embedding_of(values: list[int], pooling: Pooling) -> bytes:
-    """Return the embedding of a sequence, a vector with one element; `values` has the value after each token."""
+    """Return the embedding of a sequence, a one-element vector; `values` contains the value after each token."""
     element = values[-1] if pooling is Pooling.LAST else sum(values) % 1_000_003
     return np.array([element], "<f4").tobytes()
 

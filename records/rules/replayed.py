@@ -2,11 +2,11 @@
 
 A record that other code has made cannot be compared plan by plan. The following must hold for any code:
 
-* every plan keeps the rules of the plan protocol: rows, blocks, budgets, and which KV a row may read or write. The
+* every plan follows the rules of the plan protocol: rows, blocks, budgets, and which KV a row may read or write. The
   simulator's model worker (`records.rules.model_worker`) checks the rules with the KV of every token;
 * the core's own invariants hold;
 * every request ends exactly once, gets its tokens in order and none after its end, and ends naturally only with the
-  number of tokens that it asked for.
+  requested number of tokens.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
 
 _CHECK_EVERY = 64
-"""Number of events between two checks of the core's own invariants."""
+"""Number of events between two checks of the core's invariants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Numbers of requests, plans and tokens that were checked; all promises were kept."""
+    """Number of checked requests, plans and tokens, if no promise was broken."""
 
     requests: int
     plans: int
@@ -103,7 +103,7 @@ class _Watched(Scheduler):
         self._arrivals = arrivals
         self._models: dict[ev.Peer, _Follower] = {}
         self._num_tokens: dict[StreamName, int] = {}
-        """Number of tokens that each live request has received, by its name."""
+        """For each live request's name, the number of tokens that it has received."""
         self._ended: set[StreamName] = set()
         self._num_events = self._num_plans = self._sum_tokens = 0
 
@@ -169,7 +169,7 @@ class _Watched(Scheduler):
             raise ViolationError("end.tokens", f"{end.completion_tokens} tokens count, {got} were delivered", name)
 
     def at_rest(self) -> Kept:
-        """Check, after all requests have ended, that none runs or waits and no block is held; return the counts."""
+        """After all requests have ended, check that none runs or waits and that no block is held; return the counts."""
         self.validate()
         if self._num_tokens or len(self._ended) != len(self._arrivals):
             raise ViolationError("end.once", f"{len(self._arrivals) - len(self._ended)} requests have not ended")

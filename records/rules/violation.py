@@ -6,7 +6,7 @@ from scheduler_svc.core.interface.records import Peer
 
 
 class StreamName(NamedTuple):
-    """The name of a stream in its front end."""
+    """Identifies a stream within its front end."""
 
     frontend: Peer
     stream: int

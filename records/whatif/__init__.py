@@ -6,13 +6,13 @@ predicted by a model that is learned from the same record.
 The modules, in this order:
 
 * `figures` – throughput, latencies and occupancy of a run, recorded or simulated;
-* `rows` – tracks a worker's rows and the work of each row in a step;
+* `rows` – tracks a worker's rows and each row's work in a step;
 * `acceptance` – decides which drafts are accepted;
-* `load` – the requests and workers of a run, as values; `arrivals` – reads them from a record;
+* `load` – a run's requests and workers, as values; `arrivals` – reads them from a record;
 * `step_times` – the model of step times, learned by regression;
 * `saved` – settings, workers, step times and acceptance as a file; `settings` – the changed settings;
 * `simulate` – the event loop over the core;
-* `page` – the comparison as text and as JSON; `answer` – runs all of `quire replay --set`;
+* `page` – the comparison as text and JSON; `answer` – the whole of `quire replay --set`;
 * `strategies` – the last minutes under static, dynamic and continuous batching, for the console.
 
 Only `answer` and `strategies` open files.

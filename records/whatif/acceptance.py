@@ -1,13 +1,13 @@
 """Draft acceptance: learned from a record, and applied to the drafts in a simulation.
 
 The random numbers that sample a token depend only on the request's seed and the token's position. So a request has the
-same tokens however many drafts are verified, and whether a draft is accepted depends mostly on its position: where the
-text repeats itself, drafts are correct. A record therefore gives each position of a request an *outcome*: the draft for
-the position was accepted, it was rejected, or the worker proposed none although the plan allowed one. In a simulation,
+same tokens regardless of the number of verified drafts, and whether a draft is accepted depends mostly on its position:
+where the text repeats itself, drafts are correct. A record therefore gives each position of a request an *outcome*: the
+position's draft was accepted or rejected, or the worker proposed none although the plan allowed one. In a simulation,
 the same request has the same outcome at the same position.
 
-For other positions the outcome is unknown, because the plan allowed no draft there. It is drawn at random, given the
-last outcome of the same request. The probabilities are counted over all requests in the record. Runs of equal outcomes
+For other positions the outcome is unknown, because the plan allowed no draft there. It is sampled, given the last
+outcome of the same request. The probabilities are counted over all requests in the record. Runs of equal outcomes
 are therefore preserved: after an accepted draft, another acceptance is more likely.
 
 Drafts after a rejected draft are wasted. Their number affects only the time of the step.
@@ -20,7 +20,7 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """Outcome of the draft for one position of a request."""
+    """Outcome of the draft for one position in a request."""
 
     UNKNOWN = 0
     ACCEPTED = 1
@@ -62,7 +62,8 @@ class History:
         """Note the drafts of one step.
 
         Args:
-            index: index of the step's first token among the request's generated tokens; the first draft is for it.
+            index: index of the step's first token among the request's generated tokens, for which the first draft was
+                proposed.
             most: number of drafts that the plan allowed.
             verified: number of drafts that the worker verified.
             accepted: number of verified drafts that were accepted.
@@ -79,7 +80,7 @@ class History:
 
 
 def learn(histories: Sequence[History]) -> Acceptance | None:
-    """Learn the acceptance from the histories of all requests; return None if no draft was allowed in any of them."""
+    """Learn the acceptance from all requests' histories; return None if no plan allowed a draft."""
     # Start counts at 1, so that outcomes without a recorded successor also have probabilities.
     counts = [[1, 1, 1] for _ in Outcome]
     positions = 0

@@ -39,7 +39,7 @@ def from_record(place: Path, step_times: Path | None = None) -> Case:
 
     Args:
         place: segment, or folder of segments.
-        step_times: file with step times to use instead of those of the record.
+        step_times: file with step times that replace those in the record.
 
     Raises:
         ValueError: a file cannot be read or simulated; subclasses say why.
@@ -96,7 +96,7 @@ def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, 
     Args:
         case: the requests and the service.
         settings: changes of the form `name=value`.
-        workers: number of workers; None for the workers in the case, which join and leave at their recorded times.
+        workers: number of workers; None for the case's own workers, which join and leave at their recorded times.
         seed: seed for the random variation of step times.
 
     Raises:
@@ -147,7 +147,7 @@ def _notes_on_drafts(service: Service, changed: Changed) -> Iterator[str]:
 
 
 def fleet(recorded: Sequence[Member], workers: int | None, changed: Changed) -> list[Member]:
-    """Return the workers of a simulation; with `workers`, that many copies, cycling through the recorded ones."""
+    """Return a simulation's workers; with `workers`, that many copies, cycling through the recorded ones."""
     if workers is None:
         return [dataclasses.replace(member, hello=changed.apply(member.hello)) for member in recorded]
     hellos = list({member.hello.worker_id: changed.apply(member.hello) for member in recorded}.values())

@@ -1,9 +1,9 @@
-"""Reads from a record the load, samples of step times, and the results of the run.
+"""Reads the load, step-time samples and the run's results from a record.
 
 If a record has several cores, or gaps, only the part with the most requests is used.
 
-The output length of a request is known if the request was served completely. Otherwise, for example after a deadline,
-the request is assumed to generate the mean number of tokens, and at least as many as it had generated.
+A request's output length is known if the request was served completely. Otherwise, for example after a deadline, the
+request is assumed to generate the mean number of tokens, and at least as many as it had generated.
 
 Draft limits come from the plans; the numbers of verified and accepted drafts come from the step results.
 """
@@ -32,9 +32,9 @@ from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import Pooling, RequestSpec
 
 _ANY = 1 << 30
-"""Assumed number of blocks for a row that was in use when the record began, because the record does not list them."""
+"""Assumed number of blocks for a row in use at the start of the record, which does not list the row's blocks."""
 _NEVER_RUN = frozenset({EndReason.INVALID, EndReason.DUPLICATE})
-"""End reasons of requests that any settings would refuse; such requests are left out."""
+"""End reasons of requests that would be refused under any settings; such requests are omitted."""
 
 
 class WhatIfError(ValueError):
@@ -54,7 +54,7 @@ class Recorded:
     acceptance: Acceptance | None
     """Is None if no row could have drafts."""
     skipped_parts: int = 0
-    """Number of parts of the record that are not used."""
+    """Number of unused parts of the record."""
 
 
 class _Name(NamedTuple):
@@ -89,7 +89,7 @@ def read_load(segments: Iterable[Segment], since_unix_s: float = -math.inf) -> R
 
     Args:
         segments: the record, oldest first.
-        since_unix_s: wall clock, s; requests that arrived before this time are excluded from the results.
+        since_unix_s: wall clock time, s; requests that arrived earlier are excluded from the results.
 
     Raises:
         WhatIfError: the record has no request, or no worker.

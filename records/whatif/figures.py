@@ -16,7 +16,7 @@ from scheduler_svc.core.interface.records import EndReason
 Numbers = npt.NDArray[np.int64]
 _SHORTEST_S = 1e-6
 _GROWTH = 1.005
-"""Ratio of neighbouring histogram bounds; it limits the error of a quantile to half a percent."""
+"""Ratio of adjacent histogram bounds; limits a quantile's error to half a percent."""
 _NUM_BINS = 5000
 """Enough for gaps of up to 60,000 s."""
 NATURAL_ENDS = frozenset({EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH, EndReason.EMBEDDED})
@@ -25,7 +25,7 @@ NATURAL_ENDS = frozenset({EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Distribution of one latency, in seconds; all values are 0 if there is no sample."""
+    """Distribution of one kind of latency, in seconds; all values are 0 without samples."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -42,7 +42,7 @@ class Figures:
     others: dict[str, int]
     """Requests that ended otherwise, by reason."""
     good: int = 0
-    """Requests that were served completely and met their own targets, if they had any."""
+    """Requests that were served completely and met their own targets, if any."""
     targeted: int = 0
     """Requests that were served completely and had targets."""
     duration_s: float
@@ -70,7 +70,7 @@ class Figures:
 
 
 class Timeline:
-    """Collects the events of a run's requests, which are numbered from 0 in the order of their arrival."""
+    """Collects a run's request events. Requests are numbered from 0 in arrival order."""
 
     def __init__(self) -> None:
         self._arrived = np.zeros(64)
@@ -84,7 +84,7 @@ class Timeline:
         self._gap_sum = 0.0
         self._e2e: list[float] = []
         self._targets: dict[int, tuple[float, float]] = {}
-        """For each request with targets: the times by which its first and its last token are wanted."""
+        """For each request with targets, when its first and its last token are due."""
         self._num_late = self._num_targeted = 0
         self._others: Counter[str] = Counter()
         self._num_ended = self._num_outputs = self._num_cached = self._num_prompts = self._preemptions = 0
@@ -102,7 +102,7 @@ class Timeline:
         first_by: float | None = None,
         last_by: float | None = None,
     ) -> int:
-        """Record an arrival; return the number of the request.
+        """Record an arrival; return the request's number.
 
         Args:
             at: the time, s.
@@ -110,7 +110,7 @@ class Timeline:
             left_out: whether to exclude the request from the results, for example because it arrived before the
                 record began.
             first_by: time by which the first token is wanted; None if there is no such target.
-            last_by: time by which the last token is wanted; None if there is no such target.
+            last_by: when the last token is due; None for no target.
         """
         number = self.num_requests
         self.num_requests += 1
@@ -130,7 +130,7 @@ class Timeline:
         return number
 
     def tokens(self, numbers: Numbers, at: float) -> None:
-        """Record that requests got tokens; ignore requests that have ended."""
+        """Record that requests got tokens; ignore ended requests."""
         numbers = numbers[self._live[numbers]]
         last = self._last[numbers]
         is_first = last == 0
@@ -164,7 +164,7 @@ class Timeline:
             self._others[reason.value] += 1
 
     def step(self, num_rows: int, seconds: float, *, drafts: int = 0, accepted: int = 0) -> None:
-        """Record a completed step, which took a worker `seconds`; `accepted` of its `drafts` were accepted."""
+        """Record a completed step, which took `seconds` on a worker; `accepted` of its `drafts` were accepted."""
         self._steps += 1
         self._drafts += drafts
         self._accepted += accepted

@@ -26,7 +26,7 @@ class Arrival:
     cancelled_after: float | None = None
     """How long the client waited before it cancelled, if that was before the first token."""
     keys: bytes = b""
-    """Concatenated keys of the leading full blocks of the prompt."""
+    """Concatenated keys of the prompt's leading full blocks."""
     following_keys: bytes = b""
     """Concatenated keys of the blocks after `keys`, as far as a later request has the same blocks."""
     block_size: int = 0
@@ -45,7 +45,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A worker, and when it joins and leaves; times in seconds since the beginning of the load."""
+    """A worker with its joining and leaving times, in seconds since the start of the load."""
 
     hello: ev.WorkerHello
     joined: float = 0.0
@@ -65,7 +65,7 @@ class Load:
 
 
 def most_members(members: Iterable[Member]) -> int:
-    """Return the maximum number of workers that take part at the same time."""
+    """Return the maximum number of workers present at the same time."""
     changes = []
     for member in members:
         changes.append((member.joined, 1))
@@ -87,7 +87,7 @@ def traced(
         at: arrival since the beginning of the load, s.
         num_prompt: number of prompt tokens.
         num_outputs: number of generated tokens.
-        parts: names of the parts of the prompt, `part_tokens` each; equal names stand for equal tokens.
+        parts: names of the prompt's parts, with `part_tokens` tokens each; equal names mean equal tokens.
         part_tokens: number of tokens per part.
         block_size: number of tokens per block in the workers' KV cache.
     """

@@ -40,7 +40,7 @@ _DISTURBED = 1.3
 _MUCH_DISTURBED = 0.1
 """If the machine was disturbed for a larger share of the time than this, the page shows a warning."""
 _BUSY_SCHEDULER = 0.4
-"""If decisions take a larger share of a core than this, the page warns that the scheduler may be too slow."""
+"""If decisions take a larger fraction of a core than this, the page warns that the scheduler may be too slow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def _explanations(comparison: Comparison) -> list[str]:
 
 
 def disturbance(times: StepTimes) -> list[str]:
-    """Return a warning if the machine was slower than usual for a part of the record; empty if it was not.
+    """Return a warning if the machine was slower than usual during part of the record; otherwise empty.
 
     The usual pace is the pace in the fastest tenth of the time.
     """

@@ -1,7 +1,7 @@
 """Prediction for the console: simulates the last minutes' requests under other settings, and adds the measured results.
 
-If there is time, requests that arrived before the period in question are simulated too, so that the queue at its
-beginning is realistic. These requests are excluded from the results.
+If there is time, requests from before the selected period are simulated too, so that the queue is realistic when the
+period begins. These requests are excluded from the results.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Reads and simulates the last minutes of a record within a time limit, even on a busy machine.
 
-The newest segments are read first. A few of the newest requests are simulated first; the time that this takes shows how
-many more requests can be simulated.
+The newest segments are read first. A few of the newest requests are simulated first. The time for this shows how many
+more requests can be simulated.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from shared.errors import FieldViolation, InvalidRequestError
 _DEFAULT_SINCE_S, _MAX_SINCE_S = 180.0, 900.0
 MAX_REQUESTS = 1000
 MAX_OUTPUTS = 60_000
-"""Maximum total of generated tokens: three simulations with this total take 5 to 20 s of CPU time."""
+"""Maximum total of generated tokens. Three simulations with this total take 5 to 20 s of CPU time."""
 _FEW_OUTPUTS = 4_000
 """Total of generated tokens in the first, small simulation."""
 _READING_SHARE = 0.4
 """Share of the time limit that may be spent reading the record."""
 _SIMULATING_SHARE = 0.7
-"""Share of the time left after the first simulation that the second one is sized to take."""
+"""Fraction of the remaining time that the second simulation may take."""
 
 Clock = Callable[[], float]
 IsLate = Callable[[], bool]
@@ -58,7 +58,7 @@ class LimitedScheduler(Scheduler):
 
 
 def seconds_of(since: Duration | None) -> float:
-    """Return the length of the period in question, in seconds before the end of the record; a default for None.
+    """Return the selected period's length in seconds before the end of the record; a default for None.
 
     Raises:
         InvalidRequestError: the time is too short or too long.
@@ -70,7 +70,7 @@ def seconds_of(since: Duration | None) -> float:
 
 
 def newest(arrivals: Sequence[Arrival], max_outputs: float = MAX_OUTPUTS) -> list[Arrival]:
-    """Return the newest requests within the limits, at least one; the first one arrives at 0."""
+    """Return the newest requests within the limits, at least one. The first arrives at time 0."""
     found: list[Arrival] = []
     outputs = 0
     for each in reversed(arrivals):
@@ -114,7 +114,7 @@ def read_recent(place: Path, since_s: float, ends_at: float) -> tuple[Recorded, 
 
     Args:
         place: the record.
-        since_s: length of the period in question, s; requests that arrived earlier are excluded from the results.
+        since_s: length of the selected period, s; requests that arrived earlier are excluded from the results.
         ends_at: monotonic time at which the caller stops waiting, s.
 
     Raises:

@@ -1,8 +1,8 @@
 """Tracks a worker's rows from its plans, as a worker does, and derives the work of each step.
 
-Records and simulations both use this class, so that the model of step times sees the same features. A plan contains
-only the maximum number of drafts that a row may verify, not the actual number. The caller therefore adds the drafts of
-a step to its shape, and advances the rows by the accepted drafts.
+Records and simulations both use this class, so that the step-time model sees the same features. A plan contains only
+the maximum number of drafts that a row may verify, not the actual number. The caller therefore adds a step's drafts to
+its shape, and advances the rows by the accepted drafts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     """Amounts of work in a step, which determine its time."""
 
     decodes: int
-    """Number of rows that decode, one token each."""
+    """Number of decoding rows, with one token each."""
     prefill: int
     """Number of prompt tokens."""
     context: int
@@ -45,7 +45,7 @@ class Admitted(NamedTuple):
     num_tokens: int
     num_computed: int
     samples: bool
-    """Whether the last chunk of the prompt samples a token, which it does not for an embedding."""
+    """Whether the prompt's last chunk samples a token, which is not the case for an embedding."""
     num_blocks: int
 
 
@@ -60,7 +60,7 @@ class Work(NamedTuple):
     lengths: Numbers
     """Sequence lengths of these rows, including the sampled token and excluding drafts."""
     most_drafts: Numbers
-    """Maximum number of drafts for each of these rows, limited by the plan, its blocks and the model's length."""
+    """Maximum number of drafts for each of these rows, limited by the plan, the row's blocks and the model's length."""
     pooled: list[tuple[int, int]]
     """(row, generation) for each embedding that the step completes, ascending."""
     num_rows: int
@@ -110,13 +110,13 @@ class Rows:
             np.add.at(self._num_blocks, rows, 1)
 
     def limit_drafts(self, rows: Sequence[int] | IndexArray, limits: Sequence[int] | IndexArray) -> None:
-        """Limit the number of draft tokens that each of these rows may verify per step, from now on."""
+        """Set how many draft tokens each of these rows may verify per step from now on."""
         if len(rows):
             self._draft_limit[rows] = limits
             self._has_limits = True
 
     def accept(self, work: Work, counts: Numbers) -> None:
-        """Advance the rows of a step by their accepted drafts, `[n]`; skip rows that now have another request."""
+        """Advance a step's rows by their accepted drafts, `[n]`; skip rows that now have another request."""
         present = self._request[work.rows] == work.requests
         self._length[work.rows[present]] += counts[present]
 
@@ -130,9 +130,9 @@ class Rows:
     def compute(
         self, chunk_rows: Sequence[int] | IndexArray, chunk_lengths: Sequence[int] | IndexArray, copied_blocks: int = 0
     ) -> Work:
-        """Advance the rows by a step with these chunks; return its work.
+        """Advance the rows by a step with these chunks; return the step's work.
 
-        All other rows whose prompts are computed decode, unless they are held.
+        All other rows with computed prompts decode, unless they are held out.
         """
         decodes = (self._request != FREE) & (self._left == 0) & ~self._held & self._samples
         self._length += decodes

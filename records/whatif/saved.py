@@ -1,6 +1,6 @@
-"""Stores a service as a file: its settings, its workers, the model of its step times, and the acceptance of drafts.
+"""Stores a service as a file: its settings, workers, step-time model and draft acceptance.
 
-`quire replay RECORD --learn-step-times FILE` writes it. Other requests, for example those of a trace, can then be
+`quire replay RECORD --learn-step-times FILE` writes the file. Other requests, for example from a trace, can then be
 simulated on this service without the record.
 """
 

@@ -1,8 +1,8 @@
 """Applies changed settings, given as `name=value` on the command line, to the configuration in a record.
 
 Names and values are those of the scheduler's flags. Limits that workers also have (`max_num_seqs`,
-`max_num_batched_tokens`) are changed in both, as `quire serve` does. Of the worker flags, only `speculation=off` and
-`speculative_tokens` can be set: a record shows which drafts were accepted, but not how they were proposed.
+`max_num_batched_tokens`) are changed in both, as in `quire serve`. Of the worker flags, only `speculation=off` and
+`speculative_tokens` can be set, because a record shows which drafts were accepted, but not how they were proposed.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
 
 
 def to_settings(config: CoreConfig) -> dict[str, Any]:
-    """Return the scheduler settings from which a core configuration was made; the inverse of `to_core_config`."""
+    """Return scheduler settings for a core configuration; the inverse of `to_core_config`."""
     batching = config.batching
     return {
         "policy": config.policy,

@@ -1,8 +1,8 @@
 """Simulates a load: runs the service's event loop over the real core, in virtual time.
 
-Each iteration of the loop works as in `scheduler_svc.service`: it handles first everything that has arrived, then the
-tick, then the plans that are due. The loop sleeps until the next event, tick, or due plan. A worker begins a step when
-it has the plan and the result of its previous step is known.
+Each iteration of the loop works as in `scheduler_svc.service`. It first handles everything that has arrived, then the
+tick, then the due plans. The loop sleeps until the next event, tick, or due plan. A worker begins a step when it has
+the plan and the previous step's result is known.
 
 Workers verify drafts only if an `Acceptance` is given; see `acceptance`.
 
@@ -40,7 +40,7 @@ from shared.request_spec import Pooling
 _FRONTEND: Peer = b"whatif/1"
 _VOCAB = (1 << 31) - 1
 _STOP = _VOCAB - 1
-"""Stop token of every request that ends with one; no other token has this number."""
+"""Stop token for every request that ends with one; no other token has this number."""
 START_S = 1000.0
 """Core time at the beginning."""
 _JOIN_AGAIN_S = 1.0
@@ -68,7 +68,7 @@ class Simulated:
 
     @property
     def scheduler_load(self) -> float:
-        """Share of one core that the decisions would take on this machine; in virtual time they take no time."""
+        """Fraction of one core that the decisions would take on this machine. In virtual time, they take no time."""
         return self.seconds / self.figures.duration_s
 
     @property
@@ -109,9 +109,9 @@ class _State:
 
     arrivals: Sequence[Arrival]
     limits: Numbers = field(init=False)
-    """By request: the sequence length at which it samples its stop token; 0 if it never does."""
+    """For each request, the sequence length at which it samples its stop token; 0 if it never does."""
     leaves_at: Numbers = field(init=False)
-    """By request: the generated tokens at which its client ends it; 0 if it does not."""
+    """For each request, the number of generated tokens at which its client cancels it; 0 for never."""
 
     def __post_init__(self) -> None:
         number = len(self.arrivals)
@@ -418,7 +418,7 @@ class _Simulation:
         self._at(worker.is_answered_at, self._answer, answer)
 
     def _verify(self, drafting: Drafting, work: Work) -> tuple[Numbers, Numbers]:
-        """Return, for each row that samples, the numbers of verified and of accepted drafts."""
+        """Return the numbers of verified and accepted drafts for each row that samples."""
         verified = np.zeros(len(work.rows), np.int64)
         accepted = verified.copy()
         for at in np.flatnonzero(work.most_drafts).tolist():

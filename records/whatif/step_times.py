@@ -1,12 +1,12 @@
 """Model of step times, learned from the completed steps in a record.
 
-The time of a step is a sum of products: a constant, the decode rows, the prompt tokens, the tokens whose KV is read,
-the drafts, and one more constant if there are drafts. No coefficient is negative. They are fitted by least squares of
-the relative error, iteratively reweighted (Lawson and Hanson, Solving Least Squares Problems, 1974). Non-linear
-effects, such as the width of vector units, are corrected afterwards: steps of about the same size have a common factor.
-Step times vary around this mean, and the distribution of this scatter is part of the model. Steps with prompt tokens
-have their own distribution, because they are few compared with steps that only decode, and they determine the time to
-first token. Steps with drafts also have their own. Interrupted steps are part of the scatter, but not of the fit.
+A step's time is a weighted sum of these terms: a constant, the decode rows, the prompt tokens, the tokens whose KV is
+read, the drafts, and another constant if there are drafts. No coefficient is negative. They are fitted by iteratively
+reweighted least squares of the relative error (Lawson and Hanson, Solving Least Squares Problems, 1974). Non-linear
+effects, such as the width of vector units, are corrected afterwards: steps of similar size share a factor. Step times
+vary around this mean, and the distribution of this scatter is part of the model. Steps with prompt tokens have a
+separate distribution, because they are rare compared with pure decode steps and determine the time to first token.
+Steps with drafts have a separate distribution too. Interrupted steps are part of the scatter, but not of the fit.
 
 A machine that other processes use is slower at some times than at others. So the model also learns the pace of the
 record: the median, in each half second, of the step times relative to their mean. A simulation has the same
@@ -33,7 +33,7 @@ MIN_STEPS = 8
 _CLASS_STEPS = 20
 """Minimum number of steps for a size class to have its own factor."""
 _NUM_QUANTILES = 401
-"""Enough for the 99th percentile of latencies, each of which includes several steps."""
+"""Enough quantiles for the 99th percentile of latencies that each include several steps."""
 _REWEIGHTINGS = 4
 _LEAST_SHARE = 0.05
 """Lower limit for a prediction in the fit, as a share of the median step, so that no step has too much weight."""
@@ -60,7 +60,7 @@ class Sample(NamedTuple):
 
 
 Spread: TypeAlias = tuple[tuple[float, tuple[float, ...]], ...]
-"""Pairs of a lower limit for the mean step time and, from this limit on, quantiles of the ratio of time to mean.
+"""Pairs of a lower limit for the mean step time and the quantiles of time divided by mean from this limit on.
 
 The quantiles are evenly spaced. Their mean is 1 if no step was interrupted. The first limit is 0.
 """
@@ -77,7 +77,7 @@ class Fit:
 
     steps: int
     median_error: float
-    """Median of the relative error of one step, without regard to its sign."""
+    """Median absolute value of one step's relative error."""
     p90_error: float
     total_error: float
     """Relative error of the sum of all steps."""
@@ -107,14 +107,14 @@ class StepTimes:
     factors: dict[str, float] = field(default_factory=dict)
     """By size class: the ratio of step times to the linear model."""
     spreads: dict[str, Spread] = field(default_factory=dict)
-    """Scatter of steps that only decode ("decode"), of steps with drafts ("drafts") and of other steps ("prefill").
+    """Scatter of pure decode steps ("decode"), of steps with drafts ("drafts") and of other steps ("prefill").
 
     Kinds that do not occur in the record are missing.
     """
     pace: tuple[float, ...] = ()
-    """Ratio of step times to the mean, per interval since the beginning of the load; 1 after the last interval."""
+    """Ratio of step times to the mean for each interval since the start of the load; 1 after the last interval."""
     largest: Shape = _NOTHING
-    """The largest amount of each kind of work in the record; for larger amounts the model extrapolates."""
+    """Largest recorded amount of each kind of work; the model extrapolates beyond it."""
     fit: Fit | None = None
 
     def seconds(self, shape: Shape) -> float:
@@ -127,7 +127,7 @@ class StepTimes:
         return self.pace[at] if at < len(self.pace) else 1.0
 
     def scattered(self, shape: Shape, share: float) -> float:
-        """Return the quantile `share` (0 to 1) of the time of such steps."""
+        """Return the quantile `share` (0 to 1) of the duration of such steps."""
         seconds = self.seconds(shape)
         spread = self.spreads.get(_kind(shape)) or next(iter(self.spreads.values()), ((0.0, (1.0,)),))
         quantiles = spread[0][1]
@@ -195,7 +195,7 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
 
     Args:
         samples: completed steps.
-        begin: core time at the beginning of the load, from which the pace is learned; None to learn no pace.
+        begin: core time at the start of the load, from which slow periods are learned; None to learn none.
 
     Raises:
         StepTimesError: there are too few steps.
@@ -310,7 +310,7 @@ def _class(shape: Shape) -> str:
 def _factors(
     classes: Sequence[str], durations: Floats, linear: Floats, keep: npt.NDArray[np.bool_]
 ) -> dict[str, float]:
-    """Return, per class, the factor that makes the sum of its step times right; rare classes share one factor."""
+    """Return a factor per class that corrects the sum of its step times; rare classes share one factor."""
     members: dict[str, list[int]] = {}
     for at, each in enumerate(classes):
         if keep[at]:
@@ -331,7 +331,7 @@ def _pace(
     The pace in an interval is the median over its steps, so a single interrupted step does not affect it.
 
     Args:
-        times: begin of each step since the beginning of the load, `[n]`.
+        times: start of each step since the start of the load, `[n]`.
         durations: time of each step, `[n]`.
         mean: mean time that the model predicts for each step, `[n]`.
         keep: whether each step was part of the fit, `[n]`.

@@ -40,7 +40,7 @@ STRATEGIES = {
 
 
 def check_comparison(question: admin.CompareStrategiesRequest) -> float:
-    """Check a question; return the length of the period in question, in seconds before the end of the record.
+    """Check a query; return the selected period's length in seconds before the end of the record.
 
     Raises:
         InvalidRequestError: the question is not valid.
@@ -100,7 +100,7 @@ def run_strategies(
         load: requests and workers.
         times: the model of step times.
         acceptance: which drafts are accepted; None if workers verify none.
-        since_s: length of the period in question, in seconds before the end of the load.
+        since_s: length of the selected period, in seconds before the end of the load.
         rows: number of rows in each worker.
         ends_at: time at which the caller stops waiting, s.
         clock: the clock to which `ends_at` refers.
@@ -140,13 +140,13 @@ class _Run:
 
 @dataclass(slots=True)
 class _Stay:
-    """A request's time in a row of the first worker; times on the core's clock."""
+    """A request's stay in a row of the first worker; times on the core's clock."""
 
     row: int
     request: int
     begin: float
     decode: float = 0.0
-    """When the result of its last prompt chunk came; 0 before that."""
+    """When the result of its last prompt chunk arrived; 0 before that."""
     end: float = 0.0
 
 
@@ -193,7 +193,7 @@ class _Chart:
 
 
 class _ChartedScheduler(LimitedScheduler):
-    """A core with a time limit that also charts the rows of its first worker."""
+    """A core with a time limit that also records the rows of its first worker for a chart."""
 
     def __init__(self, config: CoreConfig, incarnation: int, facts: TokenFacts, chart: _Chart, is_late: IsLate) -> None:
         super().__init__(config, incarnation, facts, is_late)
