@@ -1,4 +1,4 @@
-"""Programs that measure Quire. The server's wheel has `load` with its commands; the rest is for developers.
+"""Programs that measure Quire. The server's wheel includes `load` and its commands; the rest is for developers.
 
 load        `quire bench serve` and `quire bench sweep`: load on a running service
 offline     `quire bench offline`: fixed requests to a service that it starts

@@ -1,7 +1,7 @@
 """Offline benchmark: sends a fixed list of requests and records when each token arrives.
 
-It is a closed loop when all requests arrive at 0 (the concurrency limit paces them), and an open loop when they have
-arrival times. Reading and reporting are pure; only `run_requests` communicates with a server.
+If all requests arrive at 0, this is a closed loop, which the concurrency limit paces. If requests have arrival times,
+it is an open loop. Reading and reporting are pure; only `run_requests` communicates with a server.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Trace:
     """Time of sending, seconds since the start."""
     tokens: tuple[int, ...]
     times_s: tuple[float, ...]
-    """Arrival time of each token, seconds since the start; tokens of one message share a time."""
+    """Arrival time of each token, seconds since the start; tokens in one message share a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Report:
     traces: tuple[Trace, ...]
     wall_s: float
     cpu_s: Mapping[str, float]
-    """CPU time of each process of the service during the run, seconds, by name; empty if not measured."""
+    """CPU time of each service process during the run in seconds, by name; empty if not measured."""
 
     def to_json(self) -> str:
         """Return the report as the JSON object that `quire bench offline --help` describes."""
@@ -121,7 +121,7 @@ async def run_requests(
         target: the server.
         requests: the requests.
         max_concurrency: maximum number of requests in flight.
-        cpu_seconds: returns the CPU time used so far of each process, by name; called before and after.
+        cpu_seconds: returns each process's CPU time, by name; called before and after the run.
 
     Raises:
         QuireError: a request failed; an incomplete benchmark has no meaning.

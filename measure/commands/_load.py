@@ -106,7 +106,7 @@ def add_workload_flags(parser: OneLineParser) -> None:
 
 
 def add_generator_flags(parser: OneLineParser) -> None:
-    """Add the flags of the generator and of the report."""
+    """Add the flags for the generator and the report."""
     add = parser.add_argument
     add("--seed", type=int, default=0, metavar="N", help="seed of times, lengths and prompts (default: 0)")
     add("--slo", action="append", default=[], metavar="NAME=MS", help="limit of good requests: ttft_ms, itl_ms"
@@ -269,7 +269,7 @@ def length_of_run(options: Namespace, *, is_finite: bool) -> tuple[float | None,
 
 
 async def measured(options: Namespace, plan: "Plan", slo: "Slo", prefix: str) -> "Run":
-    """Carry out a plan with the generator, metrics and record that the flags name; show the progress after a prefix.
+    """Run a plan with the generator, metrics and record that the flags specify; show the progress after a prefix.
 
     Raises:
         CommandError: a generating process failed, or the record cannot be read.

@@ -159,7 +159,7 @@ def _clock(unix_s: float) -> str:
 
 
 def _promises(options: Namespace) -> int:
-    """Serve the recorded requests again and check the core's promises; return 1 if one is broken."""
+    """Serve the recorded requests again and check the core's promises; return 1 if a promise is broken."""
     from records.replay import ReplayError
     from records.rules.replayed import check
     from records.whatif.answer import from_record

@@ -1,1 +1,1 @@
-"""The CPU kernels: `levels` of instructions, the phases of a `step`, and `sampling`."""
+"""The CPU kernels: instruction-set `levels`, the phases of a `step`, and `sampling`."""

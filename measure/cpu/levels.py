@@ -1,11 +1,12 @@
 """Speed of the CPU kernels at every instruction level of this processor, compared with oneDNN: `make cpu-levels`.
 
-`python -m measure.cpu.levels [--rows 1,16,128] [--inputs 1024] [--outputs 4096] [--seconds 3]` measures products over
-packed weights. All levels and a peer compute in turn. Each call uses the next of many weights, so that the weight comes
-from memory. Other work on the machine slows all of them alike. The peer is oneDNN (torch's packed products); for int4
-weights with bf16 activations it is torch's own product. The output is the median of each, and the median ratio of the
-peer's time to the time of the best level in the same turn. The levels start from float32 activations, and the peer from
-activations that are converted already.
+`python -m measure.cpu.levels [--rows 1,16,128] [--inputs 1024] [--outputs 4096] [--seconds 3]` measures matrix products
+over packed weights. All levels and a peer compute in turn, so that other programs on the machine slow all of them
+alike. Each call uses the next of many weights, so that the weight comes from memory.
+
+The peer is oneDNN (torch's packed products); for int4 weights with bf16 activations it is torch's own product. The
+levels start from float32 activations, and the peer from converted activations. The output is the median time of each,
+and the median ratio between the peer and the best level in the same turn.
 
 One row is limited by memory bandwidth. The last column compares the best level with a loop in which all threads only
 read the weight: the loop's time divided by the level's time. Above 1, the product reads faster than that loop.
@@ -181,7 +182,7 @@ def _microseconds(product: Product, number: int) -> float:
 
 
 def _print_line(rows: int, kiloflop: float, weight_bytes: int, times: list[list[float]]) -> None:
-    """Print one line; `times` has those for the levels, for the peer, and for reading a weight."""
+    """Print one line; `times` contains the times for the levels, for the peer, and for reading a weight."""
     *levels, peer, read = times
     best = min(levels, key=statistics.median)
     cells = [f"{statistics.median(each):,.0f} ({kiloflop / statistics.median(each):,.0f})" for each in (*levels, peer)]

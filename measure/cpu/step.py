@@ -1,9 +1,9 @@
 """Measure the phases of one step on a CPU.
 
 `python -m measure.cpu.step --model FOLDER --rows 16 --context 200 [--quantization int4] [--kv-cache-dtype int8]` loads
-the model as a worker does. It computes decode steps in this process, with the given number of rows and of keys per row.
-With `--chunk 128`, the last 128 keys of each row are new tokens. It prints the median time of a step, the time of each
-phase, and the share of the step that the phases account for.
+the model as a worker does. It computes decode steps in this process, with the given numbers of rows and keys per row.
+With `--chunk 128`, the last 128 keys of each row are new tokens. It prints the median times of a step and of each
+phase, and the fraction of the step that the phases account for.
 """
 
 import argparse

@@ -20,7 +20,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ChildError(RuntimeError):
-    """A child ended or did not respond; the message contains the last lines of its log."""
+    """A child exited or did not respond. The message contains the last lines of its log."""
 
 
 class Child:
@@ -42,7 +42,7 @@ class Child:
                 env={**os.environ, "PYTHONPATH": path, **(environ or {})},
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        """Lines that the child has printed; None after the end of its output."""
+        """Lines printed by the child; None after the end of its output."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> "Child":

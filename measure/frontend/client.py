@@ -1,7 +1,7 @@
-"""Client process of `quire bench frontend`: keeps many streams open on one channel and counts what arrives.
+"""Client process for `quire bench frontend`: keeps many streams open on one channel and counts messages.
 
-It prints a line when its streams run. It counts for the given time, or for a multiple of it until enough messages have
-arrived. Then it prints a line of JSON. It exits with an error if this takes too long.
+The process prints a line when its streams run. It counts for the given time, or for a multiple of it until enough
+messages have arrived. Then it prints a line of JSON. It exits with an error if this takes too long.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from quire.v1 import generation_pb2 as v1
 from quire.v1 import generation_pb2_grpc
 
 MIN_MESSAGES = 100
-"""Minimum number of messages of a measurement; fewer give no reliable rate."""
+"""Minimum number of messages in a measurement; fewer give no reliable rate."""
 PATIENCE_S = 60.0
 """Maximum time beyond warm-up and measurement, seconds."""
 UNLIMITED = 1_000_000
@@ -94,7 +94,7 @@ async def _measure(options: argparse.Namespace) -> None:
 
 
 async def _count(counts: Counts, seconds: float) -> dict[str, float]:
-    """Return the counts and rates of a window of this length, or longer if few messages arrive."""
+    """Return the counts and rates in a window of this length, or longer if few messages arrive."""
     before, begin, cpu = Counts(counts.messages, counts.tokens), time.perf_counter(), time.process_time()
     messages = 0
     while messages < MIN_MESSAGES:

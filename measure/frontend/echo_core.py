@@ -1,7 +1,7 @@
 """Scheduler core without computation: sends tokens for every submission as fast as credit and pace allow.
 
-It implements the real link protocol, so that a real front end can be measured and tested without scheduler, worker or
-model. One step gives every stream that has credit the same number of tokens. It sends them as one columnar message per
+The echo core implements the real link protocol, so that a real front end can be measured and tested without scheduler,
+worker or model. Each step gives the same number of tokens to every stream with credit, in one columnar message per
 front end. The output repeats the prompt.
 """
 
@@ -52,7 +52,7 @@ class EchoFrontend:
 
     streams: dict[int, EchoStream] = field(default_factory=dict)
     backlog: deque[bytes] = field(default_factory=deque)
-    """Messages that the socket did not accept. The front end gets no tokens until they are sent."""
+    """Messages that the socket did not accept. The front end gets no tokens until these messages are sent."""
 
 
 class EchoCore:
@@ -68,8 +68,8 @@ class EchoCore:
     ) -> None:
         """Create the core.
 
-        Without a model it reports that no worker has joined yet. It makes a step every `step_interval_s` on average and
-        catches up on late ones.
+        Without a model, the echo core reports that no worker has joined yet. It makes a step every `step_interval_s` on
+        average and catches up on late ones.
         """
         self._context = zmq.Context()
         self._socket = bind_router(self._context, address, max_message=LINK_MAX_MESSAGE)

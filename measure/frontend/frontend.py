@@ -2,14 +2,14 @@
 
 Scenarios, each with the same clients:
   * bare: the baseline, one message per token, no core;
-  * prompt: one message per token through the front end; the core makes tokens at `OFFERED_SHARE` of the baseline's
-    rate in the same round. A front end that keeps up merges nothing, and `prompt_tokens_per_message` is 1;
+  * prompt: one message per token through the front end. The core generates tokens at `OFFERED_SHARE` of the baseline's
+    rate in the same round. A front end that keeps up merges nothing, so `prompt_tokens_per_message` is 1;
   * lagging: the core is far faster than the readers, so tokens are merged;
-  * stalled: readers that read nothing, together with some that read; the front end's memory is sampled.
+  * stalled: some readers read nothing, others read; the front end's memory is sampled.
 
-The first three alternate, so that other load on the machine affects all of them alike. The result contains medians and
-spread of the rates and of the ratios within a round. CPU time per message is the number that other load disturbs least;
-it is measured over the client's own window. Linux only: it reads /proc.
+The first three alternate, so that other programs affect all of them alike. The result contains medians and ranges of
+the rates, and of the ratios within a round. CPU time per message is the least disturbed number; it covers exactly the
+client's window. Linux only: the program reads /proc.
 
 Targets on an idle machine: a median of at least 0.6 for `prompt_messages_per_s_to_bare` with one token per message, and
 of 2 for `lagging_tokens_per_s_to_bare`.
@@ -31,7 +31,7 @@ from measure.spread import median_and_range
 
 STREAMS = 128
 OFFERED_SHARE = 0.7
-"""Token rate of the core in `prompt`, as a fraction of the baseline's message rate."""
+"""The core's token rate in `prompt`, as a fraction of the baseline's message rate."""
 CREDIT = 65536
 """Credit per stream, bytes: the front end's default."""
 FLOOD_TOKENS_PER_STEP = 8
@@ -56,7 +56,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     """Run all scenarios, print a table, write the JSON file if one is named, and return its content.
 
     Raises:
-        ChildError: a process failed or hung; the message names it and contains the end of its log.
+        ChildError: a process failed or hung. The message names the process and contains the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         bench = _Bench(Path(folder), options)
@@ -90,7 +90,7 @@ class _Bench:
         return measured
 
     def stalled(self) -> dict[str, Any]:
-        """Return the memory of the front end with stalled readers, and the token rate of the others."""
+        """Return the front end's memory with stalled readers, and the other readers' token rate."""
         options = self._options
         with ExitStack() as processes:
             frontend = self._start(processes, FLOOD_TOKENS_PER_STEP, 0.0)

@@ -1,11 +1,11 @@
-"""Cost of tracing: a whole service without traces, with 1 % and with 100 % of the requests sampled, in turn.
+"""Cost of tracing: a whole service without tracing, with 1 % and with 100 % of requests sampled, in turn.
 
     python -m measure.frontend.tracing [--rounds N] [--seconds S] [--streams N] [--json FILE]
 
-Three services run, and one at a time has load. Each has its own front end, scheduler, recorder and a worker with the
-bundled model. All export to a collector in this process. The numbers are CPU time per token of all processes of a
-service, and tokens per second. Each is divided by the value for the service without traces in the same round. The
-bundled model computes little, so tracing costs relatively more than with a real model. Linux only: it reads /proc.
+Three services run, but only one at a time has load. Each has its own front end, scheduler, recorder and a worker with
+the bundled model. All export to a collector in this process. The results are CPU time per token for all processes of a
+service, and tokens per second, each relative to the service without tracing in the same round. The bundled model
+computes little, so tracing costs relatively more than with a real model. Linux only: the program reads /proc.
 
 Targets: at most 1.02 times the CPU time at 1 %, and at most 1.05 times at 100 %.
 """
@@ -29,7 +29,7 @@ from measure.frontend.child import PATIENCE_S, Child
 from measure.spread import median_and_range
 
 SHARES = (0.0, 0.01, 1.0)
-"""Share of the requests that are sampled; 0 disables tracing."""
+"""Fraction of sampled requests; 0 disables tracing."""
 MAX_TOKENS = 128
 """Output tokens per request."""
 _START_S = 120.0
@@ -115,7 +115,7 @@ def _serve(folder: Path, share: float, endpoint: str) -> Child:
 
 @contextmanager
 def _collector() -> Iterator[str]:
-    """Run a collector that discards what it receives; yield its endpoint."""
+    """Run a collector that discards all data; yield its endpoint."""
 
     class Discard(grpc.GenericRpcHandler):
         def service(self, _details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":

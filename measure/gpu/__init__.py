@@ -6,8 +6,8 @@
     workloads  nano-vllm's workload and one like ShareGPT, offline
     peers      the same workloads on `transformers`: generate in static batches, and continuous batching
 
-A part is a list of items. The results of an item are written to the part's JSON immediately. An item whose results for
-this commit and device are in the JSON is not run again. No item starts after the time limit. Run the same command again
-to continue. With `--rehearse` everything runs with a tiny model, on a CPU if there is no GPU. Its numbers have no
-meaning, and the JSON says so.
+A part is a list of items. Each item's results are written to the part's JSON immediately. An item is skipped if the
+JSON already has its results for this commit and device. No item starts after the time limit. Run the same command again
+to continue. With `--rehearse`, everything runs with a tiny model, on a CPU if there is no GPU. The JSON then marks the
+numbers as meaningless.
 """

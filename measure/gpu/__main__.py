@@ -1,4 +1,4 @@
-"""Run one part of the measurements on a GPU: `python -m measure.gpu PART`, see `measure.gpu`."""
+"""Run one part of the GPU measurements: `python -m measure.gpu PART`, see `measure.gpu`."""
 
 import argparse
 import os
@@ -12,8 +12,8 @@ from measure.gpu.results import ENDED, DeviceLostError, Results, device_name
 def main(arguments: list[str] | None = None) -> int:
     """Run one part and return the exit code.
 
-    0: complete; 1: something failed; 3: items remain, run it again; 4: an item terminated the process, and the next
-    process continues without it.
+    0: complete; 1: something failed; 3: items remain, run the command again; 4: an item terminated the process, and the
+    next process continues without this item.
     """
     parser = argparse.ArgumentParser(prog="python -m measure.gpu", description="Run the measurements that need a GPU.")
     parser.add_argument("part", choices=("kernels", "steps", "decode", "workloads", "peers"))

@@ -1,6 +1,7 @@
 """Every kernel on the device against its reference, at random sizes; attention's reference is computed in float64.
 
-Compiling a kernel for each size takes longer than running it. A check stops at its time limit and reports its progress.
+Compiling a kernel for each size takes longer than running it, so a check stops at its time limit and reports its
+progress.
 """
 
 import time
@@ -23,7 +24,7 @@ _TOLERANCE = {torch.float32: 2e-4, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
 def checks(device: torch.device, rounds: int, limit_s: float) -> Iterator[tuple[str, Callable[[], Figures]]]:
-    """Return each check by name; a check raises AssertionError with the difference.
+    """Return the checks by name. A failing check raises AssertionError with the difference.
 
     No check begins a round after ``limit_s``.
     """
@@ -68,7 +69,7 @@ def _compare(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> fl
 
 
 def _attention(device: torch.device, generator: torch.Generator) -> float:
-    """Check batches of decode and prefill rows: all head dimensions, groups, page sizes, windows, caps, types of KV."""
+    """Check batches of decode and prefill rows: head dimensions, groups, page sizes, windows, caps and KV types."""
     dtype = _dtype(generator, device)
     kv_heads, group = _pick(generator, 1, 2, 8), _pick(generator, 1, 2, 4, 7, 8)
     head_dim, block_size = _pick(generator, 64, 80, 96, 128, 256), _pick(generator, 16, 32, 64, 128)
@@ -138,7 +139,10 @@ def _elementwise(device: torch.device, generator: torch.Generator) -> float:
 
 
 def _sampling(device: torch.device, generator: torch.Generator) -> float:
-    """Return the share of draws that differ from the reference. Rounding may change a draw that is near a boundary."""
+    """Return the fraction of sampled tokens that differ from the reference.
+
+    Rounding may change a token near a boundary.
+    """
     rows, vocab_size = 64, _pick(generator, 1000, 32000, 128256)
     logits = 3 * torch.randn(rows, vocab_size, generator=generator)
 

@@ -17,7 +17,7 @@ from measure.offline import OfflineRequest
 
 @contextmanager
 def loaded(shape: Shape, folder: Path, device: torch.device) -> Iterator[Any]:
-    """Load the model with weights drawn on the device; release its memory on exit."""
+    """Load the model with random weights generated on the device; release its memory on exit."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
         classes: Any = AutoModelForCausalLM
@@ -95,7 +95,7 @@ def _tokens_of_next(manager: Any) -> int:
 
 
 def _batching(rows: int, device: torch.device) -> dict[str, Any]:
-    """Return the limit on rows, and on a CPU that on pages, under the names that this version of transformers uses."""
+    """Return the row limit, and on a CPU the page limit, under the names that this version of transformers uses."""
     import transformers
 
     kind = getattr(transformers, "ContinuousBatchingConfig", None)

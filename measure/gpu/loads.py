@@ -49,7 +49,7 @@ def sharegpt_like_load(requests: int, longest: int, vocab_size: int) -> list[Off
 def decode_figures(traces: Sequence[Trace]) -> Figures:
     """Return the tokens per second while all rows decode.
 
-    This is the time from the first token of the last row to the last token of the first row.
+    The time runs from the last row's first token to the first row's last token.
     """
     begin = max(trace.times_s[0] for trace in traces)
     end = min(trace.times_s[-1] for trace in traces)

@@ -41,7 +41,7 @@ class Scale:
     """Requests, longest."""
 
     def longest(self) -> int:
-        """Return the number of tokens in the longest sequence of any item."""
+        """Return the number of tokens in the longest sequence over all items."""
         most = max(context + output for _, context, output in self.decode)
         return max(most, max(self.prefill) + 1, 2 * self.nano_vllm[2], 2 * self.sharegpt[1]) + 16
 
@@ -152,7 +152,7 @@ def _steps(context: Context, name: str, loaded: engine_steps.Loaded, *, graphs: 
 
 
 def decode(context: Context) -> None:
-    """Measure decode and prefill of each model shape compared with the roofline; compare the tokens of CPU and GPU."""
+    """Measure decode and prefill for each model shape relative to the roofline; compare CPU and GPU tokens."""
     ceilings = _ceilings(context)
     context.results.run("greedy tokens on CPU and device", lambda: _same_tokens(context), 60.0)
     for shape in context.scale.models:

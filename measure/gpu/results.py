@@ -1,4 +1,4 @@
-"""The JSON of one part: its numbers, item by item, with the device and the commit.
+"""One part's JSON file: results by item, with the device and the commit.
 
 The file is written after every item, so that nothing is lost if the process dies. An item may terminate the process:
 its kernel never returns, or the device stops responding. Such an item is recorded as *broken* and not run again. The
@@ -38,7 +38,7 @@ class DeviceLostError(Exception):
 
 
 class Results:
-    """Results of a part so far; each new item is written immediately."""
+    """Current results of a part; each new item is written immediately."""
 
     def __init__(self, path: Path, *, rehearsal: bool, budget_s: float) -> None:
         """Open the file; no item starts later than `budget_s` from now."""
@@ -130,7 +130,7 @@ class Results:
             watchdog.cancel()
 
     def fail(self, name: str, error: Exception) -> None:
-        """Record and print the failure of an item, or of a preparation of several items."""
+        """Record and print the failure of an item, or of preparing several items."""
         self.failed.append(name)
         self._failures[name] = f"{type(error).__name__}: {error}"
         print(f"  {name}: FAILED {self._failures[name]}", flush=True)

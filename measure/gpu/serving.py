@@ -1,4 +1,4 @@
-"""Items that use the real three processes: one service per model, several lists of requests through it."""
+"""Items with three real processes: one service per model serves several lists of requests."""
 
 import asyncio
 import re
@@ -26,7 +26,7 @@ class Served:
         self._http = http
 
     def send(self, requests: Sequence[OfflineRequest], max_concurrency: int) -> tuple[Report, Figures]:
-        """Send the requests; return their report, and the share of time in which the device was idle between steps."""
+        """Send the requests; return their report, and the fraction of time that the device was idle between steps."""
         before = self._phases()
         report = self._runner.run(run_requests(self._target, requests, max_concurrency))
         after = self._phases()

@@ -1,4 +1,4 @@
-"""Models without weights: a configuration and a tokenizer of the right size; weights are drawn on the device.
+"""Models without checkpoints: a configuration and a tokenizer of the right size; weights are generated on the device.
 
 Random weights cost as much time as trained ones. The tokenizer names token i "t<i>", so that every id has a text.
 """
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the keys and values of one token in all layers."""
+        """Bytes of KV per token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_element
 
     def decode_seconds(self, rows: int, context: int, bandwidth: float, flop_per_s: float) -> float:
@@ -71,7 +71,7 @@ TINY = Shape(
 
 
 def make_folder(shape: Shape, parent: Path) -> Path:
-    """Return the folder of a checkpoint without weights; make it if it does not exist."""
+    """Return a checkpoint folder without weights; create it if it does not exist."""
     folder = parent / shape.name
     folder.mkdir(parents=True, exist_ok=True)
     config = {

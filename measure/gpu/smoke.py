@@ -39,7 +39,7 @@ class At:
 
 
 def smoke(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tuple[str, Callable[[], Figures]]]:
-    """Return each test by name; a test that fails raises an error that names the difference."""
+    """Return the tests by name. A failing test raises an error that describes the difference."""
     at = At(device, dtype, sizes)
     attention = partial(_attention, at)
     tests: list[tuple[str, Callable[[], float]]] = [
@@ -215,7 +215,7 @@ def _sampling(at: At, truncated: bool) -> float:
 
 
 def _sampling_parts(at: At) -> float:
-    """Return the share of draws over two parts of the vocabulary, as two ranks have them, that differ."""
+    """Return the fraction of sampled tokens that differ if the vocabulary is split in two parts, as with two ranks."""
     logits, params = _draws(at, truncated=False)
     border = at.sizes.vocab_size // 128 * 64
     parts = [best_in_part(logits[:, :border], params, 0), best_in_part(logits[:, border:], params, border)]

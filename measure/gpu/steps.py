@@ -1,6 +1,6 @@
 """Engine steps in this process, without scheduler and sockets: host time, device time, and idle share.
 
-Each case is a steady state: rows in decode, and in each step one prompt of another request. A step is launched while
+Each case is a steady state: rows decode, and each step also has one prompt of another request. A step is launched while
 the previous one runs, as in a worker.
 """
 
@@ -81,7 +81,7 @@ class Loaded:
     device: torch.device
 
     def engine(self, *, graphs: bool) -> tuple[Engine, Figures]:
-        """Build an engine; return it with its start time, and the part of its memory share that is unused."""
+        """Build an engine; return it with its start time, and the unused part of its memory share."""
         gc.collect()  # A previous engine may still hold its KV cache.
         began = time.perf_counter()
         settings = {name: getattr(self.config, name) for name in self.config.__slots__}
@@ -146,7 +146,7 @@ class Steps:
         }
 
     def _launch(self, admitted: int | None, length: int, *, leaves: int | None) -> float:
-        """Launch a step with the whole prompt of an admitted row; return the host time in seconds."""
+        """Launch a step with an admitted row's whole prompt; return the host time in seconds."""
         self._step += 1
         plan = plan_pb2.Plan(step=self._step)
         if leaves is not None:

@@ -1,10 +1,10 @@
 """Ahead-of-time compilation of all kernel specialisations that the worker uses, without a GPU.
 
-Triton compiles a kernel for the types of its arguments and the values of its compile-time parameters, normally at the
-first launch. Here each case calls an operation's public function with meta tensors, and `record_launches` records the
-launches. Each launch is compiled to a cubin for an architecture, and its numbers are reported
-(`measure.kernels.machine_code`). A kernel that does not compile, or that spills, is thus found on any machine. The
-compiled launches are the real ones, because they come from the public functions.
+Triton compiles a kernel for its argument types and compile-time parameter values, normally at the first launch. Here
+each case calls an operation's public function with meta tensors, and `record_launches` records the launches. Each
+launch is compiled to a cubin for an architecture, and its statistics are reported (`measure.kernels.machine_code`). Any
+machine can thus detect a kernel that does not compile or that spills. The launches are the real ones, because they come
+from the public functions.
 
     python -m measure.kernels.aot                 the cases of CI
     python -m measure.kernels.aot --all           every case (half an hour on two cores)
@@ -48,7 +48,7 @@ from measure.kernels.machine_code import copies_ahead, disassemble, loop_instruc
 
 ARCHITECTURES = (80, 90)
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
-"""Limit of shared memory per program in bytes, by architecture; 89 and 120 have that of 86."""
+"""Shared memory limit per program in bytes, by architecture; 89 and 120 have the limit of 86."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
@@ -70,7 +70,7 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of an operation; ``call`` runs it on meta tensors."""
+    """One call to an operation; ``call`` runs it on meta tensors."""
 
     name: str
     call: Callable[[], object]
@@ -89,7 +89,7 @@ class Compiled:
     shared_bytes: int  # per program
     num_warps: int
     copies_ahead: int | None
-    """Groups of copies that may be unfinished when a pipelined loop continues; None without such a loop."""
+    """Number of copy groups that may be unfinished when a pipelined loop continues; None without such a loop."""
     loop_instructions: tuple[int, ...]
     """Instructions of each innermost loop that copies into shared memory."""
     instructions: int
@@ -99,8 +99,8 @@ class Compiled:
 def cases() -> list[Case]:
     """Return the specialisations that the worker uses.
 
-    They cover every type, head dimension, group size and block size of attention, and one or two sizes of each other
-    operation.
+    The cases cover every data type, head dimension, group size and block size of attention, and one or two sizes of
+    each other operation.
     """
     found = []
     for dtype, head_dim, group_size, block_size in product(DTYPES, HEAD_DIMS, GROUP_SIZES, BLOCK_SIZES):

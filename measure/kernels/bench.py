@@ -1,8 +1,8 @@
-"""Benchmark of the kernels on the present device, relative to the limits of the device.
+"""Kernel benchmark on the current device, relative to the device's limits.
 
 Two limits are measured first: the bandwidth of a large copy and the rate of a large matrix product. Each measurement
-counts the bytes that it must move and the operations that it must do, and reports its share of the limit that applies.
-Attention is also compared with torch's SDPA over dense keys, which has no block tables to follow.
+counts the necessary bytes and operations, and reports its fraction of the limit that applies. Attention is also
+compared with torch's SDPA over dense keys, which has no block tables to follow.
 
 On a CPU the same code measures the CPU paths. Such a run only tests the benchmark, and the output says so.
 """
@@ -33,7 +33,7 @@ class Ceilings:
     copy_bytes_per_s: float
     """Bytes read and written per second by a copy of a large tensor."""
     gemm_flop_per_s: float
-    """Operations per second of a large matrix product in the dtype of the measurements."""
+    """Operations per second for a large matrix product in the measured dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> 
 def measurements(
     device: torch.device, dtype: torch.dtype, sizes: Sizes
 ) -> Iterator[tuple[str, Callable[[], Measurement]]]:
-    """Yield the name of each measurement and the function that runs it, so that a caller can select some."""
+    """Yield each measurement's name with the function that runs it, so that a caller can select some."""
     names = {kept: kind for kind, kept in DTYPES.items()}
     for rows, context in sizes.decode:
         for kv_dtype in (dtype, *DTYPES.values()):

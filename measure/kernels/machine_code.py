@@ -1,7 +1,7 @@
 """Resource usage of a compiled kernel: registers, spills, copies in flight, and instructions, in total and per loop.
 
-The numbers are read from the compiler's output, so that a test without a GPU can find a kernel that spills, that waits
-for each load, or that executes more instructions per tile than before.
+The statistics are read from the compiler's output. A test without a GPU can thus detect a kernel that spills, that
+waits for each load, or that executes more instructions per tile than before.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 def copies_ahead(ttgir: str) -> int | None:
     """Return how many groups of copies may be unfinished when a pipelined loop continues; None without such a loop.
 
-    0 means that each iteration waits for all its loads, so that memory and arithmetic do not overlap. The value for an
-    innermost loop is its largest wait count. The value for a kernel is the smallest over its loops. ``ttgir`` is the
-    compiler's text.
+    0 means that each iteration waits for all its loads, so memory accesses and arithmetic do not overlap. An innermost
+    loop's value is its largest wait count. A kernel's value is the smallest over its loops. ``ttgir`` is the compiler's
+    text.
     """
     # For each open loop, the numbers of its waits; None if it contains another loop.
     open_loops: list[list[int] | None] = []
@@ -60,7 +60,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def num_instructions(listing: str) -> int:
-    """Return the number of instructions of a kernel, without the padding after it."""
+    """Return a kernel's number of instructions, without the padding at the end."""
     instructions, _ = _instructions(listing)
     return sum(not instruction.startswith("NOP") for instruction in instructions)
 

@@ -5,11 +5,10 @@
     python -m measure.kernels.tune --budget-s 500 --table FILE
                                           start no entry after 500 s; write the table to another file
 
-For each kernel, head dimension and type of KV, every candidate is timed on a few batches. The candidate with the
-smallest sum of times, each relative to the default, wins. So short batches count as much as long ones. A candidate that
-does not compile, or needs too much shared memory, is skipped. The table is written after every entry, so that the run
-can be stopped and restarted at any time. An entry takes about a minute, most of it to compile; bf16 with head dimension
-128 comes first.
+For each kernel, head dimension and KV type, every candidate is timed on a few batches. The candidate with the smallest
+sum of times relative to the default wins, so short batches count as much as long ones. Candidates that do not compile,
+or need too much shared memory, are skipped. The table is written after every entry, so that the run can be stopped and
+restarted at any time. An entry takes about a minute, mostly for compilation; bf16 with head dimension 128 comes first.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ _HEADS, _KV_HEADS, _BLOCK_SIZE = 32, 8, 16
 _DECODE = ((1, 1024), (8, 1024), (64, 1024), (32, 8192))
 """(rows, context) of the batches for decode."""
 _PREFILL = ((512, 512), (2048, 2048), (8192, 8192), (65536, 128))
-"""(context, tokens of the chunk) of the batches for prefill."""
+"""(context, chunk tokens) of the prefill batches."""
 
 
 def candidates(key: Key) -> Iterator[Tuning]:
     """Yield the candidates, the default first.
 
-    A candidate takes seconds to compile, so hopeless ones are left out: warps without a part of the tile, and pipelines
-    of fewer than two tiles.
+    A candidate takes seconds to compile, so hopeless ones are omitted: warps without a part of the tile, and pipelines
+    with fewer than two tiles.
     """
     yield default_tuning(key)
     if key.kernel == "decode":

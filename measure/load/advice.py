@@ -1,7 +1,7 @@
 """Rules that suggest settings, each with its reason, from the measurements of a sweep. Pure.
 
-The rules use measurements of one workload on one server. They suggest what to try and why. Only a new measurement shows
-the effect.
+The rules use measurements of one workload on one server. They suggest what to change and why. Only a new measurement
+shows the effect.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Arrival processes: the times at which sessions of a benchmark begin. Pure and seeded.
 
-In an open loop, sessions begin at times that do not depend on the server. In a closed loop, each of a fixed number of
-users begins a session when the user's previous one has ended. An open loop shows what happens to real traffic when the
-server is slow; a closed loop shows what the server can do when it always has the same number of requests.
+In an open loop, sessions begin at times that do not depend on the server. It shows what happens to real traffic when
+the server is slow. In a closed loop, each of a fixed number of users begins a session when the previous one has ended.
+It shows what the server can do with a constant number of requests.
 """
 
 import math
@@ -16,12 +16,15 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Gaps between arrivals follow a gamma distribution; with a burstiness of 1 these are Poisson arrivals."""
+    """Gaps between arrivals follow a gamma distribution. A burstiness of 1 gives Poisson arrivals."""
 
     rate: float
     """Arrivals per second."""
     burstiness: float = 1.0
-    """Shape of the distribution, as in `vllm bench serve`. Smaller is burstier; the CV of the gaps is 1 / √shape."""
+    """Shape of the distribution, as in `vllm bench serve`.
+
+    A smaller value is burstier; the CV of the gaps is 1 / √shape.
+    """
 
     @classmethod
     def of_cv(cls, rate: float, cv: float) -> "Gamma":

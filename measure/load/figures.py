@@ -18,7 +18,7 @@ _T_95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
-"""Quantiles of Student's t at 97.5 %, for 1 to 20 degrees of freedom."""
+"""97.5 % quantiles of Student's t distribution, for 1 to 20 degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Slo:
         """Parse "ttft_ms=500", "itl_ms=100", "tpot_ms=50", "e2e_ms=2000".
 
         Raises:
-            ValueError: the name is unknown or the limit is not a positive number; the message says which.
+            ValueError: the name is unknown or the limit is not a positive number; the message shows which.
         """
         limits: dict[str, float] = {}
         for text in texts:
@@ -78,11 +78,11 @@ class Interval:
 
     mean: float
     half_width: float
-    """Half width of the interval; zero for a single repeat, whose spread is unknown."""
+    """Half the interval's width; zero for a single repeat, whose spread is unknown."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Interval":
-        """Return the interval for these repeats; there must be at least one."""
+        """Return the interval for at least one repeat."""
         count = len(values)
         mean = sum(values) / count
         if count == 1:
@@ -175,7 +175,7 @@ class Figures:
 
     @property
     def good_share(self) -> float:
-        """Share of the requests that were within all limits; failed requests count, cancelled ones do not."""
+        """Fraction of requests within all limits, including failed but not cancelled ones in the total."""
         asked = self.requests - self.cancelled
         return self.good / asked if asked else 0.0
 

@@ -1,8 +1,8 @@
 """The load generator: begins each session at its scheduled time, whatever the server does, and records the responses.
 
-Sessions are prepared ahead of their time. Shortly before a session is due, the generator no longer sleeps but lets the
-other tasks run, because event loop timers may be late by a millisecond. Each session is a separate task, so a stalled
-server delays no later session. The delay of the generator itself is part of every outcome.
+Sessions are prepared ahead of their time. Shortly before a session is due, the generator stops sleeping and only yields
+to other tasks, because event-loop timers may be late by a millisecond. Each session is a separate task, so a stalled
+server does not delay later sessions. Every outcome includes the generator's own delay.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Generated:
 
 
 def open_target(address: Address, token: str) -> GrpcTarget | HttpTarget:
-    """Return the server; call it on a running event loop.
+    """Return the server; call this on a running event loop.
 
     Raises:
         OSError: the CA file cannot be read.

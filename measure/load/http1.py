@@ -84,7 +84,7 @@ class _Connection(asyncio.Protocol):
             self._done.set_result(self._parser.get_status_code())
 
     def send(self, request: bytes, take: Callable[[int, bytes], None]) -> "asyncio.Future[int]":
-        """Send a request; return the future of the status, which is complete after the last part of the body."""
+        """Send a request; return a future for the status, which completes after the last part of the body."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._take, self.reusable, self.has_answer = take, False, False

@@ -65,7 +65,7 @@ class _Events:
 
 
 class HttpTarget:
-    """Calls of `/v1/completions`, or of `/v1/chat/completions` for prompts that are messages."""
+    """Calls `/v1/completions`, or `/v1/chat/completions` if prompts are messages."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class HttpTarget:
 
         Args:
             url: address of the server, without `/v1`.
-            model: name of the model in each request; empty to omit it.
+            model: model name in each request; empty to omit it.
             token: bearer token.
             tls: trust store.
             extra: further fields for each request.
@@ -146,7 +146,7 @@ class HttpTarget:
             raise RequestFailedError("/v1/models lists no model; pass its name with --model") from None
 
     async def count_tokens(self, prompt: Prompt, *, ignore_eos: bool) -> int:
-        """Return how many tokens the server counts for a prompt; 0 if it does not report them. Sends a request.
+        """Send a request and return how many prompt tokens the server counts; 0 if it does not report them.
 
         Raises:
             RequestFailedError: the server refused the request.
@@ -174,7 +174,7 @@ class HttpTarget:
 
 
 def _set_prompt(body: dict[str, Any], prompt: Prompt) -> str:
-    """Set the field of the prompt; return the path of the call."""
+    """Set the prompt's field; return the call's path."""
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
         body["messages"] = prompt
         return "/v1/chat/completions"

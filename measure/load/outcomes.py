@@ -1,7 +1,7 @@
 """Outcomes: the times and tokens of each request of a run. All times are seconds since the start of the run.
 
-Latency counts from the intended start, not from the moment of sending. A stalled server then delays every request that
-was scheduled during the stall, even those that the generator could only send later (no coordinated omission).
+Latency counts from the intended start, not from the time of sending. A stalled server thus delays every request that
+was due during the stall, even those that the generator could only send later (no coordinated omission).
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that a generating process needs to know, as values that can be sent to it."""
+"""A run's plan: all data for a generating process, as values that can be sent to it."""
 
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Plan:
     traits: TraitMix = field(default_factory=TraitMix)
     prompts: Prompts = field(default_factory=Prompts)
     max_model_len: int | None = None
-    """Maximum number of prompt and output tokens together; None if the server does not report it."""
+    """Maximum number of prompt and output tokens together; None if the server does not report one."""
     seed: int = 0
     warmup_s: float = 0.0
     """Sessions that begin earlier are not counted."""
@@ -57,13 +57,13 @@ class Plan:
 
     @property
     def end_s(self) -> float | None:
-        """Time at which arrivals end; None without a limit."""
+        """When arrivals end; None without a limit."""
         return None if self.duration_s is None else self.warmup_s + self.duration_s
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Part of a run for one process: the sessions whose number modulo the process count is the index of the process."""
+    """One process's part of a run: the sessions whose number modulo the process count equals the process's index."""
 
     number: int = 0
     of: int = 1

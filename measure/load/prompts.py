@@ -1,7 +1,7 @@
 """Prompts in the form that a protocol requires: token ids, a text, or chat messages. Pure.
 
-A workload's units become token ids or words. With words, the number of tokens depends on the server's tokenizer; a
-`TextScale` from a probe brings it close to the requested number. Reports contain the server's own count.
+A workload's units become token ids or words. With words, the number of tokens depends on the server's tokenizer. A
+probe yields a `TextScale`, which brings this number close to the requested one. Reports contain the server's own count.
 """
 
 import enum

@@ -1,7 +1,7 @@
 """Metrics of a run from the server's flight record: its steps, and the device idle share.
 
-The workers' timings in a record show when each step began on the device and how long it took. So the idle share covers
-the run only, without the idle time before it. The record must be on this machine.
+The workers' timings in a record show when each step began on the device and how long it took. The idle fraction
+therefore covers only the run, not the idle time before it. The record must be on this machine.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _US = 1e6
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """Metrics of the time between two timestamps. A value is None if nothing of its kind happened."""
+    """Metrics for the time between two timestamps. A value is None if nothing of its kind happened."""
 
     steps: int
     rows_per_step: float | None

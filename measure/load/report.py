@@ -36,7 +36,7 @@ class Report:
 
     @property
     def figures(self) -> Figures:
-        """Metrics over the requests of all repeats. Rates are over the sum of their durations."""
+        """Metrics over the requests of all repeats. Rates use the sum of the repeats' durations."""
         return merged(self.runs, self.slo)
 
     def intervals(self) -> dict[str, Interval]:
@@ -143,7 +143,7 @@ class Report:
 
 
 def merged(runs: Sequence[Run], slo: Slo) -> Figures:
-    """Return the metrics over the requests of several runs. Rates are over the sum of their durations."""
+    """Return metrics over the requests of several runs. Rates use the sum of the runs' durations."""
     if len(runs) == 1:
         return runs[0].figures
     outcomes: list[Outcome] = [each for run in runs for each in run.outcomes]

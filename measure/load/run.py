@@ -103,9 +103,9 @@ async def run_plan(
         plan: the run.
         slo: limits of good requests.
         token: bearer token.
-        processes: number of generating processes; 1 for this one.
+        processes: number of generating processes; 1 means this process.
         metrics: server to scrape `/metrics` from; None omits them.
-        record: folder of the server's flight record; None omits its data.
+        record: the server's flight record folder; None omits its data.
         watch: called with the progress twice per second.
 
     Raises:

@@ -89,7 +89,7 @@ class Search:
 
 
 def knee(points: Sequence[tuple[float, float]]) -> int | None:
-    """Return the index of the knee in a curve of latency over throughput; None with fewer than three points.
+    """Return the index of the knee in a latency-throughput curve; None with fewer than three points.
 
     The knee is the point farthest below the line from the first to the last point, with both axes scaled to [0, 1].
     Beyond the knee, more throughput costs more latency. The points are ordered by load.
@@ -107,8 +107,8 @@ def knee(points: Sequence[tuple[float, float]]) -> int | None:
 def pareto_front(points: Sequence[tuple[float, float]], *, less_x_is_better: bool = False) -> list[int]:
     """Return the indices of the points that no other point dominates.
 
-    More of y is better; more of x as well, unless `less_x_is_better`. The indices are in the order of x. Of equal
-    points, the first one is returned.
+    More y is better; so is more x, unless `less_x_is_better`. The indices are ordered by x. Among equal points, the
+    first one is returned.
     """
     sign = -1.0 if less_x_is_better else 1.0
     # In descending order of x, a point is on the Pareto front if its y exceeds all earlier values.

@@ -8,7 +8,7 @@ _WIDTH, _HEIGHT = 520, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 24, 40, 46
 _STRIPS_HEIGHT = 460
 _LETTER, _LINE = 6.0, 11.0
-"""Approximate width of a letter and height of a line."""
+"""Approximate letter width and line height."""
 _COLOURS = ("#0b6e99", "#d9730d", "#448361", "#9065b0")
 _GREY = "#777777"
 
@@ -28,7 +28,7 @@ class Series:
 
 
 def lines(title: str, x_title: str, y_title: str, series: Sequence[Series], top: float | None = None) -> str:
-    """Return a chart of lines; both axes begin at zero. `top` is the end of the y axis, by default above all points."""
+    """Return a line chart; both axes begin at zero. `top` is the end of the y axis, by default above all points."""
     right = max((x for each in series for x, _ in each.points), default=0.0) or 1.0
     top = top or 1.08 * max((y for each in series for _, y in each.points), default=0.0) or 1.0
     parts = [*_frame(title, x_title, y_title, top)]
@@ -47,7 +47,7 @@ def lines(title: str, x_title: str, y_title: str, series: Sequence[Series], top:
 
 
 def bars(title: str, y_title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Return a chart of bars: for each group one bar per series, with its value above it."""
+    """Return a bar chart: for each group, one bar per series with its value above it."""
     top = 1.18 * max(value for _, values in series for value in values)
     parts = [*_frame(title, "", y_title, top)]
     step = 1 / len(groups)
@@ -67,12 +67,12 @@ def bars(title: str, y_title: str, groups: Sequence[str], series: Sequence[tuple
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Part of a strip: one phase of a request."""
+    """One phase of a request, as part of a strip."""
 
     begin: float
     end: float
     kind: int
-    """Index of its name among the kinds of the chart."""
+    """Index of the segment's name among the chart's kinds."""
 
 
 def strips(title: str, x_title: str, kinds: Sequence[str], rows: Sequence[Sequence[Segment]]) -> str:

@@ -37,7 +37,7 @@ class Answer:
     message_times: "array[float]" = field(default_factory=lambda: array("d"))
     """Times of `time.perf_counter`."""
     on_tokens: Callable[[int], None] = lambda _: None
-    """Called with the number of tokens of each message."""
+    """Called with each message's number of tokens."""
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

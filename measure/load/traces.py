@@ -1,7 +1,7 @@
 """Recorded traffic: readers for the published traces, and generators with their published statistics.
 
-The traces have no texts. A prompt is random, of the recorded length; prompts of a Mooncake trace share the blocks that
-the recorded ones shared. The files are not part of Quire; `docs/benchmarking.md` says where they are published.
+The traces have no texts. Prompts are random and have the recorded lengths. Prompts of a Mooncake trace share the same
+blocks as the recorded ones. Quire does not include the files; `docs/benchmarking.md` lists where they are published.
 """
 
 import csv
@@ -20,7 +20,7 @@ from measure.load.workloads import UNITS, Drawn, Lengths, Session, Turn, Workloa
 from shared.config import ConfigError
 
 BLOCK_TOKENS = 512
-"""Tokens of a block of a Mooncake trace."""
+"""Number of tokens per block in a Mooncake trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Recorded:
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """Hashes of the prompt's blocks; equal hashes stand for equal tokens. Empty if the trace has none."""
+    """Hashes of the prompt's blocks; equal hashes mean equal tokens. Empty if the trace has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Trace:
     seed: int = 0
 
     def arrivals(self, speed: float = 1.0) -> Replay:
-        """Return the recorded arrival times; a speed of 2 replays the trace in half of its time."""
+        """Return the recorded arrival times; a speed of 2 replays the trace in half the time."""
         return Replay(tuple(each.time_s for each in self.requests), speed)
 
     def session(self, index: int) -> Session | None:
@@ -95,7 +95,7 @@ PUBLISHED: Mapping[str, Statistics] = {
 
 
 def read_trace(path: Path, seed: int = 0) -> Trace:
-    """Read a trace: CSV of Azure (2023 or 2024), or JSON lines of Mooncake; plain, or compressed if it ends in .gz.
+    """Read an Azure trace (CSV, 2023 or 2024) or a Mooncake trace (JSON lines), uncompressed or as .gz.
 
     Raises:
         ConfigError: the file cannot be read, or has neither format; the message names the line.

@@ -1,8 +1,8 @@
 """Workloads: the lengths and traits of a benchmark's requests. Pure and seeded.
 
-A workload is a numbered list of sessions. A session has one or more turns; the prompt of a turn is the conversation so
-far, followed by the turn's new part. A single request is a session with one turn. Session number i depends only on the
-seed and on i, so that several processes can each generate their share.
+A workload is a numbered list of sessions. A session has one or more turns; a turn's prompt is the previous
+conversation, followed by the turn's new part. A single request is a session with one turn. Session number i depends
+only on the seed and on i, so that each of several processes can generate its part.
 
 New parts of prompts are units in [0, UNITS). `prompts` converts a unit into one token id or one word.
 """
@@ -37,7 +37,7 @@ class Turn:
     output_tokens: int
     """Maximum number of generated tokens."""
     pause_s: float = 0.0
-    """Time from the end of the previous turn to the intended start of this one, such as a tool call, in seconds."""
+    """Time from the previous turn's end to this turn's intended start, for example for a tool call, in seconds."""
     text: str = ""
     """New text, for prompts from a file; replaces the units."""
 
@@ -53,7 +53,7 @@ class Workload(Protocol):
     """Numbered sessions."""
 
     def session(self, index: int) -> Session | None:
-        """Return one session; None after the last one of a finite workload."""
+        """Return one session; None after the last session of a finite workload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Drawn:
     """Sessions with random prompts whose lengths have the given distributions.
 
     Prompts may share prefixes: the first turn begins with one of `prefixes` fixed prefixes. The prefix has
-    `prefix_tokens` tokens in addition to the input length, or the share `prefix_share` of the input length.
+    `prefix_tokens` tokens in addition to the input length, or takes the fraction `prefix_share` of the input length.
     """
 
     inputs: Lengths
@@ -167,7 +167,7 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A finite list of sessions, such as those of a file."""
+    """A finite list of sessions, for example from a file."""
 
     sessions: tuple[Session, ...]
 
@@ -182,7 +182,7 @@ class Traits:
     tenant: str = ""
     priority: int = 0
     cancel_at: float | None = None
-    """Share of the output after which the client cancels the session's first turn; None to never cancel."""
+    """Fraction of the output after which the client cancels the session's first turn; None for never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ class TraitMix:
     """Distribution of the traits."""
 
     tenants: Mapping[str, float] = field(default_factory=dict)
-    """Weight of each tenant; empty for no tenant."""
+    """For each tenant, its weight; empty for no tenant."""
     priorities: Mapping[int, float] = field(default_factory=dict)
-    """Weight of each priority; empty for priority 0."""
+    """For each priority, its weight; empty for priority 0."""
     cancel_ratio: float = 0.0
     """Probability that a session is cancelled."""
     seed: int = 0
@@ -222,7 +222,7 @@ def read_prompts(path: Path, default_output_tokens: int) -> Listed:
 
 
 def read_json_lines(path: Path, name: str = "") -> list[tuple[str, Any]]:
-    """Return the values of a file with one JSON value per line, each with its place for errors.
+    """Return the values in a file with one JSON value per line, each with its position for errors.
 
     Raises:
         ConfigError: the file cannot be read, a line is not JSON, or there is none; the message begins with the name.

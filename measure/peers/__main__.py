@@ -4,11 +4,11 @@
     python -m measure.peers --weights int8 --rounds 3
 
 Each peer is installed into its own environment under --work (gigabytes; llama.cpp is built from source). In each round
-every server runs once, one at a time. The order changes between rounds. Numbers are medians over the rounds with their
-range. Loading a model is not timed, and every server serves a few requests before the clock starts.
+every server runs once, one at a time, in changing order. The results are medians with ranges over the rounds. Loading a
+model is not timed, and every server serves a few requests before the clock starts.
 
-If the --json file exists, the new rounds are added to it. So a comparison can be made in parts, one workload and one
-round at a time, whenever the machine is idle for a few minutes.
+If the --json file exists, the new rounds are added to it. A comparison can therefore be made in parts, one workload and
+one round at a time, whenever the machine is idle for a few minutes.
 """
 
 import argparse
@@ -179,7 +179,7 @@ def _run_peer(
 
 
 def _run(name: str, command: Sequence[str], environment: dict[str, str], work: Path, memory: dict[str, int]) -> None:
-    """Run one command to its end and record the peak memory of its process tree."""
+    """Run a command until it exits and record the peak memory of its process tree."""
     with (work / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         give_up = time.monotonic() + RUN_S

@@ -51,7 +51,7 @@ def figures(workload: Workload, times: Sequence[Sequence[float]]) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One peer under one workload: median and range of a metric over the rounds, and Quire's ratio to it."""
+    """One peer on one workload: a metric's median and range over the rounds, and Quire's ratio to it."""
 
     workload: str
     figure: str

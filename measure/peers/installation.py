@@ -1,4 +1,4 @@
-"""Installation of each peer: its own virtual environment, and the model in the format that the peer reads.
+"""Installs each peer: its own virtual environment, and the model in the peer's format.
 
 Every step runs once. A folder with the step's stamp file is reused. Versions are pinned to those that were measured.
 """

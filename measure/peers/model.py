@@ -1,4 +1,4 @@
-"""The model that all peers serve: random weights in the shape of a small Llama, and a tokenizer of the right size.
+"""The model for all peers: random weights in the shape of a small Llama, and a tokenizer of the right size.
 
 Random weights take as long as trained ones and need no download. The model has 335 M parameters: hidden 1,024, 24
 layers, 16 query heads and 8 KV heads of 64, intermediate 3,072, 32,000 tokens, embeddings tied, bfloat16.

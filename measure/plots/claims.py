@@ -147,7 +147,7 @@ def edf() -> str:
 
 
 def lpm() -> str:
-    """Use twelve shared prefixes, of which the cache holds about four; plot the cached tokens."""
+    """Use twelve shared prefixes, about four of which fit into the cache; plot the cached tokens."""
     measured = []
     for policy in ("fcfs", "lpm"):
         points = []
@@ -188,7 +188,7 @@ MEMORY = {"memory is short": 160, "rows are short": 260}
 
 
 def victim_rows(num_blocks: int) -> list[VictimRow]:
-    """Fill rows and memory with long requests and add urgent ones; return the cost under each victim rule."""
+    """Fill rows and memory with long requests and add urgent ones; return the cost of each victim rule."""
     rows = []
     for rule in VICTIM_RULES:
         jobs = _urgent_and_others("victims")

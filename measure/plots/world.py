@@ -28,7 +28,7 @@ _PLENTY = 1 << 30
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request and its result; times are seconds from the beginning."""
+    """One request and its result; times in seconds since the start."""
 
     arrival: float
     prompt: list[int]
@@ -73,7 +73,7 @@ class Totals:
 def run(
     config: CoreConfig, jobs: list[Job], *, num_blocks: int = 512, max_rows: int = 32, num_host_blocks: int = 0
 ) -> Totals:
-    """Run the jobs in order of arrival; write each result into its job."""
+    """Run the jobs in arrival order; write each result into its job."""
     core = Scheduler(config, 1)
     worker = ModelWorker(
         peer=b"worker",
@@ -142,7 +142,7 @@ def _arrival(stream: int, job: Job) -> ev.RequestArrived:
 
 
 def _note(effects: list[ef.Effect], jobs: list[Job], now: float) -> int:
-    """Record the effects; return the number of jobs that ended."""
+    """Record the effects; return the number of ended jobs."""
     ended = 0
     for effect in effects:
         if isinstance(effect, ef.TokensReady):

@@ -1,8 +1,8 @@
 """The loop of the arena: jobs, devices and one engine in virtual time.
 
-A turn first applies all events at one time (new jobs, finished steps), then asks the engine for steps. A step begins
-when its device has finished the previous step. Decisions take no virtual time. Their CPU time is reported separately.
-Results reach the engine, and tokens reach the clients, at the end of a step.
+A turn first applies all events with the same time (new jobs, finished steps), then asks the engine for steps. A step
+begins when its device has finished the previous step. Decisions take no virtual time; their CPU time is reported
+separately. At the end of a step, results reach the engine and tokens reach the clients.
 """
 
 import heapq
@@ -24,7 +24,7 @@ class ArenaError(ValueError):
 
 
 class Workload(Protocol):
-    """The jobs of a run: those that arrive independently, and those that follow the end of another job."""
+    """A run's jobs: some arrive independently, others follow the end of another job."""
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class Workload(Protocol):
 
     @property
     def load(self) -> float:
-        """Load of the workload: a share of a trace, a share of the capacity, or a number of users."""
+        """The workload's load: a fraction of a trace, a fraction of the capacity, or a number of users."""
 
     def first(self) -> Sequence[Job]:
         """Return the jobs whose arrival depends on no other job."""
@@ -62,11 +62,11 @@ class Run:
 
     served: list[Served]
     duration_s: float
-    """Time from the beginning to the last end."""
+    """Time from the start to the last end."""
     busy_s: float
     """Time during which devices computed, summed over the devices."""
     arrivals_s: float
-    """Time from the arrival of the first job to that of the last one."""
+    """Time from the first arrival to the last one."""
     arrivals_busy_s: float
     """Part of `busy_s` before the last arrival."""
     num_workers: int
@@ -75,7 +75,7 @@ class Run:
     """CPU time for the scheduler's decisions."""
     version: str
     forecasts: Sequence[ForecastStats]
-    """Accuracy of each kind of the scheduler's forecasts."""
+    """Accuracy of each kind of forecast."""
 
 
 def run(engine: Engine, workload: Workload, costs: Costs, num_workers: int = 1) -> Run:

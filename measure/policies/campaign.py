@@ -19,7 +19,7 @@ class Campaign:
 
     workload: str
     loads: Sequence[float]
-    """Loads: shares of a trace or of the capacity, or numbers of users; see `workloads`."""
+    """Loads: fractions of a trace or of the capacity, or numbers of users; see `workloads`."""
     seeds: Sequence[int]
     schedulers: Sequence[Specification]
     setup: Setup

@@ -107,8 +107,8 @@ DEFAULT = "8b-h100"
 def read_costs(name: str) -> Costs:
     """Return a preset by name, or read a JSON file with the fields of `Costs` or with learned step times.
 
-    `quire replay RECORD --learn-step-times FILE` writes step times that a service has learned. Only the linear model of
-    the first worker is used. The variance of the steps is ignored.
+    `quire replay RECORD --learn-step-times FILE` writes step times learned from a service. Only the first worker's
+    linear model is used. The variance of the steps is ignored.
 
     Raises:
         ConfigError: the preset does not exist, or the file is invalid.

@@ -74,7 +74,7 @@ class Engine(ABC):
         """Apply the results of a step. Its device was idle for `idle_s` before the step."""
 
     def forecasts(self) -> Sequence[ForecastStats]:
-        """Return the accuracy of each kind of forecast; empty if the scheduler makes none."""
+        """Return each forecast kind's accuracy; empty if the scheduler makes no forecasts."""
         return ()
 
     @abstractmethod

@@ -1,7 +1,9 @@
-"""Jobs: the requests of a workload, as values. A job knows its tokens, so that every scheduler sees the same prefixes.
+"""Jobs: the requests of a workload, as values.
 
-A prompt consists of pieces. Equal pieces have equal tokens, so two prompts share exactly the prefix in which their
-pieces are equal. The generated tokens are also a piece, which later prompts in the same session contain.
+A job's tokens are fixed, so that every scheduler sees the same prefixes.
+
+A prompt consists of pieces. Equal pieces have equal tokens, so two prompts share exactly their common leading pieces.
+The generated tokens are also a piece, which later prompts in the same session contain.
 """
 
 import hashlib
@@ -29,7 +31,7 @@ class Piece(NamedTuple):
 
 
 def first_token(name: int) -> int:
-    """Return the first token of a piece, a hash of its name. The following tokens count up from it."""
+    """Return a piece's first token, a hash of its name. The following tokens count up from it."""
     return int.from_bytes(hashlib.blake2b(name.to_bytes(8, "little"), digest_size=8).digest(), "little") % _TOKENS
 
 

@@ -11,7 +11,7 @@ TTFT_TARGET_S, PREFILL_RATE, TPOT_TARGET_S = 2.0, 8000.0, 0.05
 SHORT_TOKENS = 512
 """Maximum number of new tokens in a short prompt. Tokens that an earlier job contained do not count."""
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""Service weight of a prompt token and of a generated token, as in the VTC paper."""
+"""Service weights of prompt tokens and generated tokens, as in the VTC paper."""
 
 Result = dict[str, Any]
 """A JSON object."""
@@ -38,13 +38,13 @@ def meets_targets(served: Served) -> bool:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the smallest value that this share of the values do not exceed (nearest rank); None without values."""
+    """Return the smallest value that covers this fraction of the values (nearest rank); None without values."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else None
 
 
 def metrics(run: Run) -> Result:
-    """Return the metrics of a run, in the form of docs/arena.md."""
+    """Return a run's metrics, as described in docs/arena.md."""
     done = [each for each in run.served if not each.refusal]
     outputs = sum(len(each.tokens) for each in run.served)
     prompts = sum(each.job.num_prompt for each in done)
@@ -87,7 +87,7 @@ def metrics(run: Run) -> Result:
 
 
 def latencies(done: Sequence[Served]) -> Result:
-    """Return the distributions of the latencies of served jobs."""
+    """Return the latency distributions for served jobs."""
     first = [ttft_s(each) for each in done]
     later = [ttft_s(each) for each in done if each.job.turn]
     per_token = [tpot_s(each) for each in done if len(each.tokens) > 1]
@@ -156,7 +156,7 @@ def _groups(served: Iterable[Served]) -> dict[str, list[Served]]:
 
 
 def _sessions(done: Iterable[Served]) -> list[float]:
-    """Return the duration of each session, from its first request to its last end."""
+    """Return each session's duration, from its first request to its last end."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
     for each in done:

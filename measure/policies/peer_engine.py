@@ -143,7 +143,10 @@ class PeerEngine(Engine):
         return news
 
     def close(self) -> None:
-        """Keep the process for the next engine, because the import of vLLM takes seconds. End it if one is idle."""
+        """Keep the process for the next engine, because importing vLLM takes seconds.
+
+        End the process if another one is already idle.
+        """
         if self._process.poll() is None and self._python not in _idle:
             _idle[self._python] = self._process, self._errors
         else:

@@ -27,7 +27,7 @@ from shared.request_spec import RequestSpec
 _FRONTEND = b"arena/1"
 _FINGERPRINT = "arena"
 _START_S = 1000.0
-"""Time of the core at the beginning of the run."""
+"""The core's time at the start of the run."""
 _VOCAB = (1 << 31) - 1
 _NATURAL = (EndReason.LENGTH,)
 

@@ -48,7 +48,7 @@ class LeastLoad(Router):
 
 
 class PrefixHash(Router):
-    """Chooses a worker by a hash over the first pieces of the prompt, regardless of load."""
+    """Chooses a worker by a hash over the prompt's first pieces, regardless of load."""
 
     def _choose(self, job: Job) -> int:
         seen = 0

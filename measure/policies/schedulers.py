@@ -99,7 +99,7 @@ def candidates(specification: Specification, *, with_priorities: bool) -> list[S
 
 
 def quire_config(specification: Specification, setup: Setup) -> CoreConfig:
-    """Return the configuration of Quire's core: the defaults of `quire serve`, and the settings.
+    """Return the configuration for Quire's core: the defaults of `quire serve`, plus the settings.
 
     Queues are unlimited, because the peers' queues are.
 

@@ -24,7 +24,7 @@ from measure.policies.jobs import Job, Piece
 from shared.config import ConfigError
 
 _OWN, _OUTPUTS, _COPIES = 1 << 40, 1 << 41, 1 << 42
-"""Leading names of pieces: those unique to one job, those generated, and those in copies of a trace."""
+"""Leading names of pieces: those unique to one job, generated ones, and those in copies of a trace."""
 _JITTER_S = 3.0
 """Mooncake timestamps are multiples of this."""
 _LONGEST_PROMPT = 120_000

@@ -1,5 +1,5 @@
 """Benchmarks of the scheduler.
 
-`core` measures the core alone, `journal` the cost of the journal, and `link` the scheduler process over real sockets,
-with `echo_worker` and `token_sink` as its workers and front end.
+`core` measures the core alone, and `journal` the cost of the journal. `link` measures the scheduler process over real
+sockets, with `echo_worker` as its workers and `token_sink` as its front end.
 """

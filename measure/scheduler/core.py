@@ -40,14 +40,14 @@ from shared.telemetry import Telemetry
 PROMPT_TOKENS = 2048
 BLOCK_SIZE = 16
 QUEUED_PROMPT_TOKENS = 128
-"""Prompt length of waiting requests; short, so that 100,000 of them fit into memory."""
+"""Prompt length of waiting requests; short, so that 100,000 requests fit into memory."""
 CHURN = 8
 NUM_TENANTS = 50
 MANY_TENANTS = 10_000
 _COMPARED = ("balanced", "slo")
 """Policies that are also measured without waiting requests, to compare them with `fcfs`."""
 _FEW = 100
-"""Number of waiting requests in the run that shows whether more of them cost more."""
+"""Number of waiting requests in the comparison run, which shows whether a longer queue costs more."""
 BURST_WORKERS = 64
 BURST_REQUESTS = 2_000
 BURST_ROWS = 32
@@ -91,7 +91,7 @@ class _Turn:
     commit: int
     answer_to_plan: int
     plans: list[tuple[int, int]]
-    """(nanoseconds, number of admitted requests) of each plan."""
+    """For each plan: (nanoseconds, number of admitted requests)."""
 
     @property
     def plan(self) -> int:
@@ -217,7 +217,7 @@ class Bench:
         return self.turn([], None)
 
     def turn(self, frames: list[bytes], peers: list[bytes] | None) -> _Turn:
-        """Run a turn of the service's loop; plan for `peers`, or for those whose plan is due."""
+        """Run one turn of the service's loop; plan for `peers`, or for the workers whose plan is due."""
         answer = self._answers.popleft() if self._answers else None
         outgoing = Outgoing()
         begin = time.thread_time_ns()
@@ -237,7 +237,7 @@ class Bench:
         return _Turn(commit=commit, answer_to_plan=answer_to_plan, plans=plans)
 
     def _plan(self, peers: list[bytes], outgoing: Outgoing) -> list[tuple[int, int]]:
-        """Make all plans for these workers; return each one's duration in nanoseconds and number of admissions."""
+        """Make all plans for these workers; return each plan's duration in nanoseconds and number of admissions."""
         timings = []
         self._tidying = 0
         for peer in peers:
@@ -307,7 +307,7 @@ def bench_churn(
 def bench_burst(
     bursts: int, telemetry: Telemetry, *, workers: int = BURST_WORKERS, requests: int = BURST_REQUESTS
 ) -> CoreResult:
-    """Measure bursts of `requests` requests that arrive at idle workers, until all of them have ended."""
+    """Measure bursts of `requests` requests that arrive at idle workers, until all requests have ended."""
     bench = Bench(BURST_ROWS, "fcfs", telemetry, workers=workers)
     admission: list[float] = []
     turns: list[_Turn] = []
@@ -387,7 +387,7 @@ def run_all(steps: int, queued: int) -> list[CoreResult]:
 
 
 def median_of(repeated: Sequence[CoreResult]) -> CoreResult:
-    """Return the median of each number over repeated runs of one scenario."""
+    """Return each number's median over repeated runs of one scenario."""
     figures = [field.name for field in dataclasses.fields(CoreResult) if "_us" in field.name]
     medians = {name: round(statistics.median(getattr(each, name) for each in repeated), 1) for name in figures}
     return dataclasses.replace(repeated[0], **medians)

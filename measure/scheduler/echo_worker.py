@@ -1,16 +1,17 @@
 """Echo workers of `quire bench link`: they implement the plan protocol but compute nothing.
 
-Each worker has a simulated device, on which a step takes a given time. Like an asynchronous GPU, the device starts the
-next step when the last one ends, if its plan has arrived. The time from the end of a step to the arrival of the next
-plan is the worker's wait. A plan has arrived when this process has read it from the socket, so delays of this process
-count as wait. The process sends a result when it wakes up after the end of a step; it does not spin.
+Each worker has a simulated device with a given step time. Like an asynchronous GPU, the device starts the next step
+when the last one ends, if its plan has arrived. The worker's wait is the time from the end of a step to the arrival of
+the next plan. A plan has arrived when this process has read it from the socket, so delays in this process count as
+wait. The process sends a result when it wakes up after the end of a step; it does not spin.
 
 A worker tracks only the row state that results need: which rows decode, and how many prompt tokens remain for the
 others.
 
-One process runs many workers, each with its own socket. It prints `joined` when all of them have received Welcome,
-`measuring` when the wanted number of rows decode and the warm-up is over, and a line of JSON with its `EchoReport`. It
-exits when its standard input is closed, so that it does not outlive its parent. Linux only (`epoll`).
+One process runs many workers, each with its own socket. It prints `joined` when all workers have received Welcome. It
+prints `measuring` when the wanted number of rows decode and the warm-up is over. Finally it prints a line of JSON with
+its `EchoReport`. It exits when its standard input is closed, so that it does not outlive its parent. Linux only
+(`epoll`).
 """
 
 import argparse
@@ -51,7 +52,7 @@ class EchoError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EchoReport:
-    """Measurements of all workers of one process; times in seconds."""
+    """Measurements for all workers in one process; times in seconds."""
 
     elapsed_s: float
     steps: int
@@ -64,14 +65,14 @@ class EchoReport:
     """Median wait before a step; 0 if the plan had arrived."""
     wait_p99_s: float
     late_p50_s: float
-    """Median delay from the end of a step to sending its result, caused by this process."""
+    """Median delay between a step's end and sending its result, caused by this process."""
     late_p99_s: float
     num_rows: int
     """Rows in decode at the end."""
 
 
 class Timeline:
-    """Start and end times of the steps of one simulated device, in seconds of a monotonic clock."""
+    """Start and end times of the steps on one simulated device, in seconds of a monotonic clock."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -88,7 +89,7 @@ class Timeline:
         self.waits.clear()
 
     def plan_arrived(self, now: float) -> float:
-        """Schedule the step of a plan; return how long the device was idle before it."""
+        """Schedule a plan's step; return how long the device was idle before it."""
         free_at = now if self._free_at is None else self._free_at
         start = max(free_at, now)
         if now >= self._since:
@@ -102,7 +103,7 @@ class Timeline:
         return self._ends[0] if self._ends else None
 
     def answered(self) -> float:
-        """Remove the oldest unreported step; return its end."""
+        """Remove the oldest unreported step; return when it ended."""
         return self._ends.popleft()
 
     def wait_until(self, end: float) -> float:
@@ -130,7 +131,7 @@ class EchoRows:
         return len(self._sampling) // 4
 
     def apply(self, plan: plan_pb2.Plan) -> tuple[bytes, bytes]:
-        """Apply a plan; return the columns of rows and tokens of its result."""
+        """Apply a plan; return the row and token columns of its result."""
         if plan.leaves or plan.admissions or plan.chunk_rows or plan.holds or plan.releases:
             self._change(plan)
         tokens = self._draws[plan.step % _NUM_DRAWS][: len(self._sampling)]
@@ -183,7 +184,7 @@ class EchoWorker:
             self._take(frame, time.monotonic())
 
     def answer(self) -> float:
-        """Send the result of the oldest step; return the step's end."""
+        """Send the oldest step's result; return when the step ended."""
         ended = self.timeline.answered()
         result = self._unanswered.popleft()
         self._send(plan_pb2.WorkerMessage(epoch=self.epoch, result=result))
@@ -245,7 +246,7 @@ class EchoProcess:
             self._poll.register(descriptor, select.EPOLLIN)
         self._poll.register(sys.stdin.fileno(), select.EPOLLIN)
         self._agenda: list[tuple[float, int]] = []
-        """Heap of (end of the oldest unreported step, index of the worker), for each worker with a step."""
+        """Heap of (end of the oldest unreported step, worker index), for each worker with a step."""
         self._index = {id(worker): index for index, worker in enumerate(workers)}
         self._lateness: list[float] = []
 

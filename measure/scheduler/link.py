@@ -1,10 +1,12 @@
 """Time between a worker and its next plan: the real scheduler process over ZeroMQ, with echo workers.
 
-There are three processes: the scheduler as `quire scheduler` starts it, one process of echo workers (`echo_worker`)
-whose steps take a given time, and this process as the front end (`token_sink`). All rows of all workers are in decode.
-In a case with a burst, some rows stay free until the measurement starts; then requests for all of them arrive at once.
-The benchmark measures steps per second, the share of time that workers wait for a plan, and the duration of turns of
-the scheduler's loop. The rounds of all cases are interleaved, so that other load affects all cases. Linux only.
+There are three processes: the scheduler as started by `quire scheduler`, one process of echo workers (`echo_worker`)
+with a given step time, and this process as the front end (`token_sink`). All rows of all workers decode. In a case with
+a burst, some rows stay free until the measurement starts; then requests for all of them arrive at once.
+
+The benchmark measures steps per second, the fraction of time that workers wait for a plan, and the duration of turns of
+the scheduler's loop. The rounds of all cases are interleaved, so that other programs affect all cases alike. Linux
+only.
 """
 
 import contextlib
@@ -42,7 +44,7 @@ class LinkBenchError(Exception):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """Case to measure: workers, rows per worker, time of a step in ms, plans in flight, requests of the burst."""
+    """Case to measure: workers, rows per worker, step time in ms, plans in flight, requests in the burst."""
 
     workers: int
     rows: int
@@ -71,9 +73,9 @@ class Run:
     tokens_per_s: float
     """Tokens that the front end received, per second."""
     scheduler_cpu_s: float
-    """CPU time of all threads of the scheduler process during the measurement."""
+    """CPU time of all scheduler threads during the measurement."""
     longest_turn_s: float
-    """Longest turn of the scheduler's loop, as the upper bound of its histogram bucket."""
+    """Longest turn of the scheduler's loop, as its histogram bucket's upper bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +101,13 @@ class LinkResult:
     tokens_per_s: float
     scheduler_cpu_us_per_step: float
     scheduler_cpu_share: float
-    """CPU time of the scheduler process, as a share of one core."""
+    """CPU time of the scheduler process, as a fraction of one core."""
     burst: int
     """Requests that arrived at once at the start of the measurement."""
     rows_at_end: int
     """Rows in decode at the end, in the round with the fewest. Below the total if the time was too short."""
     longest_turn_ms: float
-    """Upper bound of the longest turn of the scheduler's loop in any round, including time without a core."""
+    """Upper bound for the longest turn of the scheduler's loop in any round, including time without a core."""
 
 
 def cases_for(
@@ -135,7 +137,7 @@ def run_rounds(
         rounds: measurements per case.
         seconds: duration of a measurement, without set-up.
         folder: folder for sockets and the scheduler's log; its path must be short enough for a Unix socket.
-        environment: environment of the child processes; names this process as their supervisor.
+        environment: environment for the child processes; names this process as their supervisor.
         progress: called with a description of each measurement before it starts.
 
     Raises:
@@ -233,7 +235,7 @@ def longest_turn(before: Mapping[float, float], after: Mapping[float, float]) ->
 
 
 class _Process:
-    """A child process that exits with this one, through its lifeline or when its standard input is closed."""
+    """A child process that exits with this one, through its lifeline or because its standard input is closed."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self._name, self._log = command[0], log

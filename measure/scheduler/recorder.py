@@ -1,12 +1,11 @@
-"""Cost of the flight recorder: steps with it and without it in turn, in one process.
+"""Cost of the flight recorder: steps with and without the recorder in turn, in one process.
 
     python -m measure.scheduler.recorder [--steps N] [--rows N]
 
 *Loop* is the CPU time per step in the scheduler's loop. *Thread* is the CPU time for encoding and writing its entries.
-Scenarios:
-`steady` (all rows decode), `churn` (one request of 500 prompt tokens ends, and one arrives, with 500 tokens
-to generate, as often as the rows sustain). A line extrapolates a day of 10 requests/s. The last line is the pause at
-the beginning of a segment: the fork of this process, and the step after it, which copies the pages that it changes.
+In `steady`, all rows decode. In `churn`, a request with 500 prompt tokens ends, and one with 500 tokens to generate
+arrives, as often as the rows sustain. A line extrapolates to a day with 10 requests/s. The last line is the pause at
+the start of a segment: this process's fork, and the next step, which copies the pages that it changes.
 """
 
 import argparse
@@ -56,7 +55,7 @@ class _Side:
         return RecordedScheduler(config, incarnation, self.tape)
 
     def step_us(self) -> float:
-        """Run a step; return the CPU time of the loop."""
+        """Run a step; return the loop's CPU time."""
         turn = next(self._turns)
         return (turn.commit + turn.plan) / 1e3
 
@@ -106,7 +105,7 @@ def measure(rows: int, steps: int, *, churn: bool) -> tuple[float, float, float,
 
 
 def measure_forks(rows: int, times: int = 15) -> tuple[list[float], list[float], list[float]]:
-    """Return sorted durations of forks in ms, their CPU time, and the CPU time of the steps after them."""
+    """Return fork durations in ms (sorted), the forks' CPU time, and the CPU time of the following steps."""
     side = _Side(rows, recorded=True, churn=False)
     forks, spent, after = [], [], []
     for _ in range(times):

@@ -1,7 +1,7 @@
 """Front end of `quire bench link`: submits endless requests and discards their tokens.
 
-It implements the link protocol of a front end (Hello, submissions with block keys, a report every second), but reads
-its socket only when `drain` is called. The cost of a real front end is not measured.
+The sink implements a front end's link protocol (Hello, submissions with block keys, a report every second), but reads
+its socket only when `drain` is called. It does not measure the cost of a real front end.
 """
 
 import time
@@ -73,7 +73,7 @@ class TokenSink:
             self._socket.send(link_pb2.FrontendMessage(submissions=submissions).SerializeToString())
 
     def ask_for_metrics(self) -> None:
-        """Request a snapshot of the scheduler's metrics. `metrics` returns it after some calls of `drain`."""
+        """Request a snapshot of the scheduler's metrics. After some calls to `drain`, `metrics` returns it."""
         self._num_snapshots += 1
         self._snapshot = None
         self._socket.send(link_pb2.FrontendMessage(snapshot_request=self._num_snapshots).SerializeToString())
@@ -84,7 +84,7 @@ class TokenSink:
         return self._snapshot
 
     def drain(self) -> None:
-        """Discard the tokens that have arrived; send a report if one is due.
+        """Discard the tokens that have arrived; send a report if it is due.
 
         Raises:
             SinkError: a request ended, or the scheduler does not know this front end.

@@ -1,7 +1,7 @@
 """Bounds on the number of steps, from the output lengths. Pure.
 
-A request with L output tokens takes L steps: the first one computes its prompt and the first token. A step computes one
-token for each of at most `slots` requests. The bounds assume that all requests arrive at the start.
+A request with L output tokens takes L steps; the first step computes its prompt and its first token. A step computes
+one token for each of at most `slots` requests. The bounds assume that all requests arrive at the start.
 """
 
 import heapq
@@ -31,7 +31,7 @@ def fewest_steps_in_blocks(
 ) -> int:
     """Return a lower bound on the steps if the requests also share `num_blocks` KV blocks.
 
-    In the step of its k-th token, a request holds the blocks of its prompt and of the k - 1 tokens before it.
+    In the step for its k-th token, a request holds the blocks for its prompt and for the k - 1 previous tokens.
     """
     held = sum(-(-(prompt_tokens + before) // block_size) for length in lengths for before in range(length))
     return max(fewest_steps(lengths, slots), -(-held // num_blocks))

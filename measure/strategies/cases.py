@@ -148,7 +148,7 @@ LONG = Workload(
 COMPARED = (FOUR, THREE, EQUAL, UNIFORM, EXPONENTIAL, HALVES)
 """Workloads that run under every strategy, at equal slots and at equal KV memory."""
 IMPLIED_SLOTS = 42
-"""Slots that "120 steps instead of 500" implies for 100 requests of 50 tokens."""
+"""Number of slots implied by "120 steps instead of 500" for 100 requests of 50 tokens."""
 
 
 def all_cases() -> Iterator[Case]:

@@ -1,6 +1,6 @@
 """Claims in the literature compared with the results of a run. Pure.
 
-A claim is omitted if its runs are missing. Texts explain what a number means and why it differs.
+A claim is omitted if its runs are missing. The texts explain what a number means and why it differs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -199,7 +199,7 @@ def _capacity(results: _Results) -> Iterator[Claim]:
 
 
 def _interruptions(row: Row) -> int:
-    """Return how often a request did not compute in a step between its first and its last one."""
+    """Return how many steps a request skipped between its first and its last step."""
     return len(row["gantt"]) - len({request for _, request, _, _ in row["gantt"]})
 
 

@@ -1,4 +1,4 @@
-"""Runs one case on its own service. Steps come from the flight record, latencies from the client."""
+"""Runs one case on its own service. Steps come from the flight record, and latencies from the client."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ from shared.model_path import DEMO_MODEL, resolve_model
 _Config = TypeVar("_Config", SchedulerConfig, WorkerConfig)
 _WARM_UP = Asked(16)
 _WORKER = "worker-0"
-"""Name of the only worker of a service."""
+"""Name of the service's only worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ async def run_cases(
     Args:
         cases: the cases.
         done: called after each case.
-        repeats: number of runs of each case; the fastest counts.
+        repeats: number of runs per case; the fastest counts.
 
     Raises:
         QuireError: a request failed.

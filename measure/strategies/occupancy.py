@@ -1,6 +1,6 @@
 """Occupancy per step, from the flight record: which slots computed, and how full the blocks were. Pure.
 
-A slot is a row of the worker. The record contains each plan's added, removed and paused rows, its chunks and its new
+A slot is a row of the worker. The record contains each plan's added, removed and held-out rows, its chunks and its new
 blocks. Every other row with a complete prompt computes one token.
 """
 
@@ -34,7 +34,7 @@ class Bar:
     request: int
     begin: int
     end: int
-    """Index of the step after the last one."""
+    """Index of the first step that follows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class Padded:
     extra_s: float
     """Time that the padding adds to the run."""
     ends_s: tuple[float, ...]
-    """End of each batch in seconds since the beginning of the run. Its responses are sent then."""
+    """When each batch ends and its responses are sent, in seconds since the start of the run."""
     batch_of: dict[int, int]
     """Batch index of each request."""
 
@@ -144,8 +144,8 @@ class Padded:
 def padded(steps: Sequence[Step]) -> Padded:
     """Return the padded form of a static run.
 
-    Every step of a batch takes at least the median time of that batch's full steps. Rows only leave a batch, because no
-    row computes after it has ended.
+    Every step of a batch takes at least the median time of that batch's full steps. A batch can only shrink, because no
+    row computes after its end.
     """
     batches: list[list[Step]] = []
     members: set[int] = set()

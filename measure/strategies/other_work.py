@@ -27,7 +27,7 @@ class Moment:
 
 
 def now(stat: Path = Path("/proc/stat")) -> Moment | None:
-    """Return the present CPU times; None if the system does not report them."""
+    """Return the current CPU times; None if the system does not report them."""
     try:
         line = stat.read_text("utf-8").splitlines()[0].split()
         counts = [int(each) for each in line[1 : 1 + _FIELDS]]
@@ -40,7 +40,7 @@ def now(stat: Path = Path("/proc/stat")) -> Moment | None:
 
 
 def share_of_others(before: Moment | None, after: Moment | None, processors: int) -> float | None:
-    """Return the share of CPU time that other programs used between two timestamps; None if unknown.
+    """Return the fraction of CPU time used by other programs between two timestamps; None if unknown.
 
     The benchmark's processes must have exited before the second timestamp.
     """

@@ -36,7 +36,7 @@ def document(results: Sequence[Row], by_others: float | None) -> Row:
 
     Args:
         results: all results.
-        by_others: share of CPU time that other programs used during the run; None if unknown.
+        by_others: fraction of CPU time used by other programs during the run; None if unknown.
     """
     return {
         "command": "quire bench strategies",
@@ -157,7 +157,7 @@ def _in_pareto(results: Sequence[Row]) -> list[str]:
 
 
 def _pareto(workload: str, results: Sequence[Row]) -> str:
-    """Return the chart of tokens per second over p99 latency, for each run of a workload."""
+    """Return a chart of tokens per second against p99 latency, for each run of a workload."""
     rows = [row for row in results if row["workload"] == workload]
     places = [(row["e2e_s"]["p99"], row["out_tok_per_s"]) for row in rows]
     labels = [f"{strategy_name(row)}, {row['slots']}" for row in rows]

@@ -4,7 +4,7 @@
 
 `quire serve` serves each load of `measure.studies.whatif` with default settings and records it. The arena then serves
 the same requests with the step times learned from the record. Its throughput should be within 5 % of the recorded one,
-and its mean TTFT within 10 %. The arena has no network, so the recorded time of the link is added to its TTFT.
+and its mean TTFT within 10 %. The arena has no network, so the recorded link time is added to its TTFT.
 
 Requests come from the record: their times, lengths and shared prefixes. Records are reused if `--records` has them.
 """
@@ -34,7 +34,7 @@ _THROUGHPUT_ERROR, _TTFT_ERROR = 0.05, 0.10
 
 
 def jobs(arrivals: Sequence[Arrival]) -> list[Job]:
-    """Return the requests of a record as jobs; equal blocks of prompts have equal pieces."""
+    """Return a record's requests as jobs; equal prompt blocks become equal pieces."""
     return [_job(number, each) for number, each in enumerate(arrivals)]
 
 

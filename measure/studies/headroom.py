@@ -24,7 +24,7 @@ SHARES = (0.0, 0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests by the distributions of their lengths in tokens, and the worker that serves them."""
+    """Length distributions of requests in tokens, and the worker that serves them."""
 
     name: str
     prompt: Callable[[random.Random], int]

@@ -1,8 +1,8 @@
-"""Cost of an idle `quire serve`: the time until it is ready, then CPU time and wake-ups of each thread.
+"""Cost of an idle `quire serve`: the time until it is ready, then each thread's CPU time and wake-ups.
 
     python -m measure.studies.idle [--seconds 45] [FLAGS of quire serve]
 
-CPU time comes from the scheduler of Linux, in nanoseconds; a wake-up is a voluntary context switch.
+CPU time comes from Linux's scheduler, in nanoseconds; a wake-up is a voluntary context switch.
 """
 
 import argparse

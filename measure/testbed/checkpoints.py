@@ -48,7 +48,7 @@ _RECURRENT: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-"""Models without attention have no limit of positions; the field stands for `max_model_len`."""
+"""Models without attention have no position limit; the field provides `max_model_len`."""
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -228,7 +228,7 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, std: float, seed: int) -> None:
-    """Matrices and biases normal; norms near their neutral value, but not at it, so that none can be left out."""
+    """Sample normal matrices and biases. Norms are near but not at their neutral value, so that each matters."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)

@@ -1,9 +1,9 @@
-"""Environments of the foreign clients: one for each folder of `tests/clients`, in build/clients, made from its lock.
+"""Environments for third-party clients: one per folder in `tests/clients`, created in build/clients from its lock.
 
-A Python client has `requirements.in` (what it is), `requirements.txt` (all packages with versions), and `client.py`. A
-Node client has `package.json`, `package-lock.json` and `client.mjs`. An environment is made again when its lock differs
-from the one that it was made from. Only torch has no version in a lock: a client with torch in `requirements.in` gets
-the one that the variable TORCH names, as Quire's own environment does.
+A Python client has `requirements.in` (direct requirements), `requirements.txt` (all packages with versions), and
+`client.py`. A Node client has `package.json`, `package-lock.json` and `client.mjs`. An environment is recreated when
+its lock file has changed. Lock files omit only torch's version: a client with torch in `requirements.in` gets the
+requirement in the variable TORCH, as Quire's own environment does.
 """
 
 import os

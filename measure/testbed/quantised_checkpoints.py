@@ -1,8 +1,8 @@
 """Tiny checkpoints in the layouts of quantised checkpoints, each with the same checkpoint with dequantised weights.
 
-compressed-tensors' own library writes its layouts. GPTQ and AWQ are written here, from the description of their formats
-(AutoGPTQ, AutoAWQ). GGUF files are written and read by `gguf`; its blocks of Q4_K and Q6_K are drawn as bytes, because
-every block of bytes is valid.
+The compressed-tensors library writes its own layouts. GPTQ and AWQ are written here, following the formats of AutoGPTQ
+and AutoAWQ. `gguf` writes and reads GGUF files. Its Q4_K and Q6_K blocks are random bytes, because every byte sequence
+is valid.
 """
 
 import json
@@ -38,7 +38,7 @@ class Pair:
 def make_pair(
     layout: str, folder: Path, architecture: str = "LlamaForCausalLM", *, only: str = ".layers.", **changes: Any
 ) -> Pair:
-    """Write both checkpoints of a layout of `LAYOUTS` into `folder`."""
+    """Write both checkpoints for one layout in `LAYOUTS` into `folder`."""
     base = make_checkpoint(architecture, folder / "base", **(SIZES | changes))
     return convert_checkpoint(base, folder, layout, only=only)
 
@@ -73,9 +73,10 @@ def _split(x: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
 
 
 def rounds_activations(model: PreTrainedModel, *, ranks: int = 1, head: bool = False) -> PreTrainedModel:
-    """Make the linear layers of a decoder's layers round their inputs as int8 and int4 products of the kernels do.
+    """Make a decoder's linear layers round their inputs like the kernels' int8 and int4 products.
 
-    Among several ranks each rounds the inputs that it has, with a scale of its own. With `head` the LM head does too.
+    With several ranks, each rank rounds its own inputs with a separate scale. With `head`, the LM head rounds its
+    inputs too.
     """
     for module, parts in _products(model, ranks, head=head):
         module.register_forward_pre_hook(lambda _, inputs, parts=parts: (_rounded(inputs[0], parts),))
@@ -102,14 +103,14 @@ def rounds_weights(model: PreTrainedModel, kind: str, *, ranks: int = 1) -> PreT
 
 
 def _products(model: PreTrainedModel, ranks: int, *, head: bool) -> Iterator[tuple[torch.nn.Linear, int]]:
-    """Each linear layer that is quantised, and the number of parts among which the ranks divide its inputs."""
+    """Yield each quantised linear layer, with the number of parts into which the ranks divide its inputs."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and (".layers." in name or (head and name == "lm_head")):
             yield module, ranks if name.endswith(("o_proj", "down_proj")) else 1
 
 
 def _rounded(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a tensor in eight bits, with a scale for each of `parts` of the last dimension."""
+    """Return a tensor in eight bits, with a scale for each of `parts` parts of the last dimension."""
     pieces = _split(x, x.dim() - 1, parts, -1)
     scale = pieces.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale > 0, (pieces / scale).round() * scale, pieces).flatten(-2)
@@ -178,7 +179,7 @@ def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _fp8(block: tuple[int, int] | None) -> Callable[[torch.Tensor], Any]:
-    """Return the layout of checkpoints in FP8 that need no library: with scales of blocks, or one of the tensor."""
+    """Return the layout of FP8 checkpoints that need no library, with one scale per block or per tensor."""
 
     def convert(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         high, wide = block or weight.shape
@@ -342,7 +343,10 @@ def convert_to_gguf(base: Path, folder: Path, kind: str) -> Pair:
 
 
 def _blocks(kind: str, weight: Any, drawn: np.random.Generator) -> Any:
-    """Return the bytes of a matrix; for K-quants random blocks of 256 weights, about as large as drawn weights."""
+    """Return a matrix as bytes.
+
+    For K-quants, return random blocks of 256 weights with about the same size as random weights.
+    """
     if kind not in ("Q4_K", "Q6_K"):
         return gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

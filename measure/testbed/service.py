@@ -3,8 +3,8 @@
     with serve(checkpoint, "--workers", "2") as served:
         Client(served.grpc).generate("text")
 
-It starts the command as a user would, on free ports, waits for its ready line, and at the end sends SIGTERM and
-asserts that the exit code is 0 and that no process of the service is left, restarted ones included.
+The test bed starts the command as a user would, on free ports, and waits for its ready line. At the end it sends
+SIGTERM and asserts that the exit code is 0 and that no process of the service is left, including restarted ones.
 """
 
 import json
@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 QUIRE = (sys.executable, "-m", "quire_server.cli.main")
 """The command `quire`, run from this source tree."""
 END_S = 60
-"""How long a service may take to end; generous, for a machine with two busy cores."""
+"""Time limit for a service to exit; generous, for a machine with two busy cores."""
 PATIENCE_S = 120
-"""How long a service may take to be done with what it has in hand."""
+"""Time limit for a service to finish its current requests."""
 DEFAULTS = {
     # Tiny models gain nothing from a second thread. If the cores are busy, a second thread makes them 30 times slower,
     # because each barrier waits for a thread that is not scheduled.
@@ -39,7 +39,8 @@ DEFAULTS = {
 """What the service's environment holds unless a test says otherwise."""
 
 SERVICE_VARIABLE = "QUIRE_TEST_SERVICE"
-"""Names a service that runs already, for the tests that neither configure nor damage it: its addresses GRPC,HTTP."""
+"""Variable with the addresses GRPC,HTTP of a running service, for tests that neither configure nor damage the service.
+"""
 _MARKER = "QUIRE_TEST_RUN"
 _READY = re.compile(r"ready grpc=(\S+) http=(\S+)\n")
 
@@ -54,7 +55,7 @@ class Service:
         """HOST:PORT of HTTP."""
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum over all samples of a metric that have these labels; 0 if there are none."""
+        """Return the sum over all samples of a metric with these labels; 0 if there are none."""
         return _sum(self.metrics(), name, **labels)
 
     def metrics(self, accept: str = "text/plain") -> str:
@@ -68,8 +69,8 @@ class Service:
     def wait_until_empty(self, **ended: int) -> None:
         """Wait until no request runs or waits, and the given numbers of requests have ended for each reason.
 
-        Then assert that every block is free or cached. A cancel travels through front end, core and worker and back
-        without an answer. So its arrival is visible only in the metrics.
+        Then assert that every block is free or cached. A cancellation travels through front end, core and worker
+        without a response, so its arrival is visible only in the metrics.
         """
         end = time.monotonic() + PATIENCE_S
         while not _is_empty(metrics := self.metrics(), ended):
@@ -92,17 +93,17 @@ class Served(Service):
         self._marker = marker
 
     def children(self, role: str = "") -> list[psutil.Process]:
-        """Return the live processes of a role ("scheduler", "worker", "frontend"), or all of them."""
+        """Return the live processes with a role ("scheduler", "worker", "frontend"), or all of them."""
         found = psutil.Process(self.process.pid).children()
         return [child for child in found if is_alive(child) and (not role or role in arguments_of(child))]
 
     def pid(self, role: str) -> int:
-        """Return the process id of the only process of a role."""
+        """Return the process id of the only process with a role."""
         (child,) = self.children(role)
         return int(child.pid)
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of this service, also one whose parent has died."""
+        """Return every live process of this service, including those whose parent has died."""
         return processes_marked(self._marker)
 
     def log_lines(self) -> list[dict[str, Any]]:
@@ -112,7 +113,7 @@ class Served(Service):
         return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
 
     def count_logged(self, event: str) -> int:
-        """How many lines of the log so far tell of an event."""
+        """Return how many log lines so far report an event."""
         return sum(line["event"] == event for line in self.log_lines())
 
     def wait(self) -> int:
@@ -152,7 +153,7 @@ def serve(
         model: the checkpoint folder, or "demo".
         flags: further flags of `quire serve`.
         environ: additions to the environment.
-        end: whether the service is to be ended and its end checked; a test that ends it itself says False.
+        end: whether to stop the service and check how it exits; False if the test stops it itself.
     """
     marker = uuid.uuid4().hex
     arguments = (*QUIRE, "serve", f"--model={model}", "--grpc-port=0", "--http-port=0", *flags)
@@ -220,7 +221,7 @@ def processes_marked(marker: str) -> list[psutil.Process]:
 
 
 def arguments_of(process: psutil.Process) -> list[str]:
-    """Return the command line of a process; empty if it has ended."""
+    """Return a process's command line; empty if it has exited."""
     try:
         return list(process.cmdline())
     except psutil.NoSuchProcess:
