@@ -1,6 +1,6 @@
 """Minimal scheduler that drives an engine with explicit plans and tracks its blocks.
 
-Blocks are assigned in random order, so that the blocks of a row are not contiguous. The next plan contains exactly the
+Blocks are assigned in random order, so that a row's blocks are not contiguous. The next plan contains exactly the
 chunks, holds and leaves that the test requested.
 """
 
@@ -31,7 +31,7 @@ GREEDY = plan_pb2.SamplingParams()
 
 
 _SETTINGS: dict[str, Any] = {"kv_cache_memory": "32MiB", "max_num_batched_tokens": 512}
-"""Settings with which a prompt of several hundred tokens fits into one step."""
+"""Settings for which a prompt of several hundred tokens fits into one step."""
 
 
 def make_engine(
@@ -124,7 +124,7 @@ class Driver:
         blocks: Sequence[int] = (),
         computed: int = 0,
     ) -> int:
-        """Admit a row. Its blocks already contain the KV of the first `computed` tokens; chunks compute the others."""
+        """Admit a row. Its blocks already contain the KV of the first `computed` tokens; chunks compute the rest."""
         row = self.free_rows()[0] if row is None else row
         self._generations[row] = self._generations.get(row, 0) + 1
         self.rows[row] = Row(list(tokens), len(tokens), computed, list(blocks))

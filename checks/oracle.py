@@ -3,9 +3,9 @@
 Each delivered token must be the greedy choice of the reference after the delivered prefix. If the best logits differ by
 at most `NEAR_TIE`, rounding may decide. Such tokens are counted, and the caller limits their share.
 
-With quantised KV or activations, the reference rounds as specified. A value between two codes may be rounded in
-either direction, which changes logits more than float rounding, so the tolerance is `ROUNDED_TIE`; with KV
-in int4, whose codes are farther apart, it is `INT4_TIE`.
+With quantised KV or activations, the reference rounds as specified. A value between two codes may be rounded either
+way, which changes logits more than float rounding. The tolerance is therefore `ROUNDED_TIE`, or `INT4_TIE` for int4 KV,
+whose codes are further apart.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ INT4_TIE = 0.3
 
 @dataclass(slots=True)
 class Tally:
-    """Number of compared tokens, and number of near ties with a different choice."""
+    """Number of compared tokens, and number of near ties that were decided differently."""
 
     tokens: int = 0
     near_ties: int = 0
@@ -32,7 +32,7 @@ class Tally:
 class RoundedCache(DynamicCache):
     """Keys and values in int8 or fp8, rounded with the scale of each head's largest element, or in int4.
 
-    In int4, each group of 32 elements is rounded to one of 16 values from its smallest to its largest element.
+    In int4, each group of 32 elements is rounded to 16 values between its smallest and its largest element.
     """
 
     def __init__(self, kind: str) -> None:

@@ -12,7 +12,7 @@ from checks.chaos.campaign import Campaign, run
 
 
 def main() -> int:
-    """Run one campaign; print and write its results."""
+    """Run one campaign; print and store its results."""
     parser = command.parser("checks.chaos", __doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--faults-of-each-kind", type=int, default=15)

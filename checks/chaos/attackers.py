@@ -1,10 +1,10 @@
-"""Process that runs clients: attackers that exhaust a front end's shared resources at once, or honest ones.
+"""Client process. Its clients are either attackers, which exhaust a front end's shared resources at once, or honest.
 
     python -m checks.chaos.attackers HOST:PORT TOKEN KIND,KIND,... SECONDS
 
-It prints "ready" when its bodies are made. At the end it prints the cores that it used and the number of exchanges by
-kind and status, as JSON. Status 0 is a connection that the server closed. Connections come from 127.0.0.2 and up, like
-another machine, because the front end counts connections by address.
+The process prints "ready" when its request bodies are built. At the end it prints the used cores and the number of
+exchanges by kind and status, as JSON. Status 0 is a connection that the server closed. Connections come from 127.0.0.2
+and up, as if from another machine, because the front end counts connections by address.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Campaign that injects faults into the workers of a service under load and checks every stream.
 
-A fault hits a random worker as soon as two workers serve, at most every `pause_s`. The scheduler's log shows which
+As soon as two workers serve, and at most every `pause_s`, a fault hits a random worker. The scheduler's log shows which
 streams were hit and when the fault was detected. The streams show when they continued.
 """
 
@@ -117,7 +117,7 @@ class Outcome:
     seconds: float
 
     def pauses(self, strikes: Sequence[Strike]) -> list[Pause]:
-        """Return the pause of every stream that was hit, if its story is known and it still had tokens to come."""
+        """Return the pause of every affected stream whose history is known and that still expected tokens."""
         by_id = {streamed.request_id: streamed for streamed in self.streams}
         found = []
         for strike in strikes:
@@ -309,7 +309,7 @@ def _worker_name(arguments: list[str]) -> str:
 
 
 async def _strike(fault: Fault, name: str, pid: int, wires: Wires, *, stays: bool) -> None:
-    """Inject a fault; after a while, repair what neither heals by itself nor is left to the supervisor."""
+    """Inject a fault. After a while, repair it unless it heals by itself or the supervisor repairs it."""
     with contextlib.suppress(ProcessLookupError):
         match fault:
             case Fault.KILL:

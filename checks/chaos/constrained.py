@@ -1,8 +1,8 @@
 """Streams with a JSON schema: random schemas, and the reference's choice under the same masks.
 
-Masks come from llguidance, as in a worker. A separate matcher receives the delivered tokens one by one. So if a
-stream's matcher loses its state when the stream moves between workers, the first wrongly allowed or forbidden token
-shows it. jsonschema validates the complete text.
+Masks come from llguidance, as in a worker. A separate matcher receives the delivered tokens one by one. If a stream's
+matcher loses its state when the stream moves between workers, the first wrongly permitted or forbidden token reveals
+this. jsonschema validates the complete text.
 """
 
 import json
@@ -23,7 +23,7 @@ MAX_TOKENS = 700
 
 
 def draw_schema(rng: random.Random) -> dict[str, Any]:
-    """Return one of several hundred schemas whose output is 100 to 300 bytes long, whatever the model prefers."""
+    """Return one of several hundred schemas whose output always has 100 to 300 bytes."""
     fields: dict[str, Any] = {
         "name": {"type": "string", "pattern": f"^[a-z]{{{rng.randrange(60, 100)}}}$"},
         "kind": {"enum": ["worker", "scheduler", "front end"]},

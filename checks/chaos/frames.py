@@ -2,8 +2,8 @@
 
 python -m checks.chaos.frames --count 1000000 --json frames.json
 
-Each of the four sockets has its own adversary. It has valid keys (tests/shared/test_curve.py tests peers without
-them) and uses the right epoch or incarnation most of the time:
+Each of the four sockets has its own adversary with valid keys (tests/shared/test_curve.py tests peers without keys).
+Most of the time it uses the right epoch or incarnation:
 
 * `scheduler-workers`: hellos, results and the rest of a worker's messages, while requests run;
 * `scheduler-frontends`: submissions, credit, questions and operator commands from a front end;
@@ -34,7 +34,7 @@ TARGETS: dict[str, Callable[[Path, random.Random], adversaries.Adversary]] = {
     "frontend-core": adversaries.FalseCore,
 }
 MAX_GROWTH_MB = 200.0
-"""Limit on the growth of a process after the first tenth of its frames, in which its caches and queues fill up."""
+"""Limit on a process's growth after the first tenth of its frames, in which its caches and queues fill up."""
 MIN_BATCHES = 100
 """Growth is checked once there are this many batches. A leak of 2 KB per frame then exceeds the limit."""
 
@@ -90,7 +90,7 @@ def attack(target: str, count: int, seed: int = 0) -> Outcome:
 
 
 def check_growth(target: str, memory_mb: Sequence[float]) -> None:
-    """Raise AssertionError if the memory after each batch shows a leak; too few batches cannot show one."""
+    """Raise AssertionError if memory after each batch shows a leak. Too few batches cannot show one."""
     if len(memory_mb) < MIN_BATCHES:
         return
     growth = memory_mb[-1] - memory_mb[len(memory_mb) // 10 - 1]

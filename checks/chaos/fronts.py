@@ -3,7 +3,7 @@
     python -m checks.chaos.fronts --json fronts.json
 
 The service has two workers, two front ends and a journal. Once every live stream has received a token since the last
-kill, the campaign kills a front end, all of them, the scheduler, or scheduler and front ends at once. It checks each
+kill, the campaign kills a front end, all front ends, the scheduler, or scheduler and front ends at once. It checks each
 stream token by token.
 """
 
@@ -78,8 +78,8 @@ class Outcome:
     def figures(self) -> dict[str, Any]:
         """Return the results as JSON.
 
-        The pause of a stream is its longest gap between two messages, from the last message before a kill until the
-        next kill. It is computed for each stream that ran at the kill.
+        A stream's pause is its longest gap between two messages, from the last message before a kill until the next
+        kill. It is computed for each stream that was running at the kill.
         """
         pauses: dict[Kill, list[float]] = {kill: [] for kill in Kill}
         for record, following in zip_longest(self.records, self.records[1:]):
@@ -171,7 +171,7 @@ def _victims(kill: Kill, served: Served, rng: random.Random, lease: Path | None)
 
 
 def leader_pid(lease: Path) -> int:
-    """Wait until one of the schedulers with this lease file leads; return its process id."""
+    """Wait until one of the schedulers with this lease file leads; return the leader's process id."""
     end = time.monotonic() + PATIENCE_S
     while (watch := ProcessWatch.open(process := lease.read_text().partition("\n")[0])) is None or watch.is_dying():
         if time.monotonic() > end:
@@ -191,7 +191,7 @@ async def _until_all_get_on(load: Load, moment: float) -> None:
 
 
 def main() -> int:
-    """Run one campaign; print and write its results."""
+    """Run one campaign; print and store its results."""
     parser = command.parser("checks.chaos.fronts", __doc__)
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--kills-of-each-kind", type=int, default=8)

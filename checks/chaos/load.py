@@ -40,7 +40,7 @@ class Streamed:
     seed: int | None
     """Sampling seed; None for greedy."""
     schema: dict[str, Any] | None = None
-    """Schema of the output, which also ends it."""
+    """Output schema, which also determines where the output ends."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Load:
     resumable: bool = False
     """Whether clients resume their streams after losing the connection."""
     connections: int = 1
-    """Number of connections that the streams share. Each leads to one of the front ends."""
+    """Number of connections that the streams share. Each connection leads to one front end."""
     constrained_share: float = 0.3
     """Share of streams with a JSON schema."""
     done: list[Streamed] = field(default_factory=list)
@@ -114,7 +114,7 @@ class Load:
             number += 1
 
     async def _stream_once_accepted(self, client: AsyncClient, streamed: Streamed) -> None:
-        """Run a stream; retry while the server refuses it temporarily before it has begun."""
+        """Run a stream. Retry while the server temporarily refuses it at the start."""
         await self._stream(client, streamed)
         for _ in range(_MOST_CALLS):
             error = streamed.error
@@ -151,7 +151,7 @@ class Load:
 
 
 async def _story(admin: "AdminServiceAsyncStub", request_id: str) -> list[tuple[float, str]]:
-    """Return the scheduler's story of a request; empty if the scheduler has dropped it."""
+    """Return the scheduler's history of a request; empty if the scheduler has dropped it."""
     try:
         answer = await admin.GetStory(admin_pb2.GetStoryRequest(request_id=request_id), timeout=60)
     except aio.AioRpcError:

@@ -3,8 +3,8 @@
     python -m checks.chaos.mixed --requests 10000 --json build/chaos-record.json
 
 The client measures each request from the call to the end of its stream, and the front end logs its own time. The causes
-that `quire explain` reports must sum to both. The client's time also includes the transport and the wait for the front
-end's handler. These are not measured, so the load keeps the workers busy and not the front end.
+reported by `quire explain` must sum to both. The client's time also includes the transport and the wait for the front
+end's handler, which are not measured. The load therefore keeps the workers busy and not the front end.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from quire.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 NUM_STREAMS = 192
-"""Concurrent requests; more than there are rows, so that most of them wait."""
+"""Number of concurrent requests; greater than the number of rows, so that most requests wait."""
 TENANTS = ("", "", "", "large", "large", "large", "small")
 ADMISSION = "[tenants.small]\nmax_running = 4\n"
 FLAGS = (

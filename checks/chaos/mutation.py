@@ -24,7 +24,7 @@ class Frames:
     """Draws frames of one kind."""
 
     def __init__(self, kind: type[Message], rng: random.Random, fixed: dict[str, Any]) -> None:
-        """`fixed` are fields of the outermost message that usually keep their correct values, such as the epoch."""
+        """`fixed` are fields of the outermost message that usually keep their correct values, for example the epoch."""
         self._kind = kind
         self._rng = rng
         self.fixed = fixed

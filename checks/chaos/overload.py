@@ -2,9 +2,9 @@
 
     python -m checks.chaos.overload --json overload.json --plot docs/plots/overload.svg
 
-1x is the highest of a few rates at which 99 % of the requests meet their deadline. At 10x most requests must be
-refused, and the accepted ones must be served as well as at 1x. The Poisson arrivals are the same in every run and
-independent of earlier outcomes. Refused requests are not retried.
+1x is the highest tested rate at which 99 % of requests meet their deadline. At 10x most requests must be refused, and
+accepted ones must be served as well as at 1x. The Poisson arrivals are the same in every run and independent of earlier
+outcomes. Refused requests are not retried.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Phase:
     """TTFT of admitted requests."""
     begun: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
-    """End of every request since the beginning, and its tokens if it was served in time."""
+    """End time of every request since the start, and its tokens if it was served in time."""
     in_time: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     health_s: list[float] = field(default_factory=list)

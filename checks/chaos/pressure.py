@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FULL_S, _FREE_S = 8.0, 12.0
-"""Time for which the disk is full, and for which it has space again."""
+"""How long the disk is full, and how long it then has free space."""
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(1_000_000))"
 """Program that computes until its parent ends."""
 _PIECE = b"\0" * 65536

@@ -1,1 +1,1 @@
-"""Commands of the command line that this package provides; see `quire_server.cli`."""
+"""Command-line commands in this package; see `quire_server.cli`."""

@@ -1,4 +1,4 @@
-"""Sample mutants of the scheduler core and of the simulator's oracle, and print which of them a check kills.
+"""Sample mutants of the scheduler core and of the simulator's oracle, and list which of them a check kills.
 
     python -m checks.mutation                          the same as `make mutants`
     python -m checks.mutation --count 20 --seed 7
@@ -65,7 +65,7 @@ class Outcome:
     before: str
     after: str
     killed_by: str
-    """The check that killed it; "" if it survived."""
+    """The check that killed the mutant; "" if it survived."""
     seconds: float
 
 

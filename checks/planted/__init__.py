@@ -1,4 +1,4 @@
-"""Planted bugs: patches that break the core, one at a time, and the checks that may find each bug.
+"""Planted bugs: patches that break the core, one at a time, and the checks that must find them.
 
 * `bug`: the definition of a planted bug
 * `memory`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`, `hosts`,

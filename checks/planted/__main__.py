@@ -1,4 +1,4 @@
-"""Print a table of the planted bugs: the first random world that finds each bug, the time, and the check.
+"""Print a table of the planted bugs: the first random simulation that finds each bug, the time, and the check.
 
 `python -m checks.planted [NAME …]` tries the named bugs, or all bugs. Worlds are drawn from consecutive seeds as in
 `quire sim`, and are not adapted to the bug.

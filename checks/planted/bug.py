@@ -13,7 +13,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True, slots=True)
 class PlantedBug:
-    """A bug, and the checks of which one must find it. The check "core" is an assertion in the core.
+    """A bug, and a set of checks, one of which must find it. The check "core" is an assertion in the core.
 
     If a bug needs a rare situation, the scenarios are adapted so that this situation is more frequent.
     """
@@ -23,7 +23,7 @@ class PlantedBug:
     found_by: frozenset[str]
     aim: Aim
     unseen: str
-    """Reason why no check finds the bug; empty if a check finds it."""
+    """Why no check finds the bug; empty if a check finds it."""
 
 
 BUGS: list[PlantedBug] = []

@@ -58,7 +58,7 @@ def reserved_at_every_attempt(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.tenant_rate", "work.waiting", "finish", aim=_RATES)
 def late_tokens_are_free(patch: pytest.MonkeyPatch) -> None:
-    """Tokens of requests that have left their rows are not charged."""
+    """Tokens are not charged if their requests have left their rows."""
 
     def of_rows(charge: Any, self: Scheduler, worker: Any, settled: Any, now: float) -> None:
         charge(self, worker, dataclasses.replace(settled, late=[]), now)
@@ -68,7 +68,7 @@ def late_tokens_are_free(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_RATES)
 def late_tokens_charged_twice(patch: pytest.MonkeyPatch) -> None:
-    """Tokens of requests that have left their rows are charged twice."""
+    """Tokens are charged twice if their requests have left their rows."""
 
     def twice(charge: Any, self: Scheduler, worker: Any, settled: Any, now: float) -> None:
         charge(self, worker, dataclasses.replace(settled, late=settled.late * 2), now)
@@ -96,7 +96,7 @@ def started_waits_for_the_rate(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.tenant_rate", aim=_RATES)
 def bucket_holds_a_minute(patch: pytest.MonkeyPatch) -> None:
-    """A tenant's bucket holds the tokens of a minute instead of ten seconds."""
+    """A tenant's bucket holds one minute's tokens instead of ten seconds'."""
     patch.setattr(tenants, "BURST_S", 60.0)
 
 
@@ -194,7 +194,7 @@ def preempted_tokens_not_queued(patch: pytest.MonkeyPatch) -> None:
 
 @bug(unseen="the bound of `fair` is larger than what the prompts of a few attempts add")
 def prompt_served_at_every_attempt(patch: pytest.MonkeyPatch) -> None:
-    """Under `fair`, the prompt of an interrupted request of one tenant counts as service at every attempt."""
+    """Under `fair`, an interrupted request's prompt counts as service at every attempt."""
 
     def every_time(place: Any, self: Planner, request: Request, room: Any) -> Any:
         if request.spec.tenant == "a" and self._policy.accounts_service and request.attempts:

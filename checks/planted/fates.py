@@ -51,7 +51,7 @@ _LOSSES = both(
 
 @bug("stream.reason", "work.held", aim=_CRASHES)
 def progress_proves_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A request stays a suspect even after it has generated tokens since its last fatal step."""
+    """A request stays a suspect even if it has generated tokens since its last fatal step."""
     patch.setattr(quarantine, "PROVEN_BY", 1 << 30)
 
 
@@ -99,7 +99,7 @@ def partition_condemns(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.reason", "work.held", aim=both(_CRASHES, with_traffic(credit_tokens=1)))
 def all_rows_are_blamed(patch: pytest.MonkeyPatch) -> None:
-    """All requests in rows become suspects, even those that were not in the fatal step."""
+    """All running requests become suspects, even those outside the fatal step."""
 
     def everybody(requests_in_flight: Any, self: Worker) -> list[Request]:
         rows = (self.rows.requests[row] for row in self.rows.occupied())
@@ -215,7 +215,7 @@ def resubmitted_is_refused(patch: pytest.MonkeyPatch) -> None:
 
 @bug("grammar.wanted", "grammar.drop", "core", aim=with_extras)
 def used_grammar_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """A compiled grammar is dropped when the last row that uses it has ended."""
+    """A compiled grammar is dropped when its last row ends."""
 
     def forgotten(vacated: Any, self: Grammars, key: bytes) -> None:
         vacated(self, key)

@@ -64,7 +64,7 @@ def lost_worker_in_directory(patch: pytest.MonkeyPatch) -> None:
 
 @bug("size", aim=with_limits(**CONTINUOUS))
 def loads_kept(patch: pytest.MonkeyPatch) -> None:
-    """Every earlier load of a worker stays in the heap of loads."""
+    """Every earlier load of a worker remains in the heap of loads."""
 
     def kept(listed: Any, self: Placement, worker: Any) -> None:
         entries, self._by_load = self._by_load, []

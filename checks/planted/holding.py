@@ -135,7 +135,7 @@ def moved_by_present_length(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.reason", aim=adaptation("losses"))
 def cut_off_on_a_shorter_worker(patch: pytest.MonkeyPatch) -> None:
-    """The limit of a request becomes the context of the worker that takes it."""
+    """A request's limit becomes the context length of the worker that takes it."""
 
     def cut(limit_of: Any, self: Worker, request: Request) -> int:
         request.limit = limit_of(self, request)
@@ -161,7 +161,7 @@ def compilation_not_excused(patch: pytest.MonkeyPatch) -> None:
 
 @bug("worker.overdue", "finish", aim=_FREEZES)
 def stalls_excused_twice(patch: pytest.MonkeyPatch) -> None:
-    """A stall of the scheduler extends the deadlines of all steps without limit instead of by its duration."""
+    """A scheduler stall extends the deadlines of all steps without limit instead of by its duration."""
 
     def for_good(time_passes: Any, self: Fleet, now: float) -> None:
         last = self._last_time

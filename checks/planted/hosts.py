@@ -37,7 +37,7 @@ def host_blocks_wait_for_no_answer(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", "empty", aim=_SWAPS)
 def host_blocks_of_cancelled_kept(patch: pytest.MonkeyPatch) -> None:
-    """The host blocks of a request that ends while it waits stay in use."""
+    """If a request ends while it waits, its host blocks stay in use."""
 
     def forget(_drop: Any, self: RequestRegistry, request: Request) -> None:
         request.swapped = None
@@ -78,7 +78,7 @@ def departures_settled_one_step_early(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", "plan.admission", "stream.order", "order.policy", aim=_MOVES)
 def settled_with_the_first_answer(patch: pytest.MonkeyPatch) -> None:
-    """A request that has left its row is readmitted after the next result, although a later step also samples it."""
+    """A request that left its row is readmitted after the next result, although a later step also samples it."""
 
     def all_settled(settle: Any, worker: Worker, step: int) -> None:
         settle(worker, step)
@@ -90,7 +90,7 @@ def settled_with_the_first_answer(patch: pytest.MonkeyPatch) -> None:
 
 @bug("work.waiting", "finish", aim=_MOVES)
 def unsettled_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """A request stays unsettled after the result of the last step that contains it."""
+    """A request stays unsettled after the result of its last step."""
 
     def stays(settle: Any, worker: Worker, step: int) -> None:
         requests = [departure.request for departure in worker.departed.values()]
@@ -103,7 +103,7 @@ def unsettled_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", "worker.sound", "stream.order", aim=both(_MOVES, with_faults(Fault.DRAIN, Fault.CANCEL, per_request=0.3)))
 def prompts_leave_without_trace(patch: pytest.MonkeyPatch) -> None:
-    """A request that leaves its row during steps in flight is not retained for their results."""
+    """A request that leaves its row while steps are in flight is not retained for their results."""
 
     def untraced(vacate: Any, self: Worker, row: int, last_step: int) -> Any:
         request = vacate(self, row, last_step)

@@ -187,7 +187,7 @@ def spoilt_is_shared(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.reason", aim=with_faults(Fault.SPOILT_ROW))
 def readers_are_blamed(patch: pytest.MonkeyPatch) -> None:
-    """A request whose row failed because of another request's KV ends, as if it were at fault."""
+    """A request whose row failed because of another request's KV ends, as if it were the cause."""
 
     def blaming(*arguments: Any) -> Any:
         verdict = judge(*arguments)
@@ -214,7 +214,7 @@ def mean_begins_in_the_middle(patch: pytest.MonkeyPatch) -> None:
 
 @bug("state.prefix", aim=both(with_few_words, with_state))
 def state_is_shared(patch: pytest.MonkeyPatch) -> None:
-    """Requests of a model with recurrent state begin with the cached part of their prompt."""
+    """Requests for a recurrent model skip the cached part of their prompt."""
 
     def sharing(join: Any, self: Fleet, hello: WorkerHello) -> Any:
         joined = join(self, hello)

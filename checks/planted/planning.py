@@ -1,4 +1,4 @@
-"""Bugs in planning: limits of a step, order of admission, queue, requests that wait for grammars."""
+"""Bugs in planning: step limits, admission order, the queue, requests that wait for grammars."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def attention_costs_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @bug("limit.attention")
 def attention_is_not_paid_for(patch: pytest.MonkeyPatch) -> None:
-    """The last chunk of a prompt is charged without its attention, so the next prompt gets too large a chunk."""
+    """A prompt's last chunk is charged without its attention, so the next prompt gets too large a chunk."""
     patch.setattr(prompt_chunks, "chunk_cost", lambda chunk, _context, _break_even: chunk)
 
 
@@ -167,7 +167,7 @@ def ended_stays_queued(patch: pytest.MonkeyPatch) -> None:
     aim=with_limits(policy="fcfs", giants=0.1, num_workers=1, **CONTINUOUS),
 )
 def preempted_loses_place(patch: pytest.MonkeyPatch) -> None:
-    """A request that does not fit goes to the end of the queue."""
+    """A request that does not fit moves to the end of the queue."""
 
     def to_the_end(put_back: Any, self: Backlog, request: Any) -> None:
         request.sequence += 1000

@@ -1,4 +1,4 @@
-"""Bugs that defeat the purpose of a policy, or let the held backlog of a tenant affect other tenants."""
+"""Bugs that defeat a policy's purpose, or let a tenant's held backlog affect other tenants."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def hints_are_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug("tenant.backlog", "stream.reason", aim=with_comparison)
 def held_requests_compete(patch: pytest.MonkeyPatch) -> None:
-    """The forecast of a wait counts requests that are held for their tenants' limits."""
+    """The waiting-time forecast counts requests that are held because of tenant limits."""
     patch.setattr(Backlog, "num_startable", property(lambda self: len(self)))
 
 

@@ -52,7 +52,7 @@ def live_logs_reported_as_dropped(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.dropped", aim=_RETURNS)
 def dropped_log_kept(patch: pytest.MonkeyPatch) -> None:
-    """The log of a complete request that its client drops is kept."""
+    """When a client drops the log of a complete request, the log is retained."""
     patch.setattr(IdentifiedRequests, "drop", lambda self, identity: None)
 
 
@@ -79,7 +79,7 @@ def scores_shared_with_the_log(patch: pytest.MonkeyPatch) -> None:
 
 @bug("resume.end", "resume.kept", aim=_RETURNS)
 def complete_log_goes_on(patch: pytest.MonkeyPatch) -> None:
-    """The log of a complete request has no end, so its client would continue it."""
+    """A complete request's log lacks its end, so the client would continue the request."""
 
     def endless(put: Any, self: KeptLogs, identity: bytes, log: Any, now: float) -> Any:
         return put(self, identity, dataclasses.replace(log, end=None), now)

@@ -21,7 +21,7 @@ def drafts_without_blocks(patch: pytest.MonkeyPatch) -> None:
 
 @bug("stream.credit", aim=both(with_drafts, with_traffic(credit_tokens=16)))
 def drafts_without_credit(patch: pytest.MonkeyPatch) -> None:
-    """Credit is compared with the minimum instead of the maximum number of tokens of a row."""
+    """Credit is compared with a row's minimum instead of its maximum number of tokens."""
 
     def generous(schedule: Any, self: Planner, limits: Any) -> Any:
         rows, allowed = self._rows, self._rows.allowed
@@ -65,7 +65,7 @@ def drafts_never_settled(patch: pytest.MonkeyPatch) -> None:
 
 @bug("core", aim=with_drafts)
 def limit_of_the_former_request(patch: pytest.MonkeyPatch) -> None:
-    """A request that enters a row inherits the draft limit of the request before it."""
+    """A request that enters a row inherits the previous request's draft limit."""
 
     def kept(vacate: Any, self: RowTable, row: int) -> Any:
         limit = self.draft_limit[row]
@@ -116,7 +116,7 @@ def tokens_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
 
 @bug("scores.wrong", aim=both(with_drafts, with_traffic(scored=0.9)))
 def scores_of_one_token(patch: pytest.MonkeyPatch) -> None:
-    """All tokens of a row in a step get the log-probabilities of the first."""
+    """All tokens of a row in a step get the first token's log-probabilities."""
 
     def first(scores: Any, worker: Any, event: Any, before: Any) -> Any:
         bases = {id(known[0]): known[1] for known in before.values() if known is not None}

@@ -100,7 +100,7 @@ def victims_overtake(patch: pytest.MonkeyPatch) -> None:
 
 @bug("preempt.last", "preempt.rank", aim=_URGENT)
 def first_in_rank_goes(patch: pytest.MonkeyPatch) -> None:
-    """When memory runs out, the first instead of the last of the rows that rank behind is preempted."""
+    """When memory runs out, the highest-ranked instead of the lowest-ranked candidate row is preempted."""
 
     def first(victim: Any, self: BlockAllocation, row: int) -> int | None:
         ranks, self._rows.rank = self._rows.rank, self._rows.rank.copy()

@@ -1,7 +1,7 @@
-"""Adaptations of drawn scenarios that make rare situations more frequent.
+"""Adapts scenarios so that rare situations become more frequent.
 
-`draw_world` draws the scenario for a seed and applies one adaptation to every second seed, each in turn. Each area of
-the core therefore runs in the situations that expose its errors. The other seeds combine all features at random.
+`draw_world` generates a seed's scenario and applies one adaptation to every second seed, in turn. Each area of the core
+therefore runs in the situations that expose its errors. The other seeds combine all features at random.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ def with_overload(scenario: Scenario) -> Scenario:
 
 
 def with_long_prompts(scenario: Scenario) -> Scenario:
-    """Send prompts of several steps concurrently with decode rows; a prompt token takes as long as a decode step."""
+    """Send prompts that take several steps together with decode rows; a prompt token takes as long as a decode step."""
     config = dataclasses.replace(
         scenario.config,
         **CONTINUOUS,
@@ -350,7 +350,7 @@ def with_deadlines(scenario: Scenario) -> Scenario:
 
 
 def with_short_logs(scenario: Scenario) -> Scenario:
-    """Drop retained logs soon, because of their age or for lack of memory."""
+    """Drop retained logs soon, because they are old or memory is short."""
     scenario = both(with_extras, with_traffic(identified=0.9, scored=0.5, embeds=0.0))(scenario)
     scenario = with_limits(resume_keep_s=20 * scenario.pace.step, resume_keep_bytes=20_000)(scenario)
     return with_faults(Fault.CORE_RESTART, per_100_steps=0.5)(scenario)
@@ -482,7 +482,7 @@ AIMS: tuple[tuple[str, Aim], ...] = (
 
 
 def draw_world(seed: int) -> Scenario:
-    """Draw the scenario of a seed; every second one is adapted, by the adaptations in turn."""
+    """Generate a seed's scenario. Every second scenario gets one of the adaptations in turn."""
     scenario = draw(seed)
     turn, is_adapted = divmod(seed, 2)
     return AIMS[turn % len(AIMS)][1](scenario) if is_adapted else scenario

@@ -1,4 +1,4 @@
-"""Front ends with their clients: they submit, read, find stop strings and disconnect, and check what they receive.
+"""Front ends with their clients. They submit, read, find stop strings and disconnect, and check what they receive.
 
 A front end receives the core's messages without delay and acts with delay. Its messages are therefore slightly out of
 date, as in a real cluster.
@@ -22,7 +22,7 @@ from shared.prefix_keys import following_keys, root_key
 
 _MOST_HISTORY = 20
 _MOST_LOST = 3
-"""Maximum number of tokens of a stream in transit to a front end when the core dies."""
+"""Maximum number of a stream's tokens in transit to a front end when the core dies."""
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class Clients:
             self._world.agenda.after(earlier.demand.take_s, self._grant, stream, 64)
 
     def submit_twin(self, stream: Stream) -> Stream | None:
-        """Submit another request of the same identity; return its stream."""
+        """Submit another request with the same identity; return its stream."""
         peer = self.any_frontend()
         if peer is None:
             return None
@@ -320,7 +320,7 @@ class Clients:
     # ---------------------------------------------------------------- faults
 
     def lose_one(self) -> None:
-        """Lose one front end with its streams; another front end replaces it."""
+        """Replace one front end; its streams are lost."""
         world = self._world
         frontend = world.rng.choice(list(self._frontends.values()))
         world.fault(Fault.FRONTEND_LOST)
@@ -361,7 +361,7 @@ class Clients:
             raise ViolationError("frontend.unknown", f"{effects} for a front end without hello")
 
     def core_died(self) -> None:
-        """Connect to a new core: front ends say hello and submit their streams with the tokens so far."""
+        """Connect to a new core: front ends send Hello and submit their streams with all tokens received so far."""
         world = self._world
         self._service = None
         self._deadlines.clear()

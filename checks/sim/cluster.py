@@ -1,4 +1,4 @@
-"""All workers as the core sees them: their epochs, and checks on the core's reactions to their answers."""
+"""All workers as the core sees them: their epochs, and checks on the core's reactions to their results."""
 
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _EPSILON = 1e-6
 _SHORT_DRAIN = 50
 """Longest time of every second drain, in steps."""
 _MOST_CHANGES = 1000
-"""Number of changes of the fleet that are kept."""
+"""Maximum number of recorded fleet changes."""
 
 
 class Cluster:
@@ -37,7 +37,7 @@ class Cluster:
         self._lengths: deque[tuple[float, int, str]] = deque([(world.now, 0, "")], maxlen=_MOST_CHANGES)
         """The longest sequence that a worker open for requests could hold from a time on, and its model."""
         self.wanted: Callable[[], set[str]] = set
-        """Returns the models that live requests name; "" for those that name none."""
+        """Returns the models required by live requests; includes "" if a request requires no particular model."""
         self._drained: set[str] = set()
         """Workers that were drained when they were lost. They are still drained after they reconnect."""
         self._served = ""
@@ -70,7 +70,7 @@ class Cluster:
 
     @property
     def empty_since(self) -> float:
-        """Time of the last change of `longest`; without an open worker, the time since which there is none."""
+        """Time of the last change to `longest`, or when the last open worker left."""
         return self._lengths[-1][0]
 
     def _fleet_changed(self) -> None:

@@ -1,8 +1,8 @@
 """The kinds of faults, and how often each occurs in one simulation.
 
-Each seed draws which kinds of faults it has (swarm testing, Groce et al., ISSTA 2012: a random subset finds more than
-all at once). It also draws two rates. Faults per step affect the result or its worker. Faults per second affect any
-process at any time.
+Each seed selects its kinds of faults (swarm testing, Groce et al., ISSTA 2012: a random subset finds more than all at
+once). It also selects two rates. Faults per step affect the result or its worker. Faults per second affect any process
+at any time.
 """
 
 import enum
@@ -81,7 +81,7 @@ NONE = FaultRates((), 0.0, (), 0.0, {})
 
 
 def draw_rates(rng: random.Random, step: float) -> FaultRates:
-    """Draw the faults of one simulation whose steps take about `step` seconds."""
+    """Generate the faults for one simulation with steps of about `step` seconds."""
     of_steps = tuple(fault for fault in STEP_FAULTS for _ in range(_WEIGHTS.get(fault, 1)) if rng.random() < 0.4)
     timed = tuple(fault for fault in TIMED_FAULTS if rng.random() < 0.4)
     return FaultRates(

@@ -7,7 +7,7 @@ from scheduler_svc.core.interface.plan import Plan
 
 
 def render(result: Result, steps: int) -> str:
-    """Return the result of one simulation of `steps` steps."""
+    """Return the result of one simulation with `steps` steps."""
     failure = result.failure
     if failure is None:
         return f"ok seed={result.seed} events={result.num_events}"

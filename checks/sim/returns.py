@@ -1,8 +1,7 @@
 """Clients that reconnect: requests with an identity are taken over, detached, resumed, submitted twice and dropped.
 
-The core reports when a log begins, ends and is dropped. So the retained content is known exactly, and so is the
-response to a client that resumes. The reports go to a journal that a restarted core may recover, whose content is known
-as well.
+The core reports when a log begins, ends and is dropped. The retained content is therefore known exactly, and so is the
+response to a client that resumes. The reports go to a journal with known content, which a restarted core may recover.
 """
 
 import enum
@@ -55,7 +54,7 @@ class Returns:
         self._world = world
         self._clients = clients
         self._newest: dict[bytes, Stream] = {}
-        """By request, the stream that has it now or had it last."""
+        """For each request, the stream that currently has it or had it last."""
         self._live: dict[bytes, ef.LogBegun] = {}
         """Requests whose logs have begun and not ended."""
         self._kept: dict[bytes, _Kept] = {}
@@ -171,7 +170,7 @@ class Returns:
             raise ViolationError("log.dropped", f"the log of {effect.identity!r} is dropped and not kept, or live")
 
     def note(self, effects: list[ef.Effect]) -> None:
-        """Write the effects of one turn to the journal, and check from time to time what it contains."""
+        """Write one turn's effects to the journal, and check its content from time to time."""
         if self._journal is None or not effects:
             return
         self._journal.commit(effects)

@@ -1,7 +1,7 @@
 """The scenario of a simulation, drawn from its seed before the simulation begins.
 
-Sizes are small on purpose. A pool of a dozen blocks with a handful of rows reaches in a second the coincidences that a
-real pool reaches in a month. A few seeds are larger. Times are chosen so that every limit of `CoreConfig` is reached.
+Sizes are small on purpose. With a dozen blocks and a handful of rows, rare coincidences occur within a second that take
+a month in a real pool. A few seeds are larger. Times are chosen so that every limit in `CoreConfig` is reached.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class TrafficShape:
     """Approximate length of the longest sequence that the workers can hold."""
     longest_output: int
     giants: float
-    """Share of requests whose prompt fills most of the context."""
+    """Fraction of requests whose prompt fills most of the context."""
     alphabet: int
     """Number of distinct tokens in prompts. A small number creates accidental common prefixes."""
     families: int
@@ -82,7 +82,7 @@ class TrafficShape:
     credit_tokens: int
     """Reader window in tokens; 0 disables flow control."""
     traced: float
-    """Share of traced requests. With 1, the simulator learns of every preemption."""
+    """Fraction of traced requests. With 1, the simulator sees every preemption."""
     grammars: float = 0.0
     """Share of requests with a grammar."""
     scored: float = 0.0
@@ -90,7 +90,7 @@ class TrafficShape:
     identified: float = 0.0
     """Share of requests that clients resume."""
     models: float = 0.0
-    """Share of requests that name the model for which they were validated."""
+    """Fraction of requests that name the model for which they were validated."""
     steps_per_token: float = 5.0
     """Longest deadline, in steps per generated token."""
     embeds: float = 0.0
@@ -111,7 +111,7 @@ class Scenario:
     check_every: int
     """Number of events between two checks of the core's internal invariants."""
     compares: bool = False
-    """Whether pairs of simulations of the seed are compared as well; see `twins`."""
+    """Whether pairs of simulations with this seed are compared too; see `twins`."""
     state_bytes: int = 0
     """Size of a row's recurrent state; 0 if the model has only KV."""
 
@@ -181,7 +181,7 @@ def _draw_drafts(*facts: int) -> int:
 
 
 def _draw_break_even(*facts: int) -> int:
-    """Draw the cost of attention, from almost nothing to more than all other costs, in one of three worlds."""
+    """Choose the cost of attention, from almost nothing to more than all other costs, in one of three simulations."""
     rng = random.Random(f"attention of {facts}")
     return rng.choice((1, 8, 30, 200)) if rng.random() < 1 / 3 else 0
 
@@ -228,7 +228,7 @@ def _draw_config(rng: random.Random, max_num_seqs: int) -> CoreConfig:
 
 
 def _with_poison(rates: FaultRates, seed: int) -> FaultRates:
-    """Add requests that kill workers, in one of four worlds."""
+    """Add requests that kill workers, in one of four simulations."""
     rng = random.Random(f"poison of {seed}")
     if rng.random() < 0.75:
         return rates
@@ -249,7 +249,7 @@ def _with_extras(traffic: TrafficShape, seed: int) -> TrafficShape:
 
 
 def _with_room(scenario: Scenario, context: int) -> Scenario:
-    """Make rows the only scarce resource in one of ten worlds, so that only the admission order matters."""
+    """Make rows the only scarce resource in one of ten simulations, so that only the admission order matters."""
     rng = random.Random(f"room of {scenario.seed}")
     if rng.random() < 0.9:
         return scenario
@@ -272,7 +272,7 @@ def _with_room(scenario: Scenario, context: int) -> Scenario:
 
 
 def _with_target(scenario: Scenario) -> Scenario:
-    """Set an inter-token latency target in one of four worlds. In half of them, prompts are expensive."""
+    """Set an inter-token latency target in one of four simulations. In half of these, prompts are expensive."""
     rng = random.Random(f"target of {scenario.seed}")
     if rng.random() < 0.75:
         return scenario
@@ -299,7 +299,7 @@ def _with_thresholds(scenario: Scenario) -> Scenario:
 
 
 def _draw_classes(seed: int) -> dict[str, RequestClass]:
-    """Draw request classes in one of eight worlds; requests use their tenant's name as their class."""
+    """Add request classes in one of eight simulations; requests use their tenant's name as their class."""
     rng = random.Random(f"classes of {seed}")
     if rng.random() < 0.875:
         return {}

@@ -1,8 +1,8 @@
-"""One simulation: the production core, driven through its public methods only, in a world drawn from one seed.
+"""One simulation of the production core through its public methods, with a scenario generated from one seed.
 
 The loop matches the scheduler service: handle arrived events, advance time, and plan for every worker whose plan is
-due. Phase one injects faults. Phase two repairs everything and requires that every request ends within a bound. Every
-error becomes a `Failure`, with the event that caused it and the story of the request concerned.
+due. Phase one injects faults. Phase two repairs everything and requires that every request ends within a time limit.
+Every error becomes a `Failure`, with the event that caused it and the history of the affected request.
 """
 
 import random
@@ -39,7 +39,7 @@ _TURNS_PER_STEP = 5
 """Maximum number of turns per step in the phase with faults, even if the core got fewer events."""
 _LINKS_SHARE = 0.25
 _MOST_TURNS_AT_ONCE = 10_000
-"""Maximum number of turns without progress of the virtual time."""
+"""Maximum number of turns without progress in virtual time."""
 _SHORT = 300
 """In runs of at most this many steps, the core's internal invariants are checked after every event."""
 
@@ -65,7 +65,7 @@ class Result:
 
     seed: int
     num_events: int
-    """Number of calls of `handle`, without those that only advanced the time and had no effect."""
+    """Number of calls to `handle`, without those that only advanced the time and had no effect."""
     num_plans: int
     failure: Failure | None
 
@@ -190,7 +190,7 @@ class Simulation:
             self._plan()
 
     def feed(self, event: ev.Event) -> list[ef.Effect]:
-        """Pass one event to the core; return its effects after they were executed and checked."""
+        """Pass one event to the core; execute and check the effects, then return them."""
         agenda = self._agenda
         self._event = event
         self._was_fed = True

@@ -1,7 +1,7 @@
 """Worker processes and their links, which register, execute plans, send results, and have faults.
 
-The model executes a plan when the core has made it, even if its worker is already dead, so that every plan is checked.
-Only the result depends on the worker. Links preserve message order. Faults are drawn per step.
+The model executes each plan as soon as the core has made it, even if the worker is already dead, so that every plan is
+checked. Only the result depends on the worker. Links preserve message order. Faults are chosen per step.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ class Site:
         self.model: ModelWorker | None = None
         """Model of the present incarnation, known from its hello."""
         self.epoch: Epoch | None = None
-        """Epoch of the present incarnation; None until it is welcomed."""
+        """Epoch of the current incarnation; None until it is welcomed."""
         self.hello_reason = ev.HelloReason.STARTED
         """Reason of the newest hello."""
         self._is_new = True
@@ -206,7 +206,7 @@ class Site:
     # ---------------------------------------------------------------- steps
 
     def execute(self, epoch: Epoch, plan: Plan) -> list[StreamName]:
-        """Execute a plan; return the streams whose rows fail in it, except failures due to other rows' KV."""
+        """Execute a plan; return the streams whose rows fail in it, except failures caused by other rows' KV."""
         world, pace = self._world, self._world.scenario.pace
         rates = world.faults
         fault = None

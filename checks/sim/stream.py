@@ -1,4 +1,4 @@
-"""One request as seen by its client and front end, with checks on everything that the core sends about it.
+"""One request as its client and front end see it, with checks on everything that the core sends about it.
 
 Every token is compared with the oracle's on arrival, in O(1). The stream's history must justify the reason for its end.
 """
@@ -43,7 +43,7 @@ class Stream:
         """Whether an earlier core has accepted it."""
         self.end: EndReason | None = None
         self.identity = b""
-        """Identity under which a client resumes it; empty for none."""
+        """Identity with which a client resumes the request; empty for none."""
         self.is_twin = False
         """Whether another stream with the same identity is live."""
         self.num_scored = 0
@@ -65,13 +65,13 @@ class Stream:
         self.row_failed = False
         """Whether one of its rows was reported as failed."""
         self.context = math.inf
-        """Context length of the worker that ran it last."""
+        """Context length of the worker that ran the request last."""
         self.epoch: Epoch | None = None
-        """Epoch of the worker that has it, in a row or in its last step."""
+        """Epoch of the worker that has the request, in a row or in its last step."""
         self.row: tuple[int, int] | None = None
         """Its (row, generation) on that worker."""
         self.home: Epoch | None = None
-        """Worker that had it before the last admission."""
+        """Worker that had the request before its last admission."""
         self.placements = 0
         self.killed_workers = 0
         """Number of workers that it has killed."""
@@ -94,7 +94,7 @@ class Stream:
 
     @property
     def longest(self) -> int:
-        """Number of tokens in its longest possible sequence, on the worker that ran it last."""
+        """Number of tokens in the longest possible sequence, on the worker that ran the request last."""
         longest = len(self.demand.prompt) + self.demand.max_tokens
         return longest if longest < self.context else int(self.context)
 
@@ -108,7 +108,7 @@ class Stream:
 
     @property
     def returns_home(self) -> bool:
-        """Whether the worker that preempted it is draining and takes it back."""
+        """Whether the worker that preempted the request is draining and takes it back."""
         home = self.home
         return home is not None and not home.is_lost and home.draining and self.num_known < home.context
 
@@ -137,7 +137,7 @@ class Stream:
         return self.was_accepted or self.placements > 0 or len(self.tokens) > 0
 
     def begin(self, now: float, *, accepted: bool) -> None:
-        """Submit the stream to a core; `accepted` says whether an earlier core has accepted it."""
+        """Submit the stream to a core; `accepted` means that an earlier core has accepted it."""
         self.known = True
         self.was_accepted = accepted
         self.num_scored = len(self.tokens)
@@ -236,7 +236,7 @@ class Stream:
 
         Args:
             effect: the end as the core reports it.
-            justified: what contradicts a reason that depends on more than the stream; None if nothing does.
+            justified: what contradicts a reason that depends on more than the stream; None for no contradiction.
         """
         if self.end is not None or not self.known:
             raise ViolationError("stream.ends_once", f"{effect.reason} after {self.end}", self.name)
@@ -249,7 +249,7 @@ class Stream:
         self.end = effect.reason
 
     def _objection(self, effect: ef.RequestEnded) -> str | None:
-        """Return what contradicts the core's reason for the end, as far as the stream itself can tell."""
+        """Return what contradicts the core's end reason, as far as the stream itself shows."""
         count = len(self.tokens)
         stopped = bool(self.tokens) and self.tokens[-1] in self.demand.stops
         if effect.reason is not EndReason.STOP_STRING and effect.completion_tokens != count:

@@ -34,7 +34,7 @@ class Demand:
     credit: int
     """Reader window in bytes."""
     take_s: float | None
-    """Time in which the reader reads a message and returns its credit; None if it never does."""
+    """How long the reader takes to read a message and return its credit; None if it never reads."""
     cancel_at: int | None
     """Number of tokens after which the client leaves."""
     cancel_s: float | None
@@ -52,7 +52,7 @@ class Demand:
     model: str = ""
     """Fingerprint of the only model that may compute it; "" for any."""
     poison_at: int | None = None
-    """Number of generated tokens after which every worker that computes it dies."""
+    """Number of generated tokens after which the request kills every worker that computes it."""
     pooling: Pooling = Pooling.NONE
     """Pooling if it requests an embedding instead of tokens."""
 
@@ -72,7 +72,7 @@ class Traffic:
         """Draw one demand.
 
         Args:
-            earlier: prompt and output of an earlier request; this request may continue its conversation.
+            earlier: an earlier request's prompt and output; this request may continue that conversation.
         """
         rng, shape = self._rng, self._shape
         prompt = self._prompt(earlier)

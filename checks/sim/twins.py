@@ -1,10 +1,12 @@
-"""Two simulations of one load that differ in one respect: what users notice of it must be what is promised.
+"""Compares two simulations with the same load that differ in one respect.
+
+Users must notice only the promised differences.
 
 * `PURPOSES`: a policy serves what it is for earlier than `fcfs` does, on average over a load.
 * The backlog of a tenant at its limit changes nothing for others, to the microsecond.
 
-The load is drawn from a seed. One worker serves it, and steps of equal work take equally long. So the outcomes differ
-only by the decisions of the core.
+The load is generated from a seed. One worker serves it, and steps with equal work take equally long, so the outcomes
+differ only because of the core's decisions.
 """
 
 import random
@@ -34,7 +36,7 @@ _MOST_HELD = 400
 
 @dataclass(slots=True)
 class Served:
-    """The outcome of each request, by its place in the load; times in seconds since the beginning."""
+    """Each request's outcome, by position in the load; times in seconds since the start."""
 
     arrivals: Sequence[Arrival]
     first: dict[int, float] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class Purpose:
     what: str
     measure: Measure
     most: float
-    """Largest ratio to the same value under `fcfs`; above what 60 drawn loads have shown."""
+    """Largest permitted ratio to the value under `fcfs`; chosen above the values in 60 random loads."""
     spare: float = 0.0
     """Value that may be added, for small shares."""
 
@@ -144,7 +146,7 @@ class _Load:
 
 
 def check_purpose(seed: int, policy: str = "") -> None:
-    """Check that a policy, which the seed determines if none is given, serves what it is for better than `fcfs`."""
+    """Check that a policy serves its purpose better than `fcfs`. If no policy is given, the seed determines it."""
     policy = policy or random.Random(f"purpose of {seed}").choice(list(PURPOSES))
     purpose = PURPOSES[policy]
     load = _draw(random.Random(f"{policy} {seed}"), policy)
@@ -195,7 +197,7 @@ def _held(at: float, num_prompt: int, num_outputs: int) -> Arrival:
 
 
 def _draw(rng: random.Random, policy: str, *, deadlines: float = 0.0) -> _Load:
-    """Draw a load that keeps a worker busy: a burst, then as many requests per second as it can serve.
+    """Generate a load that keeps a worker busy: a burst, then as many requests per second as it can serve.
 
     Args:
         rng: the generator.

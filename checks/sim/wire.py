@@ -27,7 +27,7 @@ from shared.frames import PLAN_VERSIONS, MalformedFrameError
 from shared.request_spec import read_spec
 
 _PRECISION_S = 1e-6
-"""Precision of times, which are sent in nanoseconds relative to the time of sending."""
+"""Precision of times, which are sent in nanoseconds relative to the send time."""
 _KINDS = {
     ev.FailureKind.NOT_FINITE: plan_pb2.ROW_FAILURE_KIND_NOT_FINITE,
     ev.FailureKind.NO_TOKEN_ALLOWED: plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED,
@@ -203,7 +203,7 @@ def _with_exact_times(sent: ev.RequestArrived, decoded: ev.RequestArrived) -> ev
 
 
 def delivered(effect: ef.Effect) -> ef.Effect:
-    """Return the effect as its front end decodes it, if it is for one."""
+    """Return the effect as decoded by its front end, if it is addressed to one."""
     outgoing = Outgoing()
     match effect:
         case ef.TokensReady():
@@ -333,7 +333,7 @@ def _admission(own: RowAdmission, sent: plan_pb2.Admission) -> RowAdmission:
 
 
 def _copies(own: tuple[BlockCopy, ...], ids: list[int], sources: bytes, targets: bytes) -> tuple[BlockCopy, ...]:
-    """Return the copies in one direction. The wire format has one column for all of them."""
+    """Return the copies in one direction. The wire format has a single column for both directions."""
     if not own:
         return ()
     ends = np.cumsum([len(each.sources) for each in own])[:-1]

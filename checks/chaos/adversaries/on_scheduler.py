@@ -91,7 +91,7 @@ class FalseWorker(_InService):
     """Registers as a worker, receives requests, and responds with malformed results."""
 
     def batch(self) -> int:
-        """Send the frames of one connection, of which the scheduler has certainly read the last."""
+        """Send one connection's frames, the last of which the scheduler has certainly read."""
         socket = self.connect("workers", PLAN_MAX_MESSAGE)
         frames = Frames(plan_pb2.WorkerMessage, self.rng, {})
         model = self._model()
@@ -135,7 +135,7 @@ class FalseWorker(_InService):
                         socket.send(right[-1].SerializeToString())
 
     def _model(self) -> plan_pb2.ModelInfo:
-        """Return the model as the core describes it to front ends, so that a false worker can claim to serve it."""
+        """Return the model as the core describes it to front ends, so that a fake worker can claim to serve it."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         hello = link_pb2.FrontendHello(protocol_version=LINK_VERSIONS.newest, frontend_id="asks", incarnation=1)
         model = link_pb2.CoreMessage.FromString(_ask(socket, link_pb2.FrontendMessage(hello=hello))).state.model
@@ -158,7 +158,7 @@ class FalseFrontend(_InService):
     """
 
     def batch(self) -> int:
-        """Send the frames of one connection, of which the scheduler has certainly read the last."""
+        """Send one connection's frames, the last of which the scheduler has certainly read."""
         socket = self.connect("frontends", LINK_MAX_MESSAGE)
         # After the Goodbye, the core does not know the peer and ignores its frames.
         frames = Frames(link_pb2.FrontendMessage, self.rng, {"goodbye": False})
@@ -219,8 +219,10 @@ def _ask(socket: "zmq.Socket[bytes]", question: Message, is_answer: Callable[[by
 
     An oversized frame closes the connection, and later frames are lost.
     """
-    """The first frame that answers. Asks again every few seconds: a frame that is too large closes the connection, and
-    what was behind it is lost."""
+    """Return the first frame that is a response.
+
+    Repeat the request every few seconds: an oversized frame closes the connection, and all frames behind it are lost.
+    """
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         socket.send(question.SerializeToString())

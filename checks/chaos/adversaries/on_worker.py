@@ -26,8 +26,8 @@ from worker_svc.link.session import Event, Lost, PlanArrived, RefusedForGood, Se
 class FalseScheduler(Adversary):
     """Welcomes a real worker and sends it malformed plans.
 
-    Frames that end a session (see `Session`) are sent last, after the worker has responded to a correct plan. So it has
-    read all earlier frames. Refusals are not sent, because they make a worker exit.
+    Frames that end a session (see `Session`) are sent last, after the worker has responded to a correct plan and thus
+    has read all earlier frames. Refusals are not sent, because they make a worker exit.
     """
 
     def __init__(self, folder: Path, rng: random.Random) -> None:

@@ -1,12 +1,11 @@
 """The core's promises about requests, plans and limits, checked from outside at every event.
 
-* `book` – the place of every stream; `base` – the base class of a promise; `watch` – all promises, called in order.
+* `book` – the place of every stream; `base` – the base class for promises; `watch` – calls all promises in order.
 * `limits`, `admissions` – what one plan may contain; `waits`, `ends` – how long a request waits and why it ends;
-  `refusals` – whether its deadline was a reason to refuse it.
-* `queues`, `quotas` – the limits of the queue and of tenants; `blame` – which requests are suspects after a death.
-* `keys` – bounds of the keys of policies; `prompts` – how the prompt tokens of a step are shared.
+  `refusals` – whether a refusal by deadline was justified.
+* `queues`, `quotas` – limits of the queue and of tenants; `blame` – which requests are suspects after a death.
+* `keys` – bounds on policy keys; `prompts` – how a step's prompt tokens are shared.
 * `eligible` – whether a request could start; `order`, `passing`, `work` (no idle worker) and `fairness` use it.
 * `drains` – which requests a drain moves; `victims` – which requests are preempted.
-* `sizes` – how much memory the core uses; `evictions` – which blocks stay cached; `effort` – how many requests a plan
-  looks at.
+* `sizes` – the core's memory use; `evictions` – which blocks stay cached; `effort` – how many requests a plan examines.
 """

@@ -14,7 +14,7 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 class AdmissionsAreSound(Promise):
     """A live request is admitted with all its tokens, on a worker that is open for requests and has its grammar.
 
-    The worker can carry the whole length of the request, or is one of the longest.
+    The worker has room for the request's full length, or has the longest context.
     """
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
@@ -44,7 +44,7 @@ class AdmissionsAreSound(Promise):
 
 
 class RowsLeave(Promise):
-    """A request that has ended, or has left its worker, is in no further plan for that row's generation."""
+    """After a request has ended, or has left its worker, no later plan contains it under that row generation."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         rows = epoch.model.rows

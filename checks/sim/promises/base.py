@@ -1,7 +1,7 @@
-"""The base class of a promise: a guarantee of the core, checked from outside at every event.
+"""The base class for promises. A promise is a guarantee of the core, checked from outside at every event.
 
 A promise is a class whose docstring states the guarantee. It overrides the hooks that it needs and raises a
-`ViolationError` when the guarantee is broken. A promise lives as long as one core; a restarted core gets new ones.
+`ViolationError` when the guarantee is broken. Each core has its own promises; a restarted core gets new ones.
 """
 
 from collections.abc import Callable

@@ -24,12 +24,12 @@ class _Record:
         self.alone = 0
         """Number of deaths in a step that contained only this stream."""
         self.at = 0
-        """Number of tokens at the last of these deaths."""
+        """Number of tokens at the last fatal step."""
         self.admitted_with = 0
         """Number of tokens at the last admission."""
 
     def clear(self) -> None:
-        """Record that the stream is not a suspect now. At most one death counts for it."""
+        """Record that the stream is not a suspect now. At most one of its deaths still counts."""
         self.fatal, self.alone = min(self.fatal, FATAL_STEPS - 1), min(self.alone, FATAL_ALONE - 1)
         self.surely = 0
 
@@ -37,8 +37,8 @@ class _Record:
 class Suspects(Promise):
     """A request is rejected only after two fatal steps in a batch and two consecutive ones alone.
 
-    After two fatal steps a request runs alone, until the tokens that it generates alone show that it is harmless. When
-    a worker says goodbye, breaks the protocol or is disconnected by the core, no request is blamed.
+    After two fatal steps a request runs alone, until the tokens that it generates alone show that it is harmless. No
+    request is blamed when a worker says goodbye, breaks the protocol or is disconnected by the core.
     """
 
     def __init__(self, watched: Watched) -> None:

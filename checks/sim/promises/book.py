@@ -1,4 +1,4 @@
-"""The place of every stream, from the core's plans and effects: which streams wait, and which worker has the others.
+"""The place of every stream, from the core's plans and effects: waiting, or running on a worker.
 
 The core reports preemptions and losses only for traced requests. So the book is complete only in simulations that trace
 all requests. Promises that need it are checked only there.
@@ -43,7 +43,7 @@ class Book:
         stream.context = epoch.context
 
     def left(self, stream: Stream, outcome: str) -> Epoch | None:
-        """Record that a traced stream left its worker; return this worker if the stream waits again."""
+        """Record that a traced stream left its worker. If the stream waits again, return this worker."""
         epoch = stream.epoch
         self._leave_row(stream)
         if outcome in _ENDS or epoch is None:

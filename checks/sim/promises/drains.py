@@ -11,7 +11,7 @@ from shared.request_spec import Pooling
 
 
 class DrainsMoveWhatHasRoom(Promise):
-    """A drain that moves requests moves exactly those for whose full length another worker has room.
+    """A drain that moves requests moves exactly those for which another worker has room at full length.
 
     A drain that does not move requests leaves all of them on the worker.
     """
@@ -50,7 +50,7 @@ class DrainsMoveWhatHasRoom(Promise):
 
 
 def is_in_row(stream: Stream) -> bool:
-    """Return whether the request is in its row. A request whose last step is planned has left its row."""
+    """Return whether the request occupies its row. A request whose last step is planned has left its row."""
     epoch = stream.epoch
     if epoch is None or stream.row is None:
         return False
@@ -63,6 +63,6 @@ def is_in_row(stream: Stream) -> bool:
 
 
 def _num_accepted_in_flight(stream: Stream, epoch: Epoch, row: int) -> int:
-    """Return how many accepted drafts of a row the core does not know yet. It counts one token for each such step."""
+    """Return the number of accepted drafts that the core does not know yet. The core counts one token per such step."""
     answers = (sent.answer for sent in epoch.in_flight if stream.name in sent.names)
     return sum(int((answer.counts[answer.rows == row] - 1).sum()) for answer in answers if answer.counts is not None)

@@ -16,19 +16,17 @@ from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.planning.batch_selection import MAX_OVERTAKING_TRIES
 
 _PER_PLAN = 2 * MAX_OVERTAKING_TRIES + 4
-"""Fixed allowance per plan: requests that lack memory, suspects, the next urgent one, and the one that ends
-admissions.
-"""
+"""Fixed allowance per plan: requests that lack memory, suspects, the next urgent one, and the last one examined."""
 _PER_EVENT = 4
-"""Allowance per event: requests that are examined again because they are held, released, late or assigned."""
+"""Allowance per event: requests that are examined again because they were held, released, late or assigned."""
 _ALWAYS = 64
 
 
 class WorkPerPlan(Promise):
     """The planner examines the requests that it admits and a few others, however many wait.
 
-    A held request is not examined before an event that concerns it. So the number of examined requests is bounded by a
-    constant per plan plus the numbers of admissions and events.
+    A held request is not examined before an event that concerns it. The number of examined requests is therefore
+    bounded by a constant per plan plus the numbers of admissions and events.
     """
 
     def __init__(self, watched: Watched) -> None:

@@ -43,9 +43,9 @@ class Memory:
     available: int
     """Number of blocks that can be allocated now."""
     reserve: int
-    """Number of blocks that running requests may need until they are complete; 0 if all of them end."""
+    """Number of blocks that running requests may still need; 0 if all of them end."""
     promised: int
-    """Number of blocks of the longest possible sequences of all running requests."""
+    """Number of blocks for the longest possible sequences of all running requests."""
     total: int
 
 
@@ -57,9 +57,9 @@ class Eligibility(Promise):
         self._quotas = quotas
         self._suspects = suspects
         self._given_up = self._growth = 0
-        """Blocks of requests that left their rows in the present plan, and further blocks that they could have taken.
+        """Blocks of requests that left their rows in the current plan, and further blocks that they could have taken.
 
-        A request whose reader takes nothing loses its row only after other requests were considered.
+        A request whose client reads nothing loses its row only after other requests were considered.
         """
 
     def asked(self, epoch: Epoch) -> None:
@@ -72,12 +72,12 @@ class Eligibility(Promise):
         self._growth += max(1, longest - present)
 
     def memory(self, epoch: Epoch, *, without: Stream | None = None, admitted: Sequence[Row] = ()) -> Memory:
-        """Return the memory of a worker after a part of the present plan's admissions.
+        """Return a worker's memory after some of the current plan's admissions.
 
         Args:
             epoch: the worker.
             without: a new stream, whose blocks count as available.
-            admitted: rows that the plan admits, which count although the book does not have them yet.
+            admitted: rows that the plan admits, which count although the book does not contain them yet.
         """
         stats = next(each for each in self.stats().workers if each.worker_id == epoch.worker_id)
         available = stats.blocks_free + stats.blocks_cached - self._given_up
@@ -99,7 +99,7 @@ class Eligibility(Promise):
     def obstacle(
         self, stream: Stream, epoch: Epoch, memory: Memory, *, without: Stream | None = None
     ) -> Obstacle | None:
-        """Return the obstacle for a waiting stream; None if the stream could start in place of `without`."""
+        """Return a waiting stream's obstacle; None if the stream could start in place of `without`."""
         demand = stream.demand
         if stream.starved:
             return Obstacle.CREDIT
@@ -141,7 +141,7 @@ class Eligibility(Promise):
         return Obstacle.RIVALS if self._quotas.may_be_last(stream) else None
 
     def shares_prefix_with(self, stream: Stream, rows: Sequence[Row], epoch: Epoch) -> bool:
-        """Return whether a stream can share a block that one of the rows computes."""
+        """Return whether a stream can share a block that one of the rows is computing."""
         first = self._shared_block(stream, epoch)
         return first is not None and any(row.tokens[: len(first)] == first for row in rows)
 
@@ -157,7 +157,7 @@ class Eligibility(Promise):
         )
 
     def _shared_block(self, stream: Stream, epoch: Epoch) -> list[int] | None:
-        """Return the tokens of the first block that a stream can share; None if it shares none."""
+        """Return the tokens of the first block that a stream can share; None if there is none."""
         if not self.world.scenario.shares_prefixes or stream.demand.scored or stream.demand.pooling is Pooling.MEAN:
             return None
         first = stream.first_tokens(epoch.model.block_size)

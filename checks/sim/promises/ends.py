@@ -8,10 +8,10 @@ from scheduler_svc.core.interface.records import EndReason
 
 
 class EndsAreJustified(Promise):
-    """A request ends for a reason that the history of its client, its workers and the clock justifies.
+    """The history of client, workers and clock justifies each request's end reason.
 
-    A started request is one that a core has accepted, that has tokens, or that had a row. It ends only when it is
-    complete, when its client leaves, at its deadline, for a fault of its own, or when no worker can serve it.
+    A request counts as started if a core has accepted it, or if it has tokens or had a row. It ends only when it is
+    complete, when its client disconnects, at its deadline, because of its own fault, or when no worker can serve it.
     """
 
     def __init__(self, watched: Watched) -> None:

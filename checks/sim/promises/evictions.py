@@ -13,18 +13,18 @@ _APART = 2
 
 
 class _Blocks:
-    """The blocks of one worker in one epoch; times are steps."""
+    """One worker's blocks in one epoch; times are step numbers."""
 
     def __init__(self) -> None:
         self.tables: dict[int, list[int]] = {}
         """Blocks by row."""
         self.holders: Counter[int] = Counter()
         self.unused_since: dict[int, int] = {}
-        """By block without a row, the step in which the last row left it."""
+        """For each block without a row, the step in which the last row left it."""
         self.shared: set[int] = set()
         """Blocks that were found in the cache and not reassigned to a row for writing since."""
         self.before: dict[int, int] = {}
-        """By shared block, the one before it in the sequence, without which it is not found."""
+        """For each shared block, the previous block in the sequence, without which it cannot be found."""
         self.newest_evicted = 0
         """The latest time since which an evicted block had been unused."""
 
@@ -36,7 +36,7 @@ class _Blocks:
                 self.unused_since[block] = step
 
     def find(self, block: int, before: int | None) -> int | None:
-        """Record that a row shares a block, found after `before`; return the step since which it was unused."""
+        """Record that a row shares a block found after `before`; return the step since which the block was unused."""
         self.holders[block] += 1
         self.shared.add(block)
         if before is not None:
@@ -56,8 +56,8 @@ class _Blocks:
     def _found_until(self, block: int) -> int:
         """Return the step since which a block, or one before it, has been unused.
 
-        A block is evicted with the first one before it. A row that was not allowed to share the blocks before it has
-        copies of them, so they may have been unused for longer.
+        A block is evicted together with the first block before it. A row that was not permitted to share the preceding
+        blocks has copies of them, so these blocks may have been unused for longer.
         """
         since, before = self.unused_since.get(block, 0), self.before.get(block)
         while before is not None:
@@ -66,7 +66,7 @@ class _Blocks:
         return since
 
     def _lost(self, block: int) -> None:
-        """Record that a block, and those that are found only through it, are not in the cache."""
+        """Record that a block, and the blocks found only through it, are not in the cache."""
         lost = [block]
         for each in lost:
             self.shared.discard(each)
@@ -77,8 +77,8 @@ class _Blocks:
 class LeastRecentlyUsedGoFirst(Promise):
     """No block that is found in the cache was unused for longer than an evicted one.
 
-    Failed rows, and KV that is swapped out, remove blocks from the cache for other reasons. So the check examines
-    workers without host memory, until their first row fails.
+    Failed rows and swapped-out KV remove blocks from the cache for other reasons. The check therefore covers only
+    workers without host memory, until their first row failure.
     """
 
     def __init__(self, watched: Watched) -> None:

@@ -1,8 +1,8 @@
 """How service is shared among backlogged groups.
 
-The groups are the request classes, or without classes the tenants under `fair`. The simulator counts service by itself,
-from plans and delivered tokens. A group waits all the time while, after each plan, at least one of its requests waits
-for nothing but room (see `eligible`).
+The groups are the request classes, or without classes the tenants under `fair`. The simulator counts service
+independently, from plans and delivered tokens. A group counts as waiting if, after each plan, at least one of its
+requests waits only for room (see `eligible`).
 """
 
 from checks.sim.coverage import Limit
@@ -23,7 +23,7 @@ _MOST_RUNS = 4
 class ServiceIsShared(Promise):
     """Between two groups that wait all the time, service per weight differs by at most the bound of VTC.
 
-    With several workers a request may be assigned to one of them for a while. So only simulations with one worker are
+    With several workers a request may be assigned to one of them for a while, so only simulations with one worker are
     checked.
     """
 
@@ -43,7 +43,7 @@ class ServiceIsShared(Promise):
         self._has_begun: set[Stream] = set()
         """Streams that had tokens on arrival: their prompts are already counted."""
         self._ranges: dict[tuple[str, str], tuple[float, float]] = {}
-        """By pair of groups, while both wait: the minimum and maximum difference of their service."""
+        """For each pair of groups, while both wait: the minimum and maximum difference in service."""
         self._ceased: set[str] = set()
         """Groups that had no waiting request at some time since the last plan."""
         self._longest_prompt = self._longest_output = self._most_rows = self._most_tokens = 0

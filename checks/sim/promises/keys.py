@@ -1,7 +1,7 @@
 """Bounds of the keys by which policies order requests.
 
-A policy is an order by a key (see `core.queueing.policies`). The simulator knows each key, or two bounds of it where
-the key depends on what the core has learned.
+A policy orders requests by a key (see `core.queueing.policies`). The simulator knows each key, or two bounds if the key
+depends on what the core has learned.
 """
 
 import math
@@ -13,7 +13,7 @@ from shared.request_spec import Pooling
 
 
 class PolicyKeys(Promise):
-    """Bounds of the keys by which policies order requests; guarantees nothing itself."""
+    """Bounds on the keys by which policies order requests. This class guarantees nothing itself."""
 
     def queue(self, stream: Stream) -> tuple[str, str]:
         """Return a stream's queue: its class's, or its tenant's under `fair`."""

@@ -1,4 +1,4 @@
-"""Limits of a step: rows, tokens, plans in flight, length of chunks."""
+"""Limits of a step: rows, tokens, plans in flight, chunk lengths."""
 
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
@@ -19,7 +19,7 @@ results.
 
 
 class StepLimits(Promise):
-    """No step exceeds the limits of rows, tokens, tokens of one prompt, and plans in flight."""
+    """No step exceeds the limits on rows, tokens, tokens per prompt, and plans in flight."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         config, model = self.config, epoch.model
@@ -82,9 +82,9 @@ class AttentionIsCounted(Promise):
 class TargetIsKept(Promise):
     """Chunks do not make a step with decode rows much longer than its target, once the worker's speed is known.
 
-    Steps without chunks may take longer than the target. Then chunks may double the time. Workers that report a
-    break-even context are not checked: the core expects more time for tokens after a long context, but the simulated
-    time of a token does not depend on its context.
+    Steps without chunks may exceed the target. In that case chunks may double the time. Workers that report a
+    break-even context are not checked: the core expects more time for tokens after a long context, but in the
+    simulation a token's time does not depend on its context.
     """
 
     def __init__(self, watched: Watched) -> None:

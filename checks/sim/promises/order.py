@@ -1,7 +1,7 @@
 """The order in which requests are admitted.
 
-A policy is an order by a key (see `core.queueing.policies`). The simulator knows each key, or two bounds of it where
-the key depends on what the core has learned. A request is *overtaken* when one with a larger key is admitted while it
+A policy orders requests by a key (see `core.queueing.policies`). The simulator knows each key, or two bounds if the key
+depends on what the core has learned. A request is *overtaken* when a request with a larger key is admitted while it
 waits.
 """
 
@@ -59,8 +59,8 @@ class AdmissionOrder(Promise):
     """Requests are admitted in the order of their policy.
 
     A request is overtaken only when it could not start. While it lacks memory, at most `MAX_OVERTAKEN` others overtake
-    it in one wait. With several workers it may also be assigned to a better placed one, for a bounded time. A shorter
-    request may overtake it in the short part of a step's prompt tokens.
+    it in one wait. With several workers it may also be assigned to a better placed worker, for a bounded time. A
+    shorter request may overtake it in the short part of a step's prompt tokens.
     """
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
@@ -69,11 +69,11 @@ class AdmissionOrder(Promise):
         self._prompts = PromptOrder(watched)
         self._room = WaitingRoom(PolicyKeys(watched))
         self._overtaken: dict[Stream, float] = {}
-        """By stream, the number of requests that overtook it in its present wait while it lacked memory."""
+        """For each stream, the number of requests that overtook it in its current wait while it lacked memory."""
         self._since: dict[Stream, float] = {}
         """By stream, the time since which it has lacked memory."""
         self._left: dict[Stream, tuple[float, float]] = {}
-        """By stream, the first and the last time at which others overtook it although it could start."""
+        """For each stream, the first and the last time that others overtook it although it could start."""
         self._just_displaced: set[Stream] = set()
         """Streams preempted by the present event. They compete from the next plan on."""
         self._just_left: set[str] = set()

@@ -1,8 +1,8 @@
 """How often a request is overtaken, under the policies whose keys change.
 
-`AdmissionOrder` compares keys that are the same at all times. The key of `edf` changes when a target is missed. `lpm`
-has no key, and neither has `fair` for the requests of one tenant. With several workers a request may be assigned to one
-of them for a while. So only simulations with one worker are checked.
+`AdmissionOrder` compares keys that never change. The key of `edf` changes when a target is missed, and `lpm` has no
+key. Under `fair`, requests of one tenant have no key either. With several workers a request may be assigned to one of
+them for a while, so only simulations with one worker are checked.
 """
 
 from abc import ABC, abstractmethod

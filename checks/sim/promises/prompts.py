@@ -1,4 +1,4 @@
-"""How the prompt tokens of a step are shared: in the order of the policy, with a part for the shortest prompts."""
+"""How a step's prompt tokens are shared: in policy order, with a part for the shortest prompts."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ _URGENT_ALL_THE_SAME = ("priority", "edf")
 """Policies under which a prompt keeps its share after it has missed its target."""
 _EPSILON_S = 1e-6
 _MOST_ADMITTED = 32
-"""Maximum number of admissions in one plan up to which no other limit stops the short part."""
+"""If a plan has more admissions than this, another limit may have stopped the short part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,7 @@ class Prompt:
     rest: int
     """Tokens that were not computed before the plan."""
     length: int
-    """Length that decides whether the prompt is short: `rest`, or all tokens if the plan admits it and may find cached
-    ones.
-    """
+    """Length that decides whether the prompt is short: `rest`, or all tokens if an admission may find cached tokens."""
     is_new: bool
     """Whether the plan admits the prompt."""
     chunk: int
@@ -43,7 +41,7 @@ class Prompt:
 
 
 class PromptOrder(Promise):
-    """Compares prompts of one plan; guarantees nothing itself."""
+    """Compares the prompts in one plan. This class guarantees nothing itself."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
@@ -80,13 +78,13 @@ class PromptOrder(Promise):
     def keeps_share(
         self, behind: list[Prompt], all_of_them: list[Prompt], epoch: Epoch, budget: float | None = None
     ) -> bool:
-        """Return whether the prompts that rank behind another one take no more than the short part of the plan.
+        """Return whether the prompts that rank behind another one take no more than the plan's short part.
 
         Args:
             behind: the prompts that rank behind.
             all_of_them: all prompts of the plan.
             epoch: the worker.
-            budget: the maximum budget tokens that the plan's chunks can use; None for the tokens that they use.
+            budget: the maximum budget tokens that the plan's chunks can use; None for those actually used.
         """
         if not self.config.serves_short_first:
             return not any(each.chunk for each in behind)
@@ -123,7 +121,7 @@ class PromptOrder(Promise):
     ) -> bool:
         """Return whether `stream` may be admitted before the waiting `other` because it is short.
 
-        `num_given_back` is the number of rows that requests have lost in this plan, after its admissions.
+        `num_given_back` is the number of rows that requests lost in this plan, after its admissions.
         """
         if not (self.config.serves_short_first and self.has_keys):
             return False  # `fair` and `lpm` have their own checks.
@@ -150,12 +148,11 @@ class PromptOrder(Promise):
 
 
 class PromptsAreShared(Promise):
-    """The first prompts in the order of the policy get at least half of a step's prompt tokens.
+    """The first prompts in policy order get at least half of a step's prompt tokens.
 
-    The rest goes to the shortest prompts. Under `fcfs` and in batch modes, all prompt tokens go in the order of the
-    policy. So a prompt waits at most twice the time for itself and all prompts before it. If the first prompt in
-    progress has missed its target, the first ones get at least a quarter, and a prompt waits at most four times as
-    long.
+    The rest goes to the shortest prompts. Under `fcfs` and in batch modes, all prompt tokens follow the policy order. A
+    prompt therefore waits at most twice the time for itself and all prompts before it. If the first started prompt has
+    missed its target, the first prompts get at least a quarter, and a prompt waits at most four times as long.
     """
 
     def __init__(self, watched: Watched, suspects: Suspects) -> None:

@@ -18,10 +18,10 @@ _SHARE = 8
 class QueueLimits(Promise):
     """A new request is refused if and only if the queue, its tenant's limit or its tenant's share of the queue is full.
 
-    The queue is full with `max_queued_requests` requests, or when the tokens of a further one would exceed
-    `max_queued_tokens`. A single request may always wait. A tenant of which other requests wait may have, with this
-    one, at most eight times as many requests, and tokens, as the queue has free. What an earlier core has accepted is
-    never refused.
+    The queue is full with `max_queued_requests` requests, or if another request's tokens would exceed
+    `max_queued_tokens`. A single request may always wait. If a tenant already has waiting requests, its requests and
+    tokens, including the new request, may be at most eight times the queue's free room. Requests accepted by an earlier
+    core are never refused.
     """
 
     def __init__(self, watched: Watched) -> None:

@@ -45,8 +45,8 @@ class _Bucket:
 class Quotas(Promise):
     """A tenant has at most `max_running` requests in rows, and no new one starts while its token bucket is overdrawn.
 
-    A request takes its prompt from the bucket at its first start, and each token when it is delivered, each once. A
-    request may also have to wait while the requests that have started may generate more than the bucket holds.
+    A request's prompt is charged to the bucket once, at its first start, and each token once, when it is delivered. A
+    request may also have to wait if started requests may generate more tokens than the bucket holds.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -75,7 +75,7 @@ class Quotas(Promise):
         return self._bucket(stream).level(self.world.now) >= reserved + _TOLERANCE
 
     def has_any(self, stream: Stream) -> bool:
-        """Return whether the tenant of a stream has a quota of running requests or of tokens."""
+        """Return whether a stream's tenant has a quota for running requests or tokens."""
         limits = limits_of(self.config, stream.demand.tenant)
         return bool(limits.max_running or limits.tokens_per_s)
 

@@ -30,9 +30,9 @@ _CAUTION = 3.0
 
 
 class RefusalsAreNeeded(Promise):
-    """A request is refused by its deadline only if the requests that compete with it may make it miss the deadline.
+    """A request is refused by its deadline only if competing requests may make it miss the deadline.
 
-    Requests that are held for their tenants' quotas do not compete. The check examines worlds in which the time that
+    Requests that are held for their tenants' quotas do not compete. The check covers simulations in which the time that
     requests take is bounded: without faults that interrupt workers, and without readers that hold requests up. All
     competing requests may need the same worker.
     """

@@ -89,11 +89,11 @@ class MemoryIsBounded(Promise):
 
 
 def sizes_of(core: object, epochs: Collection[int]) -> Counter[str]:
-    """Return the number of entries of each container that is reachable from an object of the core, by path.
+    """Return the number of entries in each container reachable from a core object, by path.
 
     Args:
         core: the first object.
-        epochs: those of the present workers; other workers are counted and not examined.
+        epochs: those of connected workers; other workers are counted but not examined.
     """
     sizes: Counter[str] = Counter()
     seen: set[int] = set()

@@ -18,15 +18,15 @@ _MOST_NOTES = 64
 
 
 class VictimsRankLast(Promise):
-    """A request is preempted only for one that ranks before it, and does not run again before that one.
+    """A request is preempted only for a request that ranks ahead of it, and does not run again before that request.
 
-    * For an urgent request that waits, the victim is of its class and ranks behind it by more than the threshold.
+    * For a waiting urgent request, the victim is in its class and ranks behind it by more than the threshold.
     * Under `fair`, the victim's tenant has at least eight times the rows that the other tenant will have.
     * While the urgent request waits for memory, the victim is not admitted again. A victim with fewer tokens than the
       urgent request may be, in the short part of a plan.
     * The victims of one plan make room for the urgent request, as far as blocks are concerned.
-    * When memory runs out, no request that ranks behind the victim keeps its row, unless it has generated no token
-      since its own last preemption.
+    * When memory runs out, every request that ranks behind the victim loses its row too, except one that has generated
+      no token since its own last preemption.
     """
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
@@ -72,7 +72,7 @@ class VictimsRankLast(Promise):
             self._check_last(stream, epoch)
 
     def _cause(self, stream: Stream) -> Stream | None:
-        """Return the request for which a stream was just preempted; None if the story does not show it."""
+        """Return the request for which a stream was just preempted; None if the history does not show it."""
         story = self._core.story(*stream.name)
         if story is None or len(story.notes) >= _MOST_NOTES:
             return None

@@ -45,7 +45,7 @@ class WaitsAreBounded(Promise):
 
 
 class UnusableGrammarsEnd(Promise):
-    """A grammar that no worker can compile ends every request that waits for it."""
+    """If no worker can compile a grammar, every request that waits for this grammar ends."""
 
     def after(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         if not isinstance(event, ev.GrammarReported) or not self.cluster.unusable:

@@ -103,7 +103,7 @@ class Promises:
             hook(event)
 
     def objection(self, stream: Stream, reason: EndReason) -> str | None:
-        """Return what contradicts the reason for an end, as far as it depends on more than the stream."""
+        """Return what contradicts an end reason, as far as this depends on more than the stream."""
         for hook in self._objections:
             objection: str | None = hook(stream, reason)
             if objection is not None:
@@ -177,6 +177,6 @@ class Promises:
 
 
 def _hooks(promises: list[Promise], name: str) -> list[Callable[..., Any]]:
-    """Return the methods of this name that a promise overrides."""
+    """Return the methods with this name that promises override."""
     own = getattr(Promise, name)
     return [getattr(promise, name) for promise in promises if getattr(type(promise), name) is not own]

@@ -19,8 +19,8 @@ _REFILL_S = 0.02
 class RowsGoOn(Promise):
     """Every decode row whose reader has credit is in every step, unless it needs a block and no block is free.
 
-    A row with drafts in steps without a result may wait, because its number of tokens is unknown. While a suspect runs
-    alone, the other rows wait.
+    A row with drafts in flight may wait, because its number of tokens is unknown. While a suspect runs alone, the other
+    rows wait.
     """
 
     def __init__(self, watched: Watched, suspects: Suspects) -> None:
@@ -61,7 +61,7 @@ class WorkConservation(Promise):
         """By worker, the requests that it could have admitted in its last plans, with the number of plans and the first
         time.
 
-        A tenant's name stands for one of its requests if its quota does not allow all of them.
+        A tenant's name represents one of its requests if its quota does not permit all of them.
         """
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
@@ -107,7 +107,7 @@ class WorkConservation(Promise):
         admissible: dict[Stream | str, Stream] = {}
         rivals: dict[str, Stream] = {}
         held: set[str] = set()
-        """Tenants with a request that has its own obstacle. The quota may allow exactly this request."""
+        """Tenants with a request that has its own obstacle. The quota may permit exactly this request."""
         for stream in self.book.waiting:
             obstacle = self._eligibility.obstacle(stream, epoch, memory)
             if obstacle is Obstacle.MEMORY:
