@@ -54,7 +54,7 @@ class BatchAnswers:
             yield answer
 
     def take(self, response: pb.GenerateBatchResponse) -> BatchAnswer | None:
-        """Add the next message; return the answer if the message completes one, else None."""
+        """Add the next message. If it completes a response, return the response; otherwise return None."""
         key = response.key
         answer = None
         if response.HasField("error"):

@@ -19,7 +19,7 @@ ResponseT = TypeVar("ResponseT")
 UnaryMethod = grpc.aio.UnaryUnaryMultiCallable
 
 _background: set["asyncio.Task[None]"] = set()
-"""Calls that `send` started; without this reference they would be garbage-collected."""
+"""Calls started by `send`; without this reference they would be garbage-collected."""
 
 
 class Connection:

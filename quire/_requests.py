@@ -40,7 +40,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def unknown_option(name: str) -> str:
-    """Describe an option that does not exist; suggest the closest name."""
+    """Describe an unknown option; suggest the closest name."""
     close = difflib.get_close_matches(name, GenerateOptions.__optional_keys__, n=1)
     return f"an unknown option {name!r}; " + (f"did you mean {close[0]!r}?" if close else "see quire.GenerateOptions")
 
@@ -365,7 +365,7 @@ def _to_json(field: str, value: object) -> str | None:
 
 
 def _wrong_value(value: object, error: Exception, expected: str) -> str:
-    """Describe why a field cannot hold a value, without quoting texts; `expected` describes values that it accepts."""
+    """Describe why a field cannot hold a value, without quoting texts; `expected` describes valid values."""
     match error:
         case UnicodeEncodeError():
             return "not valid Unicode text; remove lone surrogates"

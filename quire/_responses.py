@@ -150,7 +150,7 @@ class Events:
     """Collects the events of a stream; shared by both clients."""
 
     def __init__(self, *, parsed: bool | None = None) -> None:
-        """Start without events; `parsed`: whether parts replace texts; None uses parts as soon as there are any."""
+        """Start without events. `parsed` is whether parts replace texts; None uses parts as soon as there are any."""
         self._parsed = parsed
         self.finished: Finished | None = None
         self.prompt: Prompt | None = None

@@ -1,7 +1,7 @@
 """Resuming after a lost connection, shared by both clients.
 
-The server identifies a resumable request by its id. When the connection breaks, `Resume` continues after the output
-that was received. If the server does not know the request and no output was received, the request is sent again.
+A resumable request is identified by its id. When the connection breaks, `Resume` continues after the received output.
+If the server does not know the request and no output was received, the request is sent again.
 """
 
 import time

@@ -51,7 +51,7 @@ class Generation(Iterator[Delta]):
     """
 
     def __init__(self, responses: _Responses, *, parsed: bool | None = None) -> None:
-        """Wrap the responses; `parsed`: whether parts replace texts; None uses parts as soon as there are any."""
+        """Wrap the responses. `parsed` is whether parts replace texts; None uses parts as soon as there are any."""
         self._responses = responses
         self._events = _responses.Events(parsed=parsed)
 
@@ -84,7 +84,7 @@ class Generation(Iterator[Delta]):
         raise StopIteration
 
     def result(self) -> Completion:
-        """Wait for the end; return all output that was not iterated over as one answer.
+        """Wait for the end; return all output that was not iterated over as one response.
 
         Raises:
             QuireError: the request failed.
@@ -220,9 +220,9 @@ class Client:
 
         Args:
             request_id: id of the request.
-            from_tokens: number of known tokens per choice; they are not sent again.
-            from_text_bytes: number of known UTF-8 bytes of text per choice; by default the bytes of the known tokens.
-            from_part_bytes: size of the known parts per choice, see the proto; by default those of the known text.
+            from_tokens: number of known tokens per choice, which are not sent again.
+            from_text_bytes: number of known UTF-8 text bytes per choice; by default the bytes of the known tokens.
+            from_part_bytes: size of the known parts per choice, see the proto; by default the parts of the known text.
             timeout: seconds until the iteration raises `DeadlineError`.
         """
         timeout = _requests.check_timeout(timeout)
@@ -236,7 +236,7 @@ class Client:
         return Generation(_Resumed(Stream(call)))
 
     def cancel(self, request_id: str, *, timeout: float | None = None) -> None:
-        """Cancel a resumable request, wherever it runs; the server drops it.
+        """Cancel a resumable request on any front end; the server drops it.
 
         Raises:
             QuireError: the call failed; `RequestNotFoundError`: the request is unknown.
@@ -251,13 +251,13 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Iterator[BatchAnswer]:
-        """Run many requests on one call; yield each answer when it is complete, in any order.
+        """Run many requests in one call; yield each response when it is complete, in any order.
 
         Args:
             requests: texts, or dicts of options with a text as "prompt".
             progress: print progress to stderr.
             timeout: seconds until the server stops.
-            options: options for all requests; a request's own options override these.
+            options: options for all requests; a request's own options override them.
 
         Raises:
             TypeError: `options` has an unknown option.
@@ -350,7 +350,7 @@ class Client:
         return (self._ask(self._connection.generation.Detokenize, request, timeout)).text
 
     def get_model(self, name: str = "", *, timeout: float | None = None) -> Model:
-        """Return the description of a model; an empty name means the served model.
+        """Return a model's description; an empty name means the served model.
 
         Raises:
             QuireError: the call failed.

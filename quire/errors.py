@@ -54,7 +54,7 @@ class QuireError(Exception):
 
     @property
     def from_server(self) -> bool:
-        """Whether a Quire server sent the error; otherwise the connection or this client caused it."""
+        """Whether a Quire server sent the error. Otherwise the connection or this client caused it."""
         return bool(self.reason)
 
 
@@ -126,7 +126,7 @@ class DuplicateRequestError(QuireError):
 
 
 class QueueFullError(QuireError):
-    """The server is overloaded, or the tenant is at its own limit; retry after `retry_after_s`."""
+    """The server is overloaded, or the tenant has reached its own limit; retry after `retry_after_s`."""
 
     reasons = frozenset({"QUEUE_FULL", "OVERLOADED", "TENANT_LIMIT"})
     codes = frozenset({"RESOURCE_EXHAUSTED"})

@@ -20,7 +20,7 @@ Further keys are "name", "tool_calls" (a list, in OpenAI's form) and "tool_call_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingOptions:
-    """Scheduling options of a request; the server's policy decides which of them matter. Defaults are not sent."""
+    """Scheduling options for a request; the server's policy decides which of them matter. Defaults are not sent."""
 
     priority: int = 0
     """Priority in [-100, 100]; higher runs first."""
@@ -33,7 +33,7 @@ class SchedulingOptions:
     total_time_target_s: float | None = None
     """Target for the time to the last token, seconds. Unlike `timeout`, a missed target does not end the request."""
     cache_scope: str = ""
-    """Scope of cached prompt prefixes; the request shares them only with requests of the same scope."""
+    """Scope for cached prompt prefixes; the request shares them only with requests in the same scope."""
     request_class: str = ""
     """Request class configured on the server, which has its own queue order."""
 
@@ -42,7 +42,7 @@ class GenerateOptions(TypedDict, total=False):
     """Options of `generate`, except the prompt as text. Absent options take the server's default."""
 
     messages: Sequence[Message]
-    """Conversation in place of the text; the server renders it with the model's chat template."""
+    """Conversation that replaces the text; the server renders it with the model's chat template."""
     token_ids: Sequence[int]
     """Token ids in place of the text, used as they are."""
     model: str
@@ -58,9 +58,9 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float
     """Drop tokens less likely than min_p times the most likely one."""
     seed: int
-    """Seed of the random sampling; equal requests with equal seeds draw the same noise."""
+    """Seed for random sampling; equal requests with equal seeds use the same noise."""
     stop: str | Sequence[str]
-    """Stop strings: generation ends where one of them appears. The stop string is not part of the text."""
+    """Stop strings: generation ends when one of them appears. The text does not include the stop string."""
     stop_token_ids: Sequence[int]
     """Stop tokens: generation ends after one of them."""
     ignore_eos: bool
@@ -70,7 +70,7 @@ class GenerateOptions(TypedDict, total=False):
     typical_p: float
     """Typical sampling: keep tokens whose information is closest to the entropy, up to this total probability."""
     repetition_penalty: float
-    """Divides positive logits and multiplies negative ones of tokens in prompt or output; 1 for no penalty."""
+    """Divides positive logits, and multiplies negative ones, for tokens in the prompt or output; 1 for no penalty."""
     presence_penalty: float
     """Subtracted from the logits of tokens in the output."""
     frequency_penalty: float
@@ -109,7 +109,7 @@ class GenerateOptions(TypedDict, total=False):
     template_variables: Mapping[str, Any]
     """With `messages`: additional variables for the chat template."""
     continue_final_message: bool
-    """With `messages`: continue the last message instead of answering it."""
+    """With `messages`: continue the last message instead of responding to it."""
     json_schema: str | Mapping[str, Any] | bool
     """JSON schema to which the output conforms; True allows any JSON object."""
     regex: str
@@ -149,7 +149,7 @@ class ScoredToken:
     rank: int
     """Rank among all tokens by probability, from 1."""
     bytes: bytes
-    """Bytes of the token, which may be a part of a character."""
+    """The token's bytes, which may be only a part of a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class ToolCallDelta:
     index: int
     """Number of the call within its choice, from 0."""
     id: str = ""
-    """Id of the call; only where it begins."""
+    """Id of the call; only in the delta that starts the call."""
     name: str = ""
     """Name of the function; only where the call begins."""
     arguments: str = ""
@@ -192,7 +192,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of the output. A delta never ends inside a character. Its text may come from earlier tokens."""
+    """The next part of the output. A delta never ends within a character. Its text may come from earlier tokens."""
 
     choice: int
     first_index: int
@@ -235,7 +235,7 @@ class Usage:
     completion_tokens: int
     cached_prompt_tokens: int
     preemptions: int
-    """Number of times the request was preempted, for lack of memory or a lost worker, and later continued."""
+    """Number of times that the request was preempted, because of memory or a lost worker, and later continued."""
 
 
 @dataclass(frozen=True, slots=True)

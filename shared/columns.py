@@ -15,7 +15,7 @@ _WIRE_TYPE = np.dtype("<i4")
 
 
 class MalformedColumnError(ValueError):
-    """A column's length is not a multiple of 4 bytes, or differs from that of another column in the same group."""
+    """A column's length is not a multiple of 4 bytes, or differs from another column's length in the same group."""
 
 
 def to_column(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:

@@ -51,7 +51,7 @@ class _Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceConfig(_Checked):
-    """Settings of a whole service on one machine, in addition to the settings of its processes."""
+    """Settings for a whole service on one machine, in addition to its processes' settings."""
 
     frontends: int = _option(1, "front-end processes", least=1, most=1024)
     workers: int = _option(1, "worker processes", least=1, most=1024)

@@ -1,8 +1,8 @@
 """Sources of settings. The precedence is: flag, environment variable, file, default.
 
-The file is TOML with the names of the settings, for example `max_num_seqs = 64`; `--config` or QUIRE_CONFIG names it.
-One file serves all kinds of processes, and each process reads its own settings. An unknown name in the file is an error
-that suggests the closest setting, and so is a variable QUIRE_… that is almost the name of a setting.
+The file is TOML with setting names, for example `max_num_seqs = 64`; `--config` or QUIRE_CONFIG specifies its path. One
+file serves all kinds of processes, and each process reads its own settings. An unknown name in the file is an error
+that suggests the closest setting. So is a variable QUIRE_… that is almost a setting's name.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def parse_setting(config: type[Any], name: str, text: str) -> Any:
 
 @cache
 def all_settings() -> frozenset[str]:
-    """Return the names of the settings of every process."""
+    """Return the names of all processes' settings."""
     configs = (ServiceConfig, FrontendConfig, SchedulerConfig, WorkerConfig)
     return frozenset(option.name for config in configs for option in dataclasses.fields(config))
 

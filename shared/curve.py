@@ -44,7 +44,7 @@ class CurveKeys:
     secret: bytes
 
     def protect_server(self, socket: "zmq.Socket[bytes]", domain: str) -> None:
-        """Require that peers authenticate with a key of this ZAP domain; call before bind."""
+        """Require that peers authenticate with a key in this ZAP domain; call before bind."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         socket.curve_server = True
         socket.zap_domain = domain.encode()
@@ -65,7 +65,7 @@ class CurveKeys:
 
 
 def load_keys(folder: str, role: str) -> CurveKeys | None:
-    """Load the keys of a process of this role; return None if no folder is given.
+    """Load the keys for a process with this role; return None without a folder.
 
     Raises:
         ConfigError: the keys do not exist, or other users can read them.
@@ -85,7 +85,7 @@ def load_keys(folder: str, role: str) -> CurveKeys | None:
 
 
 class AllowList:
-    """Holds the allowed public keys; its thread answers ZeroMQ's authentication requests (ZAP)."""
+    """Holds the allowed public keys; its thread handles ZeroMQ's authentication requests (ZAP)."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", keys: CurveKeys, domains: Collection[str] = ()
@@ -172,7 +172,7 @@ def _readable_by_others(status: os.stat_result, own_groups: set[int]) -> bool:
     """Return whether other users can read a file.
 
     Group access is accepted if root owns the file and this process is in the group, because Kubernetes mounts secrets
-    in this way for a process that is not root (`fsGroup`).
+    this way for non-root processes (`fsGroup`).
     """
     if status.st_uid == 0 and status.st_gid != 0 and status.st_gid in own_groups:
         return bool(status.st_mode & 0o037)

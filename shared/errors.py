@@ -32,8 +32,9 @@ class QuireError(Exception):
     def without_frames(self) -> Self:
         """Drop the traceback and the context, and return the error.
 
-        A variable with the error is in a frame of its traceback. That cycle would retain everything in these frames,
-        such as the body of the request, until the next garbage collection.
+        If a local variable held the error, the error's traceback would refer to the frame of that variable. Such a
+        cycle would retain everything in the traceback's frames, such as the request body, until the next garbage
+        collection.
         """
         self.__traceback__ = self.__context__ = self.__cause__ = None
         return self
@@ -51,7 +52,7 @@ class InvalidRequestError(QuireError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and requested output do not fit into the model's context; the client must shorten one of them."""
+    """Prompt and requested output do not fit into the model's context. The client must shorten one of them."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
 
@@ -133,14 +134,14 @@ class QueueFullError(QuireError):
 
 
 class TenantLimitError(QuireError):
-    """The caller's tenant has reached its limit for waiting requests; try again after `retry_ms`."""
+    """The caller's tenant has reached its limit of waiting requests; retry after `retry_ms`."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "TENANT_LIMIT"
 
 
 class OverloadedError(QuireError):
-    """The front end has reached a limit; try again after `retry_ms`."""
+    """The front end has reached a limit; retry after `retry_ms`."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "OVERLOADED"
@@ -175,7 +176,7 @@ class StalledReaderError(QuireError):
 
 
 class PoisonRequestError(QuireError):
-    """Workers crashed repeatedly while they computed this request, even alone; it must not be retried."""
+    """Workers crashed repeatedly while they computed this request, even when it ran alone. It must not be retried."""
 
     code = "INTERNAL"
     reason = "POISON_REQUEST"

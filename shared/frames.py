@@ -13,15 +13,18 @@ PLAN_MAX_MESSAGE = 64 << 20
 LINK_MAX_MESSAGE = 16 << 20
 """Maximum frame between front end and core, bytes."""
 PACKED_BYTES = LINK_MAX_MESSAGE // 4
-"""Maximum size of a frame that several parts share, bytes. A larger part gets a separate frame."""
+"""Maximum size of a frame with several parts, bytes. A larger part gets a separate frame."""
 MAX_PART_BYTES = LINK_MAX_MESSAGE - PACKED_BYTES
-"""Maximum part of a frame between front end and core, bytes. A request with all its future tokens is one part."""
+"""Maximum size of a part in a frame between front end and core, bytes.
+
+A request with all its future tokens is one part.
+"""
 MAX_SERVED_SEQUENCE = 1 << 20
 """Maximum served sequence length of any model, tokens. It ensures that all tokens fit into one part."""
 MAX_STEP_TOKENS = 1 << 17
 """Maximum number of tokens per step. It ensures that their log-probabilities fit into the step's result."""
 MAX_STEP_VECTOR_BYTES = PLAN_MAX_MESSAGE // 2
-"""Maximum size of the embeddings that one step completes, bytes, so that they fit into its result."""
+"""Maximum total size of the embeddings completed in one step, bytes, so that they fit into its result."""
 MAX_LOGPROBS = 20
 """Maximum number of most likely tokens with log-probabilities per position, in addition to the chosen token."""
 MAX_SEQUENCE = 1 << 30
@@ -39,4 +42,4 @@ class MalformedFrameError(ValueError):
 
 
 class FrameTooLargeError(ValueError):
-    """A frame exceeds the limit of its socket; the message names the largest request in it."""
+    """A frame exceeds its socket's limit. The message names the largest request in the frame."""

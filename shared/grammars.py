@@ -1,15 +1,15 @@
 """Compiles grammars with the same library and limits in front ends and workers.
 
-The library is llguidance (MIT). It does not import torch. Compiling an ordinary schema takes milliseconds, and a mask
-takes tens of microseconds. Three limits bound the cost of a grammar:
+The library is llguidance (MIT), which does not import torch. Compiling an ordinary schema takes milliseconds, and a
+mask takes tens of microseconds. Three limits bound a grammar's cost:
 
 * `check_text` rejects, without compiling, a grammar that is too large or requires too many repetitions.
 * The library's own limits bound lexer and parser, during compilation and in each step.
 * Because some short grammars still run for minutes or overflow the library's stack, the front end compiles each grammar
   on trial in a separate process (`services.grammars.trial_compiler`) before it is sent to a worker.
 
-The library's option to tokenise forced text like the tokenizer is not used, because its cost per step grows with the
-length of the text, which is not limited.
+The library can tokenise forced text like the tokenizer. This option is not used, because its cost per step grows with
+the length of the text, which is not limited.
 """
 
 import json
@@ -31,7 +31,7 @@ MAX_DEPTH = 48
 MAX_REPEATS = 100_000
 """Maximum number of repetitions that a grammar may require (a minimum). Upper bounds of repetitions cost nothing."""
 MAX_STRINGS = 2000
-"""Maximum number of values of an enum, or strings of a choice."""
+"""Maximum number of values in an enum, or of strings in a choice."""
 
 _WHITESPACE = r"[ \t\n\r]{0,12}"
 """Allowed whitespace between JSON tokens: enough for indentation, but bounded so that the output ends."""
@@ -85,15 +85,15 @@ class GrammarsUnsupportedError(GrammarError):
 
 
 class GrammarTokenizer:
-    """Token data from which masks are computed: the bytes of every token, and the end-of-sequence tokens."""
+    """Token data for computing masks: the bytes of every token, and the end-of-sequence tokens."""
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Read the tokenizer; this holds the GIL for about 7 µs per token of the vocabulary.
+        """Read the tokenizer, which holds the GIL for about 7 µs per vocabulary token.
 
         Args:
             path: the model's tokenizer.json.
             vocab_size: number of logits, which may exceed the number of tokens.
-            eos_token_ids: end-of-sequence tokens of the model, at least one.
+            eos_token_ids: the model's end-of-sequence tokens, at least one.
 
         Raises:
             GrammarsUnsupportedError: the file or the tokens are not suitable.

@@ -24,5 +24,5 @@ def draw_error_id() -> str:
 
 
 def routing_id(name: str, incarnation: int) -> bytes:
-    """Return the ZeroMQ routing id of one incarnation of a peer."""
+    """Return the ZeroMQ routing id for one incarnation of a peer."""
     return f"{name}/{incarnation:016x}".encode()

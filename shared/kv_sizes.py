@@ -1,4 +1,4 @@
-"""Sizes of the KV cache: bytes of a token, and the number of blocks that fit.
+"""KV cache sizes: bytes per token, and the number of blocks that fit.
 
 A token stores a key and a value in every layer:
 
@@ -16,14 +16,14 @@ from shared.config import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class KVType:
-    """Layout of the keys and values of a token, by cache type."""
+    """Layout of a token's keys and values, by cache type."""
 
     bits: int
     """Bits of an element."""
     scale_bytes: int = 0
-    """Bytes of a scale; in int4, of a scale and a zero."""
+    """Bytes per scale; in int4, per scale and zero."""
     group: int = 0
-    """Elements of a vector that share a scale; 0: all elements of a vector."""
+    """Number of vector elements that share a scale; 0 for all elements of a vector."""
 
     @property
     def multiple(self) -> int:
@@ -49,7 +49,7 @@ def kv_bytes_per_token(layers: Iterable[tuple[int, tuple[int, int]]], kv_type: s
     """Return the size in bytes of a token's keys and values in all layers.
 
     Args:
-        layers: for each layer, the number of KV heads, and the elements of a key and of a value.
+        layers: for each layer, the number of KV heads, and the numbers of elements per key and per value.
         kv_type: one of `KV_TYPES`.
     """
     chosen = KV_TYPES[kv_type]

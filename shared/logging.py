@@ -1,10 +1,10 @@
 """Structured logs: JSON lines, or a readable form on a terminal.
 
-Every line contains the service and the process that wrote it, and trace_id and span_id of the current span if there is
-one. Lines about a request contain `request_id`; lines about a step contain `epoch` and `step`. Callers must ensure that
+Every line contains the service and the process that wrote it, and the current span's trace_id and span_id, if any.
+Lines about a request contain `request_id`; lines about a step contain `epoch` and `step`. Callers must ensure that
 prompts and outputs are never logged.
 
-Log lines of libraries with at least level warning have the same form, with the name of the library in `logger`. For
+Log lines from libraries with at least level warning have the same form, with the library's name in `logger`. For
 libraries that install their own handlers, see `adopt_libraries`.
 """
 
@@ -24,7 +24,7 @@ _lowest = "info"
 
 
 def configure_logging(service: str, level: str = "info") -> None:
-    """Configure logging of this process to stderr, because stdout is for the output of commands.
+    """Configure this process's logging to stderr, because stdout is for command output.
 
     Args:
         service: name of the service, as in its spans.

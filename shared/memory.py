@@ -21,8 +21,8 @@ def return_large_blocks() -> None:
 def return_free_memory() -> None:
     """Make glibc return free pages between small blocks to the system, at up to 0.2 ms per MiB, without the GIL.
 
-    A heap shrinks only at its end. After work with many small blocks, a few that live on retain all of it. glibc does
-    not return the last segment of a thread's heap, of up to 64 MiB.
+    A heap shrinks only at its end. If a few small blocks survive, they may retain the whole heap. glibc does not return
+    the last segment of a thread's heap, which has up to 64 MiB.
     """
     malloc_trim = getattr(_C, "malloc_trim", None)
     if malloc_trim is not None:

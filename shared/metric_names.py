@@ -1,9 +1,9 @@
-"""All metrics of Quire: name, kind, labels, unit and bucket bounds; docs/metrics.md is generated from this module.
+"""All Quire metrics with name, kind, labels, unit and bucket bounds; docs/metrics.md is generated from this module.
 
 Names with dots are OpenTelemetry names. On `/metrics`, they have Prometheus's form (`rpc.server.call.duration` in
 seconds is `rpc_server_call_duration_seconds`), and dots in labels are underscores. Names under `quire.` are specific to
-Quire. Names under `vllm:`, which endpoint pickers of Kubernetes and dashboards for vLLM read, exist only on `/metrics`.
-There, every metric of a front end also has the label `frontend`.
+Quire. Names under `vllm:` exist only on `/metrics`; Kubernetes endpoint pickers and vLLM dashboards read them. Every
+front-end metric on `/metrics` also has the label `frontend`.
 """
 
 import enum
@@ -51,7 +51,7 @@ class Metric:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the name is that of another server's metric, which is not exported by OTLP."""
+        """Whether this is another server's metric name, which is not exported by OTLP."""
         return ":" in self.name
 
 

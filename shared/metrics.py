@@ -1,6 +1,6 @@
 """Metrics of several processes: each process has a registry, and all are merged into one exposition per service.
 
-A service consists of several processes behind one port, and a scrape of any process must return the metrics of all.
+A service consists of several processes behind one port, and a scrape of any process must return all processes' metrics.
 Each process therefore reports its registry as `MetricFamily` messages, and the scraped process merges them with
 `render_families`.
 
@@ -35,7 +35,7 @@ class SpanRef(NamedTuple):
 
 
 def span_ref(span: Span) -> SpanRef | None:
-    """Return the reference of a span; None if it is not sampled."""
+    """Return a reference to a span; None if it is not sampled."""
     context = span.get_span_context()
     if not (context.is_valid and context.trace_flags.sampled):
         return None

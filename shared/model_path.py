@@ -13,7 +13,7 @@ _EMBEDDED = {DEMO_MODEL: "demo_model", DEMO_DRAFT: "demo_draft"}
 
 
 def resolve_model(model: str, *, weights: bool) -> Path:
-    """Return the local folder with the files of `model`; download them if necessary.
+    """Return the local folder with the model's files; download them if necessary.
 
     Args:
         model: "demo", "demo-draft", a path, or a hub id ("org/name").
@@ -35,7 +35,7 @@ def resolve_model(model: str, *, weights: bool) -> Path:
 
 
 def draft_of(model: str) -> str:
-    """Return the name of the draft model that ships with `model`; empty if it has none."""
+    """Return the name of the draft model bundled with `model`; empty if there is none."""
     return DEMO_DRAFT if model == DEMO_MODEL else ""
 
 
@@ -45,7 +45,7 @@ def served_name(model: str) -> str:
 
 
 def download(model: str, revision: str, folder: Path) -> None:
-    """Download the files of a hub model, with its weights, into a folder; continue an interrupted download.
+    """Download a hub model's files and weights into a folder; continue an interrupted download.
 
     Raises:
         ConfigError: the model cannot be downloaded from the hub.

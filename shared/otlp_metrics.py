@@ -1,4 +1,4 @@
-"""Export of metrics by OTLP: converts the families of one process to OpenTelemetry data points and sends them.
+"""Exports metrics by OTLP: converts one process's families to OpenTelemetry data points and sends them.
 
 The process's loop creates the data, because only the loop may read the values, and a thread sends it. Values are totals
 since the start of the process, so the next export replaces data that could not be sent.
@@ -58,7 +58,7 @@ class MetricsPush:
             self._waiting.put_nowait(to_otlp(families(), self._resource, self._started_ns, time.time_ns()))
 
     def shutdown(self, families: Families, timeout_s: float) -> None:
-        """Send the last values; give up after the timeout."""
+        """Send the last values. Stop trying after the timeout."""
         deadline = time.monotonic() + timeout_s
         for data in (to_otlp(families, self._resource, self._started_ns, time.time_ns()), None):
             try:
@@ -83,7 +83,7 @@ def to_otlp(families: Iterable[link_pb2.MetricFamily], resource: Resource, start
     """Convert families to OpenTelemetry metrics with their OpenTelemetry names.
 
     Args:
-        families: the families of one process; families with names of other servers are omitted.
+        families: one process's families; families with other servers' names are omitted.
         resource: the process.
         start_ns: time since which counters count, Unix nanoseconds.
         now_ns: time of the values, Unix nanoseconds.
@@ -116,7 +116,7 @@ def _histogram_points(
     start_ns: int,
     now_ns: int,
 ) -> list[HistogramDataPoint]:
-    """Return one point for each set of labels; the samples of a set follow each other: buckets, count, sum."""
+    """Return one point per label set. A set's samples are adjacent: buckets, count, sum."""
     points = []
     counts: list[int] = []
     exemplars: list[Exemplar] = []

@@ -2,7 +2,7 @@
 
 When a frame exceeds the receiver's limit, ZeroMQ drops the whole connection. Parts for one peer are therefore packed
 into messages of up to `PACKED_BYTES`. A larger part gets a separate message. A part of more than `MAX_PART_BYTES` is
-rejected with an error that names it.
+rejected with an error that names the part.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +31,7 @@ class Packer(Generic[MessageT]):
 
         Args:
             size: size of the part, bytes.
-            what: name of the part for errors, including its request if any.
+            what: name of the part in errors, including its request if any.
 
         Raises:
             FrameTooLargeError: the part does not fit into any frame.

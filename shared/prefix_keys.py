@@ -1,9 +1,9 @@
 """Keys of full KV blocks, for sharing equal prompt prefixes.
 
-The key of a full block is a hash over its parent's key and its tokens. The parent key of first blocks is a hash over
+A full block's key is a hash over its parent's key and its tokens. The parent key of first blocks is a hash over
 everything else that affects KV: the model, and the cache scope, which protects tenants from timing attacks on their
-prompts. In all processes, equal keys mean equal KV. Front ends compute the keys of prompts to relieve the scheduler;
-both use this module. The keys of a sequence are stored joined, `KEY_BYTES` each.
+prompts. In all processes, equal keys mean equal KV. Front ends compute prompt keys to relieve the scheduler; both use
+this module. A sequence's keys are stored joined, `KEY_BYTES` each.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ SHARED_SCOPE = b"principal\0anonymous"
 
 
 def root_key(fingerprint: str, scope: bytes) -> BlockKey:
-    """Return the parent key of all first blocks of one model and scope."""
+    """Return the parent key of all first blocks with one model and scope."""
     return hashlib.sha256(b"quire\0" + fingerprint.encode() + b"\0" + scope).digest()
 
 

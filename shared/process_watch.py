@@ -1,9 +1,9 @@
 """Detects that another process on this machine is dying.
 
-The connections of a killed process are closed only after the kernel has freed its memory: after a tenth of a second for
-a small worker, or after seconds with a large KV cache or swap space in host memory. However, the kernel immediately
-marks the process as exiting, and other processes can read this mark. A worker therefore sends the name of its process,
-and a scheduler on the same machine checks the mark.
+A killed process's connections are closed only after the kernel has freed its memory. This takes a tenth of a second for
+a small worker, or seconds with a large KV cache or swap space in host memory. However, the kernel immediately marks the
+process as exiting, which other processes can see. A worker therefore sends its process name, and a scheduler on the
+same machine checks this mark.
 
 The name contains the machine's boot id, and the PID namespace, number and start time of the process. It is therefore
 invalid on another machine, in another container, or after the number was reused.

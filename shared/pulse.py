@@ -1,8 +1,8 @@
-"""Pulse of a process: shows the supervisor that the main loop of the process still runs.
+"""A process's pulse: shows the supervisor that the process's main loop still runs.
 
 A live process may hang because it is stopped, or is in a loop or a kernel that never ends. A separate thread cannot
-detect this. Therefore the main loop touches a file regularly, and the supervisor checks the time of the file. The first
-beat creates the file, so the supervisor does not kill a process that is still loading its model. After the process has
+detect this. Therefore the main loop touches a file regularly, and the supervisor checks the file's time. The first call
+creates the file, so the supervisor does not kill a process that is still loading its model. After the process has
 completed some work, the file is not empty, and a later death does not count as a failure to start.
 
 The container probe `quire_server.probe` reads the same file.

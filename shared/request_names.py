@@ -1,12 +1,12 @@
-"""Maps ids from clients to request ids: with the prefix of an API, or without the number of a part."""
+"""Maps client ids to request ids: removes an API's prefix or a part's number."""
 
 import re
 from collections.abc import Iterable
 
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-"""Prefixes of request ids in responses of the HTTP APIs."""
+"""Prefixes for request ids in HTTP responses."""
 _PART = re.compile(r"-\d+(-other)?")
-"""Suffix of the id for one prompt of a completion or one pair of a score."""
+"""Suffix of the id for one prompt of a completion, or for one pair of a score."""
 
 
 def without_prefix(name: str) -> str:

@@ -1,7 +1,7 @@
-"""Request specification: all properties of a request that do not change from validation to its end.
+"""Request specification: all request properties that are constant from validation to the end.
 
-The front end creates the specification after it has validated a request (`services.calls.generation` and `embeddings`),
-and sends it in `quire.link.v1.Submission`. All later stages hold the same value without copying fields: the core's
+The front end creates the specification after validating a request (`services.calls.generation` and `embeddings`), and
+sends it in `quire.link.v1.Submission`. All later stages hold the same value without copying fields: the core's
 `Request`, its retained log, and the admission to a row. Tokens, credit and deadlines change between submissions, so
 they are not part of the specification.
 
@@ -54,11 +54,11 @@ class RequestSpec(NamedTuple):
     cache_scope: bytes = b""
     """Requests share cached prefixes only within a scope, so that users cannot probe the prompts of other users."""
     model: str = ""
-    """Fingerprint of the model for which it was validated and which must compute it; "" if unknown."""
+    """Fingerprint of the model that validated the request and must compute it; "" if unknown."""
     identity: bytes = b""
-    """Identity of the request, the same on every front end; empty if the request cannot be resumed."""
+    """The request's identity, the same on every front end; empty if the request cannot be resumed."""
     resume_info: bytes = b""
-    """Serialized GenerateRequest with the data for resuming it on another front end; only front ends read it."""
+    """Serialized GenerateRequest for resuming on another front end; only front ends read it."""
     traceparent: str = ""
     """W3C traceparent of the call's span; "" if it is not traced."""
 

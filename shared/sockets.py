@@ -1,8 +1,7 @@
 """ZeroMQ sockets with Quire's options: bounded queues, no linger, one frame per message, ROUTER at the scheduler.
 
-These functions do not block. A ROUTER rejects a message to a disconnected peer (`ROUTER_MANDATORY`), which reveals the
-death of a process; `send_to` returns this as a value. A frame larger than `max_message` makes ZeroMQ drop the
-connection.
+These functions do not block. A ROUTER rejects a message to a disconnected peer (`ROUTER_MANDATORY`), which reveals a
+process's death; `send_to` returns this as a value. If a frame exceeds `max_message`, ZeroMQ drops the connection.
 """
 
 import enum

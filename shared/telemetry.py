@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shared.otlp_metrics import Families, MetricsPush
 
 MAX_LINKS = 128
-"""Maximum number of links of a span. The SDK silently drops further links."""
+"""Maximum number of links per span; the SDK silently drops further links."""
 SHUTDOWN_S = 5.0
 """Maximum time for which an exiting process waits for the collector, s."""
 
@@ -41,20 +41,20 @@ _QUEUE_SIZE = 2048
 _BATCH_SIZE = 512
 """Default of `OTEL_BSP_MAX_EXPORT_BATCH_SIZE`: spans of one export."""
 _DELAY_MS = 5_000
-"""Default of `OTEL_BSP_SCHEDULE_DELAY`: time between two exports of spans, ms."""
+"""Default of `OTEL_BSP_SCHEDULE_DELAY`: time between two span exports, ms."""
 _PUSH_INTERVAL_MS = 60_000
-"""Default of `OTEL_METRIC_EXPORT_INTERVAL`: time between two exports of the metrics, ms."""
+"""Default of `OTEL_METRIC_EXPORT_INTERVAL`: time between two metric exports, ms."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class Telemetry:
-    """Tracer of one process, and the export of its spans and metrics."""
+    """One process's tracer, and the export of its spans and metrics."""
 
     exports = False
     """Whether spans are exported."""
     _pushed_as: Resource | None = None
-    """Resource of the metrics; None if they are not exported."""
+    """Resource for the metrics; None if they are not exported."""
     _push_interval_s = 0.0
     _push: "MetricsPush | None" = None
     _processor: "_CountingProcessor | None" = None
@@ -73,7 +73,7 @@ class Telemetry:
         resource = resource.merge(OTELResourceDetector().detect())
         self.exports = exporting()
         self.forced_ids = ReusableIds()
-        """Source of the ids for spans of `forced_tracer`."""
+        """Source of ids for spans from `forced_tracer`."""
         if self.exports:
             self._processor = _CountingProcessor()
             provider = TracerProvider(resource=resource)
@@ -116,7 +116,7 @@ class Telemetry:
             self._push.tick(families)
 
     def shutdown(self, families: "Families | None" = None) -> None:
-        """Export pending spans and the last metrics; give up after `SHUTDOWN_S`, because a service must end."""
+        """Export pending spans and the last metrics. Stop trying after `SHUTDOWN_S`, because a service must end."""
         ending = []
         if self._processor is not None:
             ending.append(threading.Thread(target=self._processor.shutdown, daemon=True))

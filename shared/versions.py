@@ -1,16 +1,16 @@
 """Version negotiation of the protocols between processes.
 
-Each side supports a range of versions, usually the current and the previous version, so that the processes of a service
-can be upgraded one by one. The handshake contains the range. The scheduler chooses the newest version that both support
-and sends it back. A feature is used only if the chosen version has it. Ranges without a common version are rejected
-with a message that contains both ranges and the remedy.
+Each side supports a range of versions, usually the current and the previous one, so that a service's processes can be
+upgraded one by one. The handshake contains the range. The scheduler chooses the newest common version and sends it
+back. A feature is used only if the chosen version has it. Ranges without a common version are rejected with a message
+that contains both ranges and the remedy.
 """
 
 from dataclasses import dataclass
 
 
 class UnsupportedVersionError(ValueError):
-    """The two sides have no common version, or one side lacks a required version; the message is for operators."""
+    """The two sides have no common version, or one side lacks a required version. The message is for operators."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Generated code of the public API `quire.v1`; the proto files in `protos/quire/v1` are its documentation."""
+"""Generated code for the public API `quire.v1`; `protos/quire/v1` documents it."""

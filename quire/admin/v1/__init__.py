@@ -1,1 +1,1 @@
-"""Generated code of the operator API `quire.admin.v1`; `protos/quire/admin/v1` documents it."""
+"""Generated code for the operator API `quire.admin.v1`; `protos/quire/admin/v1` documents it."""
