@@ -4,10 +4,10 @@
 
 Each module is one operation (attention, the largest, is a package). Its public function dispatches on the device of its
 arguments: CUDA tensors go to the Triton kernel, all others to the CPU path. The Triton kernels are in `gpu`, except
-those for sampling and attention, which have their own packages. An operation imports its kernels when it first launches
-one. The function named ``*_reference`` defines the operation in plain torch, in the precision of its inputs (including
-float64); tests compare the kernel and the CPU path with the reference. A reference that the self-test of `native` also
-needs has its own module (``…_reference``).
+those for sampling and attention, which have their own packages. An operation imports its kernels at its first launch.
+The function ``*_reference`` defines the operation in plain torch, in the precision of its inputs (including float64).
+Tests compare the kernel and the CPU path with the reference. If the self-test in `native` also needs a reference, that
+reference has its own module (``…_reference``).
 
     kv_cache          write the new tokens' keys and values into their slots of the paged cache
     paged_attention   attention for a flat batch of rows over the paged KV cache: decode and chunked prefill
@@ -33,5 +33,5 @@ The package imports torch and triton, but no other package of Quire. The CPU pat
 
 PyPI has another package with the import name ``kernels``, and ``transformers`` probes for that package by importing it.
 This file must therefore define no ``__version__`` and import nothing, so that the probe does not mistake this package
-for the other one.
+for that one.
 """

@@ -1,9 +1,12 @@
 """Choice between the Triton kernel and the CPU path, and recording of kernel launches, without importing triton.
 
-An operation calls `runs_on_triton`. Three kinds of tensors go to the kernel: CUDA tensors; CPU tensors, if
-``TRITON_INTERPRET=1`` was set before this module was imported (in tests); and meta tensors inside `record_launches`,
-which records launches instead of executing them. `measure.kernels.aot` compiles recorded launches without a GPU. Meta
-tensors have no values, so recording also proves that an operation reads no value back to the host.
+An operation calls `runs_on_triton`. Three kinds of tensors go to the kernel:
+
+* CUDA tensors;
+* CPU tensors, if ``TRITON_INTERPRET=1`` was set before this module was imported (in tests);
+* meta tensors inside `record_launches`, which records launches instead of executing them. `measure.kernels.aot`
+  compiles recorded launches without a GPU. Meta tensors have no values, so recording also proves that an operation
+  reads no value back to the host.
 
 Only if a kernel will run does the operation import its kernels from `kernels.gpu`. They import triton, which takes
 0.2 s and 75 MiB. A process without a GPU never imports triton.
@@ -108,7 +111,7 @@ def architecture(tensor: torch.Tensor) -> int:
 
 
 def num_multiprocessors(tensor: torch.Tensor) -> int:
-    """Return the number of multiprocessors on the GPU that holds ``tensor``; without a GPU, the number on an H100."""
+    """Return the number of multiprocessors on the GPU with ``tensor``; without a GPU, return an H100's number."""
     if _recording.get() is not None or not tensor.is_cuda:
         return 132
     return _num_multiprocessors(tensor.device)

@@ -1,8 +1,8 @@
 """Decorators for Triton kernels. Only modules that define kernels import this module, because it imports triton.
 
 Kernels are defined at the top level of their module. ``@kernel`` makes an entry point that is launched as
-``kernel[grid](*args, **options)``; ``@kernel_with`` makes an entry point some of whose arguments change from step to
-step; and ``@jit`` makes a device function that kernels call.
+``kernel[grid](*args, **options)``. ``@kernel_with`` makes an entry point with arguments that change from step to step.
+``@jit`` makes a device function that kernels call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def kernel_with(*, varying: Sequence[str]) -> Callable[[Callable[..., None]], Ke
 
     By default Triton compiles separate kernels for an integer argument that is 1, divisible by 16, or neither, and for
     a pointer that is or is not aligned to 16 bytes. ``varying`` must list the arguments that change from step to step,
-    such as the number of rows or pointers into a packed upload. Otherwise steps would wait for the compiler.
+    such as the number of rows or pointers into a packed upload. Otherwise such changes would trigger compilations
+    during steps.
     """
 
     def decorate(function: Callable[..., None]) -> Kernel:

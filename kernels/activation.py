@@ -30,6 +30,6 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
-    """Plain torch form of `silu_mul`; also the CPU path."""
+    """Plain torch form of `silu_mul`, which is also the CPU path."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up

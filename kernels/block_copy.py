@@ -1,9 +1,9 @@
-"""Copies of whole KV blocks: one launch copies all blocks of a plan in all layers.
+"""Copies whole KV blocks: one launch copies all blocks in a plan for all layers.
 
 A *pool* is a list of tensors ``[num_blocks, …]``, two per layer. Block b of each source tensor is copied to block c of
-the target tensor at the same index in its list. Source and target may be the same pool (copy-on-write), or one may be
-on the GPU and the other in pinned host memory. A GPU can address pinned memory, so a swap is one kernel instead of one
-copy per block and layer.
+the target tensor at the same index. Source and target may be the same pool (copy-on-write), or one may be on the GPU
+and the other in pinned host memory. A GPU can address pinned memory, so a swap is one kernel instead of one copy per
+block and layer.
 
 Rules: targets are distinct, and no block of a pool is both source and target in one call.
 """
@@ -60,7 +60,7 @@ def copy_blocks(source: BlockPool, target: BlockPool, blocks: torch.Tensor, *, b
 
 
 def copy_blocks_reference(source: BlockPool, target: BlockPool, blocks: torch.Tensor) -> None:
-    """Plain torch form of `copy_blocks`; also the CPU path."""
+    """Plain torch form of `copy_blocks`, which is also the CPU path."""
     for old, new in zip(source.tensors, target.tensors, strict=True):
         chosen = old.index_select(0, blocks[0].to(old.device))
         new.index_copy_(0, blocks[1].to(new.device), chosen.to(new.device))

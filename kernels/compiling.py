@@ -1,6 +1,6 @@
 """Callback that runs before Triton compiles a kernel.
 
-Triton compiles a kernel when it is first launched with a new combination of argument types, sizes and alignments. The
+Triton compiles a kernel at the first launch with a new combination of argument types, sizes and alignments. The
 compilation delays a step by a second or more, and only Triton knows which launch causes it.
 """
 

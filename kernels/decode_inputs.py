@@ -1,18 +1,17 @@
 """Inputs of a decode step, computed on the device from the state that the device holds.
 
-In decode every row has one input token: the token that was sampled last. The inputs of a step follow from the rows in
-decode, their token counts, and the block tables. A captured graph starts with this kernel, so the host sends only
-changes.
+In decode every row has one input token, the last sampled token. A step's inputs follow from the decode rows, their
+token counts, and the block tables. A captured graph starts with this kernel, so the host sends only changes.
 
-A *lane* is a place in the batch. ``lane_rows`` ``[B]`` int32 is the row of each lane; -1 marks padding, because a batch
-is padded to the size of its graph. ``computed`` ``[B]`` int32 is the number of computed tokens of the lane's row. For a
-lane with row r and n tokens:
+A *lane* is a position in the batch. ``lane_rows`` ``[B]`` int32 contains each lane's row; -1 marks padding, because a
+batch is padded to its graph's size. ``computed`` ``[B]`` int32 is the number of computed tokens in the lane's row. For
+a lane with row r and n tokens:
 
     input_ids = last_token[r]      positions = n        slot_mapping = the slot of position n, by r's table
     context_lens = n + 1           rows = r             block_tables = the filled part of r's table
 
 and ``computed`` becomes n + 1. A padding lane gets input token 0 at position 0, slot -1, context 0 and row
-``num_rows``, which is the padding element of ``last_token``. A padding lane's row of ``block_tables`` is not changed.
+``num_rows``, which is the padding element in ``last_token``. A padding lane's row in ``block_tables`` is not changed.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def prepare_decode_reference(
     block_size: int,
     out: DecodeInputs,
 ) -> None:
-    """Plain torch form of `prepare_decode`; also the CPU path."""
+    """Plain torch form of `prepare_decode`, which is also the CPU path."""
     active = lane_rows >= 0
     rows = torch.where(active, lane_rows, 0).long()
     position = torch.where(active, computed, 0).long()

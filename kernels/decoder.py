@@ -1,9 +1,9 @@
 """Llama-type decoder on a CPU: all layers in one call.
 
 For each layer, the decoder runs the same operations as `kernels.norm`, `linear`, `rotary`, `kv_cache`,
-`paged_attention` and `activation`; it then returns logits or the last hidden states. Activations stay in float32
-between the operations, so they are rounded less often than by the separate operations in bfloat16. Control does not
-return to Python between two layers.
+`paged_attention` and `activation`. It then returns logits or the last hidden states. Activations stay in float32
+between the operations, so they are rounded less often than in the separate bfloat16 operations. Control does not return
+to Python between layers.
 
     x = embedding[token]
     per layer:  x += output(attention(rotary(qk_norm(qkv(norm(x))))))
@@ -27,10 +27,10 @@ from kernels.native.structures import FORMATS, KV_FORMATS, CDecoder, CLayer, CLi
 
 _Reduce = CFUNCTYPE(c_int32, c_void_p, c_int64)
 _MOST_REDUCED = 256
-"""Maximum number of cached tensor views of memory that is summed over the ranks; later steps reuse the views."""
+"""Maximum number of cached tensor views on memory that is summed over the ranks; later steps reuse the views."""
 
 PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "route", "gate_up", "activate", "down", "head")
-"""Phases of a step for the time measurement, in the order of `decoder.h`."""
+"""Step phases for time measurement, in the order of `decoder.h`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class MixtureWeights:
     shared: MlpWeights | None
     """Shared expert, which computes every token; None if the model has none."""
     shared_gate: PackedLinear | None
-    """Layer whose one output is the gate logit of the shared expert; None if the shared expert is not gated."""
+    """Layer with one output, the gate logit of the shared expert; None if the shared expert is not gated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +86,13 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class DecoderPart:
-    """One rank's share of a tensor-parallel decoder: some of the heads, part of each MLP and part of the vocabulary."""
+    """One rank's part of a tensor-parallel decoder: some of the heads, of each MLP and of the vocabulary."""
 
     rank: int
     all_reduce: Callable[[torch.Tensor], object]
     """Sums a float32 vector over all ranks, in place."""
     first_token: int
-    """Vocabulary index of the first row of the embedding and of the LM head."""
+    """Vocabulary index of the first row in the embedding and the LM head."""
 
 
 def why_unsupported(shape: DecoderShape, dtype: torch.dtype) -> str | None:
@@ -134,7 +134,7 @@ class PackedDecoder:
             head: LM head, which maps hidden states to logits.
             cos: ``[positions, rotary_dim / 2]`` float32.
             sin: as ``cos``.
-            part: this rank's share, which ``shape`` and the weights describe; None if they are the whole decoder.
+            part: this rank's part, which ``shape`` and the weights describe; None if they are the whole decoder.
         """
         self._kernels = kernels
         self._part = part
@@ -194,8 +194,8 @@ class PackedDecoder:
         Raises whatever the sum over the ranks raises.
 
         Returns:
-            Logits ``[num_logits, vocab]``, and, for the other tokens, the last hidden states after the final norm
-            ``[K - num_logits, hidden]``. Both are float32, whatever the type of the weights.
+            Logits ``[num_logits, vocab]``, and, for the other tokens, the last hidden states after the final norm ``[K
+            - num_logits, hidden]``. Both are float32, regardless of the weights' type.
         """
         keys, values = self._cache_pointers(caches)
         # `len(tensor)` is slow, because it is implemented in Python.
@@ -280,7 +280,7 @@ class PackedDecoder:
         )
 
     def _mixture(self, mixture: MixtureWeights) -> int:
-        """Build the C structure of a mixture, keep it alive, and return its address."""
+        """Build the C structure for a mixture, keep it alive, and return its address."""
         experts = len(mixture.experts)
         gate_up = (CLinear * experts)(*(_copy(expert.gate_up) for expert in mixture.experts))
         down = (CLinear * experts)(*(_copy(expert.down) for expert in mixture.experts))

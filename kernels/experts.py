@@ -6,14 +6,14 @@
     down        [num_experts, hidden, intermediate]
     result      [T, hidden]: the sum over a token's ``top_k`` experts e of  p_e · down_e(silu(gate_e(x)) · up_e(x))
 
-``p`` is the softmax of the logits. The experts with the largest p are chosen. With ``renormalise``, the p of the chosen
-experts are divided by their sum.
+``p`` is the softmax of the logits. The experts with the largest p are chosen. With ``renormalise``, their p values are
+divided by their sum.
 
-The T · top_k (token, expert) *pairs* are sorted by expert, which makes the rows of each expert adjacent. One kernel
-launch then computes the products of all experts (a *grouped* product). The first grouped product reads one row per
-token; the second writes one row per pair. The number of rows per expert stays on the device: the grid is large enough
-for every distribution, and programs without rows return at once. So the shapes do not depend on the routing,
-and a step can be captured in a CUDA graph. No token is dropped.
+The T · top_k (token, expert) *pairs* are sorted by expert, which makes each expert's rows adjacent. One kernel launch
+then computes the products for all experts (a *grouped* product). The first grouped product reads one row per token; the
+second writes one row per pair. The number of rows per expert stays on the device: the grid is large enough for every
+distribution, and programs without rows return at once. The shapes therefore do not depend on the routing, and a step
+can be captured in a CUDA graph. No token is dropped.
 
 A pair's result does not depend on the other rows. A token's sum adds its experts in the order of their p. On a CPU the
 worker calls `kernels.decoder` instead; this module's CPU path is the reference.
@@ -69,7 +69,7 @@ def mix_experts_reference(
     top_k: int,
     renormalise: bool,
 ) -> torch.Tensor:
-    """Plain torch form of `mix_experts`, expert by expert; also the CPU path."""
+    """Plain torch form of `mix_experts`, expert by expert, which is also the CPU path."""
     weights, experts = route(logits, top_k, renormalise)
     out = torch.zeros_like(x)
     for number in range(gate_up.shape[0]):
@@ -102,7 +102,7 @@ def _grouped_product(x: torch.Tensor, weight: torch.Tensor, pairs: Pairs, factor
 
     Without ``factors``, ``x`` has a row per token, and the result has a row per pair in sorted order. With ``factors``
     ``[T, top_k]``, ``x`` has a row per pair in sorted order, and row token · top_k + choice of the result is multiplied
-    by its factor.
+    by the pair's factor.
     """
     num_experts, outputs, inputs = weight.shape
     num_pairs = pairs.order.shape[0]

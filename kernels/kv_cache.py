@@ -1,11 +1,11 @@
 """Writes of keys and values into the paged KV cache (PagedAttention; Kwon et al., SOSP 2023).
 
-The cache of one layer is ``[num_blocks, num_kv_heads, block_size, head_dim]``: block-major, and head-major
-inside a block. The tile of one (block, head) is contiguous, because attention reads such tiles, one head at a
-time. A *slot* is the place of one token: ``slot = block_id * block_size + offset``.
+One layer's cache is ``[num_blocks, num_kv_heads, block_size, head_dim]``. The tile of one (block, head) is contiguous,
+because attention reads such tiles, one head at a time. A *slot* is one token's position: ``slot = block_id * block_size
++ offset``.
 
-Rules: a token with a negative slot is not written (padding of a captured graph). Slots within one call are distinct.
-Keys and values are cast to the cache's dtype, or quantised as `kernels.kv_quantised` says. Slots that are not in
+Rules: a token with a negative slot (padding in a captured graph) is not written. The slots in one call are distinct.
+Keys and values are cast to the cache's dtype, or quantised as in `kernels.kv_quantised`. Slots that are not in
 ``slot_mapping`` keep their content.
 """
 
@@ -63,7 +63,7 @@ def write_kv_reference(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Plain torch form of `write_kv`, also for values whose size differs from that of keys; it is the CPU path."""
+    """Plain torch form of `write_kv`, which is also the CPU path; keys and values may differ in size."""
     written = slot_mapping >= 0
     if not bool(written.all()):
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]

@@ -9,7 +9,7 @@ element of the group, and the scale is ``(max - min) / 15`` (as the values of KI
 has code j in its lower half and code j + 16 in its upper half. Elements beyond the range of float16 make the scale or
 the zero infinite, so that a row with them fails instead of continuing with clipped elements.
 
-The cache of one layer is ``[num_blocks, num_kv_heads, block_size, cached_size(head_dim)]``. One head of one block holds
+One layer's cache is ``[num_blocks, num_kv_heads, block_size, cached_size(head_dim)]``. One head of one block holds
 the codes of all its tokens, then their scales: a float32 per token, or in int4 a pair (scale, zero) per token and
 group. A block is therefore self-contained and can be copied alone. `kernels.kv_cache`, `kernels.qkv` and
 `kernels.decoder` write such a cache. head_dim must be a multiple of four, or in int4 of 32.
@@ -24,22 +24,22 @@ from kernels.fp8 import LARGEST, dequantize, quantize
 INT4 = torch.int16
 """Element type of an int4 cache: each element has four codes."""
 DTYPES = {"int8": torch.int8, "fp8": torch.uint8, "int4": INT4}
-"""Element type of each kind of quantised cache."""
+"""Element type for each kind of quantised cache."""
 QUANTISED = tuple(DTYPES.values())
 SCALE_BYTES = 4
-"""Bytes of the scale of a vector; in int4, of the scale and the zero of a group."""
+"""Bytes of a vector's scale; in int4, of a group's scale and zero."""
 GROUP = 32
 """Elements of a group in int4."""
 _HIGHEST_CODE = 15
 
 
 def cached_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the size of the last dimension of a cache with this dtype, including the scales if it is quantised."""
+    """Return the last dimension's size in a cache with this dtype, including the scales if it is quantised."""
     return _codes_size(head_dim, dtype) + _scales_size(head_dim, dtype)
 
 
 def head_size(cache: torch.Tensor) -> int:
-    """Return head_dim: the number of elements of a key or value in the cache."""
+    """Return head_dim, the number of elements per key or value in the cache."""
     size = cache.shape[-1]
     if cache.dtype == INT4:
         return size // cached_size(GROUP, INT4) * GROUP
@@ -51,7 +51,7 @@ def _codes_size(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _scales_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the size of the scales of a vector, in elements of ``dtype``."""
+    """Return the size of a vector's scales, in elements of ``dtype``."""
     if dtype == INT4:
         return head_dim // GROUP * SCALE_BYTES // dtype.itemsize
     return SCALE_BYTES if dtype in QUANTISED else 0

@@ -4,15 +4,16 @@ Packed weights consist of blocks of 16 outputs (`kernels/native/src/format.h`). 
 place*, so that the model is not in memory twice: `empty_weight` allocates a weight with room for the padding, the
 checkpoint is read into it, and `pack` converts it. `quantise` and `quantise_int4` make a separate copy.
 
-With int8, all weights of one output share a scale, ``max |w| / 127``. The activations of one row share a scale that is
+With int8, all weights of one output share a scale, ``max |w| / 127``. One row's activations share a scale, which is
 computed at run time. The integer product is exact. `quantised_linear_reference` defines the result in plain torch.
 
 With int4, each group of 64 inputs of an output has a scale and a zero point: ``w = (q - zero) * scale`` with q from 0
-to 15. The scale has 24 bits, which hold every bfloat16 and float16 value. So a weight takes 4.5 bits. Activations are
-quantised as for int8. The integer product within a group is exact. `dequantised` returns the weights as float32.
+to 15. The scale has 24 bits, which can represent every bfloat16 and float16 value. A weight therefore takes 4.5 bits.
+Activations are quantised as for int8. The integer product within a group is exact. `dequantised` returns the weights as
+float32.
 
-Sums over the inputs (or groups) are computed in float32 (int32 for int8), in input order. The result of a row therefore
-does not depend on the other rows of the batch. With int4, every instruction-set level gives the same result.
+Sums over the inputs (or groups) are computed in float32 (int32 for int8), in input order. A row's result therefore does
+not depend on the other rows of the batch. With int4, every instruction-set level gives the same result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kernels.native.library import Native
 from kernels.native.structures import BFLOAT16, FLOAT32, FORMATS, INT4, INT8, STORE_BFLOAT16, STORE_FLOAT, CLinear
 
 INT4_GROUP = 64
-"""Number of inputs in a group of int4 weights."""
+"""Number of inputs per group of int4 weights."""
 _BLOCK = 16
 _GROUP = INT4_GROUP
 _GROUP_BYTES = 9 * 64
@@ -82,7 +83,7 @@ def empty_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty_weights(count: int, outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate uninitialised weights ``[count, outputs, inputs]`` to be packed one by one; the padding is zero.
+    """Allocate uninitialised weights ``[count, outputs, inputs]`` for packing one by one; the padding is zero.
 
     The memory uses huge pages if possible. This saves page walks, because every step streams all weights.
     """
@@ -127,8 +128,8 @@ def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels:
 def quantise_int4(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
     """Return an int4 copy of a weight ``[outputs, inputs]`` (float32 or bfloat16).
 
-    Each group has a zero point, so that the 16 values span the range from the group's smallest to its largest weight
-    (and include zero). A fixed zero point of 8 (symmetric) would take as much memory and be less accurate.
+    Each group has a zero point, so that the 16 values span the range from the group's smallest to its largest weight,
+    including zero. A fixed zero point of 8 (symmetric) would take as much memory and be less accurate.
     """
     outputs, inputs = weight.shape
     packed = torch.empty(-(-outputs // _BLOCK) * -(-inputs // _GROUP) * _GROUP_BYTES, dtype=torch.uint8)
@@ -144,7 +145,7 @@ def pack_int8(codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | No
 
     Args:
         codes: ``[outputs, inputs]`` int8.
-        scales: ``[outputs]``; a weight is its code times the scale of its output.
+        scales: ``[outputs]``; a weight is its code times its output's scale.
         bias: ``[outputs]``.
     """
     outputs, inputs = codes.shape
@@ -165,11 +166,11 @@ def fits_int4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) ->
 def pack_int4(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bias: torch.Tensor | None = None
 ) -> PackedLinear:
-    """Pack int4 weights that are already quantised; `fits_int4` must be true for them.
+    """Pack int4 weights that are already quantised and for which `fits_int4` is true.
 
     Args:
         codes: ``[outputs, inputs]`` uint8, from 0 to 15.
-        scales: ``[outputs, groups]``; a weight is (its code - zero point of its group) * scale of its group.
+        scales: ``[outputs, groups]``; a weight is (its code - its group's zero point) * its group's scale.
         zeros: ``[outputs, groups]``.
         bias: ``[outputs]``.
     """

@@ -5,8 +5,8 @@
 Shapes: ``x`` is ``[..., dim]`` with any leading shape, ``weight`` is ``[dim]``; QK-norm is the same call on
 ``[num_tokens, num_heads, head_dim]``.
 
-Rounding is the same as in the models of `transformers`, so that 16-bit activations differ from theirs only by the order
-of the sum:
+Rounding is the same as in the `transformers` models, so that 16-bit activations differ from theirs only by the order of
+summation:
 
 * ``weight_offset == 0`` (Llama and its family): normalise in float32, round to ``x.dtype``, then multiply by
   weight.

@@ -21,7 +21,7 @@ for one token in 2²⁵. ``u`` has about 8e7 values. For all but 5 of them, doub
 one unit in the last place round to the same float32. The noise is thus the same on every CPU. Triton computes it in
 float32, with an error of a few 1e-6.
 
-Gumbel values lie in [-2.82, 22.88]. A token more than 25.7 nats below the best one is therefore never drawn; its
+Gumbel values lie in [-2.82, 22.88]. A token more than 25.7 nats below the best one is therefore never sampled; its
 probability is below 7e-12.
 """
 

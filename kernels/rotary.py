@@ -9,7 +9,7 @@ Shapes: query ``[num_tokens, num_heads, head_dim]``, key ``[num_tokens, num_kv_h
 ``[num_tokens, rotary_dim / 2]`` float32, gathered at each token's position by the caller. With
 ``rotary_dim < head_dim`` the remaining dimensions are not changed (partial rotary).
 
-The products are computed in float32 and rounded once. `transformers` rounds cos and sin to the model's dtype first. In
+The products are computed in float32 and rounded once. `transformers` first rounds cos and sin to the model's dtype. In
 16-bit dtypes its results are therefore less accurate and differ in the last bit; in float32 they are equal.
 """
 
@@ -60,7 +60,7 @@ def apply_rotary(
 def apply_rotary_reference(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch form of `apply_rotary`; also the CPU path."""
+    """Plain torch form of `apply_rotary`, which is also the CPU path."""
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 

@@ -1,7 +1,7 @@
-"""Sampling of each row's next token: temperature, top-k, top-p, min-p, typical-p and the draw.
+"""Samples each row's next token: temperature, top-k, top-p, min-p, typical-p and the random choice.
 
-The filters are those of `transformers`, in the same order and with the same rules. Each filter works on the result of
-the previous one, on float32 logits:
+The filters are those of `transformers`, in the same order and with the same rules. Each filter works on the previous
+one's result, in float32 logits:
 
 1. temperature: divide. A row with temperature 0 is *greedy*: no filter, no noise, the largest logit, ties to the lowest
    index.
@@ -10,21 +10,21 @@ the previous one, on float32 logits:
    The most probable token always stays. If the threshold falls between equal logits, lower indices stay. (In
    transformers this depends on an unstable sort; here it must be the same on all machines.)
 4. min-p (Nguyen et al., 2024): remove tokens with less than p times the probability of the most probable token.
-5. typical-p (Meister et al., 2022): sort by the distance of a token's information from the entropy of the distribution,
-   and keep the nearest tokens until their probability reaches p.
+5. typical-p (Meister et al., 2022): sort tokens by the distance between their information and the distribution's
+   entropy, and keep the nearest tokens until their probability reaches p.
 
-The draw uses the Gumbel-max trick: the argmax of ``logit + gumbel`` is distributed as softmax(logit). The noise is a
-pure function of (seed, position, choice, vocabulary index), specified in `kernels.philox`. A draw therefore does not
-depend on the other rows of the batch.
+Tokens are sampled with the Gumbel-max trick: the argmax of ``logit + gumbel`` is distributed as softmax(logit). The
+noise is a pure function of (seed, position, choice, vocabulary index), specified in `kernels.philox`. A sampled token
+therefore does not depend on the other rows of the batch.
 
-`nonfinite_rows` finds rows whose logits cannot be sampled. `sample` returns a valid token index for such rows too; the
-worker fails these rows alone, after the step.
+`nonfinite_rows` finds rows whose logits cannot be sampled. `sample` returns a valid token index for such rows too.
+After the step, the worker fails only these rows.
 
-On a CPU the kernels of `kernels.native` implement all of this except typical-p. They do not sort the vocabulary, and
-compute noise only for tokens that may win. Their draws equal those of `sample_reference`, except for a token so close
-to the top-p threshold that the order of summation decides. On CUDA, `kernels.sampling_triton` selects and draws without
-a sort and without host synchronisation; only typical-p sorts. On CUDA, too, the same logits give the same token in
-every batch.
+On a CPU the kernels in `kernels.native` implement all of this except typical-p. They do not sort the vocabulary, and
+compute noise only for tokens that may win. Their tokens equal those of `sample_reference`, except for a token so close
+to the top-p threshold that the order of summation decides. On CUDA, `kernels.sampling_triton` filters and samples
+without host synchronisation, and sorts only for typical-p. On CUDA, too, the same logits give the same token in every
+batch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _sample_typical(logits: torch.Tensor, params: SamplingTensors) -> torch.Tens
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return each row's most likely token, ``[num_rows]`` int64; -1 for the rows that `nonfinite_rows` finds."""
+    """Return each row's most likely token, ``[num_rows]`` int64; -1 for rows found by `nonfinite_rows`."""
     if runs_on_triton(logits):
         from kernels.sampling_triton import greedy_triton
 
@@ -184,10 +184,10 @@ def _of_rows(params: SamplingTensors, rows: torch.Tensor | slice) -> SamplingTen
 
 
 def _sample_sparse(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Sample non-greedy rows that all truncate, without sorting a whole large vocabulary or adding noise to all of it.
+    """Sample non-greedy rows that all truncate, without sorting a large vocabulary or adding noise to all of it.
 
-    The filters run row by row. The remaining tokens of all rows, padded to the longest, share one draw, because Philox
-    consists of a hundred small tensor operations whose overhead exceeds their work.
+    The filters run row by row. The remaining tokens of all rows, padded to the longest, are sampled together, because
+    Philox consists of a hundred small tensor operations whose overhead exceeds their work.
     """
     top_ks, top_ps, min_ps = params.top_k.tolist(), params.top_p.tolist(), params.min_p.tolist()
     scaled = logits.to(torch.float32) / params.temperature.clamp(min=_COLDEST).unsqueeze(1)
@@ -203,7 +203,7 @@ def _sample_sparse(logits: torch.Tensor, params: SamplingTensors) -> torch.Tenso
 
 
 def _survivors(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens of one row that pass the filters: ascending indices and their scores."""
+    """Return the tokens of one row that pass the filters, as ascending indices and scores."""
     vocab_size = scores.shape[0]
     kept = torch.ones_like(scores, dtype=torch.bool)
     if 0 < top_k < vocab_size:

@@ -1,4 +1,4 @@
-"""Definition of sampling in plain torch, and its parameters; `kernels.sampling` documents the rules."""
+"""Defines sampling in plain torch, with its parameters; `kernels.sampling` documents the rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.philox import gumbel_from_words, random_words
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Sampling parameters of a batch: one entry per row, on the device of the logits.
+    """A batch's sampling parameters: one entry per row, on the logits' device.
 
     The two booleans are on the host, because the host uses them to choose kernels. True is always safe but may be
     slower; False is allowed only if no row needs the feature.

@@ -1,8 +1,8 @@
 """Scattered writes of 32-bit words to a state tensor on the device.
 
 Each step changes a few words of a worker's state on the device (block tables, decode rows, computed tokens). The host
-sends the indices and the new words as one buffer, and one kernel writes them. A step thus needs one copy and one launch
-for any number of tensors, and neither if nothing changes.
+sends the indices and the new words in one buffer, and one kernel writes them. A step thus needs one copy and one launch
+for any number of tensors, and none if nothing changes.
 
 Rules: the indices in one call are distinct. The state is one flat int32 tensor; its parts are views of this tensor.
 """
@@ -32,5 +32,5 @@ def scatter_words(state: torch.Tensor, changes: torch.Tensor) -> None:
 
 
 def scatter_words_reference(state: torch.Tensor, changes: torch.Tensor) -> None:
-    """Plain torch form of `scatter_words`; also the CPU path."""
+    """Plain torch form of `scatter_words`, which is also the CPU path."""
     state.index_copy_(0, changes[0].long(), changes[1])

@@ -1,10 +1,10 @@
-"""Sampling of tokens by several ranks, each of which has the logits for a part of the vocabulary.
+"""Token sampling by several ranks, each of which has the logits for a part of the vocabulary.
 
-The noise for a token does not depend on how the vocabulary is divided (`kernels.philox`). So the largest sum of score
-and noise over the whole vocabulary is the maximum of the largest sums in the parts. Each rank finds the best token of
-its part (`best_in_part`), the ranks exchange the results, and every rank computes the same choice (`best_of_parts`). It
-is the token that `kernels.sampling.sample_checked` would draw from the logits of the whole vocabulary. This holds only
-for rows without top-k, top-p, min-p and typical-p, which depend on the distribution over the whole vocabulary.
+A token's noise does not depend on how the vocabulary is divided (`kernels.philox`). The largest score plus noise over
+the whole vocabulary is therefore the maximum over the parts. Each rank finds the best token in its part
+(`best_in_part`), the ranks exchange the results, and every rank computes the same choice (`best_of_parts`). This is the
+token that `kernels.sampling.sample_checked` would sample from the whole vocabulary's logits. It holds only for rows
+without top-k, top-p, min-p and typical-p, which depend on the whole distribution.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kernels.sampling import greedy, native_for, nonfinite_rows
 from kernels.sampling_reference import SamplingTensors, process_logits_reference
 
 _NOT_FINITE = -1
-"""Used instead of a token if the part has a NaN or +inf, so that the row cannot be sampled."""
+"""Replaces a token if the part has a NaN or +inf, so that the row cannot be sampled."""
 _ONLY_LOW = -2
-"""Used instead of a token if the part has only -inf; other parts may have a token."""
+"""Replaces a token if the part has only -inf; other parts may have a token."""
 
 
 def best_in_part(logits: torch.Tensor, params: SamplingTensors, first: int) -> torch.Tensor:
-    """Find the best token of each row in a part of the vocabulary.
+    """Find each row's best token in a part of the vocabulary.
 
     Args:
         logits: ``[num_rows, part_size]`` of any float dtype: the part.
-        params: the parameters of the rows; their filters are not applied.
+        params: the rows' parameters; their filters are not applied.
         first: vocabulary index of the first logit, a multiple of 32.
 
     Returns:
@@ -59,7 +59,7 @@ def best_of_parts(found: torch.Tensor) -> torch.Tensor:
         found: ``[num_parts, num_rows, 2]`` int32: the results of `best_in_part`, ascending by vocabulary index.
 
     Returns:
-        ``[num_rows]`` int64; -1 for the rows that `kernels.sampling.nonfinite_rows` finds.
+        ``[num_rows]`` int64; -1 for rows found by `kernels.sampling.nonfinite_rows`.
     """
     sums, tokens = found[..., 0].contiguous().view(torch.float32), found[..., 1].to(torch.int64)
     best, token = sums[0], tokens[0]

@@ -1,7 +1,7 @@
 """Bit masks of allowed tokens, applied to logits.
 
-A grammar allows a set of tokens in each step. A mask has one bit per token, so the host sends 1/32 of the size of
-float32 logits. The kernel reads no logits, and writes only those of tokens that are not allowed.
+A grammar permits a set of tokens in each step. A mask has one bit per token, so the host sends 1/32 of the size of
+float32 logits. The kernel reads no logits, and writes only those of forbidden tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def mask_tokens(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor,
 
 
 def mask_tokens_reference(logits: torch.Tensor, places: torch.Tensor, masks: torch.Tensor, lines: torch.Tensor) -> None:
-    """Plain torch form of `mask_tokens`; also the CPU path."""
+    """Plain torch form of `mask_tokens`, which is also the CPU path."""
     octets = masks[lines].view(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
     allowed = (octets.unsqueeze(2) >> shifts & 1).bool().flatten(1)[:, : logits.shape[1]]

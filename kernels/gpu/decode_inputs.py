@@ -18,7 +18,7 @@ def copy_tables_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Copy a tile of one lane's table per program; tiles beyond the row's last block are skipped."""
+    """Copy one tile of one lane's table per program; skip tiles beyond the row's last block."""
     lane = tl.program_id(0)
     row = tl.load(lane_rows_ptr + lane)
     num_blocks = tl.load(computed_ptr + lane) // BLOCK_SIZE + 1

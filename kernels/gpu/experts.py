@@ -26,9 +26,9 @@ def grouped_product_kernel(
     WIDE: tl.constexpr,
     DEEP: tl.constexpr,
 ) -> None:
-    """Compute one tile of rows of one expert by one tile of outputs per program.
+    """Compute one tile per program: some rows of one expert by some outputs.
 
-    Each program finds its expert: it counts the experts whose tiles all come before it.
+    Each program finds its expert by counting the experts whose tiles all come before it.
     """
     tile = tl.program_id(0)
     number = tl.arange(0, EXPERTS)

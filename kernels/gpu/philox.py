@@ -31,7 +31,7 @@ def uniform_tile(words: tl.tensor) -> tl.tensor:
 
 @jit
 def gumbel_tile(words: tl.tensor) -> tl.tensor:
-    """Device function of `gumbel_from_words`, with an error of a few 1e-6.
+    """Device function for `gumbel_from_words`, with an error of a few 1e-6.
 
     float32 has too few digits to compute the logarithm of a number near 1 directly, so a series is used.
     """

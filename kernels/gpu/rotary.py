@@ -28,7 +28,7 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Rotate HEADS heads of one token per program; heads are numbered with the query heads first, then the key heads.
+    """Rotate HEADS heads of one token per program; query heads are numbered first, then key heads.
 
     Every element also reads its partner, which is in the same cache line. Partial rotary embeddings, and head
     dimensions that are not a power of two, therefore need no separate code path.

@@ -12,6 +12,6 @@
 The library is built when Quire is installed (`setup.py`), if there is a compiler. Four *levels* are built from the
 same templates: `avx2`, `avx512` (with BF16 and VNNI), `amx`, and `portable`, which is plain C++ for tests. `amx` equals
 `avx512`, except that it uses tile registers for products with bf16, int8 and int4 weights and for the attention of
-prefill chunks. The best level that the processor supports and that passes a self-test is used. The environment variable
-``QUIRE_CPU_KERNELS`` forces a level, or disables the library with ``off``.
+prefill chunks. The process uses the best level that the processor supports and that passes a self-test. The environment
+variable ``QUIRE_CPU_KERNELS`` forces a level, or disables the library with ``off``.
 """

@@ -68,7 +68,7 @@ def set_num_threads(count: int) -> None:
 
 @cache
 def load_library() -> CDLL | None:
-    """Load the library that was built during installation; return None if it is missing or has another ABI version."""
+    """Load the library built during installation; return None if it is missing or has another ABI version."""
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
             library = CDLL(str(path))

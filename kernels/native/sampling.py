@@ -30,9 +30,9 @@ def sample_native(
 ) -> torch.Tensor:
     """Compute `kernels.sampling.sample` without ``typical_p``: ``[rows]`` int64, -1 as in `argmax_native`.
 
-    Noise is computed only for tokens that may win, so that no array of the vocabulary's size is written. ``first`` is
+    Noise is computed only for tokens that may win, so that no array as large as the vocabulary is written. ``first`` is
     the vocabulary index of the first logit, a multiple of 32; returned tokens are relative to ``first``. ``sums``
-    ``[rows]`` float32 receives the score plus noise of each sampled token.
+    ``[rows]`` float32 receives each sampled token's score plus noise.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64)
     columns = {"temperature": params.temperature, "seed": params.seed}

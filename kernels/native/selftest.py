@@ -1,4 +1,4 @@
-"""Self-test of the kernels of one instruction set: small products, attention and sampling must equal those of torch."""
+"""Self-test for one instruction set's kernels: small products, attention and sampling must equal torch's results."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from kernels.paged_attention_reference import paged_attention_reference
 from kernels.sampling_reference import SamplingTensors, sample_reference
 
 _ROWS = (*range(1, 14), 17, 27)
-"""Numbers of rows: every tile height of any level, alone and combined."""
+"""Numbers of rows that cover every tile height of every level, alone and combined."""
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 2e-2, "int4": 2e-2}
 """Largest error relative to the largest result; bfloat16 also rounds activations, as int8 and int4 do to 8 bits."""
 _ATTENTION = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.int8: 3e-2, torch.uint8: 3e-2, INT4: 3e-2}
-"""Largest error by type of KV; except with float32, chunks may round queries and attention weights to bfloat16."""
+"""Largest permitted error by KV type. Except with float32, chunks may round queries and attention weights to bfloat16.
+"""
 
 
 def failure(kernels: Native) -> str | None:
-    """Return the first failure of the level; None if it passes."""
+    """Return the level's first failure; None if it passes."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(85, 72, generator=generator)
     int4 = quantise_int4(weight, kernels=kernels)

@@ -2,7 +2,7 @@
 
 A level can be used if the library was compiled with it, the processor supports its instructions, and it passes a
 self-test. The self-test compares small products and attention with float64 results, and takes about a millisecond at
-startup. If the self-test fails, a warning is logged, and the next lower level is tried.
+start. If the self-test fails, a warning is logged and the next lower level is tried.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def native() -> Native | None:
-    """Return the native kernels of this process, chosen at the first call; None to use torch."""
+    """Return this process's native kernels, chosen at the first call; None to use torch."""
     wanted = os.environ.get(_VARIABLE, "auto")
     if wanted == "off":
         return None

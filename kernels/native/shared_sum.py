@@ -35,7 +35,7 @@ class SharedSum:
 
     @staticmethod
     def create(file: Path, ranks: int) -> None:
-        """Create the zero-filled file that a group of ranks shares; do nothing if the native library is missing."""
+        """Create the zero-filled file that a group of ranks shares. If the native library is missing, do nothing."""
         library = load_library()
         if library is not None:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

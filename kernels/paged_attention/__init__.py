@@ -14,9 +14,9 @@ Rules: query i of row r has position ``context_lens[r] - query_len[r] + i`` and 
 and, with a sliding window w, ``position - j < w``. Logits are ``scale * q · k``, and with a soft cap c then
 ``c * tanh(logit / c)`` (Gemma 2). Query head h reads KV head ``h // group_size``, with
 ``group_size = num_heads / num_kv_heads``. With *sinks* (GPT-OSS) the softmax of each head has one additional logit that
-belongs to no key: it takes a share of the weights and adds nothing to the result. The result of a row with context 0
-(padding of a captured graph) is zero. Content of a block beyond the row's context must not affect the result, even if
-it is NaN, because a block may contain old keys from a row that failed.
+belongs to no key: it takes a share of the weights and adds nothing to the result. A row with context 0 (padding in a
+captured graph) has result zero. A block may contain old keys from a failed row. Content beyond the row's context must
+therefore not affect the result, even if it is NaN.
 
     cpu         CPU path without `kernels.native`: torch's attention over gathered blocks
     launch      CUDA path: choice of kernels and tiles
@@ -62,12 +62,11 @@ def paged_attention(
 ) -> torch.Tensor:
     """Compute causal attention of every query over its row's keys (shapes and rules: see the package).
 
-    ``max_query_len`` is the length of the longest chunk in the batch; 1 means that every row is in decode.
-    ``min_query_len`` above 1 means that no row is in decode. The first ``num_leading_decodes`` rows have at most one
-    token, and the prefill kernel skips them. ``sliding_window`` is the number of visible positions, including the
-    position of the query.
-    ``sinks`` is ``[num_heads]`` float32, contiguous: the logit of each head's sink.
-    ``schedule`` is the result of `schedule_decode` for this batch and window; if None, it is computed here.
+    ``max_query_len`` is the length of the longest chunk in the batch; 1 means that every row decodes. ``min_query_len``
+    above 1 means that no row decodes. The first ``num_leading_decodes`` rows have at most one token, and the prefill
+    kernel skips them. ``sliding_window`` is the number of visible positions, including the query's position. ``sinks``
+    is ``[num_heads]`` float32, contiguous: the logit of each head's sink. ``schedule`` is the result of
+    `schedule_decode` for this batch and window; if None, it is computed here.
     """
     if runs_on_triton(query):
         from kernels.paged_attention.launch import paged_attention_triton

@@ -1,7 +1,7 @@
 """Paged attention on a CPU: gathers KV blocks and calls torch's fused attention.
 
-Rows in decode are computed in groups of similar length, padded to the longest row. Rows in prefill are computed one by
-one, in tiles of queries.
+Decode rows are computed in groups of similar length, padded to the longest row. Prefill rows are computed one by one,
+in tiles of queries.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _prefill_row(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute attention of one row's chunk ``[query_len, num_heads, head_dim]``, which ends at the row's last token."""
+    """Compute attention for a row's chunk ``[query_len, num_heads, head_dim]``, which ends at the row's last token."""
     block_size = k_cache.shape[2]
     first_pos = context - query.shape[0]
     first_page = 0 if sliding_window is None else max(0, first_pos - sliding_window + 1) // block_size

@@ -1,9 +1,9 @@
 """Attention for the rows in decode: each program computes consecutive shares of the keys, for one KV head.
 
-The query heads of a KV head are packed into one tile, so that a key is read once for all of them. The schedule gives
-all programs the same number of keys (`kernels.paged_attention.schedule`). The result of a row with one share is written
-directly. If a row has several shares, the program that finishes the last one combines them (Flash-Decoding; Dao et al.,
-2023; Stream-K; Osama et al., 2023).
+All query heads of a KV head are packed into one tile, so that each key is read only once. The schedule gives all
+programs the same number of keys (`kernels.paged_attention.schedule`). The result of a row with one share is written
+directly. If a row has several shares, the program that finishes the last share combines them (Flash-Decoding; Dao et
+al., 2023; Stream-K; Osama et al., 2023).
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -60,9 +60,9 @@ def decode_kernel(
     """Compute, in each program, the query heads of one KV head over the shares that the schedule assigns.
 
     A row with one share is written to ``out`` ``[T, num_heads, head_dim]``. For a row with more shares, each share's
-    result goes to ``partial`` ``[num_shares, num_heads, head_dim]`` float32, and the log2 of its sum of exponentials to
-    ``lse`` ``[num_shares, num_heads]``. ``finished`` ``[R, num_kv_heads]`` counts the finished shares of each row; it
-    is zero before and after the launch.
+    result goes to ``partial`` ``[num_shares, num_heads, head_dim]`` float32, and the log2 of the share's sum of
+    exponentials goes to ``lse`` ``[num_shares, num_heads]``. ``finished`` ``[R, num_kv_heads]`` counts each row's
+    finished shares; it is zero before and after the launch.
     """
     kv_head = tl.program_id(0)  # neighbouring programs read the same blocks
     program = tl.program_id(1)
@@ -219,7 +219,7 @@ def _combine_shares(
     DIM_TILE: tl.constexpr,
     SHARES_TILE: tl.constexpr,
 ) -> None:
-    """Combine the shares of one row for the heads of one KV head, weighted by their sums of exponentials.
+    """Combine one row's shares for the heads of one KV head, weighted by their sums of exponentials.
 
     Other multiprocessors wrote these shares, so the loads bypass the L1 cache.
     """

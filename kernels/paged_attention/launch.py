@@ -1,10 +1,9 @@
-"""Launch of paged attention on a GPU: choice of kernels and tiles for a batch.
+"""Launches paged attention on a GPU: chooses kernels and tiles for a batch.
 
 The launches depend only on values that the host knows, so they can be captured in a graph:
 
-* The grid of prefill depends on the numbers of tokens, rows and leading decode rows, and on the width of the block
-  tables.
-* The grid of decode depends on the number of KV heads and on the GPU. The device splits the keys among its programs
+* The prefill grid depends on the numbers of tokens, rows and leading decode rows, and on the width of the block tables.
+* The decode grid depends on the number of KV heads and on the GPU. The device splits the keys among its programs
   (`schedule`).
 """
 
@@ -29,12 +28,12 @@ _COMBINED_ELEMENTS = 4096
 _MOST_PARTS = 16
 """Maximum number of parts into which prefill divides the keys."""
 _MIN_PART = 1024
-"""Minimum number of keys in a part; with fewer, combining the parts costs more than parallelism gains."""
+"""Minimum number of keys in a part. With fewer keys, combining the parts costs more than parallelism gains."""
 
 
 @lru_cache(maxsize=1024)  # all layers of a step call it with the same arguments
 def parts_of_keys(num_programs: int, num_multiprocessors: int, longest: int) -> int:
-    """Return the number of parts into which prefill divides the keys of each tile of queries.
+    """Return the number of parts into which prefill divides the keys for each tile of queries.
 
     The result minimises the estimated time of a launch in which each multiprocessor runs one program at a time.
 

@@ -1,10 +1,9 @@
 """Attention for the rows in prefill: one program per (tile of queries, KV head).
 
-The query heads of a KV head are packed into one tile, so that a key is read once for all of them. The softmax is
-computed online over the keys (FlashAttention-2; Dao, 2023). Tiles are numbered through the flat batch, so that the grid
-depends only on T and R. A program finds its row by binary search. If there are too few programs to fill the GPU (for
-example, for a short chunk of a long prompt), several programs divide the keys of a tile, and another kernel combines
-their results.
+All query heads of a KV head are packed into one tile, so that each key is read only once. The softmax is computed
+online over the keys (FlashAttention-2; Dao, 2023). Tiles are numbered through the flat batch, so that the grid depends
+only on T and R. A program finds its row by binary search. If there are too few programs to fill the GPU (for example,
+for a short chunk of a long prompt), several programs divide a tile's keys, and another kernel combines their results.
 """
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
@@ -59,14 +58,14 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Compute, per program, BLOCK_M // GROUP_SIZE consecutive queries of one row for all query heads of one KV head.
+    """Per program, compute BLOCK_M // GROUP_SIZE consecutive queries of one row for all query heads of one KV head.
 
-    Row r owns the tiles from ``query_start[r] // QUERIES + r`` on. A row may own more tiles than it needs; programs of
-    unused tiles return at once. The rows before ``first_row`` have at most one token each and no tiles.
+    Row r owns the tiles from ``query_start[r] // QUERIES + r`` on. If a row owns more tiles than it needs, the programs
+    of unused tiles return at once. The rows before ``first_row`` have at most one token each and no tiles.
 
-    If the grid has a third axis, the programs along it divide the keys of a tile into equal parts. Each part's result
-    then goes to ``partial`` ``[parts, T, num_heads, head_dim]`` float32, and the log2 of its sum of exponentials to
-    ``lse`` ``[parts, T, num_heads]``; for a part without keys, ``lse`` is minus infinity.
+    If the grid has a third axis, the programs along it divide a tile's keys into equal parts. Each part's result then
+    goes to ``partial`` ``[parts, T, num_heads, head_dim]`` float32, and the log2 of its sum of exponentials goes to
+    ``lse`` ``[parts, T, num_heads]``. For a part without keys, ``lse`` is minus infinity.
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP_SIZE  # noqa: N806
     # Start a row's last tiles first, because they see the most keys and would otherwise run alone at the end.
@@ -218,9 +217,9 @@ def combine_parts_kernel(
     DIM_TILE: tl.constexpr,
     PARTS_TILE: tl.constexpr,
 ) -> None:
-    """Combine, in each program, the parts of one head of one token, weighted by their sums of exponentials.
+    """Per program, combine the parts for one head of one token, weighted by their sums of exponentials.
 
-    Tokens of rows in decode get arbitrary values, because their rows are computed later.
+    Tokens of decode rows get arbitrary values, because their rows are computed later.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -266,7 +265,7 @@ def _attend_tile(
     NATIVE_FP8: tl.constexpr,
     INT8: tl.constexpr,
 ) -> tl.tuple:
-    """Update the online softmax with one tile of keys; MASKED means that some queries do not see all keys."""
+    """Update the online softmax with one tile of keys. MASKED means that some queries do not see all keys."""
     inside = position < high
     keys = gather_tile(
         k_cache_ptr,

@@ -1,9 +1,9 @@
-"""Decode schedule: splits the keys of a batch into equal parts, one per program of the attention kernel.
+"""Decode schedule: splits a batch's keys into equal parts, one per program of the attention kernel.
 
-The attention launches as many programs as the GPU runs at a time, and each program reads the same number of keys. The
-split depends on the lengths of all rows, which only the device knows in a captured graph. A small kernel therefore
-computes a *schedule* on the device. It concatenates the keys of all rows and cuts them into equal parts. A *share* is
-the range of one row's keys in one part. A program computes consecutive shares.
+The attention kernel launches as many programs as the GPU runs at a time, and each program reads the same number of
+keys. The split depends on all rows' lengths, which only the device knows in a captured graph. A small kernel therefore
+computes a *schedule* on the device. It concatenates all rows' keys and splits them into equal parts. A *share* is the
+range of one row's keys within one part. A program computes consecutive shares.
 
 All layers with the same window and number of KV heads use one schedule.
 """
@@ -19,7 +19,7 @@ from kernels._dispatch import num_multiprocessors, runs_on_triton
 _PROGRAMS_PER_SM = 2
 """Programs per multiprocessor, all resident at once; 2 is fastest on an H100 (1, 8 and 64 rows of 1,024 tokens)."""
 _UNIT = 64
-"""Keys per unit; a share begins at a multiple of this in its row."""
+"""Keys per unit; a share begins at a multiple of this within its row."""
 _MIN_UNITS = 2
 """Minimum number of units per program; with fewer, combining shares costs more than parallelism gains."""
 _ROWS_TILE = 256
@@ -32,7 +32,7 @@ _FIELDS = 8
 class DecodeSchedule:
     """Shares of one batch.
 
-    shares: ``[R + P, 8]`` int32: row, first key, end of the keys, first share of the row, number of shares of the row,
+    shares: ``[R + P, 8]`` int32: row, first key, end of the keys, the row's first share, the row's number of shares,
         token; two fields are unused.
     programs: ``[P + 1]`` int32: program p computes the shares ``programs[p]`` .. ``programs[p + 1]``.
     finished: ``[R, num_kv_heads]`` int32: zeros; counts finished shares while attention runs.
@@ -52,8 +52,8 @@ def schedule_decode(
 ) -> DecodeSchedule | None:
     """Return the schedule for a batch (query_start, context_lens: see the package); None if no kernel needs one.
 
-    Rows with one token get shares. A row with one token but no keys (an empty lane of a decode graph) gets one empty
-    share. Rows with no token (padding of a mixed graph) get none.
+    Rows with one token get shares. A row with one token but no keys (an empty lane in a decode graph) gets one empty
+    share. Rows without a token (padding in a mixed graph) get none.
     """
     if not runs_on_triton(context_lens):
         return None

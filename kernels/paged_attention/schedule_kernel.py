@@ -1,4 +1,4 @@
-"""The kernel of `schedule`, which splits the keys of rows in decode among programs."""
+"""The kernel for `schedule`, which splits the keys of decode rows among programs."""
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
@@ -77,7 +77,7 @@ def _units_of_rows(
     WINDOWED: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> tl.tuple:
-    """Return each row's token, first key, end of keys and number of units, which is 0 for a row not in decode."""
+    """Return each row's token, first key, end of keys and number of units, which is 0 for rows that do not decode."""
     inside = row < num_rows
     token = tl.load(query_start_ptr + row, mask=inside, other=0)
     in_decode = inside & (tl.load(query_start_ptr + row + 1, mask=inside, other=0) - token == 1)

@@ -1,8 +1,8 @@
 """Operations of both attention kernels on a tile of keys: gather the tile, score it, update the online softmax.
 
 An 8-bit cache is read as pairs of elements (uint16). The low elements of all pairs are the operand of one product, and
-the high elements that of another. Queries and results therefore have the even dimensions in one tensor, and the odd
-dimensions in a second one. Scores are multiplied by the scale of their key, and weights by the scale of their value
+the high elements the operand of another. Queries and results therefore have the even dimensions in one tensor, and the
+odd dimensions in another. Scores are multiplied by their key's scale, and weights by their value's scale
 (`kernels.kv_quantised`).
 
 An int4 cache is read as bytes (uint8), each with two codes that are 16 dimensions apart. Queries and results are
@@ -34,7 +34,7 @@ def dims_of(dim: tl.tensor, CACHE_TYPE: tl.constexpr) -> tl.tensor:
 
 @jit
 def load_block_ids(table_ptr: tl.tensor, position: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Return the block IDs for some positions of one row; 0 for positions from ``end`` on."""
+    """Return the block ids for some positions in one row; 0 for positions from ``end`` on."""
     return tl.load(table_ptr + position // BLOCK_SIZE, mask=position < end, other=0)
 
 
@@ -85,8 +85,8 @@ def gather_scales(
 ) -> tl.tensor:
     """Return the scales of the keys or values at some positions ``[positions]``; 1 for a cache without scales.
 
-    With int4, return the scale (low half) and the zero of each group, ``[positions, DIM_TILE // 16]`` uint32. HEAD_DIM
-    is in elements of ``cache_ptr``, which are pairs. The result is 0 for positions outside the row.
+    With int4, return each group's scale (low half) and zero, ``[positions, DIM_TILE // 16]`` uint32. HEAD_DIM is in
+    elements of ``cache_ptr``, which are pairs. The result is 0 for positions outside the row.
     """
     if cache_ptr.dtype.element_ty == tl.uint8:
         GROUPS: tl.constexpr = HEAD_DIM // 16  # noqa: N806

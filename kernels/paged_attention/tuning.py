@@ -1,6 +1,6 @@
 """Tile sizes and launch options for the attention kernels: a table in a file next to this module, and a safe default.
 
-The table is measured offline on a GPU (`python -m measure.kernels.tune`) and checked in; there is no tuning while
+The table is measured offline on a GPU (`python -m measure.kernels.tune`) and checked in; nothing is tuned while
 serving. An entry applies to one kernel on one architecture, for a head dimension (rounded up to ``dim_tile``) and a
 number of bytes per cache element. Without an entry, a default applies that fits into the GPU's registers and shared
 memory.
@@ -60,13 +60,13 @@ def _known(key: Key) -> Tuning:
 def default_tuning(key: Key) -> Tuning:
     """Return launch options for a key that was not measured.
 
-    The options follow from the register and shared-memory usage that the compiler reports. Rules: no spills, 16-byte
-    copies into shared memory (from which the matrix units read), and three pipeline stages, so that one tile of keys
-    and values is copied while another is computed. Decode is limited by memory bandwidth and therefore runs at least
-    two programs per multiprocessor. Prefill reads each key once per tile of queries. On Hopper, where the L2 cache
-    limits the matrix units, a tile has 128 rows in two warp groups. Blackwell data-centre GPUs have as much shared
-    memory as Hopper and get the same tile. With 99 KiB of shared memory, large heads leave room for only two stages.
-    Float32 does not use matrix units and needs more registers, so its tiles are small.
+    The options follow from the compiler's reports on registers and shared memory. Rules: no spills, 16-byte copies into
+    shared memory (from which the matrix units read), and three pipeline stages, so that one tile of keys and values is
+    copied while another is computed. Decode is limited by memory bandwidth and therefore runs at least two programs per
+    multiprocessor. Prefill reads each key once per tile of queries. On Hopper, where the L2 cache limits the matrix
+    units, a tile has 128 rows in two warp groups. Blackwell data-centre GPUs have as much shared memory as Hopper and
+    get the same tile. With 99 KiB of shared memory, large heads leave room for only two stages. Float32 does not use
+    matrix units and needs more registers, so its tiles are small.
     """
     wide = key.kv_bytes > 2
     small = key.architecture in _SMALL_SHARED_MEMORY or key.architecture >= 120

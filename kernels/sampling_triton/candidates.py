@@ -1,4 +1,4 @@
-"""Candidates of one row: the tokens near the threshold of top-k and top-p, found by number and mass above pivots.
+"""One row's candidates: the tokens near the top-k and top-p threshold, found by number and mass above pivots.
 
 Two arrays pass values between the kernels:
 
@@ -34,7 +34,7 @@ def truncates(temperature: tl.tensor, top_p: tl.tensor, truncates_k: tl.tensor) 
 
 @jit
 def is_small(top_k: tl.tensor, num_tiles: tl.tensor) -> tl.tensor:
-    """Return whether k is so small that the maxima of the tiles give a lower limit of the threshold."""
+    """Return whether k is so small that the tile maxima give a lower bound for the threshold."""
     return top_k * 4 <= num_tiles * 3
 
 
@@ -72,8 +72,8 @@ def _first_interval(
     """Return the interval that contains the threshold after the first round.
 
     Returns:
-        The ends [low, high) of the interval; the number and mass of the tokens at or above ``high``; the number of
-        tokens inside the interval; the mass of the whole row; and whether k removes a token that matters.
+        The interval's ends [low, high); the number and mass of the tokens at or above ``high``; the number of tokens in
+        the interval; the whole row's mass; and whether k removes a token that matters.
     """
     pivot = tl.arange(0, PIVOTS)
     pivots, mass, number = _round_sums(sums_ptr, row, num_chunks, 0, MOST_CHUNKS)
@@ -104,7 +104,7 @@ def threshold_interval(
     MOST_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ) -> tl.tuple:
-    """Return the interval after both rounds, in the form of `_first_interval` without the number of tokens inside."""
+    """Return the interval after both rounds, in the format of `_first_interval` without the number of tokens."""
     low = tl.load(rows_ptr + row * FIELDS + LOWER_LIMIT).to(tl.float32, bitcast=True)
     high = tl.cast(float("inf"), tl.float32)
     number_above, mass_above, total = tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32), tl.cast(0.0, tl.float32)
@@ -147,9 +147,9 @@ def pivots_kernel(
     MOST_CHUNKS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ) -> None:
-    """Sum the number and mass of the tokens at or above each of 16 pivots, in one chunk of one row per program.
+    """Sum the number and mass of tokens at or above each of 16 pivots, in one chunk of one row per program.
 
-    The pivots of round 0 divide the range of scores that can matter; those of round 1 divide one interval of this range
+    The pivots of round 0 divide the range of scores that can matter. Those of round 1 divide one interval of this range
     if it has too many tokens. The last pivot is the lower end of the range, which is -inf in round 0.
     """
     row = tl.program_id(0)

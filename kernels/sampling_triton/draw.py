@@ -1,4 +1,4 @@
-"""Draw of one token per row: the token with the largest sum of score and noise among those that the filters keep."""
+"""Samples one token per row: the one with the largest score plus noise among those that the filters keep."""
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
@@ -30,7 +30,7 @@ def draw_tiles_kernel(
     TILE: tl.constexpr,
     MOST_TILES: tl.constexpr,
 ) -> None:
-    """Find the largest sum of score and noise in one tile of one row per program, ties to the lowest index.
+    """Find the largest score plus noise in one tile of one row per program, ties to the lowest index.
 
     The noise is that of the vocabulary indices from 4 * first_group on.
     """
@@ -90,7 +90,7 @@ def draw_rows_kernel(
     num_tiles: tl.tensor,
     MOST_TILES: tl.constexpr,
 ) -> None:
-    """Find the best tile of one row per program, ties to the first tile; -1 if the row cannot be sampled."""
+    """Find one row's best tile per program, ties to the first tile; -1 if the row cannot be sampled."""
     row = tl.program_id(0)
     tile = tl.arange(0, MOST_TILES)
     place = row * num_tiles + tile

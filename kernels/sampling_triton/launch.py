@@ -15,7 +15,7 @@ TILE = 1024
 """Tokens per tile."""
 TILES_PER_PROGRAM = 4
 CANDIDATES = 8192
-"""Maximum number of candidates stored per row; if more scores are nearly equal, `select_kernel` reads the whole row."""
+"""Maximum number of candidates stored per row. If more scores are nearly equal, `select_kernel` reads the whole row."""
 
 
 def sample_triton(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -32,10 +32,9 @@ def select_triton(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.
     """Find the tokens that top-k and top-p keep.
 
     Returns:
-        The largest logit of each tile and its token, ``[num_rows, num_tiles]`` float32 and int32; and ``[num_rows, 4]``
-        int32: the number of candidates, the smallest key that is kept (as unsigned), the last token that is kept among
-        those with this key, and a value that only the kernels use. Tokens that can never be drawn may or may not be
-        kept.
+        Each tile's largest logit and its token, ``[num_rows, num_tiles]`` float32 and int32; and ``[num_rows, 4]``
+        int32: the number of candidates, the smallest kept key (as unsigned), the last kept token with this key, and a
+        value that only the kernels use. Tokens that can never be sampled may or may not be kept.
     """
     num_rows, vocab_size = logits.shape
     maxima, tokens = _per_tile(logits)
@@ -76,11 +75,11 @@ def draw_triton(logits: torch.Tensor, params: SamplingTensors, *, scaled: bool =
 
 
 def draw_best_triton(logits: torch.Tensor, params: SamplingTensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw without filters from a part of the vocabulary that begins at index ``first``, a multiple of 4.
+    """Sample without filters from a part of the vocabulary that begins at index ``first``, a multiple of 4.
 
     Returns:
-        For each row, the largest sum of score and noise, ``[num_rows]`` float32, and the token that has it,
-        ``[num_rows]`` int64, relative to ``first``; -1 for a row that cannot be sampled.
+        For each row, the largest score plus noise, ``[num_rows]`` float32, and its token, ``[num_rows]`` int64,
+        relative to ``first``; -1 for a row that cannot be sampled.
     """
     maxima, tokens = _per_tile(logits)
     sums, found = _draw(logits, params, maxima, tokens, None, scaled=False, first=first)
@@ -88,7 +87,7 @@ def draw_best_triton(logits: torch.Tensor, params: SamplingTensors, first: int) 
 
 
 def _per_tile(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate one float32 and one int32 tensor with an element for each tile of each row."""
+    """Allocate one float32 and one int32 tensor with one element per tile of each row."""
     shape = (logits.shape[0], -(-logits.shape[1] // TILE))
     return (
         torch.empty(shape, dtype=torch.float32, device=logits.device),
@@ -113,7 +112,7 @@ def _draw(
     scaled: bool,
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token per row; return the largest sum of score and noise in each tile, and the tokens.
+    """Sample one token per row; return each tile's largest score plus noise, and the tokens.
 
     If ``rows`` (the results of the filters) is given, `maxima_kernel` has already written ``maxima`` and ``tokens``.
     Otherwise this function writes them.

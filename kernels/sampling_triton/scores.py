@@ -1,4 +1,4 @@
-"""Device functions for the scores of one row: load logits, make sort keys, find the largest logit of each tile."""
+"""Device functions for one row's scores: load logits, compute sort keys, find each tile's largest logit."""
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
@@ -67,7 +67,7 @@ def maxima_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ) -> None:
-    """Find the largest logit and its first token in TILES tiles of one row per program; a NaN counts as +inf."""
+    """Find the largest logit and its first token in TILES tiles of one row per program; NaN counts as +inf."""
     row = tl.program_id(0)
     tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]

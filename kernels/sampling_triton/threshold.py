@@ -1,4 +1,4 @@
-"""Threshold of one row: the smallest score that top-k and top-p keep, found exactly among the candidates."""
+"""One row's threshold: the smallest score that top-k and top-p keep, found exactly among the candidates."""
 
 # ruff: noqa: N803 - compile-time parameters of kernels are upper case, as everywhere in Triton
 
@@ -21,12 +21,12 @@ ONE = constant(2.0**44)
 UNIT = constant(2.0**-44)
 """The unit of fixed-point masses."""
 SMALLEST_TARGET = constant(1e-7)
-"""Minimum mass that top-p keeps, relative to the best token; the best token alone exceeds it."""
+"""Minimum mass that top-p keeps, relative to the best token, which alone exceeds it."""
 
 
 @jit
 def _fixed(score: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """Return ``exp(score - best)`` as an integer in units of 2^-44; the sum over a vocabulary fits into 63 bits."""
+    """Return ``exp(score - best)`` as an integer in units of 2^-44; a sum over the vocabulary fits into 63 bits."""
     return (tl.exp(score - best) * ONE).to(tl.int64)
 
 
@@ -203,8 +203,8 @@ def select_kernel(
 ) -> None:
     """Find the tokens that top-k and top-p keep; each program handles one row.
 
-    The results are the smallest sort key that is kept, and the last token that is kept among those with exactly this
-    key. A row without truncation keeps every key.
+    The results are the smallest kept sort key, and the last kept token with exactly this key. A row without truncation
+    keeps every key.
     """
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
