@@ -1,7 +1,7 @@
 """Worker service: one process per device that executes the scheduler's plans over a paged KV cache.
 
 The worker makes no decisions about requests or blocks. For each step, it receives one plan and returns one result. A
-plan passes these modules:
+plan passes through these modules:
 
 * `link` receives the frame, checks its place in the epoch, and decodes it into a value. `loop` passes the value to the
   engine.
@@ -9,7 +9,7 @@ plan passes these modules:
 * `execution` builds the batch, calls the `model`, samples as `outputs` describes, and collects the result.
 * `loop` passes the result to `link`, which encodes and sends it.
 
-Read the packages in this order; each imports only those before it:
+Read the packages in this order. Each package imports only the packages before it:
 
 * `interface` – plans, results and limits, as plain values.
 * `device` – choice of the device, streams, events, copies to the device, and state on the device.

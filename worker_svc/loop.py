@@ -74,7 +74,7 @@ class WorkerLoop:
         self._link.close("shutting down" if lost is None else lost.reason)
 
     def _receive(self) -> Lost | None:
-        """Handle the events that have arrived; wait for the first one if idle."""
+        """Handle pending events; if idle, wait for the first one."""
         idle = not self._waiting and self._engine.num_in_flight == 0
         self._report_grammars()
         for event in self._link.receive(self._idle_poll_ms() if idle else 0):

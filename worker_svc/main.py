@@ -40,7 +40,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 _MOST_STOPPING_S = 4.0
-"""Maximum time from a signal to the exit of a rank; shorter than the grace period of `quire serve`."""
+"""Maximum time between a signal and a rank's exit; shorter than the grace period in `quire serve`."""
 
 
 def run(config: WorkerConfig, end: Callable[[int], None]) -> int:
@@ -52,8 +52,8 @@ def run(config: WorkerConfig, end: Callable[[int], None]) -> int:
             signal.
 
     Returns:
-        The exit code: 0 after a signal; 1, with one line on stderr, if the configuration is not valid, the scheduler
-        refuses this worker, or another rank of it was lost; above 128 after a signal to a follower while it loads.
+        The exit code: 0 after a signal; 1, with one line on stderr, if the configuration is invalid, the scheduler
+        refuses this worker, or another of its ranks was lost; above 128 if a follower receives a signal while it loads.
     """
     configure_logging("quire-worker")
     try:

@@ -1,8 +1,8 @@
 """Interface to a GPU for everything except tensors: events, streams, pinned memory and captured graphs.
 
-All ordering of work on the device goes through this interface. The logic above it (reuse of buffers, capture, waiting)
-is plain Python, and the tests run it with a fake accelerator. The interface follows CUDA: work is enqueued on the
-current stream, and an event marks a point in a stream.
+All work on the device is ordered through this interface. The logic above it (buffer reuse, capture, waiting) is plain
+Python, and tests run it with a fake accelerator. The interface follows CUDA: work is enqueued on the current stream,
+and an event marks a point in a stream.
 """
 
 import math
@@ -53,7 +53,7 @@ class Graph(Protocol):
     """Captured work that one call enqueues."""
 
     def replay(self) -> None:
-        """Enqueue the work on the current stream; it reads and writes the tensors of its capture."""
+        """Enqueue the captured work on the current stream; it reads and writes the tensors of the capture."""
         ...
 
 
@@ -78,11 +78,11 @@ class Accelerator(Protocol):
         ...
 
     def pinned_exactly(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate pinned host memory of exactly this size, filled with zeros; for large blocks that are kept."""
+        """Allocate pinned host memory of exactly this size, filled with zeros; for large permanent blocks."""
         ...
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """Capture the work that `compute` enqueues; its result must be contiguous.
+        """Capture the work that `compute` enqueues. Its result must be contiguous.
 
         All graphs share one memory pool, so a result is valid until any graph of this device is captured or replayed.
 
@@ -159,7 +159,7 @@ class CudaAccelerator:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def pinned_exactly(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See `Accelerator.pinned_exactly`; torch's own pinned memory is rounded up to a power of two."""
+        """See `Accelerator.pinned_exactly`. torch would round the size of its pinned memory up to a power of two."""
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return torch.zeros(shape, dtype=dtype)
@@ -196,7 +196,7 @@ class CudaAccelerator:
 
 
 def make_accelerator(device: torch.device) -> CudaAccelerator | None:
-    """Return the accelerator of `device`; None for a CPU, which computes in the caller's thread."""
+    """Return the accelerator for `device`; None for a CPU, which computes in the caller's thread."""
     return CudaAccelerator(device) if device.type == "cuda" else None
 
 
@@ -221,7 +221,7 @@ class _Memory:
 
 
 def _borrowed(result: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the memory of a contiguous `result` that does not keep this memory allocated.
+    """Return a tensor that shares the memory of a contiguous `result` without keeping it allocated.
 
     The next capture can then reuse the memory. Otherwise every graph would hold separate memory for its logits.
     """

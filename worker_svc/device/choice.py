@@ -1,4 +1,4 @@
-"""Choice of the device, and the number of CPU threads."""
+"""Chooses the device and the number of CPU threads."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from shared.config import ConfigError
 
 
 def choose_device(wanted: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """Return the device that the setting selects; if it is a GPU, make it the current device.
+    """Return the device selected by the setting; if it is a GPU, make it the current device.
 
     Of the `local_size` ranks on this machine, rank `local_rank` uses the GPU that is `local_rank` places after the
     selected GPU.
@@ -73,7 +73,7 @@ def describe_device(device: torch.device, num_ranks: int = 1) -> str:
 
 
 def set_threads(num_threads: int, num_processes: int = 1) -> None:
-    """Set the number of threads of torch and of the native CPU kernels.
+    """Set the number of threads for torch and for the native CPU kernels.
 
     With 0, `num_processes` processes of this kind share the available cores equally.
     """

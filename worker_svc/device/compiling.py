@@ -1,8 +1,8 @@
 """Tells the scheduler that a step takes longer because a kernel must be compiled first.
 
 The scheduler drops a worker whose step misses its deadline, and learns this deadline from steps without compilation. A
-kernel is compiled in the first step that needs it, so the worker requests more time directly before each compilation.
-The extension ends with the step.
+kernel is compiled in the first step that needs it, so the worker requests more time immediately before each
+compilation. The extension ends with the step.
 """
 
 from collections.abc import Callable, Iterator

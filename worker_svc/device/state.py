@@ -20,7 +20,8 @@ from worker_svc.interface.arrays import IntArray
 
 _BUFFERS = 2
 _FIRST_WORDS = 4096
-"""Initial size of a staging buffer in words; a buffer that is too small is replaced by one of twice the need."""
+"""Initial size of a staging buffer in words. A buffer that is too small is replaced by one with twice the needed size.
+"""
 
 
 @dataclass(slots=True)

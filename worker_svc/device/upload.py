@@ -9,8 +9,8 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor
     """Copy an array to the device without waiting for the copy.
 
     On a CPU the tensor shares the array's memory, so the caller must not change the array afterwards. On CUDA the copy
-    uses pinned memory, which torch keeps until the copy is done. Every copy within a step uses this function, because a
-    copy from pageable memory would wait for all steps in flight.
+    uses pinned memory, which torch retains until the copy is complete. Every copy within a step uses this function,
+    because a copy from pageable memory would wait for all steps in flight.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":

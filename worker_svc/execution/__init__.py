@@ -1,4 +1,4 @@
-"""Execution of one step, from the row table to the result.
+"""Executes one step, from the row table to the result.
 
 * `decode_graphs` – decode steps as captured CUDA graphs.
 * `batch` – builds the flat batch of a step from the row table.

@@ -1,4 +1,4 @@
-"""Construction of the engine for a loaded model: the worker's limits and the size of its KV cache."""
+"""Builds the engine for a loaded model: the worker's limits and its KV cache size."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -48,7 +48,8 @@ def build_engine(
         device: the device of `model`.
         tracer: creates the spans of steps and rows.
         accelerator: the result of `make_accelerator` for `device`.
-        group: the ranks that share the model, which all build their engines now; None if this process has all of it.
+        group: the ranks that share the model, all of which build their engines now; None if this process has the whole
+            model.
 
     Raises:
         ConfigError: a size is invalid, or the memory does not hold a single block.
@@ -134,7 +135,7 @@ def _check_recurrent(config: WorkerConfig) -> None:
 def _rows_with_state(config: WorkerConfig, model: Model, max_rows: int, device: torch.device) -> int:
     """Return the number of rows whose recurrent states fit into memory.
 
-    A default number of rows is reduced so that the states take at most half of the memory for KV.
+    The default number of rows is reduced until the states take at most half of the memory for KV.
 
     Raises:
         ConfigError: the states of the configured rows do not fit.
@@ -165,7 +166,7 @@ def _rows_with_state(config: WorkerConfig, model: Model, max_rows: int, device: 
 def _load_draft_model(
     config: WorkerConfig, description: ModelDescription, device: torch.device, group: Group
 ) -> Model | None:
-    """Load the draft model if the configuration wants one; among several ranks, only rank 0 has it.
+    """Load the draft model if the configuration requires one; with several ranks, only rank 0 has it.
 
     Raises:
         ConfigError: the settings contradict each other, or the draft model does not fit.
@@ -198,7 +199,7 @@ def _make_proposer(
 
 
 def make_grammar_store(description: ModelDescription, max_rows: int) -> GrammarStore | None:
-    """Return the grammar store of a model; None if its tokenizer does not support grammars.
+    """Return a model's grammar store; None if its tokenizer does not support grammars.
 
     Reads the tokenizer now, before the first step.
     """

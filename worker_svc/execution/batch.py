@@ -1,9 +1,9 @@
-"""Flat batch of one step, built from the row table.
+"""One step's flat batch, built from the row table.
 
 Decode rows come first, ascending, with one token each. Rows with a prefill chunk follow, ascending. The host uploads
 positions, slots and lengths. The input tokens of decode rows are read from `last_token` on the device, where the
 previous step wrote them. A decode row with drafts is like a chunk of several tokens: its base token, which the host
-knows, and its drafts. It comes after the other decode rows and samples at every one of its tokens.
+knows, and its drafts. It follows the other decode rows and samples at every one of its tokens.
 
 For a captured decode step the host uploads nothing: the device computes the inputs from its lanes (`decode_graphs`).
 For a captured step with chunks, `mixed_graphs` copies the tensors of the batch.
@@ -28,23 +28,23 @@ from worker_svc.speculation.drafts import NO_DRAFTS, Drafts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Drafts of a step as they are verified: S sampled tokens of Q rows, grouped by row."""
+    """The drafts of a step and how they are verified: S sampled tokens in Q rows, grouped by row."""
 
     firsts: IntArray
-    """`[Q]`: place of each row's first sampled token; rows ascending."""
+    """`[Q]`: index of each row's first sampled token; rows ascending."""
     num_drafts: IntArray
     """`[Q]`: drafts of each row."""
     expected: IntArray
-    """`[S]`: the draft that a sampled token must equal, so that the row's next one counts; -1 at a row's last place."""
+    """`[S]`: the draft that a sampled token must equal for the row's next token to count; -1 at a row's last index."""
 
     def check(self, tokens: Int32Array, not_reached: int) -> tuple[IntArray, Int32Array]:
         """Verify the drafts, given the sampled tokens `[S]`.
 
-        A code that stands for a failure ends its row, because the next step finds the failure at its base token.
+        A failure code in place of a token ends its row, because the next step detects the failure at its base token.
 
         Returns:
-            how many tokens of each row count, `[Q]`: those up to the first rejected draft; and `tokens` with
-            `not_reached` in place of the others.
+            the number of counted tokens in each row, `[Q]`, which are those up to the first rejected draft; and
+            `tokens` with all others replaced by `not_reached`.
         """
         # Most steps have few tokens. For these, a loop takes a third of the time of array operations.
         accepts = ((tokens[:-1] == self.expected[:-1]) & (tokens[1:] >= 0)).tolist()
@@ -63,7 +63,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Inputs of the model and the sampler for one step: T tokens of R rows."""
+    """Model and sampler inputs for one step: T tokens in R rows."""
 
     input_ids: torch.Tensor
     """`[T] int64`."""
@@ -71,10 +71,10 @@ class StepBatch:
     """`[T] int64`."""
     attention: AttentionInputs
     logits_index: torch.Tensor | None
-    """`[S + P] int64`: the last token of each sampling row, rows ascending, then the tokens that predict the tokens of
-    `prompt_parts`; None for logits of all tokens."""
+    """`[S + P] int64`: last tokens of sampling rows, then tokens before those of `prompt_parts`; None for all tokens.
+    """
     sample_rows: IntArray
-    """`[S]`: the row of each sampled token, ascending; a row with drafts occurs several times."""
+    """`[S]`: each sampled token's row, ascending; a row with drafts occurs several times."""
     sample_rows_on_device: torch.Tensor
     """`[S] int64`: `sample_rows` on the device."""
     sample_positions: torch.Tensor
@@ -86,9 +86,9 @@ class StepBatch:
     prompt_targets: torch.Tensor | None = None
     """`[P] int64`: the tokens of `prompt_parts`; None without any."""
     pooled_parts: tuple[PooledPart, ...] = ()
-    """Contributions of the step to embeddings, of H tokens in total."""
+    """The step's contributions to embeddings, with H tokens in total."""
     hidden_index: torch.Tensor | None = None
-    """`[H] int64`: places of the tokens of `pooled_parts` in the batch; None without any."""
+    """`[H] int64`: indices of the tokens in `pooled_parts` within the batch; None if there are none."""
     rows: IntArray
     """All rows of the step, in batch order."""
     num_tokens: int
@@ -96,14 +96,14 @@ class StepBatch:
     verification: Verification | None = None
     """None: no row has drafts."""
     bucket: int = 0
-    """Bucket of the graph of a decode step, which also computes the tensors above; 0 for no decode graph."""
+    """Bucket of a decode step's graph, which also computes the tensors above; 0 for no decode graph."""
 
 
 class BatchBuilder:
     """Builder of batches, which also advances the row table."""
 
     def __init__(self, table: RowTable, device: torch.device, lanes: DecodeLanes | None = None) -> None:
-        """Create a builder; `lanes` are the lanes of the captured graphs, if there are any."""
+        """Create a builder; `lanes` are the captured graphs' lanes, if any."""
         self._table = table
         self._device = device
         self._lanes = lanes
@@ -202,7 +202,7 @@ class BatchBuilder:
         )
 
     def _verifying(self, decode_rows: IntArray, drafts: Drafts) -> StepBatch:
-        """Build the batch of a step without chunks in which rows have drafts; all of its tokens sample."""
+        """Build the batch for a step without chunks in which rows have drafts; all of its tokens sample."""
         table = self._table
         singles = self._without_drafts(decode_rows, drafts)
         num_singles = len(singles)
@@ -330,7 +330,7 @@ class BatchBuilder:
         ends: IntArray,
         num_singles: int,
     ) -> AttentionInputs:
-        """Return the inputs of rows with `lengths[i]` tokens up to position `ends[i]`; rows of one token are first."""
+        """Return the inputs for rows with `lengths[i]` tokens up to position `ends[i]`; one-token rows come first."""
         return AttentionInputs(
             slot_mapping=slots,
             block_tables=self._block_tables(rows_on_device, int(ends.max())),
@@ -366,7 +366,7 @@ class BatchBuilder:
     def _prompt_parts(
         self, place: int, chunk_rows: IntArray, chunk_lengths: IntArray
     ) -> tuple[tuple[PromptPart, ...], IntArray, IntArray]:
-        """Return the prompt tokens of the chunks that need log-probabilities; call this before `RowTable.advance`.
+        """Return the chunks' prompt tokens that need log-probabilities; call this before `RowTable.advance`.
 
         The first chunk begins at `place` in the batch.
 
@@ -412,7 +412,7 @@ class BatchBuilder:
 
 
 def _verification(drafts: Drafts, sampled: IntArray) -> Verification:
-    """Return how the drafts are verified; `sampled[i]` tokens of the i-th sampling row are sampled, rows ascending."""
+    """Return how the drafts are verified. The i-th sampling row samples `sampled[i]` tokens; rows ascending."""
     ends = sampled.cumsum()
     firsts = ends - sampled
     # In a row with drafts, all sampled tokens but the last are compared with a draft.

@@ -1,16 +1,16 @@
 """Decode steps as captured CUDA graphs.
 
-Launching the kernels of a decode step one by one takes the host longer than the device needs to run them. A step in
-which every row decodes is therefore captured once per *bucket* (a number of lanes to which the batch is padded), and
-then enqueued with one call. A graph reads its inputs from tensors at fixed addresses (`DecodeLanes`). The first kernel
-of the graph computes these inputs on the device, so a graph can be used for every step of its bucket.
+Launching a decode step's kernels one by one takes the host longer than the device needs to run them. A step in which
+every row decodes is therefore captured once per *bucket* (a number of lanes to which the batch is padded), and then
+enqueued with one call. A graph reads its inputs from tensors at fixed addresses (`DecodeLanes`). The graph's first
+kernel computes these inputs on the device, so a graph can be used for every step of its bucket.
 
 For steps with more rows than the largest bucket, the kernels are launched one by one. `mixed_graphs` handles steps with
-prefill chunks. All graphs share one memory pool. The sampler is not captured, because its work depends on the rows of
-the step.
+prefill chunks. All graphs share one memory pool. The sampler is not captured, because its work depends on the step's
+rows.
 
-A decoder of `transformers` may contain operations that a capture does not allow, such as reading a value back to the
-host, or may capture a value that changes between steps. A trial after the capture therefore compares the smallest graph
+A `transformers` decoder may contain operations that a capture does not allow, such as reading a value back to the host.
+It may also capture a value that changes between steps. A trial after the capture therefore compares the smallest graph
 with the model itself.
 """
 
@@ -33,14 +33,15 @@ _TRIAL_TOKENS = 3
 _TRIAL_TOLERANCE = 0.01
 """Maximum difference of two logits in a trial, relative to the largest logit. Both sides run the same kernels."""
 _DENSE_UNTIL = 32
-"""Buckets are powers of two up to this size, and multiples of it beyond."""
+"""Buckets are powers of two up to this size, and multiples of this size beyond it."""
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
     """Return the numbers of lanes to capture graphs for, ascending: 1, 2, 4, 8, 16, 32, 64, 96, ...
 
-    The last bucket holds `max_rows`, up to a limit. At most half of a batch of up to 32 rows is padding. This is cheap,
-    because a step of one row takes as long as a step of sixteen rows. A larger batch has at most 31 lanes of padding.
+    The last bucket holds `max_rows`, up to a limit. In a batch of up to 32 rows, at most half is padding. This is
+    cheap, because a step with one row takes as long as a step with sixteen rows. A larger batch has at most 31 lanes of
+    padding.
     """
     most = min(max_rows, _MOST_LANES)
     sizes = [1]
@@ -95,7 +96,7 @@ class DecodeLanes:
 
         Args:
             rows: `[n]`, the rows that decode.
-            computed: `[n]`, tokens of each row whose KV is computed before this step.
+            computed: `[n]`, each row's number of tokens whose KV is computed before this step.
             bucket: number of lanes to fill; lanes beyond the rows are emptied.
         """
         if self._membership == self._table.membership:
@@ -126,7 +127,7 @@ class DecodeLanes:
         return inputs
 
     def pretend(self, token: int) -> None:
-        """For a trial, set the first lane to row 0 with `token` computed tokens, the last of which is `token`."""
+        """For a trial, set the first lane to row 0 with `token` computed tokens and last token `token`."""
         self._rows[0], self._computed[0], self._table.last_token[0] = 0, token, token
 
     def forget(self) -> None:
@@ -179,7 +180,7 @@ class DecodeGraphs:
     def _try(self) -> None:
         """Compare the smallest graph with the model, for tokens and positions that the capture has not seen.
 
-        This writes KV of row 0 into block 0, which no row reads before it has written its own.
+        This writes row 0's KV into block 0, which no row reads before it has written its own KV.
         """
         bucket = self._lanes.sizes[0]
         for token in range(1, _TRIAL_TOKENS + 1):

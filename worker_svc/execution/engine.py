@@ -2,8 +2,7 @@
 
 `launch` applies a plan and starts its step. `collect` waits for the oldest step and returns its result. On an
 asynchronous device several steps can be launched before the first is collected; they run in order. If a step has
-drafts, the next launch waits for its tokens, because the positions of the next tokens depend on the number of accepted
-drafts.
+drafts, the next launch waits for the step's tokens, because the next positions depend on the number of accepted drafts.
 """
 
 import time
@@ -64,7 +63,7 @@ class _Launched:
     membership: int
     """`RowTable.membership` after the launch."""
     left_out: tuple[IntArray, IntArray]
-    """Failed rows that the plan expects but that were not computed, and their generations."""
+    """Failed rows that the plan includes but that were not computed, with their generations."""
     num_tokens: int
     received_unix_ns: int
     prepare_ns: int
@@ -77,7 +76,7 @@ class _Launched:
     prompt_parts: tuple[PromptPart, ...]
     pooled_parts: tuple[pooling.PooledPart, ...]
     taken: Int32Array | None = None
-    """The sampled tokens as `Engine._take_tokens` returned them; None if the row table does not have them."""
+    """The sampled tokens as returned by `Engine._take_tokens`; None if the row table does not have them."""
 
 
 class Engine:
@@ -103,17 +102,17 @@ class Engine:
 
         Args:
             model: the decoder.
-            caches: the KV blocks of `model`, a pair of tensors per layer; those of a draft model follow.
+            caches: KV blocks for `model`, as a pair of tensors per layer; those for a draft model follow.
             limits: the worker's limits.
             device: the device of `model` and `caches`.
             tracer: creates the spans of steps and rows.
-            accelerator: the accelerator of `device`; None on a CPU.
+            accelerator: the accelerator for `device`; None on a CPU.
             grammars: the compiled grammars; None if grammars are not supported.
-            decode_sizes: numbers of rows to capture decode steps for, ascending; none without an accelerator.
+            decode_sizes: row counts for which decode steps are captured, ascending; none without an accelerator.
             mixed_sizes: numbers of tokens to capture steps with chunks for, ascending; none without an accelerator.
-            make_proposer: makes the source of drafts from the rows and from the `caches` after those of `model`, whose
-                blocks are copied and swapped as those of `model`; None if the worker does not speculate.
-            group: the ranks that share the model; None if this process has all of it.
+            make_proposer: creates the source of drafts from the rows and the draft model's `caches`, whose blocks are
+                copied and swapped like those of `model`; None if the worker does not speculate.
+            group: the ranks that share the model; None if this process has the whole model.
             worker_id: name of the worker in spans.
         """
         self._accelerator = accelerator
@@ -152,7 +151,7 @@ class Engine:
         self._tracing = Tracing(tracer, limits.max_rows, worker_id)
         self._launched: deque[_Launched] = deque()
         self._failures: dict[int, RowFailure] = {}
-        """The last failure of each row in this epoch, by row."""
+        """For each row, its last failure in this epoch."""
 
     @property
     def limits(self) -> Limits:
@@ -396,7 +395,7 @@ class Engine:
 
 
 def _captured(steps: str, capture: Callable[[], None]) -> bool:
-    """Capture graphs and return whether this succeeded; log the reason if it did not."""
+    """Capture graphs and return whether this succeeded; log the reason for a failure."""
     try:
         with torch.inference_mode():
             capture()

@@ -1,6 +1,6 @@
 """Executors: run the steps, synchronously on a CPU and asynchronously on an accelerator.
 
-A step is two functions: `forward` returns logits, and hidden states of rows that pool; `sample` returns tokens and
+A step is two functions: `forward` returns logits, and hidden states for rows that pool; `sample` returns tokens and
 embeddings. An executor runs both and returns a step in flight, which is ready when its results are on the host. On an
 accelerator, the host does not wait for the device: a separate stream copies the results to pinned memory, and `ready`
 queries an event.
@@ -99,7 +99,7 @@ class Executor(Protocol):
 
 
 def make_executor(accelerator: Accelerator | None) -> Executor:
-    """Return the executor of an accelerator; None for the CPU."""
+    """Return an accelerator's executor; None for the CPU."""
     return CpuExecutor() if accelerator is None else AsyncExecutor(accelerator)
 
 

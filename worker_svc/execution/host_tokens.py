@@ -1,8 +1,8 @@
 """Last sampled tokens on the host, for rows whose next token depends on them.
 
-With a grammar, or a bad word of several tokens, token N must be known before token N + 1 is sampled. The tokens of a
-step with such rows are therefore copied to the host. Only the sampling of the next step waits for this copy, while its
-forward pass is already running.
+With a grammar, or with bad words of several tokens, token N must be known before token N + 1 is sampled. The tokens of
+a step with such rows are therefore copied to the host. Only the next step's sampling waits for this copy; its forward
+pass is already running.
 """
 
 import torch
@@ -23,7 +23,7 @@ class HostTokens:
             tokens: `[S] int32` on the device, negative for rows that failed.
             rows: `[S]`, the rows of the tokens.
             generations: `[S]`, the generations of the rows.
-            accelerator: the accelerator of the device; None on a CPU.
+            accelerator: the device's accelerator; None on a CPU.
         """
         self.rows = rows
         self.generations = generations

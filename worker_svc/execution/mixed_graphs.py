@@ -2,13 +2,13 @@
 
 The host needs milliseconds to launch the kernels of such a step one by one. With few tokens or a small model, the
 device computes the step in less time. Steps with up to `step_sizes.largest_captured` tokens are therefore captured
-completely. There is one graph per *size*, the number of tokens to which a batch is padded. Attention is captured, too,
-because its launches depend only on sizes that are fixed per graph: tokens, rows, rows with chunks, and the width of the
-block tables.
+completely. There is one graph per *size*, the number of tokens to which a batch is padded. Attention is captured too,
+because its launches depend only on values that are fixed per graph: numbers of tokens, rows and rows with chunks, and
+the width of the block tables.
 
-Unlike in `decode_graphs`, the host sends the inputs of each step. They are copied into tensors at fixed addresses.
-Padding rows have no tokens and come first, so that the rows with chunks are the last ones. Padding tokens come last and
-belong to no row. Larger steps are not captured, nor are steps with many chunks, drafts, embeddings or prompt
+Unlike in `decode_graphs`, the host sends the inputs for each step. They are copied into tensors at fixed addresses.
+Padding rows have no tokens and come first, so that the rows with chunks come last. Padding tokens come last and belong
+to no row. Larger steps are not captured, nor are steps with many chunks, drafts, embeddings or prompt
 log-probabilities.
 """
 
@@ -29,7 +29,7 @@ _SMALLEST = 32
 _DOUBLED_UNTIL = 128
 """Sizes double up to this one."""
 _TOKENS_PER_CHUNK = 32
-"""A graph has room for one chunk per this number of tokens, but at least for `_LEAST_CHUNKS`."""
+"""A graph has room for one chunk per this number of tokens, and for at least `_LEAST_CHUNKS` chunks."""
 _LEAST_CHUNKS = 8
 
 
@@ -68,7 +68,7 @@ class _Captured:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """Input tensors of all graphs; a graph reads the first part of each."""
+    """Input tensors for all graphs; each graph reads the first part of each tensor."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -118,7 +118,7 @@ class MixedGraphs:
         """Enqueue a step if a graph fits it.
 
         Returns:
-            Logits `[S, vocab_size]` of the sampling rows, valid until the next call; None if no graph fits the step.
+            Logits `[S, vocab_size]` for the sampling rows, valid until the next call; None if no graph fits the step.
         """
         captured = next((each for each in self._graphs if each.shape.num_tokens >= batch.num_tokens), None)
         if captured is None or batch.logits_index is None or batch.prompt_parts or batch.pooled_parts:
@@ -132,10 +132,10 @@ class MixedGraphs:
         return captured.logits[: len(batch.sample_rows)]
 
     def _send(self, shape: _Shape, batch: StepBatch, logits_index: torch.Tensor) -> None:
-        """Copy the inputs of a step into the tensors of the graphs.
+        """Copy a step's inputs into the graphs' tensors.
 
-        Padding tokens keep the IDs and positions of an earlier step, because they belong to no row and are not written
-        to the KV cache. Entries of padding rows are set to zero, because an earlier step may have used these rows.
+        Padding tokens keep the ids and positions of an earlier step, because they belong to no row and are not written
+        to the KV cache. Entries for padding rows are set to zero, because an earlier step may have used these rows.
         """
         inputs, given = self._inputs, batch.attention
         num_tokens, num_rows, num_samples = batch.num_tokens, len(batch.rows), len(batch.sample_rows)

@@ -1,6 +1,6 @@
 """Memory profile: runs the largest possible step once at the start, to measure the memory of a step without KV.
 
-In this step, all requests have rules and typical-p, and all prompts request log-probabilities. Steps of other kinds
+In this step, all requests have rules and typical-p, and all prompts request log-probabilities. Other kinds of steps
 follow, so that no kernel is compiled while requests wait. On a CPU, none of these steps is needed.
 """
 
@@ -49,9 +49,9 @@ _RULES = SamplingParams(
 
 @torch.inference_mode()
 def run_largest_step(model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:
-    """Run a step with the maximum number of tokens, in sequences of the maximum length, and sample every row.
+    """Run a step with the maximum number of tokens in sequences of maximum length, and sample every row.
 
-    Logits of all tokens are computed, as for log-probabilities of prompts. A chunk of two tokens runs first; see
+    Logits are computed for all tokens, as for prompt log-probabilities. A chunk with two tokens runs first; see
     `_run_short_chunk`.
 
     Returns:
@@ -70,7 +70,7 @@ def run_largest_step(model: Model, limits: Limits, dtype: torch.dtype, device: t
 
 @torch.inference_mode()
 def run_captured_step(model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:
-    """Run the part of the largest step that a graph contains: the forward pass, with logits of the sampling rows.
+    """Run the captured part of the largest step: the forward pass, with logits for the sampling rows.
 
     Returns:
         The bytes of KV that were allocated for the step.
@@ -84,7 +84,7 @@ def run_captured_step(model: Model, limits: Limits, dtype: torch.dtype, device: 
 def _longest_sequences(
     model: Model, limits: Limits, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[KVCache, ...], AttentionInputs, torch.Tensor]:
-    """Return the KV cache and the inputs of a step with the maximum number of tokens, in sequences of maximum length.
+    """Return the KV cache and the inputs for a step with the maximum number of tokens in sequences of maximum length.
 
     Returns:
         The cache, the inputs of attention, and the positions `[max_tokens_per_step] int64`.

@@ -2,13 +2,13 @@
 
 First, log-probabilities are computed from the model's unmodified logits. Then rules change the logits of rows with
 rules (`outputs.logits`), and grammars mask the logits of rows with a grammar (`outputs.grammars`). Finally, all rows
-are sampled together. The sampling parameters of a batch stay on the device until its rows change.
+are sampled together. A batch's sampling parameters stay on the device until its rows change.
 
-A row with drafts is sampled at its base token and at each draft. A draft is accepted if it equals the token that was
-sampled at the previous position. Only the tokens up to the first rejected draft count (`Verification.counts`). Because
-the noise depends only on positions, these are the same tokens as without drafts. All positions of rows without
-restrictions are sampled together. With rules or a grammar, each token must be known before the next token is sampled,
-so such rows are sampled one position after the other.
+A row with drafts is sampled at its base token and at each draft. A draft is accepted if it equals the token sampled at
+the previous position. Only the tokens up to the first rejected draft count (`Verification.counts`). Because the noise
+depends only on positions, these are the same tokens as without drafts. Rows without restrictions are sampled at all
+positions together. With rules or a grammar, each token must be known before the next one is sampled, so such rows are
+sampled one position after the other.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ NOTHING_ALLOWED = -2
 NOT_REACHED = -3
 """Code instead of a token: the token does not count, because an earlier draft was rejected."""
 _MOST_GATHERED = 16
-"""Maximum number of cached batches of the same rows, enough for one request with up to 15 drafts."""
+"""Maximum number of cached batches with the same rows, enough for one request with up to 15 drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class _Gathered:
     grammar_lines: torch.Tensor
     """`[G] int64`: `grammar_rows` on the device."""
     restricted: torch.Tensor | None
-    """`[R] int64`: places of the rows whose rules or grammar could forbid every token; None if there are none."""
+    """`[R] int64`: indices of the rows whose rules or grammar could forbid every token; None if there are none."""
     needs_host_tokens: bool
     """Whether a row needs its last token on the host."""
     whole: torch.Tensor | None = None
-    """`[n] int64`: places of the rows that need the logits of the whole vocabulary; None if this process has them."""
+    """`[n] int64`: indices of the rows that need the whole vocabulary's logits; None if this process has them."""
     single: torch.Tensor | None = None
-    """`[m] int64`: places of all other rows; None as `whole`."""
+    """`[m] int64`: indices of all other rows; None if `whole` is None."""
 
 
 class Sampler:
@@ -75,8 +75,8 @@ class Sampler:
         Args:
             table: the rows.
             device: the device of the logits.
-            accelerator: the accelerator of `device`; None on a CPU.
-            split: the exchange of logits among ranks; None if the logits are those of the whole vocabulary.
+            accelerator: the accelerator for `device`; None on a CPU.
+            split: the exchange of logits between ranks; None if the logits cover the whole vocabulary.
         """
         self._split = split
         self._table = table
@@ -87,10 +87,10 @@ class Sampler:
         """Parameters by the rows of a batch, valid while `membership` is unchanged. Steps with drafts repeat rows."""
         self._wanted: dict[bytes, Wanted | None] = {}
         self._pending: HostTokens | None = None
-        """Tokens of the last step, if one of its rows needs its token on the host."""
+        """The last step's tokens, if one of its rows needs its token on the host."""
 
     def wanted(self, batch: StepBatch) -> Wanted | None:
-        """Return the rows of a batch that need log-probabilities of their sampled tokens."""
+        """Return the rows in a batch that need log-probabilities for their sampled tokens."""
         self._forget_former_rows()
         key = batch.sample_rows.tobytes()
         if key not in self._wanted:
@@ -102,9 +102,9 @@ class Sampler:
         self._pending = None
 
     def sample(self, logits: torch.Tensor, batch: StepBatch) -> Sampled:
-        """Sample tokens from logits `[S + P, vocab_size]`; write them to the rows' `last_token` if no row has drafts.
+        """Sample tokens from logits `[S + P, vocab_size]`. If no row has drafts, write them to the rows' `last_token`.
 
-        With `split`, the logits are those of the rank's part of the vocabulary. A row that cannot sample gets the code
+        With `split`, the logits cover this rank's part of the vocabulary. A row that cannot sample gets the code
         `NOT_FINITE` or `NOTHING_ALLOWED` instead of a token.
         """
         return self._sample(logits, batch) if self._split is None else self._sample_split(logits, batch, self._split)
@@ -200,7 +200,7 @@ class Sampler:
         return outcome
 
     def _pick_at(self, places: IntArray, logits: torch.Tensor, batch: StepBatch, outcome: torch.Tensor) -> None:
-        """Sample at some places of a batch; `places` has a row with rules or a grammar at most once."""
+        """Sample at some indices of a batch; `places` contains each row with rules or a grammar at most once."""
         index = upload(places, self._device)
         gathered = self._gather(batch.sample_rows[places], batch.sample_positions[index])
         own = logits[index]
@@ -225,7 +225,7 @@ class Sampler:
         of_prompts: torch.Tensor,
         batch: StepBatch,
     ) -> torch.Tensor | None:
-        """Return the packed log-probabilities that rows need: of sampled tokens, then of prompt tokens."""
+        """Return the rows' packed log-probabilities: first for sampled tokens, then for prompt tokens."""
         counts = [part.count for part in batch.prompt_parts]
         most = max((*counts, *(wanted.counts if wanted is not None else ())), default=0)
         found = []
@@ -236,7 +236,7 @@ class Sampler:
         return torch.cat(found) if found else None
 
     def _note_last_tokens(self) -> None:
-        """Pass the tokens of the last step to the rules and grammars that need them on the host."""
+        """Pass the last step's tokens to the rules and grammars that need them on the host."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -246,7 +246,7 @@ class Sampler:
                 table.note_token(row, token)
 
     def _gather_once(self, batch: StepBatch) -> _Gathered:
-        """Return the parameters of the batch's rows; gather them again only if `membership` or the rows changed."""
+        """Return the parameters for the batch's rows; gather them again only if `membership` or the rows changed."""
         self._forget_former_rows()
         key = batch.sample_rows.tobytes()
         found = self._gathered.get(key)

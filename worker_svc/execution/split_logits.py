@@ -1,9 +1,8 @@
 """Sampling from logits whose vocabulary is divided among the ranks of a group.
 
-For rows that are greedy, or random without filters, the ranks exchange only the best score and token of their parts.
-Other rows need the whole distribution (top-k, top-p, min-p, typical-p, log-probabilities), or rules and grammars, whose
-state only rank 0 has. Rank 0 gathers the logits of only these rows, samples the tokens of the step, and broadcasts
-them.
+For rows that are greedy, or random without filters, the ranks exchange only their parts' best score and token. Other
+rows need the whole distribution (top-k, top-p, min-p, typical-p, log-probabilities), or rules and grammars, whose state
+only rank 0 has. Rank 0 gathers the logits of only these rows, samples the step's tokens, and broadcasts them.
 """
 
 import torch
@@ -16,7 +15,7 @@ from worker_svc.ranks.shard import Shard
 
 
 class SplitLogits:
-    """Exchange of logits `[S, vocabulary of the rank]` among the ranks of a group."""
+    """Exchanges logits `[S, vocabulary of the rank]` between the ranks of a group."""
 
     def __init__(self, group: Group, vocab_size: int) -> None:
         self._group = group
@@ -42,8 +41,8 @@ class SplitLogits:
         Args:
             logits: `[S + P, vocabulary of the rank]`.
             whole: `[n] int64`, not empty: places of the rows whose logits are needed.
-            single: `[m] int64`: places of all other rows. For these rows, the result contains the best token of each
-                rank and -inf elsewhere, so that the sampler finds the same token as with all logits.
+            single: `[m] int64`: indices of all other rows. For these rows, the result contains each rank's best token
+                and -inf elsewhere, so that the sampler finds the same token as with all logits.
             params: the parameters of the first S rows.
         """
         length = Shard(0, self._group.size).vocabulary(self._vocab_size).length  # The longest part.
@@ -61,7 +60,7 @@ class SplitLogits:
         return result
 
     def share(self, tokens: torch.Tensor | None, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return the tokens `[num_rows] int32` of rank 0. Rank 0 passes them; the other ranks pass None."""
+        """Return rank 0's tokens `[num_rows] int32`. Rank 0 passes them; the other ranks pass None."""
         if tokens is None:
             tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
         return self._group.broadcast(tokens) if num_rows else tokens

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import torch
 
 _ROWS = {"cpu": 64, "cuda": 256}
-"""Default limit of running requests by type of device; lower on a GPU with little memory."""
+"""Default limit of running requests by device type; lower on a GPU with little memory."""
 _TOKENS = {"cpu": 512, "cuda": 2048}
-"""Smallest default limit of tokens per step by type of device. Matrix products with this many tokens reach full speed.
-The scheduler plans shorter steps if rows in decode would wait too long
-(`scheduler_svc/core/workers/chunks.py`)."""
+"""Smallest default limit of tokens per step by device type.
+
+Matrix products with this many tokens reach full speed. The scheduler plans shorter steps if decode rows would wait too
+long (`scheduler_svc/core/workers/chunks.py`).
+"""
 _MOST_TOKENS = 8192
 """Largest default limit of tokens per step on a GPU."""
 _MEMORY_PER_TOKEN = 8 << 20
-"""GPU memory per token of the limit, bytes. The activations of a token take about a hundredth of this."""
+"""Bytes of GPU memory per token of the limit. A token's activations take about a hundredth of this."""
 _MEMORY_PER_ROW = 64 << 20
 """Bytes of GPU memory per running request of the limit."""
 _LONGEST_STEP_S = 0.5
@@ -24,13 +26,13 @@ _LONGEST_STEP_S = 0.5
 _CLOCK_HZ = 1.6e9
 """Approximate clock of a GPU under load."""
 _EFFICIENCY = 0.6
-"""Share of peak performance that whole steps reach; measured on an H100 with 2,048 and 8,192 tokens."""
+"""Fraction of peak performance reached by whole steps; measured on an H100 with 2,048 and 8,192 tokens."""
 _FLOP_PER_CLOCK = ((120, 1024), (100, 8192), (90, 4096), (86, 1024), (80, 2048))
 """Lowest compute capability, and floating-point operations of 16-bit products per multiprocessor and clock."""
 _OLDER_FLOP_PER_CLOCK = 1024
 """The same for all lower compute capabilities."""
 _LAUNCHES_S = 0.45e-3
-"""Time for launching the kernels of one layer one by one; 0.35 to 0.55 ms on the host of an H100."""
+"""Time to launch one layer's kernels one by one; 0.35 to 0.55 ms on an H100's host."""
 _LEAST_CAPTURED, _MOST_CAPTURED = 256, 2048
 """Bounds of the largest captured step in tokens."""
 
@@ -47,7 +49,7 @@ class Gpu:
 
     @property
     def flop_per_s(self) -> float:
-        """Estimate of the operations per second of the matrix products of a step."""
+        """Estimated operations per second for a step's matrix products."""
         known = (flop for least, flop in _FLOP_PER_CLOCK if self.capability >= least)
         return _EFFICIENCY * self.multiprocessors * _CLOCK_HZ * next(known, _OLDER_FLOP_PER_CLOCK)
 
@@ -72,7 +74,7 @@ def default_rows(gpu: Gpu | None) -> int:
 
 
 def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
-    """Return the default limit of tokens per step; at least half of it is available to prefill.
+    """Return the default token limit per step; at least half of it is available for prefill.
 
     Args:
         gpu: the GPU; None for a CPU.
@@ -89,7 +91,7 @@ def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
 def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int, max_tokens: int) -> int:
     """Return the number of tokens up to which a step with chunks is captured as a graph.
 
-    For a larger step, the host can launch the kernels faster than the device computes them, so a graph would save no
+    For a larger step, the host can launch the kernels faster than the device computes them. A graph would then save no
     time but would add padding.
 
     Args:

@@ -1,4 +1,4 @@
-"""Spans of the worker: one per traced step and one per traced row, with links in both directions.
+"""Worker spans: one per traced step and one per traced row, with links in both directions.
 
 A *step* span is a child of the scheduler's step span and links to the rows in the step. Links beyond the SDK's limit go
 to continuation spans. A *row* span is a child of the attempt's span. It lasts from admission until the row leaves or
@@ -62,7 +62,7 @@ class Tracing:
                 self._is_traced[admission.row] = True
 
     def rows_left(self, rows: IntArray, num_computed: IntArray, now: int) -> None:
-        """End the spans of rows; `num_computed` is indexed by row."""
+        """End the rows' spans; `num_computed` is indexed by row."""
         if not self._rows:
             return
         for row in rows[self._is_traced[rows]].tolist():

@@ -16,11 +16,11 @@ class Limits:
     num_host_blocks: int = 0
     num_kv_groups: int = 1
     hidden_size: int = 0
-    """Elements of a token's last hidden state; 0 if the model does not return hidden states."""
+    """Number of elements in a token's last hidden state; 0 if the model does not return hidden states."""
     max_draft_tokens: int = 0
     """Most draft tokens per row and step; 0 if the worker does not speculate."""
     state_bytes: int = 0
-    """Bytes of a row's recurrent state; 0 if a row has only keys and values."""
+    """Bytes per row of recurrent state; 0 if a row has only keys and values."""
 
     @property
     def max_blocks_per_row(self) -> int:

@@ -1,7 +1,7 @@
-"""Plan: one step for this worker, as differences from the previous plan; plan.proto documents each field.
+"""Plan: one step for this worker, as changes since the previous plan; plan.proto documents each field.
 
 The link decodes a plan once and validates everything that depends only on the plan and the worker's limits: lengths,
-ranges, duplicates. The row table validates everything that depends on the state of the rows when it applies the plan.
+ranges, duplicates. The row table validates everything that depends on the rows' state when it applies the plan.
 """
 
 import enum
@@ -15,7 +15,7 @@ NO_LOGPROBS = -1
 
 
 class Pooling(enum.IntEnum):
-    """Pooling of the last hidden states of a row's tokens into one vector."""
+    """Pools the last hidden states of a row's tokens into one vector."""
 
     NONE = 0
     LAST = 1
@@ -76,7 +76,7 @@ class Admission:
     """One per KV group."""
     sampling: SamplingParams
     sampling_fault: str
-    """Reason why the sampling parameters are invalid, so that the row fails; empty if they are valid."""
+    """Why the sampling parameters are invalid, so that the row fails; empty if they are valid."""
     request_id: str
     traceparent: str
     grammar: Grammar | None
@@ -106,7 +106,7 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One step of work. The rows of a column are in range and distinct, except in `append_rows`."""
+    """One step of work. In every column except `append_rows`, the rows are distinct and in range."""
 
     step: int
     leaves: IntArray

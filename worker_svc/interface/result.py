@@ -1,4 +1,4 @@
-"""Result of one plan; plan.proto documents each field."""
+"""Result for one plan; plan.proto documents each field."""
 
 import enum
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ class FailureKind(enum.Enum):
     GRAMMAR_TOO_COSTLY = enum.auto()
     """The request's grammar exceeds the limit of work per token."""
     INTERNAL = enum.auto()
-    """The worker cannot continue this row; the request is not the cause."""
+    """The worker cannot continue this row, and the request is not the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFailure:
-    """Failure of one row, which does not affect other rows."""
+    """One row's failure, which does not affect other rows."""
 
     row: int
     generation: int
@@ -29,12 +29,12 @@ class RowFailure:
     reason: str
     """One line for the client, no prompt content."""
     field: str = ""
-    """The field of the request to change, as generation.proto names it; empty for none."""
+    """The request field to change, as named in generation.proto; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Log-probabilities of a step, in sections of consecutive tokens of one row.
+    """A step's log-probabilities, in sections of consecutive tokens in one row.
 
     The columns have one element per section. Storing all sections in one value avoids an object per row in decode
     steps.
@@ -66,7 +66,7 @@ class RowEmbedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimings:
-    """Measurements of one step; durations in ns, points in time as Unix ns."""
+    """Measurements of one step; durations in ns, timestamps as Unix ns."""
 
     received_unix_ns: int
     started_unix_ns: int
@@ -89,9 +89,9 @@ class StepResult:
     tokens: Int32Array
     """`[sum of counts]`, grouped by row in the order of `rows`."""
     counts: IntArray | None = None
-    """`[R]`: tokens of each row; None for one each."""
+    """`[R]`: number of tokens in each row; None if all have one."""
     draft_counts: IntArray | None = None
-    """`[R]`: draft tokens that each row verified; None for none."""
+    """`[R]`: number of drafts that each row verified; None for none."""
     failures: tuple[RowFailure, ...] = ()
     timings: StepTimings
     completed_copies: Int32Array

@@ -1,8 +1,8 @@
 """Connection to the scheduler, with a new socket and a new incarnation for every Hello.
 
-A routing ID is never reused, so a message for an earlier incarnation cannot reach a later incarnation. No send blocks:
-a full send queue ends the session. A closed connection ends it too, because the scheduler then treats this worker as
-dead, and a restarted scheduler does not know it. ZeroMQ reconnects silently, so the link watches the socket's monitor.
+A routing id is never reused, so a message for an earlier incarnation cannot reach a later one. No send blocks: a full
+send queue ends the session. A closed connection ends it too, because the scheduler then treats this worker as dead, and
+a restarted scheduler does not know this worker. ZeroMQ reconnects silently, so the link watches the socket's monitor.
 """
 
 import time
@@ -114,7 +114,7 @@ class Link:
             yield lost
 
     def send_result(self, result: StepResult) -> Lost | None:
-        """Send the result of the oldest unanswered plan; return `Lost` if it cannot be sent."""
+        """Send the oldest pending plan's result; return `Lost` if it cannot be sent."""
         self._session.answered()
         message = encode_result(result)
         frame = plan_pb2.WorkerMessage(epoch=self._session.epoch, result=message).SerializeToString()

@@ -238,7 +238,7 @@ def decode_grammar(key: bytes, serialized: bytes) -> Grammar:
 def _sampling(serialized: bytes, limits: Limits) -> tuple[SamplingParams, str]:
     """Return the sampling parameters; if they are invalid, return defaults and the reason.
 
-    The scheduler does not decode them, so an error was made by the front end and affects only this row.
+    The scheduler does not decode these fields, so an error comes from the front end and affects only this row.
     """
     try:
         return decode_sampling(plan_pb2.SamplingParams.FromString(serialized), limits), ""

@@ -1,8 +1,9 @@
 """Worker side of the plan protocol for one incarnation, without socket and clock.
 
-A session begins with a Hello and ends with the next Hello. It waits for Welcome, then decodes the plans of this epoch
-in order. A gap, an invalid plan, an unexpected message, Unknown or a timeout ends the session with `Lost`. A malformed
-frame is dropped and reported as `Malformed`. Messages of another epoch are dropped, and do not count as a sign of life.
+A session begins with a Hello and ends with the next Hello. It waits for Welcome, then decodes this epoch's plans in
+order. A gap, an invalid plan, an unexpected message, Unknown or a timeout ends the session with `Lost`. A malformed
+frame is dropped and reported as `Malformed`. Messages from another epoch are dropped, and do not count as a sign of
+life.
 
     waiting ──Welcome──► open ──Plan 1, 2, 3 …──► open
        │                  │
@@ -97,7 +98,7 @@ Event = Welcomed | PlanArrived | GrammarRequested | LogLevelWanted | Lost | Refu
 
 
 class Session:
-    """Protocol state of one incarnation. Times are seconds of any monotonic clock."""
+    """One incarnation's protocol state. Times are seconds of any monotonic clock."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class Session:
         self._unanswered -= 1
 
     def receive(self, frame: bytes, now: float) -> Event | None:
-        """Return the event of a frame; None if it needs no action."""
+        """Return a frame's event; None if it needs no action."""
         try:
             message = plan_pb2.SchedulerMessage.FromString(frame)
         except DecodeError:

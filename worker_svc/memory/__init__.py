@@ -1,4 +1,4 @@
-"""The KV cache: its size, its tensors, and the copies of its blocks.
+"""The KV cache: its size, its tensors, and copies of its blocks.
 
 * `kv_pool` – the number of KV blocks that fit into memory, and their tensors.
 * `block_copies` – copies between device blocks.

@@ -1,7 +1,7 @@
 """KV blocks: the number that fits into memory, and their tensors.
 
-One block holds `block_size` tokens of one row in every layer. `shared.kv_sizes` contains the formula for its size. A
-quantised cache also has scales (`kernels.kv_quantised`).
+One block holds `block_size` tokens of one row in every layer. `shared.kv_sizes` contains the size formula. A quantised
+cache also has scales (`kernels.kv_quantised`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _GRAPH_BYTES = 2 << 20
 
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers; `dtype` as in `kernels.kv_quantised`."""
+    """Return one block's bytes over all layers; `dtype` as in `kernels.kv_quantised`."""
     quantised = {chosen: name for name, chosen in DTYPES.items()}
     kv_type = quantised.get(dtype) or str(dtype).removeprefix("torch.")
     return block_size * kv_bytes_per_token(((shape.num_kv_heads, shape.widths) for shape in shapes), kv_type)
@@ -35,7 +35,7 @@ def allocate(
 ) -> tuple[KVCache, ...]:
     """Allocate the keys and values of each layer, each `[num_blocks, num_kv_heads, block_size, width]`.
 
-    The widths are those of a shape; of a quantised cache, those of `kernels.kv_quantised.cached_size`. The tensors are
+    The widths are those of a shape, or of `kernels.kv_quantised.cached_size` for a quantised cache. The tensors are
     filled with zeros, so that the memory is committed now.
 
     Raises:
@@ -69,7 +69,7 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 def share_for_kv(
     *, total: int, utilization: float, available: int, available_after: int, peak: int, graphs: int, device: str
 ) -> int:
-    """Return the bytes of a GPU that remain for KV if a worker uses the share `utilization` of its memory.
+    """Return the GPU bytes that remain for KV if a worker uses the fraction `utilization` of the memory.
 
     The share is for one worker. Other processes do not reduce the share, but must leave this memory free.
 
@@ -108,7 +108,7 @@ def cuda_memory_for_kv(
     Args:
         device: the GPU.
         utilization: see `share_for_kv`.
-        largest_step: runs the largest possible step; returns the bytes of KV that it allocated for the run.
+        largest_step: runs the largest possible step; returns the KV bytes allocated for the run.
         captured_step: the same for the largest step that is captured as a graph; None for no graphs.
         num_graphs: number of graphs.
     """
@@ -134,7 +134,7 @@ def _available(device: torch.device) -> int:
 
 
 def _peak(device: torch.device, run: Callable[[], int]) -> int:
-    """Return the peak bytes of tensors during `run`, without the bytes of the KV that it returns."""
+    """Return the peak tensor bytes during `run`, without the KV bytes that it returns."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

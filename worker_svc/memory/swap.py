@@ -2,9 +2,9 @@
 
 A plan lists the copies block by block. Swap-outs read the device blocks before the rest of the plan changes them.
 Swap-ins are complete before the plan's forward pass. On an accelerator, the copies run on a separate stream, with one
-kernel per direction and plan that accesses pinned host memory. A swap-out waits for earlier steps. A step waits for the
-swap-ins of its plan, but for the swap-outs only if it writes blocks that they read. The result of a plan is sent when
-its copies are complete.
+kernel per direction and plan that accesses pinned host memory. A swap-out waits for earlier steps. A step waits for its
+plan's swap-ins, but for swap-outs only if it writes blocks that they read. A plan's result is sent when its copies are
+complete.
 """
 
 import time
@@ -117,7 +117,7 @@ class HostPool:
 
 
 def _written_blocks(plan: Plan) -> Int32Array:
-    """Return the blocks that the plan may write after its swap-outs: blocks of rows and targets of copies."""
+    """Return the blocks that the plan may write after its swap-outs: the rows' blocks and the copies' targets."""
     columns = [plan.append_blocks]
     columns += [copies.targets for copies in (plan.block_copies, plan.swap_in) if copies is not None]
     columns += [blocks for admission in plan.admissions for blocks in admission.block_tables]

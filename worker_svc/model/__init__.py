@@ -7,7 +7,7 @@
 * `families`: the model families of `llama`
 * `config_reader`: reads config.json of these families without `transformers`
 * `llama`: native implementation of the Llama/Qwen family
-* `llama_layer`: the weights of one of its layers
+* `llama_layer`: one layer's weights
 * `llama_packed`: the family on a CPU, with weights packed for the native kernels
 * `rope`: its rotary tables
 * `weights`: reads safetensors files, one tensor at a time
@@ -15,13 +15,13 @@
 * `quantised`: weights of a quantised checkpoint, packed as they are stored or dequantised
 * `gguf`: reads GGUF files
 * `fingerprint`: identifies a loaded model
-* `hf`: loads decoders of `transformers`, and chooses one of the two ways to our paged KV cache
+* `hf`: loads `transformers` decoders, and chooses how they use our paged KV cache
 * `hf_model`: what both ways have in common
 * `hf_interface`: decoders that call our attention through the attention interface
 * `hf_attention`: the attention function that they call
-* `hf_cache`: decoders that attend themselves, and whose `Cache` is our paged KV cache and the states of rows
+* `hf_cache`: decoders that compute attention themselves; our paged KV cache and row states replace their `Cache`
 * `recurrent`: the recurrent states of rows
-* `hf_packed`: linear layers of decoders of `transformers` with quantised weights, on a CPU
-* `hf_trial`: compares their logits with those of their own attention
+* `hf_packed`: linear layers with quantised weights in `transformers` decoders, on a CPU
+* `hf_trial`: compares a decoder's logits with those of the class's own attention
 * `loader`: loads a model from a configuration
 """

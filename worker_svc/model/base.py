@@ -1,6 +1,6 @@
 """Interface between a decoder and the rest of the worker.
 
-A model computes the flat batch of one step: T tokens of R rows, concatenated. It writes their keys and values into the
+A model computes one step's flat batch: T tokens from R rows, concatenated. It writes their keys and values into the
 given slots, attends over block tables, and returns logits only for the tokens in `logits_index`. It does not depend on
 the row table, plans, sampling or pooling.
 """
@@ -20,17 +20,17 @@ KVCache = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Shape of the keys and of the values that one layer stores per token."""
+    """Shape of the keys and values that one layer stores per token."""
 
     num_kv_heads: int
     head_dim: int
     """Elements of a key."""
     value_dim: int = 0
-    """Elements of a value; 0: as many as those of a key."""
+    """Number of elements in a value; 0 means the same number as in a key."""
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Elements of a key and of a value."""
+        """Numbers of elements in a key and in a value."""
         return self.head_dim, self.value_dim or self.head_dim
 
 
@@ -47,14 +47,16 @@ class AttentionInputs:
     context_lens: torch.Tensor
     """`[R] int32`: tokens of each row including this step's."""
     max_query_len: int
-    """Most tokens of one row in this step."""
+    """Maximum number of tokens per row in this step."""
     min_query_len: int = 1
-    """Fewest tokens of one row in this step; 1 if not known."""
+    """Minimum number of tokens per row in this step; 1 if unknown."""
     num_leading_decodes: int = 0
-    """Number of rows at the front with at most one token each; not used if `max_query_len` is 1."""
+    """Number of leading rows with at most one token each; not used if `max_query_len` is 1."""
     rows: IntArray | None = None
-    """`[R]`, on the host: places of the rows in the row table, which are those of their recurrent states. None: rows of
-    a trial or a profile without a state, which begin with their first token."""
+    """`[R]`, on the host: the rows' indices in the row table, which are also those of their recurrent states.
+
+    None for rows without a state in a trial or a profile, which begin with their first token.
+    """
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
         """Return the split of decode rows' keys among GPU programs, for all layers with these parameters.
@@ -73,19 +75,19 @@ class Model(Protocol):
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
-        """KV shape of each layer, in the order of the `caches` of `forward`."""
+        """Each layer's KV shape, in the order of the `caches` in `forward`."""
         ...
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a row's recurrent state; 0 if a row has only keys and values.
+        """Bytes per row of recurrent state; 0 if a row has only keys and values.
 
         If it is above 0, `allocate_states` must be called before `forward`.
         """
         ...
 
     def allocate_states(self, num_rows: int) -> None:
-        """Allocate the recurrent states of a worker's rows; does nothing without `state_bytes`."""
+        """Allocate the recurrent states for a worker's rows. Without `state_bytes`, do nothing."""
         ...
 
     @property
@@ -120,7 +122,7 @@ class Model(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a token's last hidden state; 0: `forward_hidden` must not be called."""
+        """Number of elements in a token's last hidden state; 0 means that `forward_hidden` must not be called."""
         ...
 
     def forward_hidden(

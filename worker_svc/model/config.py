@@ -22,7 +22,7 @@ def read_config(folder: Path) -> "PretrainedConfig":
     """Read the configuration in `folder` with `transformers`, whose import takes a second.
 
     Raises:
-        ConfigError: there is no config.json, this version of transformers does not support it, or it has a field that
+        ConfigError: config.json is missing, this version of transformers does not support it, or it has a field that
             the worker does not support.
     """
     if not (folder / "config.json").is_file():
@@ -72,7 +72,7 @@ def decoder_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def position_limit(config: ModelConfig, wanted: int) -> int:
-    """Return the length of the longest sequence: `wanted`, or that of config.json if `wanted` is 0.
+    """Return the maximum sequence length: `wanted`, or config.json's value if `wanted` is 0.
 
     Raises:
         ConfigError: `wanted` exceeds the length in config.json, or both are missing. Some models without positions in
@@ -93,12 +93,12 @@ def position_limit(config: ModelConfig, wanted: int) -> int:
 
 
 def fix_long_rope(config: ModelConfig, num_positions: int) -> int:
-    """Use one set of factors of a longrope scaling for all lengths, by a change of `config`.
+    """Change `config` so that one set of longrope factors applies to all lengths.
 
-    The factors are `long_factor`, and `long_mscale` of PhiMoE. `transformers` uses the long factors for all rows of
-    a batch if its longest row exceeds the original length. The tokens of a request would then depend on other requests,
-    and cached keys on the length of their row. Therefore the long factors are used for every row if the longest allowed
-    row exceeds the original length, as in vLLM.
+    The factors are `long_factor`, and PhiMoE's `long_mscale`. `transformers` uses the long factors for all rows of a
+    batch if its longest row exceeds the original length. A request's tokens would then depend on other requests, and
+    cached keys on their row's length. Therefore, as in vLLM, the long factors are used for every row if the longest
+    permitted row exceeds the original length.
 
     Args:
         config: all of config.json.
@@ -141,9 +141,9 @@ def break_even_context(config: ModelConfig) -> int:
 
 
 def weights_per_layer(config: ModelConfig) -> int:
-    """Return the number of weights in one layer's matrix products of a token, with a gated MLP.
+    """Return the number of weights in one layer's matrix products for a token, with a gated MLP.
 
-    In a mixture of experts, only the experts of one token count. The result is 0 if config.json lacks the sizes.
+    In a mixture of experts, only one token's experts count. The result is 0 if config.json lacks the sizes.
     """
     text = text_config(config)
     hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
@@ -158,7 +158,7 @@ def weights_per_layer(config: ModelConfig) -> int:
 
 
 def _heads_size(text: ModelConfig) -> int:
-    """Return the number of elements of all query heads of a token."""
+    """Return the total number of elements in a token's query heads."""
     hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
     return heads * (_size(text, "head_dim") or hidden // heads)
 
@@ -178,7 +178,7 @@ def _size(text: ModelConfig, name: str) -> int:
 
 
 def choose_dtype(config: ModelConfig, wanted: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights, activations and KV: the setting, else that of config.json, else float32."""
+    """Return the dtype for weights, activations and KV: the setting, or else config.json's, or else float32."""
     if wanted != "auto":
         return DTYPES[wanted]
     given: Any = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)

@@ -1,4 +1,4 @@
-"""Reads config.json of the families that `llama` implements, without `transformers`, whose import takes a second.
+"""Reads config.json for the families in `llama` without importing `transformers`, which takes a second.
 
 `transformers` defines the meaning of config.json. This module therefore accepts only unambiguous files: a text-only
 model of a known family, whose fields are all known and have ordinary values. It declines all other files, including
@@ -202,7 +202,7 @@ def read_own(folder: Path) -> DecoderConfig | None:
 
 
 def decoder_config_of(raw: Mapping[str, Any]) -> DecoderConfig | None:
-    """Return the configuration for the content of a config.json; None if it is not unambiguous."""
+    """Return the configuration in a config.json; None if it is ambiguous."""
     family = raw.get("model_type")
     if family == "mistral" and "layer_types" in raw:
         family = "ministral"  # as in `transformers`
@@ -233,7 +233,7 @@ def _dtype(fields: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def _rope_parameters(fields: Mapping[str, Any]) -> _Json | None:
-    """Return the rotary parameters in the format of `transformers` 5; None if they are not unambiguous."""
+    """Return the rotary parameters in the format of `transformers` 5; None if they are ambiguous."""
     old, new = fields.get("rope_scaling"), fields.get("rope_parameters")
     if old and new:
         return None

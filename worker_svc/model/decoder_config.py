@@ -1,4 +1,4 @@
-"""Configuration of a decoder that `llama` implements: the fields of config.json that its families read."""
+"""Configuration for a decoder in `llama`: the fields of config.json that its families read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ModelConfig: TypeAlias = "DecoderConfig | PretrainedConfig"
-"""The content of config.json, read by `config_reader` for the families of `llama`, otherwise by `transformers`."""
+"""Content of config.json, read by `config_reader` for the families in `llama`, otherwise by `transformers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Fields of config.json with the names and meanings of `transformers`, and its defaults filled in.
+    """Fields of config.json with the names, meanings and defaults of `transformers`.
 
     A field that the family's class does not have is None, 0, False or empty, unless config.json contains it.
     """
@@ -64,5 +64,5 @@ class DecoderConfig:
 
 
 def text_config(config: ModelConfig) -> ModelConfig:
-    """Return the part of the configuration that describes the decoder; all of it for a text-only model."""
+    """Return the part of the configuration that describes the decoder, which is all of it for a text-only model."""
     return config if isinstance(config, DecoderConfig) else config.get_text_config(decoder=True)

@@ -26,14 +26,14 @@ class Experts:
     """Mixture of experts of a family."""
 
     block: str = "mlp"
-    """Name of the mixture in a layer; its experts are `{block}.experts.{number}`."""
+    """Name of a layer's mixture; its experts are `{block}.experts.{number}`."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     intermediate_size: str = "moe_intermediate_size"
     """Field with the size of an expert."""
     renormalise: bool | None = None
-    """Whether the weights of a token's experts are divided by their sum; None: as in the field `norm_topk_prob`."""
+    """Whether the weights of a token's experts are divided by their sum; None to follow the field `norm_topk_prob`."""
     some_layers: bool = True
     """Whether `mlp_only_layers` and `decoder_sparse_step` select the layers; False: all layers."""
     shared: bool = False
@@ -122,12 +122,12 @@ FAMILIES = {
         window=Window.NO_LAYER,
     ),
 }
-"""Families by the `model_type` of config.json, or of its text part."""
+"""Families by the `model_type` in config.json or in its text part."""
 ARCHITECTURES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
 
 
 def own_config(architecture: str, whole: ModelConfig) -> DecoderConfig | None:
-    """Return the configuration of the decoder, all of config.json or its text part, if `llama` implements it.
+    """Return the decoder's configuration (all of config.json or its text part) if `llama` implements it.
 
     None if `llama` does not support the configuration; `hf` may support the model.
     """
@@ -163,7 +163,7 @@ def has_bias(given: bool | str, config: DecoderConfig) -> bool:
 
 
 def windows(config: DecoderConfig) -> list[int | None]:
-    """Return for each layer the number of tokens that it attends over; None: all."""
+    """Return for each layer the number of tokens that it attends over; None for all."""
     family = FAMILIES[config.model_type]
     return [config.sliding_window if slides else None for slides in _sliding_layers(family, config)]
 
@@ -181,7 +181,7 @@ def mixture_layers(config: DecoderConfig) -> list[bool]:
 
 
 def mlps(layer: str, config: DecoderConfig, *, mixed: bool) -> Iterator[tuple[str, Experts, int]]:
-    """Yield the name of each MLP or expert of a layer, the names of its projections, and its inner size."""
+    """Yield the name of each MLP or expert in a layer, its projections' names, and its inner size."""
     experts = FAMILIES[config.model_type].experts
     if experts is None or not mixed:
         yield f"{layer}.mlp", Experts(), config.intermediate_size

@@ -4,9 +4,8 @@ A request may move between workers with equal fingerprints, and the keys of shar
 therefore covers everything that affects the results: configuration, weights and dtypes.
 
 Hashing every byte of a large checkpoint would add tens of seconds to the start. Instead, each tensor is sampled:
-`SAMPLE_BYTES` at every `STRIDE_BYTES`. The last stride is read completely, so small tensors are read completely.
-Training changes all values of a tensor, so samples detect it. A manual change of single values in a large tensor may be
-missed.
+`SAMPLE_BYTES` at every `STRIDE_BYTES`. The last stride is read completely, and so are small tensors. Training changes
+all values of a tensor, so samples detect it. A manual change of single values in a large tensor may be missed.
 """
 
 import hashlib
@@ -41,8 +40,8 @@ def fingerprint(
     Args:
         folder: the checkpoint.
         dtype: type of weights and activations.
-        kv_dtype: type of the KV cache; None: `dtype`.
-        with_weights: whether the weights are read from the checkpoint; False if they are drawn at random.
+        kv_dtype: type of the KV cache; None means `dtype`.
+        with_weights: whether the weights are read from the checkpoint; False if they are random.
         quantization: quantization of the weights at load: "none", "int8" or "int4".
         long_rope: whether the long factors of a longrope scaling apply to all lengths.
 
@@ -77,7 +76,7 @@ def _add(digest: "hashlib._Hash", piece: bytes) -> None:
 
 
 def _pieces(file: Path, opened: BinaryIO) -> Iterator[bytes]:
-    """Yield the header, then the samples of each tensor in file order; of a GGUF file, the samples of the whole."""
+    """Yield the header, then each tensor's samples in file order; for a GGUF file, samples of the whole file."""
     if file.suffix == gguf.SUFFIX:
         yield from _samples(opened, 0, file.stat().st_size)
         return
@@ -104,7 +103,7 @@ def _pieces(file: Path, opened: BinaryIO) -> Iterator[bytes]:
 
 
 def _samples(opened: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-    """Yield samples of a range of bytes; a small range, and the last part of a large one, is read to its end."""
+    """Yield samples from a byte range; a small range, and the end of a large one, is read completely."""
     for offset in range(begin, end, STRIDE_BYTES):
         opened.seek(offset)
         rest = end - offset

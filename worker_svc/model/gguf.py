@@ -1,8 +1,8 @@
 """Reader of GGUF files (llama.cpp), through the package `gguf`.
 
-Tensors get the names and the order of rows of the original Hugging Face checkpoint, and are dequantised. Quantised
-blocks of 32 inputs match no layout of the CPU kernels, so `--quantization` quantises the weights again. config.json and
-tokenizer.json of the model must be in the same folder: the metadata of the file is not used.
+Tensors are dequantised, with the names and row order of the original Hugging Face checkpoint. Quantised blocks of 32
+inputs match no layout of the CPU kernels, so `--quantization` quantises the weights again. The model's config.json and
+tokenizer.json must be in the same folder, because the file's metadata is not used.
 """
 
 import json
@@ -39,7 +39,7 @@ _IGNORED = ("rope_freqs.weight",)
 
 
 def find(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder; None if it has none.
+    """Return a folder's GGUF file; None if it has none.
 
     Raises:
         ConfigError: the folder has several.
@@ -54,7 +54,7 @@ def find(folder: Path) -> Path | None:
 
 
 def read_tensors(file: Path, folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the Hugging Face name and the value of each tensor; only those in `only`, if given.
+    """Yield each tensor's Hugging Face name and value; if `only` is given, only those tensors.
 
     Raises:
         ConfigError: the file is damaged, or has an architecture, tensor or type that is not supported.

@@ -1,10 +1,10 @@
 """Decoders of `transformers` over the paged KV cache.
 
 There are two ways. `hf_interface` replaces the attention of a class that declares attention-backend support. `hf_cache`
-replaces the `Cache` of any other class, which may have keys and values, recurrent state or both. Both ways are checked
-at load. A *probe* records what each layer stores, and rejects layers whose past is of another kind. A *trial*
-(`hf_trial`) computes two short rows and compares the logits with those of the class's own forward pass without a cache.
-A model that would return wrong results is rejected with a one-line message.
+replaces the `Cache` of any other class, which may have keys and values, recurrent state or both. Both are checked at
+load. A *probe* records what each layer stores, and rejects layers that store anything else. A *trial* (`hf_trial`)
+computes two short rows and compares the logits with those of the class's own forward pass without a cache. A model that
+would return wrong results is rejected with a one-line message.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from worker_svc.model.scheme import read_quantisation
 from worker_svc.model.weights import check_unquantised, read_tensors
 
 _TEXT_OF = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
-"""Classes for several media; the class of `transformers` for their text part serves it."""
+"""Multimodal classes, each served by the `transformers` class for its text part."""
 _LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention"),
     *hf_cache.STATE_LAYERS,
@@ -54,7 +54,7 @@ def load(
         architecture: class name from config.json.
         config: all of config.json.
         folder: the checkpoint.
-        seed: draw random weights with this seed instead of reading them; None: read them.
+        seed: seed for random weights; None to read the weights.
         dtype: type of weights and activations.
         device: the device of the model.
         num_positions: length of the longest sequence in tokens.
@@ -88,7 +88,7 @@ def _choose(architecture: str, decoder: PreTrainedModel, device: torch.device, n
     """Return the first model over this decoder that passes the trial.
 
     Raises:
-        ConfigError: none passes; the message has the reason of the last way.
+        ConfigError: no way passes; the message contains the last way's reason.
     """
     reasons: list[str] = []
     with torch.inference_mode():
@@ -118,8 +118,8 @@ def _choose(architecture: str, decoder: PreTrainedModel, device: torch.device, n
 def _ways(decoder: PreTrainedModel, device: torch.device) -> Iterator[Callable[[], TransformersModel]]:
     """Yield functions that make a model over a decoder, the fastest first.
 
-    A class that takes positions must give the same tokens to rows that are computed together, because its rows would
-    otherwise depend on their neighbours through shared blocks. A class that counts positions may need its rows alone.
+    For a class that takes positions, rows computed together must get the same tokens as rows computed alone. Otherwise
+    rows would depend on their neighbours through shared blocks. A class that counts positions may need its rows alone.
     """
     takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     if _calls_interface(type(decoder), decoder.config):

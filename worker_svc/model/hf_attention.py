@@ -1,13 +1,13 @@
-"""Attention functions that decoders of `transformers` call instead of their own.
+"""Attention functions that replace those of `transformers` decoders.
 
 `transformers` finds attention functions by name (`AttentionInterface`). This module registers two names:
 
 * `PAGED` writes keys and values to the paged KV cache and attends over it. It has no mask function, so that
   `transformers` builds no mask. This saves work and, on CUDA, a synchronisation in every step.
 * `PROBE` computes nothing and records the arguments of each layer's call. Its mask function returns the size of the
-  sliding window instead of a mask, because some layers receive their window only through the mask.
+  sliding window instead of a mask, because some layers get their window only through the mask.
 
-The inputs of a step are passed in a context variable, because `transformers` defines the arguments of the functions.
+A step's inputs are passed in a context variable, because `transformers` defines the functions' arguments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ PAGED = "quire_paged"
 PROBE = "quire_probe"
 
 _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "position_embeddings"})
-"""Tensor arguments of attention functions that do not change what is computed."""
+"""Tensor arguments to attention functions that do not affect the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """Arguments of one layer's call of the attention function."""
+    """Arguments of one layer's call to the attention function."""
 
     layer: int | None
     num_kv_heads: int
@@ -60,10 +60,10 @@ class PagedStep:
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
     schedules: dict[tuple[int | None, int], DecodeSchedule | None] = field(default_factory=dict)
-    """Schedules of the layers so far, by window and number of KV heads."""
+    """Schedules computed by earlier layers, by window and number of KV heads."""
 
     def schedule(self, window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
-        """Return the schedule of a layer; the first layer of each kind creates it."""
+        """Return a layer's schedule; the first layer of each kind creates it."""
         key = (window, num_kv_heads)
         if key not in self.schedules:
             self.schedules[key] = self.attention.schedule(window, num_kv_heads)

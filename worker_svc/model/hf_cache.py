@@ -1,19 +1,18 @@
-"""Decoders of `transformers` that keep their past in a `Cache`, which here is a view of Quire's KV cache and states.
+"""`transformers` decoders with a `Cache`, which this module replaces with a view of Quire's KV cache and states.
 
-A layer of such a decoder passes its new keys and values to `Cache.update`, and attends over what the call returns. This
-module writes what is passed into the paged KV cache, and returns what is stored for the whole row. The class's own
-attention does the rest, with its own mask, position biases and scaling. What is stored is up to the class: keys and
-values of different sizes, a latent vector from which the class computes both, or in addition an index of the tokens.
+A layer of such a decoder passes its new keys and values to `Cache.update`, and attends over the returned tensors. This
+module writes the passed tensors into the paged KV cache, and returns the stored tensors for the whole row. The class's
+own attention does the rest, with its own mask, position biases and scaling. The class decides what to store: keys and
+values of different sizes, a latent vector from which it computes both, or in addition an index of the tokens.
 
 A layer with recurrent state reads and replaces its state in the `Cache`. Before a forward pass this module copies the
 states of the pass's rows (`recurrent`) into layers of `transformers`, and afterwards it copies them back. A row that
-begins has no state: its layers start empty, as in `generate`. So a row never sees the state of an earlier request.
+begins has no state, so its layers start empty, as in `generate`. A row therefore never sees an earlier request's state.
 
-This serves every class whose past is in its `Cache`, but it is slower than `hf_interface`, because each step
-gathers the KV of its rows. Rows with equally many tokens in a step, and with contexts of similar length, are computed
-together. Their contexts are padded on the left, as for `generate` on a batch, and the attention mask excludes the
-padding. Some classes that count positions themselves cannot do this, so their rows are computed one by one. The trial
-at load decides.
+This serves every class that uses a `Cache`, but is slower than `hf_interface`, because each step gathers its rows' KV.
+Rows with equally many tokens in a step, and with contexts of similar length, are computed together. Their contexts are
+padded on the left, as for `generate` on a batch, and the attention mask excludes the padding. Some classes that count
+positions themselves cannot do this, so their rows are computed one by one. The trial at load decides.
 """
 
 import inspect
@@ -35,10 +34,11 @@ from worker_svc.model.recurrent import RowStates, StateShape
 
 
 class CacheModel(TransformersModel):
-    """A decoder of `transformers` whose past is in the paged KV cache, and whose attention is its own."""
+    """A `transformers` decoder with its own attention and with the paged KV cache as its `Cache`."""
 
     attention = "eager"
-    """Old classes ignore it and keep the default. For Falcon with ALiBi this matters: its `eager` adds ALiBi twice."""
+    """Old classes ignore this and keep the default. This matters for Falcon with ALiBi, whose `eager` adds ALiBi twice.
+    """
 
     def __init__(self, decoder: PreTrainedModel, layers: "Layers", *, together: bool, by_token: bool = False) -> None:
         """Create the model.
@@ -47,8 +47,8 @@ class CacheModel(TransformersModel):
             decoder: the decoder.
             layers: what each layer stores, from `probe`.
             together: compute rows together.
-            by_token: compute the tokens of a row that has a state one by one. Some classes, such as Mamba, ignore the
-                state if a forward pass has several tokens.
+            by_token: compute the tokens of a row with a state one by one. Some classes, such as Mamba, ignore the state
+                if a forward pass has several tokens.
         """
         super().__init__(decoder, [shape for layer in layers for shape in (layer.kv, layer.index) if shape is not None])
         self._layers = layers
@@ -67,7 +67,7 @@ class CacheModel(TransformersModel):
 
         Args:
             num_rows: number of rows.
-            dtype: type of the states; None for that of the class.
+            dtype: type of the states; None for the class's type.
         """
         if self._state_shapes:
             self._states = RowStates(self._state_shapes, num_rows, self._decoder.device, dtype)
@@ -110,9 +110,9 @@ class CacheModel(TransformersModel):
         return torch.cat(logits)[places if logits_index is None else places[logits_index]], hidden
 
     def _batches(self, attention: AttentionInputs, caches: Sequence[KVCache]) -> Iterator["_Batch"]:
-        """Yield the tokens of a step, in batches of rows that are alike if they are computed together, else by row.
+        """Yield a step's tokens in batches of similar rows, or row by row if rows must be computed alone.
 
-        The batches of a row come in the order of its tokens.
+        A row's batches follow the order of its tokens.
         """
         alike: dict[tuple[int, int, bool, int], list[_Span]] = defaultdict(list)
         for span in self._spans(attention):
@@ -137,7 +137,7 @@ class CacheModel(TransformersModel):
             )
 
     def _spans(self, attention: AttentionInputs) -> Iterator["_Span"]:
-        """Yield the tokens of each row of a step, as one span or, with `by_token`, as many."""
+        """Yield each row's tokens in a step, as one span or, with `by_token`, as one span per token."""
         starts, contexts = attention.query_start.tolist(), attention.context_lens.tolist()
         for place, (start, end, context) in enumerate(zip(starts, starts[1:], contexts, strict=False)):
             if not context or end == start:  # This row is padding in a captured graph.
@@ -163,7 +163,7 @@ class CacheModel(TransformersModel):
         return views
 
     def _load_states(self, batch: "_Batch", cache: Cache) -> None:
-        """Copy the states of the rows to the layers; layers without a state begin empty."""
+        """Copy the rows' states to the layers; layers without a state begin empty."""
         if not batch.has_state:
             return
         if self._states is None or batch.rows is None:
@@ -184,34 +184,36 @@ class CacheModel(TransformersModel):
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Tokens of a row that are computed in one forward pass."""
+    """Tokens of one row that are computed in one forward pass."""
 
     turn: int
-    """Number of the row's spans before this one in the step."""
+    """Number of the row's earlier spans in the step."""
     place: int
     """Place of the row in the step."""
     first: int
     """Place of the first token in the step."""
     num_tokens: int
     end: int
-    """Length of the row's context up to the last token."""
+    """Length of the row's context up to this span's last token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """Rows that are computed together; n rows with t tokens each, and the longest with a context of c."""
+    """Rows that are computed together: n rows with t tokens each, and a longest context of c."""
 
     tokens: torch.Tensor
     """`[n, t] int64`: places of the tokens in the step."""
     new_slots: torch.Tensor
     """`[n * t] int64`: slots of the tokens."""
     slots: torch.Tensor
-    """`[n, c] int64`: slots of the contexts, which end together; padding repeats the first slot of a row. `[n, 0]` if
-    no layer has keys and values."""
+    """`[n, c] int64`: the contexts' slots, aligned at the end; padding repeats a row's first slot.
+
+    `[n, 0]` if no layer has keys and values.
+    """
     mask: torch.Tensor | None
     """`[n, c] int64`: 0 for padding, else 1; None if no layer has keys and values."""
     rows: list[int] | None
-    """The rows of the states; None: the states are not kept."""
+    """Indices of the rows' states; None if the states are not kept."""
     ends: list[int]
     """Length of each context."""
     has_state: bool
@@ -235,7 +237,7 @@ def _context(
 
 
 class _View(CacheLayerMixin):
-    """One layer of the paged KV cache, for the rows of a batch."""
+    """One layer of the paged KV cache, for a batch's rows."""
 
     is_sliding = False  # The whole context is stored. The class applies windows in its mask.
 
@@ -265,7 +267,7 @@ class _View(CacheLayerMixin):
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys, and the position of the first one, for a call before `update`."""
+        """Return the number of keys, and the first key's position, for a call before `update`."""
         return self._length + query_length, 0
 
     def get_max_length(self) -> int:
@@ -277,7 +279,7 @@ class _View(CacheLayerMixin):
 
 
 class _IndexedView(_View):  # type: ignore[no-untyped-call]
-    """A layer that also stores an index: one vector per token, by which queries select the tokens they attend to."""
+    """A layer that also stores an index: one vector per token, by which queries select tokens."""
 
     def __init__(self, batch: _Batch, cache: KVCache | None, index: KVCache) -> None:
         super().__init__(batch, cache)
@@ -338,7 +340,7 @@ class LayerPast:
     index: KVShape | None = None
     """The index, see `_IndexedView`; None: nothing."""
     num_states: int = 0
-    """Number of states in the layer's class; 0: it has no recurrent state."""
+    """Number of states in the layer's class; 0 if it has no recurrent state."""
     states: tuple[StatePart, ...] = ()
 
 
@@ -439,7 +441,7 @@ class _Recorder(CacheLayerMixin):
         return 2 if self.shapes else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys, and the position of the first one."""
+        """Return the number of keys, and the first key's position."""
         return query_length, 0
 
     def get_max_length(self) -> int:

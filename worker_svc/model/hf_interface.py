@@ -1,6 +1,6 @@
 """Decoders of `transformers` that call paged attention through the attention interface.
 
-A class may be served like this if it declares attention-backend support: then earlier tokens affect a token only
+A class may be served in this way if it declares attention-backend support. Then earlier tokens affect a token only
 through the attention function. A probe records what each layer passes to that function, and rejects layers that paged
 attention does not compute.
 """

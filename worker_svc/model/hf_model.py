@@ -1,4 +1,4 @@
-"""What decoders of `transformers` have in common, however their attention reaches the paged KV cache.
+"""Code shared by all `transformers` decoders, regardless of how their attention reaches the paged KV cache.
 
 A forward hook on the class's base model records the last hidden states. A class without a base model generates tokens
 but no embeddings.
@@ -31,7 +31,7 @@ class TransformersModel(ABC):
         parameters = inspect.signature(decoder.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self.takes_positions = "position_ids" in parameters
-        """Whether the class accepts the positions of tokens; if not, it counts them."""
+        """Whether the class accepts token positions; otherwise it counts them."""
         self._hidden: torch.Tensor | None = None
         """Last hidden states of the running forward pass, `[rows, tokens, hidden_size]`."""
         self._hidden_size = 0
@@ -99,7 +99,7 @@ class TransformersModel(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the logits of `forward`, and the last hidden states of all tokens `[T, hidden_size]`.
 
-        The whole class runs, with its head, so that its soft caps or scaling of logits apply.
+        The whole class runs, including its head, so that its soft caps or logit scaling apply.
         """
 
     def _take_hidden(self) -> torch.Tensor | None:

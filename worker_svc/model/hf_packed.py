@@ -1,9 +1,8 @@
-"""Quantised weights in decoders of `transformers` on a CPU: linear layers use the packed products of `kernels`.
+"""Quantised weights for `transformers` decoders on a CPU: linear layers use the packed products in `kernels`.
 
-The modules that compute linear layers are replaced after the trial of `hf`, which checks the decoder itself. `hf` then
-computes the trial's rows again. The LM head has int8 weights for both kinds, as in `llama_packed`, and keeps its type
-if it is also the embedding. Routers of mixtures, gates of shared experts, and experts that a class stores in one tensor
-keep their type.
+Modules with linear layers are replaced after the trial in `hf`, which checks the decoder itself. `hf` then computes the
+trial's rows again. The LM head has int8 weights for both kinds, as in `llama_packed`, and keeps its type if it is also
+the embedding. Mixture routers, shared-expert gates, and experts that a class stores in one tensor keep their type.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ from shared.config import ConfigError
 from shared.logging import get_logger
 
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Parts of the names of layers that choose or weigh experts, such as "mlp.gate" and "mlp.router.layer"."""
+"""Name parts of layers that choose or weight experts, such as "mlp.gate" and "mlp.router.layer"."""
 
 
 class PackedModule(torch.nn.Module):

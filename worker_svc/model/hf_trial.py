@@ -1,12 +1,12 @@
-"""Trial at load: compares a decoder's logits with a paged KV cache to those of its own attention.
+"""Trial at load: compares a decoder's logits with a paged KV cache to the logits with its own attention.
 
-Two short rows are computed together with a small paged KV cache, in chunks and then in decode, and each alone with the
-attention of the decoder's class. The first row has the first positions, the second one the last positions that will be
-served. So a class whose tokens depend on the length of other rows is found.
+Two short rows are computed together with a small paged KV cache, in chunks and then in decode. Each is also computed
+alone with the class's own attention. The first row has the first positions, and the second row has the last positions
+that will be served. The trial thus detects a class whose tokens depend on the length of other rows.
 
-Both sides compute in float32, for every dtype of the weights. In 16 bits, rounding alone can change the logits of a
-deep model, or the experts of a mixture-of-experts model, more than an error does. In float32 rounding changes logits by
-about a millionth. The weights are not copied: each operation converts its inputs and drops them afterwards.
+Both sides compute in float32, regardless of the weights' dtype. In 16 bits, rounding alone can change a deep model's
+logits, or a token's experts, more than an error does. In float32 rounding changes logits by about a millionth. The
+weights are not copied: each operation converts its inputs and drops them afterwards.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from worker_svc.model.decoder_config import text_config
 from worker_svc.model.hf_model import TransformersModel
 
 TOLERANCE = 1e-3
-"""Largest distance that passes; hundreds of times the distance that rounding causes in models with random weights."""
+"""Largest permitted distance; hundreds of times the effect of rounding in models with random weights."""
 
 _ROUNDING = 1e-5
 
@@ -33,14 +33,14 @@ _LENGTHS = (16, 13)
 _TOKENS = max(_LENGTHS)
 _BLOCK_SIZE = 4
 _CHUNKS = (((0, 7), (0, 1)), ((7, 11), (1, 8)), ((11, 15), (8, 12)), ((15, 16), (12, 13)))
-"""First and last position (exclusive) of each row in each step."""
+"""First and last position (exclusive) for each row in each step."""
 
 
 def distance(decoder: PreTrainedModel, model: TransformersModel, device: torch.device, num_positions: int) -> float:
     """Return the largest difference of two logits, relative to the largest logit.
 
     Args:
-        decoder: the decoder of `transformers`; after the call it has the attention that the model needs.
+        decoder: the `transformers` decoder; after the call it has the attention that the model needs.
         model: the same decoder with a paged KV cache.
         device: the device of the weights.
         num_positions: length of the longest sequence in tokens.
@@ -64,7 +64,7 @@ def distance(decoder: PreTrainedModel, model: TransformersModel, device: torch.d
 
 
 def sees_later_tokens(decoder: PreTrainedModel, device: torch.device) -> bool:
-    """Return whether the logits of a token depend on the next token, as in an encoder; attention is the class's own."""
+    """Return whether a token's logits depend on the next token, as in an encoder, with the class's own attention."""
     tokens, _ = _rows(decoder, device, _TOKENS)
     with InFloat32():  # type: ignore[no-untyped-call]
         logits = decoder(input_ids=tokens[:, :2], use_cache=False).logits
@@ -75,7 +75,7 @@ def sees_later_tokens(decoder: PreTrainedModel, device: torch.device) -> bool:
 def has_finite_logits(
     decoder: PreTrainedModel, model: TransformersModel, device: torch.device, num_positions: int
 ) -> bool:
-    """Return whether the logits of the two rows are finite; the arguments are those of `distance`."""
+    """Return whether both rows' logits are finite; the arguments are those of `distance`."""
     model.allocate_states(len(_LENGTHS))
     return bool(_paged_logits(model, *_rows(decoder, device, num_positions), device).isfinite().all())
 
@@ -89,7 +89,7 @@ def _rows(decoder: PreTrainedModel, device: torch.device, num_positions: int) ->
 
 
 def _paged_logits(model: Model, tokens: torch.Tensor, positions: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the logits of the last token of each row, `[2, vocab_size]`; some classes ignore `positions`."""
+    """Return the logits of each row's last token, `[2, vocab_size]`; some classes ignore `positions`."""
     blocks_per_row = _TOKENS // _BLOCK_SIZE
     caches = [
         (torch.zeros(*places, keys, device=device), torch.zeros(*places, values, device=device))

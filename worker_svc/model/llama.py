@@ -40,7 +40,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class LlamaModel:
-    """A decoder of the Llama family. The constructor allocates the weights; `load` or `randomise` fills them.
+    """A Llama-family decoder. The constructor allocates the weights; `load` or `randomise` fills them.
 
     With `cpu_kernels` the filled weights are packed for the native kernels, and a step is one call.
     """
@@ -136,7 +136,7 @@ class LlamaModel:
         kept_index: torch.Tensor | None,
         num_logits: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits of the first `num_logits` tokens in `kept_index`, and last hidden states of the others."""
+        """Return logits for the first `num_logits` tokens in `kept_index`, and last hidden states for the others."""
         if self._packed is not None:
             return self._packed.run(
                 input_ids,
@@ -160,7 +160,7 @@ class LlamaModel:
         caches: Sequence[KVCache],
         index: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the last hidden states, after the final norm, of the tokens in `index`; None for all tokens."""
+        """Return the last hidden states, after the final norm, for the tokens in `index`; None for all tokens."""
         cos, sin = self._cos[positions], self._sin[positions]
         update = self._embed(input_ids)
         residual: torch.Tensor | None = None
@@ -338,9 +338,9 @@ class LlamaModel:
         )
 
     def _named_weights(self, given: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name of each tensor of a checkpoint, and the view of the weights that it fills.
+        """Yield the name of each checkpoint tensor, and the view on the weights that the tensor fills.
 
-        `given` are the names in the checkpoint, which show the layout of its experts.
+        `given` are the checkpoint's names, which show the layout of its experts.
         """
         kv_size = self._num_kv_heads * self._head_dim
         qkv_parts = (self._heads.length * self._head_dim, kv_size, kv_size)
@@ -369,7 +369,7 @@ class LlamaModel:
                 yield from _named_mixture(prefix, layer.mlp, self._family.experts)
 
     def _cuts(self) -> dict[str, Cut]:
-        """Return the part of each tensor of a checkpoint that this rank has; tensors that are not listed are whole."""
+        """Return this rank's part of each checkpoint tensor; tensors that are not listed are whole."""
         config = self._config
         if self._group.size == 1:
             return {}

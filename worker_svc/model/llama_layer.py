@@ -1,4 +1,4 @@
-"""Weights of one decoder layer of the Llama family, as matrices, before `llama_packed` may pack them."""
+"""Weights of one Llama-family decoder layer, as matrices, before `llama_packed` may pack them."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class Mixture:
 
     router: Linear
     gate_up: torch.Tensor
-    """`[experts, 2 * intermediate, hidden]`; rows of an expert: gate, then up."""
+    """`[experts, 2 * intermediate, hidden]`; an expert's rows: gate, then up."""
     down: torch.Tensor
     """`[experts, hidden, intermediate]`."""
     top_k: int
@@ -50,7 +50,7 @@ class Mixture:
     shared: Mlp | None
     """Expert that computes all tokens; None if there is none."""
     shared_gate: Linear | None
-    """Logit of the weight of the shared expert."""
+    """Computes the logit of the shared expert's weight."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the mixture to `x` `[T, hidden]`."""

@@ -1,7 +1,7 @@
 """The Llama family on a CPU, with weights packed for `kernels.native` and one native call per step.
 
-This module checks whether the kernels support a model. If they do, it packs the model's weights; if not, `llama`
-computes with torch.
+This module checks whether the kernels support a model. If so, it packs the model's weights. Otherwise, `llama` computes
+with torch.
 """
 
 import torch
@@ -28,7 +28,7 @@ from worker_svc.ranks.shard import WHOLE, Shard
 
 
 def shape_of(config: DecoderConfig, shard: Shard = WHOLE) -> DecoderShape:
-    """Return the sizes of the model, or of the part of one rank, for the kernels."""
+    """Return the kernel sizes for the model, or for one rank's part."""
     size = head_dim(config)
     return DecoderShape(
         hidden_size=config.hidden_size,
@@ -75,8 +75,8 @@ def pack(
     """Pack all weights: in place, quantised, or as a quantised checkpoint stores them.
 
     `layers` is emptied layer by layer, so that quantised weights need little additional memory. With int4, the LM head
-    (possibly also the embedding) has int8 weights, because it affects the output most. Routers and the gates of shared
-    experts are not quantised, because they are small and rounding changes the choice of experts.
+    (possibly also the embedding) has int8 weights, because it affects the output most. Routers and shared-expert gates
+    are not quantised, because they are small and rounding would change the choice of experts.
     """
 
     def convert(linear: Linear, kind: str = quantization) -> PackedLinear:

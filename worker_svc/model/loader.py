@@ -1,4 +1,4 @@
-"""Loading of a model from a configuration, and its description for the rest of the system."""
+"""Loads a model from a configuration, and describes it for the rest of the system."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,18 +27,18 @@ class ModelDescription:
     name: str
     architecture: str
     fingerprint: str
-    """Fingerprint of everything that affects the results; SHA-256, hex."""
+    """Fingerprint over everything that affects the results; SHA-256, hex."""
     max_model_len: int
     """Longest sequence in tokens."""
     vocab_size: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    """Type of the KV cache; those of quantised caches are in `kernels.kv_quantised.DTYPES`."""
+    """Type of the KV cache; for a quantised cache, see `kernels.kv_quantised.DTYPES`."""
     eos_token_ids: tuple[int, ...]
     break_even_context: int
-    """Context length in tokens at which a token's attention costs as much as its matrix products; 0 for unknown."""
+    """Context length in tokens at which a token's attention costs as much as its matrix products; 0 if unknown."""
     weights_per_layer: int
-    """Weights in one layer's matrix products of a token; 0 for unknown."""
+    """Number of weights in one layer's matrix products for a token; 0 if unknown."""
     folder: Path
     """The checkpoint."""
 

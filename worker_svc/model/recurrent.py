@@ -27,7 +27,7 @@ class StateShape:
 
 
 class RowStates:
-    """The states of all rows of a worker."""
+    """A worker's row states."""
 
     def __init__(
         self, shapes: Sequence[StateShape], num_rows: int, device: torch.device, dtype: torch.dtype | None = None
@@ -38,7 +38,7 @@ class RowStates:
             shapes: the tensors of one row's state.
             num_rows: number of rows.
             device: the device of the states.
-            dtype: type of all tensors; None for the types of `shapes`.
+            dtype: type of all tensors; None for the types in `shapes`.
         """
         self._tensors = [
             torch.zeros((num_rows, *each.shape), dtype=dtype or each.dtype, device=device) for each in shapes
@@ -46,7 +46,7 @@ class RowStates:
         self._ends = [0] * num_rows
 
     def read(self, rows: Sequence[int], starts: Sequence[int]) -> list[torch.Tensor]:
-        """Return copies of the states of some rows, each `[len(rows), *shape]`.
+        """Return copies of some rows' states, each `[len(rows), *shape]`.
 
         Args:
             rows: the rows.

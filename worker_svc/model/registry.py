@@ -51,7 +51,7 @@ def build_model(
         device: the device of the model.
         num_positions: length of the longest sequence in tokens.
         quantization: quantization of the weights: "none", "int8" or "int4".
-        group: the ranks that share the model; None if this process has all of it.
+        group: the ranks that share the model; None if this process has the whole model.
 
     Raises:
         ConfigError: no implementation supports the model, or the weights do not match config.json.

@@ -1,4 +1,4 @@
-"""Rotary tables of the Llama family: cosines and sines of every position.
+"""Rotary tables for the Llama family: each position's cosines and sines.
 
 Supports the types of scaling that depend only on the configuration, with the same values as `transformers`:
 
@@ -7,8 +7,8 @@ Supports the types of scaling that depend only on the configuration, with the sa
 * `yarn` (Peng et al., 2023, https://arxiv.org/abs/2309.00071): slow frequencies are divided by `factor`, fast ones are
   not, and those between `beta_fast` and `beta_slow` rotations within the original length are mixed. Queries and keys
   are also scaled, for a lower temperature of the attention.
-* `llama3`: frequencies whose wavelength exceeds the original length / `low_freq_factor` are divided by `factor`, those
-  with one below the original length / `high_freq_factor` are not, and those in between are mixed.
+* `llama3`: frequencies with a wavelength above the original length / `low_freq_factor` are divided by `factor`. Those
+  with a wavelength below the original length / `high_freq_factor` are unchanged. Those in between are interpolated.
 """
 
 import math
@@ -45,7 +45,7 @@ def rope_tables(
 
 
 def _frequencies(config: DecoderConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return the angle of each pair of elements per position, `[head_dim / 2] float32`, and the scaling of both."""
+    """Return each element pair's angle per position, `[head_dim / 2] float32`, and the scaling of both."""
     parameters = config.rope_parameters
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     periods = parameters["rope_theta"] ** exponents

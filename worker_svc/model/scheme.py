@@ -1,10 +1,10 @@
 """Quantised checkpoints: the form in which config.json says that weights are stored.
 
-A *scheme* describes the tensors of one quantised linear layer. Which layers are quantised shows in the names of the
-checkpoint's tensors, so lists of ignored layers are not needed. `quantised` reads the tensors that a scheme describes.
+A *scheme* describes the tensors of one quantised linear layer. The names of the checkpoint's tensors show which layers
+are quantised, so lists of ignored layers are not needed. `quantised` reads the tensors that a scheme describes.
 
-compressed-tensors has its own library, which is imported only for its checkpoints because that takes seconds. GPTQ, AWQ
-and the plain FP8 layout have a few fields, which are read here.
+compressed-tensors has its own library, which is imported only for its checkpoints because the import takes seconds.
+GPTQ, AWQ and the plain FP8 layout have a few fields, which are read here.
 """
 
 import json
@@ -19,7 +19,7 @@ from shared.config import ConfigError
 
 
 class Layout(Enum):
-    """Names and packing of the tensors of one layer."""
+    """Names and packing of one layer's tensors."""
 
     PLAIN = "plain"
     """`weight` in int8 or e4m3, `weight_scale` or `weight_scale_inv`, perhaps `weight_zero_point`."""
@@ -38,9 +38,9 @@ class Scheme:
     layout: Layout
     bits: int
     group_size: int = 0
-    """Inputs that share a scale; 0 if the shapes of the scales determine it."""
+    """Number of inputs that share a scale; 0 if the scales' shapes determine it."""
     block: tuple[int, int] | None = None
-    """Outputs and inputs of a block that shares a scale; None for no blocks."""
+    """Numbers of outputs and inputs per block with one scale; None for no blocks."""
     zeros_stored_less_one: bool = False
     """Whether `qzeros` hold the zero points minus one, as in the first version of GPTQ."""
 
@@ -52,7 +52,7 @@ class Quantisation:
     method: str
     """Method as config.json names it, such as "gptq"."""
     rules: tuple[tuple[str, Scheme], ...]
-    """Targets and their schemes; the first target that matches a layer applies."""
+    """Targets with their schemes; the first target that matches a layer applies."""
 
     def scheme_of(self, layer: str) -> Scheme:
         """Return the scheme of a quantised layer, by its name in the checkpoint.
@@ -122,7 +122,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...
 
 
 def _of_arguments(stored: str, weights: Any) -> Scheme:
-    """Return the scheme of one group of layers, from `QuantizationArgs`."""
+    """Return the scheme for one group of layers, from `QuantizationArgs`."""
     bits, is_float = int(weights.num_bits), str(weights.type) == "float"
     block = tuple(weights.block_structure) if weights.block_structure else None
     group_size = weights.group_size if isinstance(weights.group_size, int) and weights.group_size > 0 else 0

@@ -1,10 +1,9 @@
 """Reader of safetensors and GGUF checkpoints, one tensor at a time.
 
-If a model is for several media, only the tensors of its text part are read. They get the names that they have in a
-model for text alone.
+For a multimodal model, only the tensors of its text part are read. They get the names used in a text-only model.
 
 A quantised linear layer has several tensors, which are read together. Its weight is a `QuantisedWeight` under the name
-that it would have unquantised.
+of the unquantised weight.
 
 Pickle checkpoints are not supported, because loading them can execute code.
 """
@@ -36,7 +35,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 _OTHER_MEDIA = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
-"""First parts of the names of tensors that do not belong to the text part."""
+"""Name prefixes of tensors outside the text part."""
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -70,14 +69,14 @@ def copy_weights(
     stored: StoredWeights | None = None,
     cuts: Mapping[str, Cut] | None = None,
 ) -> None:
-    """Copy each tensor of the checkpoint to its destination, without a second copy of the model in memory.
+    """Copy each checkpoint tensor to its destination, without a second copy of the model in memory.
 
     Args:
         folder: the checkpoint.
-        destinations: the tensor, or view of a tensor, that each tensor of the checkpoint is copied to, by name.
+        destinations: for each checkpoint tensor's name, the tensor or view to which it is copied.
         optional: names in the checkpoint to ignore.
-        stored: keeps the quantised weights instead of their destinations; None: dequantise them.
-        cuts: the parts of tensors to copy, by name; the others are copied whole.
+        stored: receives the quantised weights instead of their destinations; None to dequantise them.
+        cuts: for each name, the part of the tensor to copy; other tensors are copied whole.
 
     Raises:
         ConfigError: a tensor is missing, unknown, or has the wrong shape.
@@ -121,7 +120,7 @@ def copy_weights(
 
 
 def _part(tensor: QuantisedWeight, cut: Cut | None) -> QuantisedWeight | None:
-    """Return the codes and scales of a cut; None if it is no range of whole blocks."""
+    """Return the codes and scales for a cut; None if it is not a range of whole blocks."""
     if cut is None:
         return tensor
     if len(cut.spans) > 1:
@@ -130,7 +129,7 @@ def _part(tensor: QuantisedWeight, cut: Cut | None) -> QuantisedWeight | None:
 
 
 def check_unquantised(folder: Path) -> None:
-    """Check that a checkpoint in safetensors has no weights in integers; its config.json describes none.
+    """Check that a safetensors checkpoint has no integer weights, because its config.json describes none.
 
     Raises:
         ConfigError: there are no weights, a file is damaged, or a weight is quantised.
@@ -155,7 +154,7 @@ def _not_described(name: str, what: str) -> ConfigError:
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
-    """Return the names of all tensors of a checkpoint in safetensors.
+    """Return the names of all tensors in a safetensors checkpoint.
 
     Raises:
         ConfigError: there are no weights, or a file is damaged.
@@ -180,7 +179,7 @@ def holds_different(folder: Path, first: str, second: str) -> bool:
 def read_tensors(
     folder: Path, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor | QuantisedWeight]]:
-    """Yield the name and value of each tensor of the checkpoint; only those in `only`, if given.
+    """Yield each checkpoint tensor's name and value; if `only` is given, only those tensors.
 
     Raises:
         ConfigError: a file is damaged, or the tensors of a quantised layer do not match config.json.
@@ -232,7 +231,7 @@ def _has_other_media(folder: Path) -> bool:
 
 
 def _name_in_text(name: str) -> str:
-    """Return the name of a tensor in a model for text alone; "" if it belongs to another medium.
+    """Return a tensor's name in a text-only model; "" if it belongs to another medium.
 
     There are two layouts: that of the hub (`language_model.model.…` or `model.…`, `visual.…`), and that of the classes
     in `transformers` 5 (`model.language_model.…`, `model.visual.…`).
@@ -246,7 +245,7 @@ def _name_in_text(name: str) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split the name of a tensor into those of the layer and of the part."""
+    """Split a tensor's name into the layer's name and the part's name."""
     layer, _, part = name.rpartition(".")
     return layer, part
 

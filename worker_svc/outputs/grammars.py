@@ -1,9 +1,9 @@
 """Grammars: compiled in threads, with one matcher per row that gives a token mask per step.
 
 A grammar is compiled once (`GrammarStore`), outside of the steps. Each row with the grammar gets a copy of the compiled
-matcher, which replays the output so far. A request that was preempted, or moved here from another worker, thus
-continues where it was. A matcher reads each sampled token before it gives the next mask (`HostTokens`). It reads no
-token after the one that ends the row.
+matcher, which replays the existing output. A request that was preempted, or moved here from another worker, thus
+continues where it stopped. A matcher reads each sampled token before it computes the next mask (`HostTokens`). It reads
+no token after the row's last one.
 """
 
 import threading
@@ -25,27 +25,27 @@ from worker_svc.interface.grammar import Grammar, GrammarFailureCause, GrammarRe
 from worker_svc.interface.result import FailureKind, RowFailure
 
 _STACK_BYTES = 16 << 20
-"""Stack of a compiling thread. The front end tests each grammar with a smaller stack, so this one is sufficient."""
+"""Stack size of a compiling thread. The front end tests each grammar with a smaller stack, so this is sufficient."""
 
 
 class GrammarStore:
     """Compiled grammars of one worker.
 
-    Two threads compile: one the grammars that the front end marked as costly, the other all others, so that these never
-    wait for a costly one. The library releases the GIL while it compiles.
+    Two threads compile grammars: one those that the front end marked as costly, the other all others, which therefore
+    never wait for a costly one. The library releases the GIL while it compiles.
 
-    The scheduler decides which grammars to keep, and names the ones to drop. The store also keeps grammars of earlier
-    epochs while it has room, and evicts the least recently used ones.
+    The scheduler decides which grammars to retain, and names the ones to drop. The store also retains grammars from
+    earlier epochs while it has room, and evicts the least recently used ones.
     """
 
     def __init__(self, tokenizer: GrammarTokenizer, eos_token_ids: tuple[int, ...], max_rows: int) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
         self._max_kept = MAX_GRAMMARS + max_rows
-        """Upper bound of what a scheduler expects: MAX_GRAMMARS unused ones, and one per row."""
+        """Upper bound for what a scheduler expects: MAX_GRAMMARS unused grammars, and one per row."""
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        """Protects the data that the threads and the loop share; not held during compilation."""
+        """Protects data shared by the threads and the loop; not held during compilation."""
         self._cheap, self._costly = _compiling_thread("grammar"), _compiling_thread("costly-grammar")
         self._reports: list[GrammarReport] = []
         self._pending = 0
@@ -86,7 +86,7 @@ class GrammarStore:
         self.take_reports()
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a new matcher at the beginning of the output; compile the grammar if necessary.
+        """Return a new matcher for the start of an output; compile the grammar if necessary.
 
         Raises:
             GrammarError: the grammar is invalid.
@@ -159,7 +159,7 @@ class _RowGrammar:
     ends: frozenset[int]
     """Tokens that end the row."""
     over: bool = False
-    """The row has sampled an end token; later tokens of the row are discarded."""
+    """Whether the row has sampled an end token; later tokens are discarded."""
     is_invalid: bool = False
     """Whether the request is at fault: its sampling parameters are invalid."""
 
@@ -267,7 +267,7 @@ class GrammarRows:
         mask_tokens(logits, places, self._masks, lines)
 
     def allowed(self, row: int) -> Int32Array:
-        """Return the mask of allowed tokens, one bit per token from the lowest on; 0 for a row whose grammar failed."""
+        """Return the mask of permitted tokens, one bit per token from the lowest on; 0 if the row's grammar failed."""
         grammar, store = self._rows[row], self._store
         mask = np.zeros(self._sent.shape[1], np.int32)
         if grammar.matcher is None or store is None:

@@ -1,11 +1,10 @@
 """Logits rules: penalties, biases, forbidden tokens, bad words and minimum lengths.
 
-The rules match the logits processors of `transformers`, in the same order: bias and token sets, repetition penalty,
+The rules match the logits processors in `transformers`, in the same order: bias and token sets, repetition penalty,
 frequency and presence penalties (as defined by OpenAI), bad words, minimum length. A row with rules has a *slot*: a
-line in three tensors on the device, for the bias of each token, the count of each generated token, and the tokens of
-the prompt. A batch with such rows costs a fixed number of tensor operations. Sampled tokens are counted on the device,
-so sampling does not wait for the host. Only bad words of several tokens need the last tokens on the host
-(`HostTokens`).
+line in three tensors on the device, for each token's bias, each generated token's count, and the prompt's tokens. A
+batch with such rows costs a fixed number of tensor operations. Sampled tokens are counted on the device, so sampling
+does not wait for the host. Only bad words of several tokens need the last tokens on the host (`HostTokens`).
 
 The state is rebuilt from the tokens at admission. A request that was preempted, or moved here, continues where it was.
 """
@@ -28,7 +27,7 @@ class RowRules:
 
     slot: int
     num_prompt: int
-    """Number of prompt tokens; the tokens after them are output."""
+    """Number of prompt tokens; all later tokens are output."""
     repetition: float
     presence: float
     frequency: float
@@ -61,7 +60,7 @@ class RowRules:
 
 @dataclass(frozen=True, slots=True)
 class LogitsBatch:
-    """Rows of a batch that have rules; valid until the rows of the batch change."""
+    """A batch's rows with rules; valid until the batch's rows change."""
 
     index: torch.Tensor
     """`[R] int64`: places of the rows in the batch."""
@@ -152,7 +151,7 @@ class LogitsRules:
             self.leave(row)
 
     def batch(self, rows: IntArray) -> LogitsBatch | None:
-        """Return the rows of the batch that have rules; None if there are none."""
+        """Return the batch's rows with rules; None if there are none."""
         if not self._rules:
             return None
         found = [(place, row) for place, row in enumerate(rows.tolist()) if row in self._rules]

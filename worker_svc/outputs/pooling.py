@@ -1,8 +1,8 @@
-"""Embeddings: pooling of the last hidden states of a row's tokens into one vector.
+"""Embeddings: pools the last hidden states of a row's tokens into one vector.
 
 A row that pools is computed like any prompt, in chunks together with rows that generate, but it samples no token. LAST
-takes the hidden state of the last token. MEAN sums the hidden states chunk by chunk, in float32 on the device. The sum
-is lost when the row leaves, so a row that is admitted again starts at its first token.
+uses the last token's hidden state. MEAN sums the hidden states chunk by chunk, in float32 on the device. The sum is
+lost when the row leaves, so a readmitted row starts at its first token.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ NOT_FINITE = "the model's hidden states are not finite"
 
 @dataclass(frozen=True, slots=True)
 class PooledPart:
-    """Contribution of one chunk to the vector of its row."""
+    """One chunk's contribution to its row's vector."""
 
     row: int
     generation: int
@@ -73,8 +73,8 @@ class PoolingRows:
             generations: the generations of the rows.
             firsts: place of each chunk's first token in the batch.
             lengths: number of tokens of each chunk.
-            ends: number of computed tokens of each row, with its chunk.
-            finished: whether the chunk is the last one of its row.
+            ends: each row's number of computed tokens, including this chunk.
+            finished: whether the chunk is its row's last one.
         """
         if not self._num_rows:
             return ()
@@ -118,7 +118,7 @@ def completed(
     """Return the finite ones of the complete vectors `[E, hidden_size]`.
 
     Returns:
-        The embeddings, and the parts whose vectors are not finite; their rows have failed.
+        The embeddings, and the parts with non-finite vectors, whose rows have failed.
     """
     if vectors is None:
         return (), []

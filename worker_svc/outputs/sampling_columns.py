@@ -1,4 +1,4 @@
-"""Sampling parameters of all rows, as arrays indexed by row; plan.proto documents each one."""
+"""All rows' sampling parameters, as arrays indexed by row; plan.proto documents each one."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of prompt tokens, for the rows that request them.
+"""Log-probabilities for sampled tokens and prompt tokens, in rows that request them.
 
 They are computed from the model's own logits, before rules and grammars change these. Other rows cost nothing.
 """
@@ -20,10 +20,10 @@ _MOST_LINES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Sampling rows of a batch that need log-probabilities; valid until the rows of the batch change."""
+    """A batch's sampling rows that need log-probabilities; valid until the batch's rows change."""
 
     index: torch.Tensor
-    """`[R] int64`: places of the rows' tokens in the batch; a row with drafts has several."""
+    """`[R] int64`: indices of the rows' tokens in the batch; a row with drafts has several."""
     places: IntArray
     """`index` on the host."""
     rows: tuple[int, ...]
@@ -34,7 +34,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Prompt tokens of one row whose log-probabilities a chunk gives."""
+    """One row's prompt tokens whose log-probabilities a chunk computes."""
 
     row: int
     generation: int
@@ -65,7 +65,7 @@ class DeviceScores:
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceScores:
-    """Return the log-probabilities of `tokens` `[n]` and of the `count` most likely ones, from `[n, vocab_size]`."""
+    """Return the log-probabilities for `tokens` `[n]` and for the `count` most likely ones, from `[n, vocab_size]`."""
     parts = [
         _score(logits[start : start + _LINES].to(torch.float32), tokens[start : start + _LINES], count)
         for start in range(0, len(tokens), _LINES)
@@ -95,12 +95,13 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceScor
 def sections(
     lines: Int32Array, sampled: Wanted | None, counted: npt.NDArray[np.bool_], prompts: tuple[PromptPart, ...]
 ) -> Scores:
-    """Return packed scores with their sections: first one per sampled token, then those of the prompts.
+    """Return packed scores with their sections: one per sampled token, then those for the prompts.
 
     Args:
         lines: `[n, 2 + 2k] int32`, the result of `DeviceScores.packed`.
         sampled: the rows whose sampled token was scored.
-        counted: `[S]`: which of the sampled tokens count, because their row has not failed and no draft before them.
+        counted: `[S]`: whether each sampled token counts, which requires that neither its row nor a draft before it
+            failed.
         prompts: the parts of prompts that were scored.
     """
     found = []

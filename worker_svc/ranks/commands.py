@@ -1,8 +1,8 @@
 """Commands from rank 0 to its followers: launch a plan, drop all rows, or end.
 
-A follower must collect the results of steps at the same points between launches as rank 0. The reason is that a failed
-row is not in the steps that are launched after its failure was collected. Each plan therefore has the number of results
-that rank 0 has collected since the plan before.
+A follower must collect step results at the same points between launches as rank 0, because steps launched after a row's
+failure was collected omit that row. Each plan therefore contains the number of results that rank 0 has collected since
+the previous plan.
 
 Rank 0 sends a command at least every `BEAT_S`, so that a lost rank is noticed while no request runs.
 """
@@ -19,7 +19,7 @@ from worker_svc.ranks.group import Group, RankLostError
 BEAT_S = 1.0
 """Longest time between two commands while rank 0 is idle."""
 _FIRST_BYTES = 4096
-"""Bytes of a command's first broadcast; a longer command has a second one."""
+"""Bytes in a command's first broadcast; a longer command has a second one."""
 _HEADER = struct.Struct("<III")
 
 
@@ -48,7 +48,7 @@ class Command:
 
 
 class Followers:
-    """The other ranks, as rank 0 sees them; there may be none."""
+    """The other ranks, as seen by rank 0; there may be none."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -59,7 +59,7 @@ class Followers:
         return self._group.size > 1
 
     def launch(self, frame: bytes) -> None:
-        """Make the followers launch the plan of a frame; call this right before `Engine.launch`."""
+        """Make the followers launch a frame's plan; call this immediately before `Engine.launch`."""
         if self:
             self._send(Command(Kind.PLAN, self._num_collected, frame))
             self._num_collected = 0

@@ -1,8 +1,7 @@
-"""The order of workers that start on the same GPUs: one lock per GPU, held while a worker starts.
+"""Orders the start of workers on the same GPUs: one lock per GPU, held while a worker starts.
 
-A worker that starts then sees how much memory the ones before it have left. The ranks of a worker take their locks one
-after the other, in an order that is the same for all workers. So two workers that start on the same GPUs at the same
-time cannot wait for each other.
+A starting worker then sees how much memory the earlier ones have left. A worker's ranks take their locks one after the
+other, in the same order for all workers. Two workers that start on the same GPUs therefore cannot deadlock.
 """
 
 import fcntl
@@ -22,9 +21,9 @@ from worker_svc.ranks.group import Group, RankLostError
 
 @contextmanager
 def alone_on(device: torch.device, group: Group) -> Iterator[None]:
-    """Wait until no other worker of this user starts on the GPUs of a group, and keep others waiting in the context.
+    """Wait until no other worker of this user is starting on the group's GPUs, and block others within the context.
 
-    All ranks of the group call this, each with its own device. Ranks on a CPU take no lock.
+    All ranks in the group call this, each with its own device. Ranks on a CPU take no lock.
 
     Raises:
         ConfigError: two ranks have the same GPU.
@@ -40,7 +39,7 @@ def alone_on(device: torch.device, group: Group) -> Iterator[None]:
 
 @contextmanager
 def held_in_order(lock: Path, group: Group) -> Iterator[None]:
-    """Hold the lock of this rank, and enter the context when all ranks hold theirs; see `alone_on`."""
+    """Hold this rank's lock, and enter the context when all ranks hold theirs; see `alone_on`."""
     mine = hashlib.sha256(lock.name.encode()).digest()
     with ExitStack() as held:
         try:
@@ -60,7 +59,7 @@ def held_in_order(lock: Path, group: Group) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is created if it does not exist; the lock ends with the process at the latest."""
+    """Hold a file's lock; create the file if it does not exist. The process's exit releases the lock at the latest."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:

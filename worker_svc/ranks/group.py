@@ -27,7 +27,7 @@ TIMEOUT_S = 120.0
 START_TIMEOUT_S = 900.0
 """Longest wait for other ranks at the start, while each of them reads its weights."""
 RENDEZVOUS = "QUIRE_RENDEZVOUS_FILE"
-"""Variable with a file through which ranks on one machine find each other; without it, MASTER_ADDR and MASTER_PORT."""
+"""Variable with the path of a file through which ranks on one machine meet; else MASTER_ADDR and MASTER_PORT."""
 
 
 class RankLostError(Exception):
@@ -36,17 +36,17 @@ class RankLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of this process among the ranks of its worker."""
+    """This process's place among its worker's ranks."""
 
     shard: Shard
     local_rank: int = 0
     """Number among the ranks of this machine, which chooses the GPU."""
     local_size: int = 1
-    """Ranks of this machine, which share its cores."""
+    """Number of ranks on this machine, which share its cores."""
 
 
 def place_of(tensor_parallel_size: int, environ: Mapping[str, str]) -> Place:
-    """Return the place that torchrun's variables give; without tensor parallelism they are ignored.
+    """Return the place given by torchrun's variables, which are ignored without tensor parallelism.
 
     Raises:
         ConfigError: the variables are incomplete or do not match the setting.
@@ -67,7 +67,7 @@ def place_of(tensor_parallel_size: int, environ: Mapping[str, str]) -> Place:
 
 
 class Group:
-    """The ranks of one worker; by default one rank, for which every collective is empty."""
+    """One worker's ranks; by default one rank, for which every collective does nothing."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Group:
         """Create a group.
 
         Args:
-            shard: the place of this rank; None if it is the only one.
+            shard: this rank's place; None if it is the only rank.
             processes: the ranks, for torch; None for torch's default group.
             shared_sum: adds up float32 tensors on CPUs; None: `processes` does.
         """
@@ -177,7 +177,7 @@ def meet(group: Group, device: torch.device) -> Group:
 
 
 def _share_sums(group: Group) -> SharedSum | None:
-    """Return the shared memory of ranks on one machine; None if it is not available to all of them.
+    """Return shared memory for ranks on one machine; None unless it is available to all of them.
 
     The file is removed as soon as all ranks have opened it, so that it does not outlive them.
     """

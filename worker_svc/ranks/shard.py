@@ -1,8 +1,9 @@
-"""The part of each weight that one rank has, as in Megatron-LM (Shoeybi et al., 2019).
+"""One rank's part of each weight, as in Megatron-LM (Shoeybi et al., 2019).
 
-Query, key, value, gate and up projections are divided by outputs; the output and down projections by inputs, so that
-the sum of all ranks' results is the result. A rank has whole heads. If the ranks do not divide the KV heads, a rank has
-a copy of the KV head of each group of its query heads. The embedding and the LM head are divided by vocabulary indices.
+Query, key, value, gate and up projections are divided by outputs. Output and down projections are divided by inputs, so
+that the sum over all ranks is the result. A rank has whole heads. If the number of ranks does not divide the KV heads,
+a rank copies the KV head of each group of its query heads. The embedding and the LM head are divided by vocabulary
+indices.
 """
 
 import math
@@ -14,7 +15,7 @@ import torch
 from shared.config import ConfigError
 
 _VOCAB_UNIT = 64
-"""Parts of the vocabulary begin at multiples of this, because kernels draw noise for blocks of vocabulary indices."""
+"""Vocabulary parts begin at multiples of this, because kernels generate noise for blocks of vocabulary indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def spans_of(indices: Iterable[int]) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a checkpoint's tensor that a rank reads: ranges of indices of one dimension, in order."""
+    """The part of a checkpoint tensor that a rank reads: index ranges in one dimension, in order."""
 
     dim: int
     spans: tuple[Span, ...]
@@ -46,7 +47,7 @@ class Cut:
     """Size of this dimension in the checkpoint."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of the whole tensor; a view of it if there is one range."""
+        """Return the part of the whole tensor, as a view if there is one range."""
         parts = [tensor.narrow(self.dim, span.begin, span.length) for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
@@ -56,7 +57,7 @@ class Cut:
         return Cut(self.dim, spans, self.whole * count)
 
     def twice(self) -> "Cut":
-        """Return the cut for two tensors of this size in one, such as gate and up projections."""
+        """Return the cut for two tensors of this size stored as one, such as gate and up projections."""
         second = tuple(Span(self.whole + span.begin, span.length) for span in self.spans)
         return Cut(self.dim, self.spans + second, 2 * self.whole)
 

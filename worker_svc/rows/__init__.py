@@ -2,5 +2,5 @@
 
 * `block_tables` – the blocks of each row, on the host and on the device.
 * `history` – all known tokens of each row, if the worker speculates.
-* `table` – all other state of the rows; checks and applies the changes of a plan.
+* `table` – all other row state; checks and applies a plan's changes.
 """

@@ -1,4 +1,4 @@
-"""Block tables of one KV group: the blocks of each row, on the host and on the device.
+"""One KV group's block tables: each row's blocks, on the host and on the device.
 
 The host's copy is used for checks and slot mappings. The device's copy is used by attention, and is updated by changes
 (`DeviceState`). On a CPU both are the same memory. Entries beyond a row's last block are stale and unused.
@@ -50,7 +50,7 @@ class BlockTables:
             self._state.change(self._first + row * self._host.shape[1] + np.arange(len(blocks)), blocks)
 
     def append(self, rows: IntArray, blocks: Int32Array) -> None:
-        """Append block `blocks[i]` to the table of `rows[i]`; a row may appear more than once.
+        """Append block `blocks[i]` to `rows[i]`'s table; a row may appear more than once.
 
         Raises:
             PlanError: there are too many blocks.

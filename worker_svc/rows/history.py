@@ -1,6 +1,7 @@
 """Token history: all known tokens of each row on the host, from which drafts are proposed.
 
-Only a worker that speculates keeps it. A step takes its base token from it too: the last token of a row with drafts.
+Only a worker that speculates keeps the history. A step also reads the base token of a row with drafts from it, which is
+the row's last token.
 """
 
 from array import array
@@ -35,5 +36,5 @@ class TokenHistory:
         self._tokens.pop(row, None)
 
     def tokens(self, row: int) -> "array[int]":
-        """Return all known tokens of a row in use; the caller must not change them."""
+        """Return all known tokens for a row in use; the caller must not change them."""
         return self._tokens[row]

@@ -2,9 +2,9 @@
 
 A plan lists changes. `leave` and `change` check them against the rows' state, and apply them in the protocol's order:
 leaves, admissions, appends, holds and releases. The host knows this state without waiting for the device, because the
-plan fixes the number of tokens by which a row advances. Only the last sampled token of each row is kept on the device,
-so that step N + 1 can start from step N without the host. A row with draft tokens is the exception: the host must know
-how many were accepted before it builds the next batch.
+plan fixes the number of tokens by which a row advances. Only each row's last sampled token is kept on the device, so
+that step N + 1 can start from step N without the host. A row with drafts is the exception: the host must know how many
+drafts were accepted before it builds the next batch.
 
 A row is free, in prefill until all its admitted tokens are computed, and then in decode, or done if it pools. A row in
 prefill is computed in the steps that have a chunk for it. A row in decode is computed in every step, unless it is held
