@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def state_home() -> Iterator[Path]:
     """Return where services under test keep their state, unless a test says where: not where the user's services do.
 
-    Each process of a parallel run has a folder of its own, because only one scheduler records into a folder.
+    Each process of a parallel run has its own folder, because only one scheduler can record into a folder.
     """
     with tempfile.TemporaryDirectory(prefix="state-") as folder, pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_STATE_HOME", folder)

@@ -1,7 +1,7 @@
-"""The number of examples of property tests, and the seed from which a run draws.
+"""Number of examples in property tests, and the seed of a run.
 
-`make fuzz` sets a factor, so that property tests try more examples. `make test` draws from the day's seed, so that
-successive days cover different cases. `QUIRE_SEED=N` repeats the draws of a run.
+`make fuzz` sets a factor, so that property tests try more examples. `make test` uses the day's seed, so that successive
+days cover different cases. `QUIRE_SEED=N` repeats a run's cases.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Groups of tests: only one process of a parallel run executes the tests of a group.
 
-The tests of a file form a group, because they share module fixtures. All tests that start services form one group, so
-that no two services under test compete for the processor. A group follows from the node id alone. pytest-xdist reads
-marks from a private attribute that pytest has renamed, and then ignores its own groups without a word. So the
-distribution of tests does not depend on marks.
+The tests in a file form a group, because they share module fixtures. All tests that start services form one group, so
+that no two services under test compete for the processor. The node id alone determines the group. pytest-xdist reads
+marks from a private attribute that pytest has renamed, so it silently ignores its own groups. Test distribution
+therefore does not depend on marks.
 """
 
 from xdist.scheduler import LoadScopeScheduling
@@ -19,7 +19,7 @@ _LONGEST = (
     "tests/sim/test_sim.py",
     f"{_INTERPRETED}::test_sampling",
 )
-"""The groups that take longest, longest first. Started last, one of them would occupy a single process."""
+"""The slowest groups, slowest first. If one of them started last, it would run alone at the end."""
 
 
 def group_of(node_id: str) -> str:
@@ -33,7 +33,7 @@ def group_of(node_id: str) -> str:
 
 
 def place_of(node_id: str) -> int:
-    """Return the place of a test in the order of a run: the longest groups come first."""
+    """Return a test's place in a run's order: the slowest groups come first."""
     group = group_of(node_id)
     return _LONGEST.index(group) if group in _LONGEST else len(_LONGEST)
 

@@ -1,8 +1,8 @@
 """Tests under Triton's interpreter.
 
-Triton decides when it is imported whether to interpret, and in a process with other tests it may have been imported
-already by anything; compiling ahead of time needs it not to. So these tests, in folders of the name `interpreted`, get
-a process of their own, from a test beside the folder or from whoever names them alone on the command line.
+Triton decides at import whether to interpret kernels. In a process with other tests it may already be imported, and
+ahead-of-time compilation needs it not to interpret. The tests in folders named `interpreted` therefore get a separate
+process, from a test next to the folder or from a command line that names only them.
 """
 
 import os
@@ -18,7 +18,7 @@ _VARIABLE = "TRITON_INTERPRET"
 
 
 def check_interpreted(tests: Path, marked: str = "not release", limit_s: int = 280) -> None:
-    """Runs the tests of a file or folder with these marks, interpreted; all must pass, and there must be some."""
+    """Run a file's or folder's tests with these marks in the interpreter; there must be some, and all must pass."""
     process = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", marked, str(tests)],
         cwd=ROOT,

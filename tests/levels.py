@@ -1,7 +1,7 @@
-"""`make test-levels`: the tests that compute, by every set of instructions that this processor has.
+"""`make test-levels`: the numerical tests, with every instruction set of this processor.
 
-`make test` runs them by the best. torch chooses its own by ATEN_CPU_CAPABILITY, the CPU kernels theirs by
-QUIRE_CPU_KERNELS; here each of the others has a run, so that what passes on this processor passes on the next.
+`make test` uses the best one. torch selects its instruction set by ATEN_CPU_CAPABILITY, the CPU kernels by
+QUIRE_CPU_KERNELS. Here each of the others has a run, so that tests that pass here also pass on other processors.
 
     python -m tests.levels                       every folder that computes
     python -m tests.levels tests/kernels -k norm  what pytest is told

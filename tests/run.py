@@ -7,12 +7,12 @@
 Two processes run the tests, one group at a time, the longest first. `tests/groups.py` defines the groups. Tests
 selected by arguments run in one process, unless `-n` is among the arguments.
 
-The report names the tests that were left out. The duration of every test is written to build/test-durations.json. The
-exit code is pytest's own: 0 only when every test that was found passed. The last line is `N passed, N failed`.
+The report names the omitted tests. Every test's duration is written to build/test-durations.json. The exit code is
+pytest's own: 0 only if every test that was found passed. The last line is `N passed, N failed`.
 
-Nothing outlives a run, whether it ends or is interrupted: processes that the tests started are killed, and their
-temporary files are removed. A process that outlives a completed run is a failure. For this, the run forks. The child
-runs pytest. The parent adopts and reaps the processes whose parents die, as the init process of a machine does.
+Nothing outlives a run, whether it ends or is interrupted: processes started by tests are killed, and their temporary
+files are removed. A process that outlives a completed run is a failure. For this, the run forks. The child runs pytest.
+The parent adopts and reaps orphaned processes, like a machine's init process.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(slots=True)
 class FolderTimes:
-    """Outcomes and seconds of the tests of one folder."""
+    """Outcomes and seconds of one folder's tests."""
 
     passed: int = 0
     failed: int = 0
@@ -84,7 +84,7 @@ class TimeTable:
         self.left_out += [item.nodeid for item in items]
 
     def pytest_testnodedown(self, node: object) -> None:
-        """Note the tests that a parallel run leaves out; each process leaves out the same ones."""
+        """Record the tests that a parallel run omits; each process omits the same ones."""
         self.left_out = getattr(node, "workeroutput", {}).get(LEFT_OUT, self.left_out)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_tests(arguments: list[str]) -> int:
-    """Run pytest, end the processes that its tests have left, and print the tables; return the exit code."""
+    """Run pytest, end leftover processes, and print the tables; return the exit code."""
     table = TimeTable()
     chosen = [argument for argument in arguments if argument != "--all"]
     selects = any(not argument.startswith("-") for argument in chosen)
@@ -179,7 +179,7 @@ def run_tests(arguments: list[str]) -> int:
 def _temporary_files() -> Iterator[None]:
     """Put the temporary files of the tests into a folder that is removed with them.
 
-    pytest's own folders stay where they are, because it retains those of failed tests.
+    pytest's own folders remain, because it retains those of failed tests.
     """
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     with (
@@ -192,7 +192,7 @@ def _temporary_files() -> Iterator[None]:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of processes whose parents die, so that none is lost. Only Linux can do this."""
+    """Become the parent of orphaned processes, so that none is lost. Only Linux can do this."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -210,7 +210,7 @@ def _exit_with(function: Callable[[list[str]], int], arguments: list[str]) -> No
 
 
 def _reap_until(child: int) -> int:
-    """Reap every process that ends, until this child does; return the child's exit code."""
+    """Reap every process that exits, until this child exits; return the child's exit code."""
     while True:
         pid, status = os.wait()
         if pid == child:

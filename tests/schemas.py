@@ -1,6 +1,6 @@
 """Generated JSON schemas: nested objects, arrays, enums, patterns, bounds, alternatives and references.
 
-What they allow is bounded in length, so that an answer ends before the context does, whatever the model prefers.
+The schemas limit the output's length, so that it always ends before the context does.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""The tests that `make test` runs: all but those marked `release`, and a part of those marked `drawn` or `every`.
+"""The tests that `make test` runs: all except those marked `release`, and part of those marked `drawn` or `every`.
 
-`@pytest.mark.drawn(3)` stands on a parametrised test whose cases take long. Three of its cases run each day.
-`@pytest.mark.every(3)` stands on a test that takes long and whose code changes seldom. It runs every third day, and
-about as many of these tests run on each day. The seed in `tests/examples.py` determines which cases and tests run.
-`make test-all` runs all of them.
+`@pytest.mark.drawn(3)` marks a parametrised test with slow cases; three of its cases run each day.
+`@pytest.mark.every(3)` marks a slow test whose code changes seldom; it runs every third day, with about the same number
+of such tests on each day. The seed in `tests/examples.py` determines which cases and tests run. `make test-all` runs
+all of them.
 """
 
 import random
@@ -13,16 +13,16 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 LEFT_OUT = "left_out"
-"""Entry in the output of a pytest-xdist process: node ids of the tests that a run leaves out."""
+"""Output entry of a pytest-xdist process: node ids of the tests that a run omits."""
 
 
 def function_of(node_id: str) -> str:
-    """Return the node id of a test without the parameters of its case."""
+    """Return a test's node id without its case's parameters."""
     return node_id.partition("[")[0]
 
 
 def daily(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests of a daily run and those that it leaves out, both in the given order."""
+    """Return the tests of a daily run and the omitted ones, both in the given order."""
     candidates = [item for item in items if item.get_closest_marker("release") is None]
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in candidates:

@@ -1,4 +1,4 @@
-"""What resumable clients see when front ends and the scheduler die, one by one and all at once: pauses."""
+"""When front ends and the scheduler die, one by one or all at once, clients of resumable requests only see pauses."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ OPTIONS = {"max_tokens": 300, "temperature": 1.0, "ignore_eos": True, "logprobs"
 
 
 def test_kills_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    """After kills of every kind, each stream of a resumable client ends in full with the reference's tokens.
+    """After every kind of kill, each resumable stream completes with the reference's tokens.
 
     One front end, all front ends, the scheduler, and scheduler and front ends at once are killed under load.
     """

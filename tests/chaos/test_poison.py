@@ -18,7 +18,7 @@ POISON = [371, 372, 373]
 
 
 def test_a_poison_prompt_ends_with_an_error_for_itself_only(tmp_path: Path) -> None:
-    """A request that crashes its worker ends with POISON_REQUEST after four crashes; the other streams end in full."""
+    """A request that crashes its worker ends with POISON_REQUEST after four crashes; all other streams complete."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
     answers = [Answer(prompt, 60) for prompt in draw_prompts([3, 30, 100], oracle.vocab_size, seed=2)]

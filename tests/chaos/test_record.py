@@ -23,8 +23,9 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Check:
 def test_causes_sum_to_the_time_that_the_client_measured(checked: Check, capsys: pytest.CaptureFixture[str]) -> None:
     """The sum differs from the front end's own time by at most 1 % at p50 to p95, and 2 % at p99.
 
-    It differs from the client's time by at most 1 % at p50, and exceeds it by at most 2 % at p99. How much time the sum
-    lacks at higher percentiles depends on the machine, because a busy one hands calls over late; the figures say it.
+    The sum of the causes differs from the client's time by at most 1 % at p50, and exceeds it by at most 2 % at p99.
+    How much the sum falls short at higher percentiles depends on the machine, because a busy machine hands over calls
+    late; the numbers are printed.
     """
     with capsys.disabled():
         print(f"\n{json.dumps(checked.figures(), indent=1)}", flush=True)
@@ -46,7 +47,7 @@ def test_causes_sum_to_the_time_that_the_client_measured(checked: Check, capsys:
 
 
 def test_every_request_is_in_the_record(checked: Check) -> None:
-    """Every request that ended is explained, but for those that ended within the killed scheduler's last second."""
+    """Every ended request is explained, except those that ended within the killed scheduler's last second."""
     # A call that was cancelled before its first message may not have reached the scheduler.
     unexplained = [
         call for call in checked.lost if not checked.may_be_lost(call) and (call.outcome == "OK" or call.num_messages)

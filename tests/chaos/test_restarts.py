@@ -1,4 +1,4 @@
-"""What clients see when parts of a service are replaced, orderly or not, while it serves: pauses at most."""
+"""When parts of a service are replaced during operation, in order or not, clients see at most pauses."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ STREAMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A service of two workers and two front ends, and the expected output of its model."""
+    """A service with two workers and two front ends, and its model's expected output."""
 
     served: Served
     oracle: Oracle
@@ -88,7 +88,7 @@ def test_a_restart_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
 
 
 async def _restart_with_a_full_queue(served: Served) -> list[Streamed]:
-    """Kill the scheduler while three streams run and six wait; return all nine when they have ended.
+    """Kill the scheduler while three streams run and six wait; return all nine after they have ended.
 
     One running and two waiting streams belong to a tenant that may have no more.
     """
@@ -146,9 +146,9 @@ def _lost(served: Served) -> list[str]:
 
 
 def test_a_dead_front_end_takes_only_its_own_streams(stage: Stage) -> None:
-    """The streams of a killed front end end UNAVAILABLE at once; streams of the other one continue.
+    """Streams of a killed front end end with UNAVAILABLE at once; streams of the other front end continue.
 
-    A new front end takes the place of the killed one.
+    A new front end replaces the killed one.
     """
 
     async def run(served: Served) -> tuple[list[int], int]:

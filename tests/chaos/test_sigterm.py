@@ -23,10 +23,10 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 def test_every_kind_of_process_ends_in_order_under_load(tmp_path: Path) -> None:
-    """After SIGTERM under load, every kind of process exits 0 and every stream of a resumable client ends in full.
+    """After SIGTERM under load, every kind of process exits with 0 and every resumable stream completes.
 
-    The front end gets a grace period shorter than the streams. Health says NOT_SERVING before it exits. The log reports
-    worker and front end as having left, not as lost.
+    The front end's grace period is shorter than the streams. Its health is NOT_SERVING before it exits. The log reports
+    worker and front end as left, not as lost.
     """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
@@ -82,7 +82,7 @@ def test_every_kind_of_process_ends_in_order_under_load(tmp_path: Path) -> None:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("outlast", [False, True], ids=["streams that end in time", "streams that outlast it"])
 def test_a_service_that_shuts_down_finishes_short_streams(tmp_path: Path, outlast: bool) -> None:
-    """Streams shorter than the grace period end in full; longer ones get an error that says that the service is gone.
+    """Streams shorter than the grace period complete; longer ones get an error which says that the service is gone.
 
     The service exits 0 and leaves no process behind.
     """

@@ -21,7 +21,7 @@ def test_faults_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.release
 def test_faults_of_ranks_lose_and_repeat_nothing(tmp_path: Path) -> None:
-    """The same with workers of two ranks, when a fault strikes either of them."""
+    """Workers with two ranks behave in the same way, whichever rank a fault hits."""
     outcome = run(Campaign(num_streams=8, faults_of_each_kind=2, max_tokens=80, pause_s=1.0, ranks=2), tmp_path)
 
     print(outcome.figures())

@@ -31,7 +31,7 @@ _RECITALS = (
     ("<|assistant|>", "The answer"),
     ("<|forever|>", " and on", " and on,", " and on"),
 )
-"""The answers of a model that reasons about everything, and that never ends if a message contains "forever"."""
+"""Responses of a model that reasons about everything, and that never stops if a message contains "forever"."""
 _TEMPLATE = (
     "{% set asked = namespace(forever=false) %}{% for message in messages %}"
     "{% if message.content and 'forever' in message.content %}{% set asked.forever = true %}{% endif %}"
@@ -94,7 +94,7 @@ def _outcomes(chosen: list[Environment], features: list[str]) -> Iterator[Outcom
 
 
 def _run(environment: Environment, demo: Served, reciter: Served, features: list[str]) -> Iterator[Outcome]:
-    """Run the program of an environment, and return what it wrote."""
+    """Run an environment's program; return its output."""
     environ = {
         **{name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")},
         "CLIENTS_DEMO": f"http://{demo.http}",

@@ -1,4 +1,4 @@
-"""The features of the matrix, the results of a run, and the tables of docs/clients.md."""
+"""The features in the matrix, the results of a run, and the tables in docs/clients.md."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ _CELLS = {"pass": "yes", "fail": "**no**", "absent": "–"}  # noqa: RUF001
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one feature of one client."""
+    """One client's outcome for one feature."""
 
     client: str
     version: str
@@ -72,7 +72,7 @@ def read(path: Path) -> Matrix:
 
 
 def tables(matrix: Matrix) -> str:
-    """Return the tables of a Markdown page, and the reasons of what does not work or does not exist."""
+    """Return Markdown tables, and the reasons for features that do not work or do not exist."""
     lines: list[str] = []
     for title, features in GROUPS.items():
         lines += [f"### {title}", "", f"| | {' | '.join(features)} |", "|---|" + "---|" * len(features)]

@@ -1,4 +1,4 @@
-"""A front end whose core streams made-up steps of many rows, for the speed and the looks of the page."""
+"""A front end whose core streams artificial steps with many rows, for the page's speed and looks."""
 
 import asyncio
 import random

@@ -59,7 +59,7 @@ def until(page: Page, condition: str) -> None:
 
 
 def shoot(page: Page, name: str) -> bytes:
-    """A screenshot of the whole page from its top; it is kept if QUIRE_CONSOLE_SHOTS names a folder."""
+    """Take a screenshot of the whole page; keep it if QUIRE_CONSOLE_SHOTS names a folder."""
     page.evaluate("scrollTo(0, 0)")
     image: bytes = page.screenshot(full_page=True)
     if SHOTS:

@@ -2,7 +2,7 @@
 
     python -m tests.console.frames --json frames.json
 
-Batches of 8 and of 1,000 rows are shown in turn. Keep the machine idle otherwise.
+Batches with 8 and with 1,000 rows are shown in turn. Keep the machine idle otherwise.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The block map of the page: each block is drawn in the state that the scheduler's tables give it."""
+"""The page's block map: each block is drawn in its state from the scheduler's tables."""
 
 import asyncio
 import threading
@@ -73,7 +73,7 @@ def served(tmp_path: Path) -> Iterator[_Served]:
 
 
 def test_each_block_is_drawn_as_the_tables_say(served: _Served) -> None:
-    """Free, cached, retired, held and shared blocks have a colour each; held ones have that of their owner."""
+    """Free, cached, retired, held and shared blocks each have a colour; held blocks have their owner's colour."""
     cluster, numbers = Cluster(max_num_seqs=6, max_num_batched_tokens=32), RequestNumbers()
     cluster.join(ModelWorker(b"w/1", NUM_BLOCKS, 4, 8))
     for stream in range(12):

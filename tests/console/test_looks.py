@@ -11,7 +11,7 @@ from tests.console.browser import needs_chromium, opened, shoot, until
 pytestmark = [needs_chromium, pytest.mark.release]
 PHONE = (390, 844)
 BUSY = "status of 503"
-"""The core of these tests answers late on a busy machine; the page then tries again, and is filled."""
+"""On a busy machine these tests' core responds late. The page then retries, and is filled."""
 OVERFLOW = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 PIXELS = """canvas => {
   const {width, height} = canvas

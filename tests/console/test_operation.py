@@ -83,7 +83,7 @@ def _focused(page: Page) -> str:
 
 
 def _tab_to(page: Page, wanted: str, key: str = "Tab") -> list[str]:
-    """Presses a key until a control has the focus; the controls that had it before."""
+    """Press Tab until a control has the focus; return the controls that had it before."""
     passed = []
     while (name := _focused(page)) != wanted:
         passed.append(name)
@@ -232,7 +232,7 @@ def test_an_operator_drains_a_worker_and_others_cannot(served: Served) -> None:
 
 @pytest.mark.release
 def test_the_last_minute_is_shown_under_three_strategies(served: Served) -> None:
-    """The requests of one minute, short and long ones: continuous batching ends first, as table and charts show."""
+    """For one minute of short and long requests, table and charts show that continuous batching ends first."""
     with Client(served.grpc, token=OPERATOR) as client, _console(served) as page:
         lengths = [5, 60, 5, 5] * ROWS
         requests = [{"prompt": "Once", "max_tokens": length, "ignore_eos": True} for length in lengths]
@@ -257,7 +257,7 @@ def test_the_last_minute_is_shown_under_three_strategies(served: Served) -> None
 
 @pytest.mark.release
 def test_other_settings_are_predicted_next_to_what_was_measured(served: Served) -> None:
-    """More rows for the requests of the last minute: the page shows measured, simulated and predicted values."""
+    """With more rows for the last minute's requests, the page shows measured, simulated and predicted values."""
     with Client(served.grpc, token=OPERATOR) as client, _console(served) as page:
         requests = [{"prompt": "Once", "max_tokens": 40, "ignore_eos": True} for _ in range(8 * ROWS)]
         for _ in client.generate_batch(requests):

@@ -40,7 +40,7 @@ def _send(page: Page, *, tokens: int, answers: int) -> str:
 
 
 def test_a_person_sends_a_request_and_follows_it(tmp_path: Path) -> None:
-    """A request of the playground is seen in the batch, explained, and its blocks are those of the scheduler."""
+    """A request from the playground appears in the batch and is explained; its blocks are those in the scheduler."""
     with (
         serve("demo", "--max-num-seqs=8", environ={"XDG_STATE_HOME": str(tmp_path)}) as served,
         opened(served.http) as page,
@@ -94,7 +94,7 @@ def test_a_lost_worker_is_an_incident(tmp_path: Path) -> None:
 
 @pytest.mark.release
 def test_without_a_token_the_page_asks_for_one(tmp_path: Path) -> None:
-    """A person without a token sees no data; with a token of the service, the page connects."""
+    """Without a token, the page shows no data; with a token of the service, it connects."""
     (tmp_path / "keys").write_text("0pen\n")
     with (
         serve("demo", f"--api-key-file={tmp_path}/keys", environ={"XDG_STATE_HOME": str(tmp_path)}) as served,

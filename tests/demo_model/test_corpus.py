@@ -1,8 +1,8 @@
 """The bundled model and the corpus it comes from.
 
-What is promised: nothing held out is ever trained on (read back from the text, not from the generator's own
-books), the same seed gives the same corpus, the tokenizer loses nothing, and the committed checkpoint loads in
-plain transformers and answers held-out questions.
+Promises: nothing held out is in the training data (read back from the text, not from the generator's records). The same
+seed gives the same corpus. The tokenizer loses nothing. The committed checkpoint loads in plain transformers and
+answers held-out questions.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _OPERATORS = {"+": "plus", "-": "minus"}
 
 @cache
 def sample() -> str:
-    """Thousands of documents of every stage of training."""
+    """Thousands of documents from every training stage."""
     rng = random.Random(7)
     mixes = (DENSE, MIDDLE, LONG)
     return "\n".join(document(rng, mixes[n % 3], 512).text for n in range(SAMPLE_DOCUMENTS))
@@ -117,7 +117,7 @@ def test_every_result_in_the_corpus_is_right() -> None:
 
 
 def test_every_answer_follows_from_its_page() -> None:
-    """A question about a fact comes after exactly one statement of that fact, and the answer repeats it."""
+    """A question about a fact follows exactly one statement of that fact, and the answer repeats it."""
     rng = random.Random(3)
     for _ in range(300):
         text = document(rng, LONG, 512).text
@@ -146,7 +146,7 @@ def test_held_out_lists_are_reproducible_and_held_out() -> None:
 
 
 def test_recall_items_keep_their_distance() -> None:
-    """Each recall item asks for a held-out fact that its prompt states once, 200 to 600 tokens earlier."""
+    """Each recall item asks for a held-out fact that its prompt states once, 200 to 600 tokens before the question."""
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     items = evaluate.held_out_recall(60, seed=1, tokenizer=tokenizer)
 
@@ -177,7 +177,7 @@ def test_every_digit_is_a_token() -> None:
 
 
 def test_chat_template_writes_the_turns_of_the_corpus() -> None:
-    """A message opens with the token of its role, an answer ends with EOS, generation starts after the assistant's."""
+    """A message starts with its role's token, an answer ends with EOS, generation starts after the assistant token."""
     tokenizer = checkpoint()[1]
     messages = [
         {"role": "user", "content": "Hi."},

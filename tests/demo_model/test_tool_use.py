@@ -1,7 +1,7 @@
 """Tools in the corpus, in the chat template and in the committed checkpoint.
 
-What is promised: the template writes what the corpus teaches, it takes whatever clients send, nothing held out is
-trained on, and the checkpoint calls the right tool for questions that it has never seen.
+Promises: the template writes the form that the corpus teaches and accepts everything that clients send. Nothing held
+out is trained on. The checkpoint calls the right tool for unseen questions.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ def test_committed_template_is_the_generated_one() -> None:
 
 
 def test_system_message_and_tools_share_a_turn() -> None:
-    """A system message stands before the tools; without tools it is a turn as before."""
+    """A system message precedes the tools; without tools, the turn is unchanged."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
     assert rendered(messages) == f"{BOS}{SYSTEM}Be brief.{USER}Hi{ASSISTANT}"
@@ -76,7 +76,7 @@ def test_system_message_and_tools_share_a_turn() -> None:
 
 
 def test_several_calls_and_their_results() -> None:
-    """The calls of a message are rendered after its text, in order; consecutive results share a turn."""
+    """A message's calls are rendered after its text, in order; consecutive results share a turn."""
     call = {"function": {"name": "now", "arguments": {"a": [1, "é"]}}}
     broken = {"function": {"name": "now", "arguments": '{"a": '}}
     messages: list[dict[str, Any]] = [
@@ -110,14 +110,14 @@ def test_several_calls_and_their_results() -> None:
     ],
 )
 def test_schemas_become_signatures(schema: object, signature: str) -> None:
-    """A tool is one line with its required parameters and their types; all parameters if none is required."""
+    """A tool is one line with its required parameters and their types, or with all parameters if none is required."""
     prompt = rendered([{"role": "user", "content": "Hi"}], [function(schema)])
 
     assert f"<tools>\nFind it. -> find{signature}\n</tools>" in prompt
 
 
 def test_long_descriptions_are_cut() -> None:
-    """Only the beginning of a description's first line is shown, so that many tools fit the context."""
+    """Only the start of a description's first line is shown, so that many tools fit into the context."""
     tools = [function({}, description="\n Find it. " + "x" * 5000 + "\nSecond line.")]
 
     prompt = rendered([{"role": "user", "content": "Hi"}], tools)
@@ -141,7 +141,7 @@ def test_no_held_out_errand_is_ever_written() -> None:
 
 
 def test_errands_for_measuring_are_reproducible_and_held_out() -> None:
-    """The list depends on its arguments alone, and each question has exactly one tool that answers it."""
+    """The list depends only on its arguments, and each question has exactly one tool that answers it."""
     tasks = evaluate.held_out_tasks(100, seed=1)
 
     assert tasks == evaluate.held_out_tasks(100, seed=1)
@@ -149,7 +149,7 @@ def test_errands_for_measuring_are_reproducible_and_held_out() -> None:
 
 
 def test_arguments_stand_in_the_question() -> None:
-    """Each argument of the corpus can be copied from the question, or it is the first option of its type."""
+    """Each argument in the corpus can be copied from the question, or is the first option of its type."""
     rng = random.Random(2)
     for _ in range(500):
         errand = draw_errand(rng)

@@ -24,18 +24,18 @@ _TOKENS = 40
 _CLIENTS = 4
 _PATIENCE_S = 600
 _ANONYMOUS = '\n[anonymous]\ntenants = ["*"]\ncache_scopes = ["*"]\n'
-"""What deploy/kubernetes/README.md appends to the file of principals: the clients of the load have no token."""
+"""Text that deploy/kubernetes/README.md appends to the principals file, because the load's clients have no token."""
 _HUB_TOKEN = "hf_drill"
 _PROMPTS = tuple(f"Tale {number}:" for number in range(6))
 
 
 class Load:
-    """Clients that generate one answer after the other through the front ends that are ready."""
+    """Clients that generate one response after the other through the ready front ends."""
 
     def __init__(self, ca: bytes) -> None:
         self._ca = ca
         self.targets: list[str] = []
-        """Addresses of the front ends that the Service has; exchanged as a whole."""
+        """Addresses of the Service's front ends; always replaced as a whole."""
         self.lost: set[str] = set()
         """Addresses of front ends that died."""
         self.answers: Counter[str] = Counter()
@@ -103,7 +103,7 @@ class Load:
 
 
 def _generated(client: Client, prompt: str) -> tuple[list[int], str]:
-    """Return tokens and text of an answer, as its parts have them."""
+    """Return a response's tokens and text, joined from its parts."""
     tokens: list[int] = []
     text = ""
     for delta in client.generate(prompt, max_tokens=_TOKENS, temperature=0.0, resumable=True, timeout=_PATIENCE_S):
@@ -165,7 +165,7 @@ class Cell:
         return _files(self._keys / "scheduler" / "allowed" / domain)
 
     def _download(self) -> None:
-        """Run the Job that downloads the model, from a hub on this machine that has the bundled model by its name."""
+        """Run the Job that downloads the model from a local hub with the bundled model under the model's name."""
         manifests = yaml.safe_load_all(kustomized(KUBERNETES / "model"))
         (template,) = (each["spec"]["template"] for each in manifests if each["kind"] == "Job")
         (container,) = template["spec"]["containers"]
@@ -186,14 +186,14 @@ class Cell:
         return self.node.start(pod, image, suffix="0" if role == "scheduler" else "")
 
     def add(self, role: str) -> None:
-        """Start a pod of a Deployment. When it is ready, it joins its Service."""
+        """Start a pod of a Deployment. When the pod is ready, it joins its Service."""
         pod = self._start(role)
         self.node.ready(pod)
         self.pods[role].append(pod)
         self._announce()
 
     def remove(self, role: str) -> None:
-        """Take the oldest pod of a Deployment from its Service, and end it."""
+        """Remove a Deployment's oldest pod from its Service, and stop it."""
         pod = self.pods[role].pop(0)
         self._announce()
         _expect_zero(self.node.stop(pod))

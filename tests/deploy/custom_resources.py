@@ -1,4 +1,4 @@
-"""Checks custom resources against the published schemas of their projects, which `crds/` holds.
+"""Checks custom resources against their projects' published schemas in `crds/`.
 
     python -m tests.deploy.custom_resources FOLDER
 
@@ -55,7 +55,7 @@ SOURCES = {
         "prometheus-operator/prometheus-operator", "v0.93.0", f"{_MONITORING}servicemonitors.yaml"
     ),
 }  # fmt: skip
-"""Where the schema of each kind comes from. All of these projects have the licence Apache-2.0."""
+"""Source of each kind's schema. All of these projects have the licence Apache-2.0."""
 
 
 def custom_objects(example: str) -> Iterator[Object]:
@@ -77,7 +77,7 @@ def errors(each: Object) -> list[str]:
 
 @functools.cache
 def _schemas(kind: str) -> dict[str, Any]:
-    """Return the strict schema of each version of a kind that a cluster serves."""
+    """Return the strict schema for each version of a kind that a cluster serves."""
     return {
         version: _strict(schema)
         for version, schema in json.loads((CRDS / f"{kind}.json").read_text("utf-8"))["versions"].items()
@@ -103,7 +103,7 @@ def _strict(schema: Any) -> Any:
 
 
 def vendored(source: Source, published: str) -> dict[str, Any]:
-    """Return what `crds/` keeps of a CustomResourceDefinition: its origin, and the schema of each version served."""
+    """Return what `crds/` stores of a CustomResourceDefinition: its origin, and each served version's schema."""
     spec = yaml.load(published, Loader=yaml.CSafeLoader)["spec"]
     versions = {}
     for version in spec["versions"]:

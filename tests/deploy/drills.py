@@ -2,16 +2,16 @@
 
     unshare --net --mount --pid --fork --kill-child --mount-proc python -m tests.deploy.drills EXAMPLE [TEST ...]
 
-EXAMPLE is `one-cell-cpu`, or `one-gpu-node` with the bundled model in its claim and one variable changed: on this
-machine, QUIRE_DEVICE of its workers is `cpu` instead of `cuda:0`.
+EXAMPLE is `one-cell-cpu`, or `one-gpu-node` with the bundled model in its claim and with QUIRE_DEVICE of its workers
+changed from `cuda:0` to `cpu`.
 
-Clients generate without a pause while workers are added and removed, each kind of process is upgraded, keys are
-rotated, and pods are lost. Every answer must have the tokens of an undisturbed service, each exactly once. It prints
+Clients generate without pause while workers are added and removed, each kind of process is upgraded, keys are rotated,
+and pods are lost. Every response must have the tokens of an undisturbed service, each exactly once. The program prints
 one line per drill, and the totals as JSON.
 
-With names of components, the cell has these, too. With names of drills, it runs only these. With names of end-to-end
-tests, it runs these against the cell instead. The cell then serves plaintext, as the cells of `eight-gpus` do, because
-these tests know no certificate.
+If components are named, the cell includes them. If drills are named, only these run. If end-to-end tests are named,
+they run against the cell instead. The cell then serves plaintext, like the cells in `eight-gpus`, because these tests
+know no certificate.
 """
 
 import json
@@ -59,7 +59,7 @@ def _test(cell: Cell, tests: Sequence[str]) -> int:
 
 
 def main(example: str, *tests: str) -> int:
-    """Run all drills of an example, or those that are named, or tests."""
+    """Run an example's drills, or only the named ones, or tests."""
     components = [each for each in tests if (KUBERNETES / "components" / each).is_dir()]
     named = [each for each in DRILLS if each.__name__ in tests]
     tests = tuple(each for each in tests if each not in components) if not named else ()

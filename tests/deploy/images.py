@@ -1,9 +1,9 @@
 """Builds and runs images from their Dockerfiles without a container engine: the same commands, in an empty root.
 
-The root of the base image `debian:bookworm-slim` is made from the packages of Debian that it has (`mmdebstrap`).
-Each COPY and RUN makes a layer: the upper folder of an overlay over the layers below it. A container is a process with
-the layers as its read-only root, and with the image's user, environment and entry point. Layers are kept by content in
-`build/images`, as a container engine keeps them; delete the folder to begin anew. All of this needs root.
+`mmdebstrap` creates the root of the base image `debian:bookworm-slim` from the image's Debian packages.
+Each COPY and RUN makes a layer, the upper folder of an overlay over the layers below. A container is a process with the
+layers as its read-only root, and with the image's user, environment and entry point. Layers are stored by content in
+`build/images`, as in a container engine; delete the folder to start anew. All of this requires root.
 
 The reader knows the instructions and forms that our Dockerfiles have, and refuses others.
 """
@@ -88,7 +88,7 @@ def context(path: Path) -> list[str]:
 
 
 def sources(instruction: Instruction, files: Sequence[str]) -> dict[str, str]:
-    """Return the files that a COPY takes from the context, with their path below its target."""
+    """Return the context files that a COPY uses, with their paths below its target."""
     *patterns, target = instruction.words()
     found: dict[str, str] = {}
     for pattern in patterns:
@@ -129,7 +129,7 @@ class Image:
     def container(
         self, *arguments: str, entry_point: Sequence[str] = (), mounts: Mapping[str, Path] | None = None
     ) -> list[str]:
-        """Return the command of a container: read-only root, no capability, a /tmp of its own, the host's network.
+        """Return a container's command: read-only root, no capabilities, its own /tmp, the host's network.
 
         Args:
             arguments: instead of the image's command.
@@ -177,7 +177,7 @@ def build(name: str, mounts: Mapping[str, Path] | None = None, **arguments: str)
 
     Args:
         name: `scheduler` or `worker`.
-        mounts: folders of the host that RUN sees, by their place.
+        mounts: host folders that RUN sees, by mount point.
         arguments: values of ARG.
     """
     path = dockerfile(name)
@@ -258,7 +258,7 @@ def _run_key(step: Instruction, values: Mapping[str, str]) -> str:
 
 
 def _with_layer(image: Image, key: str, script: Sequence[str]) -> Image:
-    """Return an image with one layer more, which a script makes: it finds the root at $ROOT and the layer at $LAYER."""
+    """Return an image with one more layer, made by a script, which finds the root at $ROOT and the layer at $LAYER."""
     digest = hashlib.sha256(f"{image.layers[-1].name} {image.folder} {key}".encode()).hexdigest()[:16]
     layer = STORE / "layers" / digest
     if not layer.exists():

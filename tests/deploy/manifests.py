@@ -88,7 +88,7 @@ def of_kind(example: str, kind: str) -> list[Object]:
 
 
 def pods(example: str) -> Iterator[Pod]:
-    """Yield the pod of each workload of an example."""
+    """Yield the pod of each workload in an example."""
     for each in objects(example):
         spec = each.get("spec", {})
         if each["kind"] in ("Deployment", "StatefulSet"):

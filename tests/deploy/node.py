@@ -1,8 +1,8 @@
 """A small node: runs the pods of rendered manifests as a kubelet would, without containers.
 
-Each pod is a process with the manifest's command, environment and user. It has a network namespace with an
-address of its own. In its mount namespace, the root is read-only and the manifest's volumes are mounted. Secrets have
-root as their owner, and the group and mode that Kubernetes gives them. Services have a name in /etc/hosts.
+Each pod is a process with the manifest's command, environment and user. It has a network namespace with its own
+address. In its mount namespace, the root is read-only and the manifest's volumes are mounted. Secrets are owned by
+root, with the group and mode that Kubernetes sets. Services have names in /etc/hosts.
 
 Run this in fresh namespaces, which clean up all processes and mounts when they end:
 
@@ -60,9 +60,9 @@ def _open_interpreter() -> None:
 
 
 def _check_confined(running: "Running") -> None:
-    """Check that a pod has the manifest's user, no right, a root that it cannot write to, and a network of its own.
+    """Check that a pod has the manifest's user, no capabilities, a read-only root, and its own network.
 
-    Its filter of system calls is missing: that is a part of the container runtime.
+    The system-call filter is missing, because it is part of the container runtime.
     """
     process = Path("/proc") / str(running.process.pid)
     status = dict(line.split(":\t", 1) for line in (process / "status").read_text().splitlines() if ":\t" in line)

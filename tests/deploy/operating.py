@@ -1,4 +1,4 @@
-"""Drills of an operator who looks into a cell: the commands of `quire` with a token, on a cell under load."""
+"""Drills of an operator who inspects a cell under load with `quire` commands and a token."""
 
 import base64
 import os

@@ -2,7 +2,7 @@
 
     python -m tests.deploy.paced_worker ADDRESS NAME STEP_MS ROWS
 
-On SIGTERM it answers the steps that it has, says goodbye and ends, as a real worker does.
+On SIGTERM it sends the results of its current steps, says goodbye and exits, like a real worker.
 """
 
 import signal

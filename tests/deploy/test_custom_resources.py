@@ -29,7 +29,7 @@ _WRONG: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_custom_resources_are_valid_by_the_published_schemas(example: str) -> None:
-    """No unknown field; types, enumerations, limits and patterns are those of the release that `crds/` names."""
+    """No field is unknown; types, enumerations, limits and patterns follow the release named in `crds/`."""
     for each in custom_objects(example):
         assert errors(each) == [], f"{each['kind']} {each['metadata']['name']}"
 

@@ -33,7 +33,7 @@ def _can_isolate() -> bool:
 
 
 def test_the_page_has_every_drill_and_the_commands_that_it_tests() -> None:
-    """Each drill of the page names a function of the drills, whose docstring begins with the page's command."""
+    """Each drill on the page names a drill function, whose docstring begins with the page's command."""
     page = (ROOT / "docs" / "operations.md").read_text("utf-8")
     named = dict(re.findall(r"### [^\n]*<!-- (\w+) -->\n.*?```sh\n(.*?)```", page, re.DOTALL))
     functions = {drill.__name__: drill.__doc__ or "" for drill in DRILLS}

@@ -1,4 +1,4 @@
-"""Workers of several GPUs: pods of the manifests hold their GPUs, and the command of a group over machines works."""
+"""Workers with several GPUs: the manifests' pods request their GPUs, and a group across machines starts."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ def _worker(example: str) -> Pod:
 
 
 def test_a_worker_of_one_machine_has_all_its_gpus_in_one_pod() -> None:
-    """The ranks are processes of one pod and share memory; the pod requests one GPU per rank."""
+    """The ranks are processes in one pod and share memory; the pod requests one GPU per rank."""
     pod = _worker("tensor-parallel")
     size = pod.variables()["QUIRE_TENSOR_PARALLEL_SIZE"]
     resources = pod.container["resources"]
@@ -83,7 +83,7 @@ def test_the_command_of_a_group_computes_the_tokens_of_one_process(tmp_path: Pat
 
 
 def _pod(number: int, master: int, address: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the variables of a pod of the group, as its container gets them."""
+    """Return the command and variables of a pod in the group, as its container gets them."""
     pod = _worker("several-machines")
     given = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(number), "LWS_LEADER_ADDRESS": "127.0.0.1"}
     changes = {"--nproc-per-node=8": "--nproc-per-node=1", "--master-port=29500": f"--master-port={master}"}

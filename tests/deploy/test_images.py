@@ -68,7 +68,7 @@ def _worker(device: str) -> Image:
 
 @pytest.fixture
 def cell(scheduler: Image, worker: Image, tmp_path: Path) -> Iterator[str]:
-    """A scheduler, a front end and a worker, each from its image; yields the address for clients."""
+    """A scheduler, a front end and a worker, each from its image; yields the client address."""
     to_frontends, to_workers, grpc, http = free_ports(4)
     state = tmp_path / "state"
     state.mkdir()
@@ -152,7 +152,7 @@ def test_the_image_for_cuda_compiles_what_triton_does() -> None:
 
 @pytest.mark.parametrize("name", ["scheduler", "worker"])
 def test_an_image_has_its_bill_of_materials_and_no_sources(name: str, request: pytest.FixtureRequest) -> None:
-    """The bill is at the place that deploy/README.md names; the tree that was built from is not in the image."""
+    """The bill is at the path in deploy/README.md; the image does not contain the source tree."""
     code = (
         "import json, os; bill = json.load(open('/usr/share/quire/sbom.cdx.json')); "
         "print(bill['metadata']['component']['name'], os.path.exists('/src'), os.getuid(), os.access('/opt', os.W_OK))"

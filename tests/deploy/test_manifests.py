@@ -41,12 +41,12 @@ from tools.dashboards import BOARDS
 pytestmark = needs_tools
 
 VERSIONS = ("1.30", "1.34", "1.37")
-"""Versions of Kubernetes: the oldest that deploy/kubernetes supports, one that many clusters have, and the newest."""
+"""Kubernetes versions: the oldest that deploy/kubernetes supports, a common one, and the newest."""
 _CONFIGS: dict[str, Any] = {"frontend": FrontendConfig, "scheduler": SchedulerConfig, "worker": WorkerConfig}
 _NOT_OURS = frozenset({"SCHEDULER_HOST", "COLLECTOR_HOST", "HOME", "TRITON_CACHE_DIR", "OTEL_EXPORTER_OTLP_ENDPOINT"})
 _TORCHRUN = frozenset({"RANK"})
 _LWS = frozenset({"LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"})
-"""Variables that the controller of LeaderWorkerSet puts before those of the manifest."""
+"""Variables that the LeaderWorkerSet controller inserts before those in the manifest."""
 _VALIDATE = """
 import json, sys, kubernetes_validate as check
 objects, versions = json.load(sys.stdin), sys.argv[1:]
@@ -186,7 +186,7 @@ def test_the_links_of_a_cell_and_no_others_are_allowed(example: str) -> None:
 
 
 def _links(example: str, everyone: list[Pod]) -> set[tuple[Any, Any, int | None]]:
-    """Return the connections that both ends allow as (from, to, port); a port of None is every port."""
+    """Return the connections that both ends permit as (from, to, port); port None means every port."""
     policies = [each["spec"] for each in of_kind(example, "NetworkPolicy")]
     for pod in everyone:
         for direction in ("Ingress", "Egress"):
@@ -239,7 +239,7 @@ def test_a_pod_may_take_as_long_as_its_drain(example: str) -> None:
 
 @every_example
 def test_probes_wait_for_the_load_and_need_no_secret(example: str) -> None:
-    """Front ends answer on the plaintext port; scheduler and workers listen on none, and show a pulse."""
+    """Front ends respond on the plaintext port; scheduler and workers have no port and use a pulse file."""
     for pod in pods(example):
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             asked = pod.container[probe]
@@ -259,7 +259,7 @@ def test_probes_wait_for_the_load_and_need_no_secret(example: str) -> None:
 
 @every_example
 def test_disruption_budgets_and_spreads_cover_the_pods(example: str) -> None:
-    """Each part of the cell has one budget; pods of a Deployment are spread over nodes."""
+    """Each part of the cell has one budget; a Deployment's pods are spread over nodes."""
     budgets = [each["spec"] for each in of_kind(example, "PodDisruptionBudget")]
     for pod in pods(example):
         covering = [each for each in budgets if matches(each["selector"], pod.labels)]
@@ -295,7 +295,7 @@ def test_variables_are_settings(example: str) -> None:
 
 @every_example
 def test_an_operator_can_look_into_every_cell(example: str) -> None:
-    """Front ends know principals, from a folder of a Secret: a mounted file alone would not follow its changes."""
+    """Front ends load principals from a Secret's folder, because a mounted file alone would not follow changes."""
     front_ends = [pod for pod in pods(example) if pod.role == "frontend"]
 
     assert front_ends
@@ -374,7 +374,7 @@ def test_dashboards_and_rules_are_those_of_deploy() -> None:
 
 @pytest.mark.parametrize("image", ["scheduler", "worker"])
 def test_dockerfiles_have_no_findings(image: str) -> None:
-    """Hadolint accepts them; each exception has its reason in the file."""
+    """Hadolint accepts the Dockerfiles; each exception has its reason in the file."""
     done = subprocess.run(
         [str(TOOLS / "hadolint"), str(ROOT / "deploy" / f"Dockerfile.{image}")],
         capture_output=True, text=True, timeout=60,

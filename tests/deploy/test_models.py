@@ -46,7 +46,7 @@ def test_the_job_is_valid_and_fills_the_claim_that_cells_read(version: str) -> N
 
 @pytest.mark.parametrize("example", _WITH_A_CLAIM)
 def test_an_example_serves_the_folder_that_the_job_fills(example: str) -> None:
-    """The path in quire.toml is that of the download, seen through the mount of the component."""
+    """The path in quire.toml is the download path, as seen through the component's mount."""
     (container,) = _download()["Job"]["spec"]["template"]["spec"]["containers"]
     command, _, folder = container["args"]
     settings = [tomllib.loads(each["data"]["quire.toml"]) for each in of_kind(example, "ConfigMap")
@@ -76,7 +76,7 @@ def test_other_ways_are_valid(component: str, versions: tuple[str, ...]) -> None
 
 
 def test_nodes_that_cache_a_model_run_its_readers() -> None:
-    """The selector of the DaemonSet is that of front ends and workers, and its folder is the one that they mount."""
+    """The DaemonSet's selector matches that of front ends and workers, which mount its folder."""
     found = {(each["kind"], each["metadata"]["name"]): each for each in _overlay("model-cache")}
     cache = found["DaemonSet", "quire-model"]["spec"]["template"]["spec"]
     (path,) = (each["hostPath"]["path"] for each in cache["volumes"] if "hostPath" in each)

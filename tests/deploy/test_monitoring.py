@@ -68,7 +68,7 @@ def _discovered(pods_per_cell: int) -> Iterator[dict[str, Any]]:
 
 
 def _relabelings(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what the operator makes of a ServiceMonitor: its own rules, then those of the object."""
+    """Return the operator's rules for a ServiceMonitor: its own rules, then the object's."""
     (endpoint,) = spec["endpoints"]
     label = f"{_META}_service_label_"
     kept = {label + _plain(key): value for key, value in spec["selector"]["matchLabels"].items()}
@@ -120,7 +120,7 @@ def _prometheus(folder: Path, spec: dict[str, Any], found: Sequence[dict[str, An
 
 
 def _targets(address: str) -> list[dict[str, Any]]:
-    """Return the targets that Prometheus scrapes, once it has any; discovery takes it five seconds."""
+    """Return Prometheus's scrape targets once there are any; discovery takes five seconds."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     end = time.monotonic() + 120
     while time.monotonic() < end:

@@ -53,7 +53,7 @@ def test_the_page_has_the_sum_of_the_requests_of_the_cpu_cell() -> None:
 
 
 def test_the_certificates_have_the_names_of_the_front_ends() -> None:
-    """Clients in the namespace, in other namespaces and behind a port-forward find the name that they call."""
+    """Certificates are valid for the names used in the namespace, in other namespaces and behind a port-forward."""
     wanted = {"quire-frontend", "quire-frontend.quire.svc", "localhost"}
     by_hand = set(re.findall(r"DNS:([\w.-]+)", README))
 
@@ -64,7 +64,7 @@ def test_the_certificates_have_the_names_of_the_front_ends() -> None:
 
 
 def test_grpc_and_http_share_no_host_name_of_a_listener() -> None:
-    """The Gateway API accepts one kind of route for a host name on a listener; each listener has a certificate."""
+    """The Gateway API permits one kind of route per host name on a listener; each listener has a certificate."""
     (gateway,) = of_kind("eight-gpus", "Gateway")
     listeners = {each["name"]: each for each in gateway["spec"]["listeners"]}
     taken: dict[tuple[str, str], str] = {}
@@ -105,7 +105,7 @@ def test_the_principals_of_the_page_have_an_operator_and_admit_other_callers(tmp
 
 
 def test_the_compose_file_admits_everybody_and_an_operator_can_be_added(tmp_path: Path) -> None:
-    """The file beside compose.yaml is the one that its front end reads, in a mounted folder."""
+    """The file next to compose.yaml is the one that its front end reads, in a mounted folder."""
     compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text("utf-8"))
     front_end = compose["services"]["frontend"]
     (inside,) = (each.partition("=")[2] for each in front_end["command"] if each.startswith("--principals="))
@@ -129,14 +129,14 @@ def test_a_rollout_on_one_gpu_node_needs_no_spare_gpu() -> None:
 
 @pytest.mark.parametrize("path", sorted(KUBERNETES.glob("examples/**/quire.toml")), ids=lambda path: path.parent.name)
 def test_a_settings_file_repeats_the_settings_of_the_base(path: Any) -> None:
-    """The example's file replaces that of the base, so it must contain every setting of the base."""
+    """The example's file replaces the base's, so it must contain every setting of the base."""
     base = tomllib.loads((KUBERNETES / "base" / "quire.toml").read_text("utf-8"))
 
     assert base.keys() <= tomllib.loads(path.read_text("utf-8")).keys()
 
 
 def test_the_pickers_of_the_page_are_those_of_the_pools() -> None:
-    """The chart's releases get the Services that the pools name, and select the endpoints of the pools."""
+    """The chart's releases get the Services that the pools name, and select the pools' endpoints."""
     values = yaml.safe_load((KUBERNETES / "components" / "inference-pool" / "picker-values.yaml").read_text("utf-8"))
     router = values["router"]
     releases = set(re.findall(r"^helm -n quire install (\S+)", README, re.MULTILINE))
@@ -152,7 +152,7 @@ def test_the_pickers_of_the_page_are_those_of_the_pools() -> None:
 
 
 def test_commands_of_the_pages_name_no_group_of_pods_to_delete() -> None:
-    """A drill deletes one pod; a label would select all of them."""
+    """Each drill deletes one pod, never a label, which would select all pods."""
     commands = re.findall(r"^kubectl .*delete pod.*$", OPERATIONS, re.MULTILINE)
 
     assert len(commands) == 6
@@ -164,7 +164,7 @@ def _shell_blocks() -> list[str]:
 
 
 def test_the_overlay_of_the_page_renders() -> None:
-    """A reader who copies it gets the workers, images and volumes that it names."""
+    """The copied overlay renders the workers, images and volumes that it names."""
     blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (overlay,) = (block for block in blocks if "Kustomization" in block)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
@@ -180,7 +180,7 @@ def test_the_overlay_of_the_page_renders() -> None:
 
 
 def test_the_overlay_of_a_second_cell_renders() -> None:
-    """The second cell has its own certificate and metrics label; the rules for all cells are in the first cell."""
+    """The second cell has its own certificate and metrics label; the rules for all cells stay in the first cell."""
     (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "$patch: delete" in block)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
         example = "../../deploy/kubernetes/examples/one-gpu-node"
@@ -200,7 +200,7 @@ def test_the_overlay_of_a_second_cell_renders() -> None:
 
 
 def test_the_thresholds_on_the_page_render() -> None:
-    """They change the trigger `requests` and the limits of the workers of both cells, and nothing of the front ends."""
+    """They change the trigger `requests` and the worker limits of both cells, and nothing for the front ends."""
     (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", OPERATIONS, re.DOTALL) if "ScaledObject" in block)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
         text = f"resources: [../../deploy/kubernetes/examples/eight-gpus]\n{change}"
@@ -217,7 +217,7 @@ def test_the_thresholds_on_the_page_render() -> None:
 
 @pytest.mark.parametrize(("example", "schedulers"), [("one-gpu-node", 1), ("eight-gpus", 2)])
 def test_the_journal_of_a_rollback_renders(example: str, schedulers: int) -> None:
-    """The overlay gives every scheduler the folder that the command has set, in place of the one before."""
+    """The overlay gives every scheduler the folder from the command instead of the previous one."""
     (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", OPERATIONS, re.DOTALL) if "QUIRE_JOURNAL" in block)
     (folder_set,) = re.findall(r"kubectl .* set env .* QUIRE_JOURNAL=(\S+)", OPERATIONS)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
@@ -231,7 +231,7 @@ def test_the_journal_of_a_rollback_renders(example: str, schedulers: int) -> Non
 
 
 def test_the_change_for_workers_of_four_gpus_renders() -> None:
-    """It changes the number of ranks and of GPUs together, and nothing else of the container."""
+    """The change sets the numbers of ranks and GPUs together, and leaves the rest of the container unchanged."""
     (change,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if 'value: "4"' in block)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
         text = f"resources: [../../deploy/kubernetes/examples/tensor-parallel]\n{change}"

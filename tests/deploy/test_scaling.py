@@ -1,7 +1,7 @@
 """Autoscaling: the queries and rules of the rendered ScaledObject drive 1, 8 and 1 workers; nothing is lost.
 
-A real Prometheus answers the queries. A small loop does what KEDA and the HorizontalPodAutoscaler do with the answers.
-A minute of the manifest takes a second here. Workers have steps of a fixed time.
+A real Prometheus evaluates the queries. A small loop replaces KEDA and the HorizontalPodAutoscaler. One minute in the
+manifest takes a second here. Worker steps have a fixed duration.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _STEP_MS, _ROWS, _TOKENS = 100, 10, 20
 _LOADS = ((2.0, 6.0), (34.0, 40.0), (2.0, 30.0))
 """Requests per second, and for how many seconds."""
 _IN_TIME_S = 8.0
-"""A request is in time if its whole answer is there after this time: four times that of an idle service."""
+"""A request is in time if its whole response arrives within this time, four times that of an idle service."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The service that end-to-end tests share, except those that configure or damage a service."""
+"""The service shared by end-to-end tests, except tests that configure or damage a service."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from measure.testbed.service import SERVICE_VARIABLE, Service, serve
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Service]:
-    """`quire serve` with the bundled model and default settings; or a service with this model that runs already."""
+    """`quire serve` with the bundled model and default settings, or an already running service with this model."""
     if given := os.environ.get(SERVICE_VARIABLE):
         yield Service(*given.split(","))
         return

@@ -31,7 +31,7 @@ def draw_prompts(lengths: Sequence[int], vocab_size: int, *, seed: int = 0) -> l
 
 
 async def generate(client: AsyncClient, answer: Answer) -> None:
-    """Streams one request to its end, checking that deltas come without gap or repeat."""
+    """Read one request's stream to the end; check that deltas arrive without gaps or repetitions."""
     stream = client.generate(
         token_ids=answer.prompt, max_tokens=answer.max_tokens, temperature=0, ignore_eos=True, timeout=240
     )

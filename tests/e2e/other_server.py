@@ -3,10 +3,10 @@
     python -m tests.e2e.other_server llama-cpp-python PYTHON
     python -m tests.e2e.other_server xllamacpp PYTHON
 
-PYTHON is that of an environment with the server's package, gguf and safetensors. `quire bench serve` sends texts and
-chats in an open and in a closed loop, `quire bench sweep` two loads. Every request must be answered, and where the
-server counts generated tokens itself, the counts must be equal. It starts in seconds and takes a minute, but its
-environment is large, so this is no part of `make test`.
+PYTHON is an environment with the server's package, gguf and safetensors. `quire bench serve` sends texts and chats in
+an open and a closed loop, and `quire bench sweep` sends two loads. Every request must get a response. Where the server
+itself counts generated tokens, the counts must be equal. The test starts in seconds and takes a minute, but its
+environment is large, so `make test` does not include it.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ LOADS = {
 
 
 class OtherServerError(Exception):
-    """An error of the server or of the benchmark."""
+    """An error in the server or in the benchmark."""
 
 
 @contextlib.contextmanager
@@ -109,7 +109,7 @@ def quire_bench(command: str, url: str, file: Path, *flags: str) -> dict[str, An
 
 
 def generated(url: str) -> int | None:
-    """Return how many tokens the server says it has generated; None if it does not count them."""
+    """Return the server's count of generated tokens; None if it does not count them."""
     page = httpx.get(f"{url}/metrics", trust_env=False)
     for line in page.text.splitlines() if page.status_code == 200 else ():
         if line.startswith(_COUNTER):

@@ -33,7 +33,7 @@ class ReceivedSpan:
 
     @property
     def linked(self) -> set[bytes]:
-        """Ids of the spans that this one links to."""
+        """Ids of the spans to which this one links."""
         return {link.span_id for link in self.span.links}
 
 

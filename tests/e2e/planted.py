@@ -1,7 +1,7 @@
-"""Planted causes of slowness: each one makes one request of a running service slow for a known reason.
+"""Planted causes of slowness: each slows down one request of a running service for a known reason.
 
-Lengths, numbers of neighbours, tenants and pauses are drawn from the scene's generator. A plant must not depend on the
-speed of the machine, so it waits for first tokens and metrics and makes the neighbours long.
+The scene's generator chooses lengths, numbers of neighbours, tenants and pauses. A planted cause must not depend on the
+machine's speed, so it waits for first tokens and metrics, and makes the neighbours long.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Scene:
     drawn: dict[str, object] = field(default_factory=dict)
     """What the plant has drawn, for messages."""
     holders: set[str] = field(default_factory=set)
-    """Requests of which at least one must be named; empty: nobody holds what the victim waits for."""
+    """Requests, one of which must be named; empty if no request holds what the victim waits for."""
 
     def draw(self, what: str, low: int, high: int) -> int:
         """Draw a number from `low` to `high`, and remember it."""
@@ -83,7 +83,7 @@ class Scene:
         tenant: str = "",
         began: asyncio.Event | None = None,
     ) -> None:
-        """Run a request to its end; `began` is set at its first token."""
+        """Run a request to its end; set `began` at its first token."""
         stream = self.client.generate(
             token_ids=prompt,
             max_tokens=max_tokens,
@@ -141,7 +141,7 @@ async def _full_queue(scene: Scene) -> None:
 
 
 async def _long_prompts(scene: Scene) -> None:
-    """Let the victim decode while prompts pass through the other rows, so that each of its steps has chunks of them."""
+    """Let the victim decode while prompts pass through the other rows, so that each of its steps has prompt chunks."""
     count, length = scene.draw("neighbours", 100, 140), scene.draw("neighbours' prompts", 700, 1000)
     many = [asyncio.ensure_future(scene.run(f"neighbour-{index}", scene.prompt(length), 1)) for index in range(count)]
     await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
@@ -181,7 +181,7 @@ async def _worker_killed(scene: Scene) -> None:
 
 
 async def _later_requests(scene: Scene) -> None:
-    """Let urgent requests arrive after the victim, which waits for one of the three rows, and go first."""
+    """Let urgent requests arrive after the victim, which waits for one of three rows, and start before it."""
     running = [
         await scene.start(f"running-{index}", scene.prompt(8), scene.draw("first tokens", 60, 90), priority=60)
         for index in range(3)
@@ -196,7 +196,7 @@ async def _later_requests(scene: Scene) -> None:
 
 
 async def _filled_steps(scene: Scene) -> None:
-    """Let prompts that arrived before take the whole budget of each step, while rows and memory are free."""
+    """Let earlier prompts take each step's whole budget, while rows and memory are free."""
     count, length = scene.draw("neighbours", 6, 9), scene.draw("neighbours' prompts", 2500, 3900)
     scene.holders |= {f"long-{index}" for index in range(count)}
     many = [asyncio.ensure_future(scene.run(f"long-{index}", scene.prompt(length), 1)) for index in range(count)]
@@ -206,7 +206,7 @@ async def _filled_steps(scene: Scene) -> None:
 
 
 async def _crowd(scene: Scene) -> None:
-    """Let many rows with long contexts share the steps of the victim; the usual cost alone is known."""
+    """Let many rows with long contexts share the victim's steps; only the usual cost alone is known."""
     await scene.run("alone", scene.prompt(8), 60)
     count, length = scene.draw("neighbours", 45, 60), scene.draw("neighbours' prompts", 900, 1100)
     scene.holders |= {f"beside-{index}" for index in range(count)}
@@ -270,7 +270,7 @@ async def _scheduler_killed(scene: Scene) -> None:
 
 
 async def _cold_prefix(scene: Scene) -> None:
-    """Lose a cached prompt with its worker; other prompts warm the new worker up before the same prompt comes again."""
+    """Lose a cached prompt with its worker. Other prompts warm up the new worker before the same prompt returns."""
     length = scene.draw("prompt", 2500, 4000)
     prompt = scene.prompt(length)
     await scene.run("first", prompt, 1)
@@ -281,7 +281,7 @@ async def _cold_prefix(scene: Scene) -> None:
 
 
 async def _stalled_reader(scene: Scene) -> None:
-    """Read one message, and nothing for a while; gRPC takes in 64 KiB meanwhile, so the messages are large."""
+    """Read one message, then nothing for a while. gRPC buffers 64 KiB meanwhile, so the messages are large."""
     async with aio.insecure_channel(scene.served.grpc, options=[("grpc.http2.bdp_probe", 0)]) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
             v1.GenerateRequest(

@@ -1,9 +1,9 @@
-"""A tiny checkpoint that recites: its answers follow from its chat template, so that no test depends on its wisdom.
+"""A tiny checkpoint that recites: its chat template determines its responses, so that tests are deterministic.
 
-Each token has one successor: the embedding of a token is a unit vector, attention and MLP add nothing, and the head
-maps a token to its successor. A recital begins with the last token of the prompt. So the chat template chooses the
-recital: it ends the prompt with the first token of one. The default template has one recital, which begins with
-`<|assistant|>`. It shows tools in the form of the family `hermes`.
+Each token has one successor: a token's embedding is a unit vector, attention and MLP add nothing, and the head maps a
+token to its successor. A recital begins with the prompt's last token. The chat template therefore chooses the
+recital by ending the prompt with the recital's first token. The default template has one recital, which begins with
+`<|assistant|>`. It shows tools in the format of the family `hermes`.
 """
 
 import json
@@ -27,7 +27,7 @@ _TEMPLATE = (
 
 
 def make_reciting_model(folder: Path, says: Sequence[str], *, max_model_len: int = 1 << 17) -> Path:
-    """Write a checkpoint that always says these different pieces of text, one token each, and return its folder."""
+    """Write a checkpoint that always outputs these different pieces of text, one token each; return its folder."""
     return make_reciter(folder, [("<|assistant|>", *says, EOS)], _TEMPLATE, max_model_len=max_model_len)
 
 
@@ -38,12 +38,12 @@ def make_reciter(
     *,
     max_model_len: int = 1 << 17,
 ) -> Path:
-    """Write a checkpoint that continues the last token of its prompt with the recital that contains it.
+    """Write a checkpoint that continues its prompt's last token with the recital that contains it.
 
     Args:
         folder: where the checkpoint is written.
-        recitals: tokens in the order in which they follow each other. A token that occurs in several recitals has the
-            same successor in all of them. Tokens of the form `<|NAME|>` are not shown in answers.
+        recitals: sequences of tokens. A token that occurs in several recitals has the same successor in all of them.
+            Tokens of the form `<|NAME|>` are not shown in responses.
         template: the chat template, in the language of Jinja.
         max_model_len: maximum length of a sequence, tokens.
 

@@ -2,10 +2,10 @@
 
     python -m tests.e2e.router PATH_OF_SMG
 
-OpenAI's package drives the router. Answers must be those that the service itself gives. Each service must get half of
-the requests, within 10 %. Requests with equal beginnings must find them in the cache when the router routes by prefix.
-When one service is stopped, requests continue on the other. The router has many dependencies and takes seconds to
-start, so this is not part of `make test`.
+The test uses OpenAI's package with the router. Responses must equal those of the service itself. Each service must get
+half of the requests, within 10 %. When the router routes by prefix, requests with shared prefixes must find them in the
+cache. When one service is stopped, requests continue on the other. The router has many dependencies and takes seconds
+to start, so `make test` does not include this test.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _SCHEMA = {
 
 @contextlib.contextmanager
 def routed(smg: str, services: list[Served], folder: Path, policy: str = "round_robin") -> Iterator[str]:
-    """A running router before these services; yields its address as clients of OpenAI want it."""
+    """Run a router in front of these services; yield its address in the form that OpenAI clients need."""
     port, metrics_port = free_ports(2)
     command = [
         str(Path(smg).resolve()), "launch", "--worker-urls", *[f"grpc://{each.grpc}" for each in services],
@@ -110,7 +110,7 @@ async def answer_many(base_url: str) -> int:
 
 
 def share_of_cached(services: list[Served], url: str) -> float:
-    """Return the share of prompt tokens that were cached: requests with equal beginnings, one family after another."""
+    """Return the fraction of prompt tokens that were cached, for families of requests with shared prefixes."""
     names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
     before = [sum(each.metric(name) for each in services) for name in names]
     router = OpenAI(base_url=url, api_key="none", max_retries=0)

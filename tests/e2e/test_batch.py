@@ -30,7 +30,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.every(3)
 def test_a_killed_batch_goes_on_and_answers_every_line_once(demo: Served, tmp_path: Path) -> None:
-    """A batch that is killed twice and started again has exactly one answer for each request.
+    """A batch that is killed twice and restarted has exactly one result per request.
 
     The answers are those of an undisturbed run. The kills are SIGKILL.
     """

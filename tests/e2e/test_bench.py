@@ -34,7 +34,7 @@ def _bench(served: Served, file: Path, *flags: str, http: bool = False) -> dict[
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("load", LOADS)
 def test_counts_are_those_of_the_server(demo: Served, tmp_path: Path, load: str) -> None:
-    """Requests, prompt tokens and output tokens of the report are the increases of the server's own counters."""
+    """The report's numbers of requests, prompt tokens and output tokens equal the server's counts."""
     http = "HTTP" in load
     before = [demo.metric(name) for name in COUNTED]
     report = _bench(demo, tmp_path / "report.json", *LOADS[load], http=http)
@@ -55,7 +55,7 @@ def test_counts_are_those_of_the_server(demo: Served, tmp_path: Path, load: str)
 
 
 def test_texts_have_about_the_length_asked_for(demo: Served, tmp_path: Path) -> None:
-    """The number of words is scaled by the server's token counts; the average is within a tenth of 300 tokens."""
+    """The number of words is scaled by the server's token counts; the mean is within a tenth of 300 tokens."""
     report = _bench(demo, tmp_path / "r.json", "--concurrency=2", "--requests=6", "--input=300", http=True)
 
     assert report["prompt_tokens"] / report["requests"] == pytest.approx(300, rel=0.1)
@@ -65,8 +65,8 @@ def test_texts_have_about_the_length_asked_for(demo: Served, tmp_path: Path) -> 
 def test_cancelled_requests_end_on_the_server(demo: Served, tmp_path: Path) -> None:
     """As many as the report says, and nothing of them is left.
 
-    A server may be far ahead of a client on a busy machine, and a request that is complete can no longer be cancelled.
-    So each of the three cancels of this seed comes within the first tenth of its 1,500 tokens.
+    On a busy machine, a server may be far ahead of its client, and a complete request can no longer be cancelled. With
+    this seed, each of the three cancellations therefore falls into the first tenth of the 1,500 tokens.
     """
     before = demo.metric("quire_requests_ended_total", reason="cancelled")
     flags = ("--concurrency=3", "--requests=6", "--input=8", "--output=1500", "--cancel-ratio=0.5", "--seed=884")
@@ -91,7 +91,7 @@ def test_a_deadline_is_a_failure_with_its_reason(demo: Served, tmp_path: Path) -
 
 
 def test_repeats_give_intervals(demo: Served, tmp_path: Path) -> None:
-    """Two repeats with different seeds; each mean lies within its interval."""
+    """With two repeats and different seeds, each mean lies within its interval."""
     report = _bench(demo, tmp_path / "r.json", "--concurrency=2", "--requests=4", "--repeats=2", "--slo=e2e_ms=60000")
 
     assert [each["seed"] for each in report["repeats"]] == [0, 1]
@@ -101,7 +101,7 @@ def test_repeats_give_intervals(demo: Served, tmp_path: Path) -> None:
 
 
 def test_a_sweep_measures_growing_loads(demo: Served, tmp_path: Path) -> None:
-    """Two loads of a closed loop: each has its requests, and the higher one keeps the limit."""
+    """Two loads in a closed loop each have their requests, and the higher one stays within the limit."""
     file = tmp_path / "sweep.json"
     flags = ("--users", "--loads=1,2", "--duration=1", "--warmup=0", "--max-repeats=1", "--slo=e2e_ms=60000")
     table = quire("bench", "sweep", f"--target={demo.grpc}", *flags, "--output=4", f"--json={file}")
@@ -133,7 +133,7 @@ def test_the_record_gives_the_figures_of_the_run_alone(demo: Served, tmp_path: P
 
 @pytest.mark.release
 def test_an_over_saturated_service_ends_the_arrivals(demo: Served, tmp_path: Path) -> None:
-    """400 requests per second of 128 tokens are more than two cores serve; the report says so in words."""
+    """400 requests per second with 128 tokens each exceed the capacity of two cores; the report says so in words."""
     flags = ("--rate=400", "--duration=600", "--input=64", "--output=128", "--drain=1")
     file = tmp_path / "r.json"
     quire("bench", "serve", f"--target={demo.grpc}", *flags, f"--json={file}")
@@ -184,7 +184,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def _shown(file: Path, profile: Path) -> str:
-    """Return the document as headless Chromium shows it; nothing may be written to its console."""
+    """Return the document as rendered by headless Chromium; nothing may be written to its console."""
     arguments = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     arguments += ["--disable-dev-shm-usage", f"--user-data-dir={profile}"]
     browser = subprocess.run([*arguments, file.as_uri()], capture_output=True, text=True, timeout=120, check=True)

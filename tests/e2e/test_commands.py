@@ -50,7 +50,7 @@ def test_models_and_workers_are_listed(demo: Served) -> None:
 
 
 def test_an_operator_sees_and_ends_requests(demo: Served) -> None:
-    """A live request is listed with its worker, can be ended by its id, and has a story from arrival to end.
+    """A live request is listed with its worker, can be cancelled by its id, and has a history from arrival to end.
 
     Its client gets CANCELLED.
     """
@@ -76,7 +76,7 @@ def test_an_operator_sees_and_ends_requests(demo: Served) -> None:
 
 
 def test_the_log_level_of_a_running_service_can_be_changed(demo: Served) -> None:
-    """At debug, every process logs a request; at warning, none logs even its end."""
+    """At debug, every process logs a request; at warning, no process logs even its end."""
 
     def services_that_tell(request_id: str) -> set[str]:
         with Client(demo.grpc) as client:

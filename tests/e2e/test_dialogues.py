@@ -1,8 +1,8 @@
 """Dialogues in the form of Codex's and Claude Code's requests, replayed against a real service.
 
 `dialogues/*.json` hold the headers, the first request of each thread (the agent and its sub-agents), and what each
-later request adds: the model's last turn and what tools or the user answered. So a request is the one before it with
-more at its end. The replay sends each request as the client would, and the model's answer is a fixed one.
+later request adds the model's last turn and the tools' results or the user's text, so it extends the previous one. The
+replay sends each request as the client would, and the model's response is fixed.
 """
 
 import json
@@ -22,11 +22,11 @@ THOUGHT = "I think first."
 TEXT = "One moment."
 ARGUMENTS = '{"cmd": "ls", "command": "ls"}'
 HIT_RATE = 0.9
-"""Smallest share of cached tokens in the prompts of the second half of a dialogue."""
+"""Minimum fraction of cached tokens in the prompts in a dialogue's second half."""
 SUMMARY = ("part.added", "text.delta", "text.done", "part.done")
 """Events of the reasoning, of which Codex requests a summary."""
 BLOCKS = 4 * 16
-"""Tokens of the prompt before, at its end, that may differ in the next one or are no whole block."""
+"""Number of tokens at the end of the previous prompt that may differ in the next one or fill no whole block."""
 
 Json = dict[str, Any]
 
@@ -51,7 +51,7 @@ def requests_of(dialogue: Json) -> Iterator[tuple[str, bool, Json]]:
 
 
 def events_of(response: httpx.Response) -> list[Json]:
-    """Return the events of a stream, whose names are the types of their data."""
+    """Return a stream's events, each named by the type in its data."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     events = []
@@ -75,7 +75,7 @@ def replayed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_a_dialogue_replays(replayed: tuple[str, Served]) -> None:
     """Each request of an agent and its sub-agent is answered in the vendor's form.
 
-    What a prompt repeats of the one before comes from the prefix cache: more than 90 % in the second half.
+    The part that a prompt repeats from the previous one comes from the prefix cache: more than 90 % in the second half.
     """
     name, served = replayed
     dialogue = json.loads((DIALOGUES / f"{name}.json").read_text())
@@ -106,7 +106,7 @@ def test_a_dialogue_replays(replayed: tuple[str, Served]) -> None:
 
 
 def check_responses(events: list[Json], *, calls: bool) -> tuple[int, int]:
-    """Check the events of a response with reasoning, text and a call; return prompt tokens and cached ones."""
+    """Check a response's events with reasoning, text and a call; return its prompt tokens and cached tokens."""
     assert calls
     items = [
         ("reasoning", *(f"reasoning_summary_{name}" for name in SUMMARY)),
@@ -130,7 +130,7 @@ def check_responses(events: list[Json], *, calls: bool) -> tuple[int, int]:
 
 
 def check_messages(events: list[Json], *, calls: bool) -> tuple[int, int]:
-    """Check the events of a message; return prompt tokens and cached ones."""
+    """Check a message's events; return its prompt tokens and cached tokens."""
     blocks = [("thinking", "thinking_delta"), ("text", "text_delta"), ("tool_use", "input_json_delta")]
     begun = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     if calls:
@@ -154,6 +154,6 @@ def check_messages(events: list[Json], *, calls: bool) -> tuple[int, int]:
 
 
 def names(events: list[Json], prefix: str = "") -> list[str]:
-    """Return the types of the events; those of successive deltas once."""
+    """Return the event types; list successive deltas once."""
     types = [event["type"].removeprefix(prefix) for event in events]
     return [kind for index, kind in enumerate(types) if not kind.endswith("delta") or types[index - 1] != kind]

@@ -177,7 +177,7 @@ def test_an_invalid_request_is_named(served: Served) -> None:
 
 @pytest.mark.every(3)
 def test_a_worker_that_dies_costs_embeddings_a_pause(checkpoint: Path, oracle: Oracle) -> None:
-    """`kill -9` of the worker in the midst of a large call: every vector comes, once, and is right."""
+    """After `kill -9` of the worker during a large call, every vector arrives once and is right."""
     prompts = draw_prompts([150] * 24, 256, seed=9)
     with serve(checkpoint, "--dtype=float32", f"--max-num-batched-tokens={CHUNK}", "--max-num-seqs=16") as served:
 
@@ -200,7 +200,7 @@ def test_a_worker_that_dies_costs_embeddings_a_pause(checkpoint: Path, oracle: O
 
 
 def test_a_caller_that_leaves_takes_its_prompts_along(served: Served) -> None:
-    """A deadline that passes ends the call and every prompt of it; nothing of it stays in the service."""
+    """A passed deadline ends the call and all its prompts; nothing of the call remains in the service."""
     prompts = draw_prompts([900] * 60, 256, seed=1)
     with Client(served.grpc) as client:
         with pytest.raises(errors.DeadlineError):

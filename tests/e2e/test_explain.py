@@ -1,4 +1,4 @@
-"""`quire explain` against a running service: planted causes of slowness are named first, without knowledge of them.
+"""`quire explain` with a running service: planted causes of slowness are named first, without knowledge of them.
 
 `QUIRE_SEED=N make test-all ARGS=tests/e2e/test_explain.py` repeats the order and the parameters of a run.
 """
@@ -24,7 +24,7 @@ from tests.examples import SEED
 
 
 def _quire(*arguments: str) -> tuple[int, str, str]:
-    """Run a command of `quire` in this process; return its exit code and what it prints to stdout and stderr."""
+    """Run a `quire` command in this process; return its exit code and its output on stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)
@@ -32,7 +32,7 @@ def _quire(*arguments: str) -> tuple[int, str, str]:
 
 
 def _explain(served: Service, *arguments: str) -> str:
-    """Run `quire explain` against the service; return what it prints."""
+    """Run `quire explain` with the service; return its output."""
     code, out, err = _quire("explain", *arguments, f"--target={served.grpc}")
     assert code == 0, err
     return out
@@ -104,7 +104,10 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 
 def _cases() -> Iterator[Any]:
-    """Yield all causes in drawn order; a daily run shares the machine, which can hide those that cost CPU time."""
+    """Yield all causes in random order.
+
+    In a daily run, other tests share the machine, which can hide causes that cost CPU time.
+    """
     for name in random.Random(SEED).sample(sorted(CAUSES), len(CAUSES)):
         yield pytest.param(name, marks=[pytest.mark.release] if CAUSES[name].shares_cpu else [])
 
@@ -114,7 +117,7 @@ def _cases() -> Iterator[Any]:
 def test_a_planted_cause_is_named_first(name: str, services: Callable[[str], Served]) -> None:
     """A cause is planted into the running service; `quire explain` names it first.
 
-    The order of the causes and their parameters are drawn from the seed of the run.
+    The run's seed determines the order of the causes and their parameters.
     """
     planted = CAUSES[name]
     served = services(planted.service)
@@ -126,7 +129,7 @@ def test_a_planted_cause_is_named_first(name: str, services: Callable[[str], Ser
 
 
 def _post(served: Service, path: str, body: dict[str, object]) -> tuple[str, str]:
-    """Send a request; return the id in the answer and the one in the header."""
+    """Send a request; return the ids in the response body and in the header."""
     request = urllib.request.Request(
         f"http://{served.http}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -136,7 +139,7 @@ def _post(served: Service, path: str, body: dict[str, object]) -> tuple[str, str
 
 @pytest.mark.every(3)
 def test_every_id_that_an_api_hands_out_is_explained(demo: Service) -> None:
-    """The id in an answer of each API, the header, and the id of each prompt and choice find the request."""
+    """The id in each API's response, the header, and the id of each prompt and choice all identify the request."""
     chat = [{"role": "user", "content": "hello"}]
     ids = [
         *_post(demo, "/v1/chat/completions", {"messages": chat, "max_tokens": 2, "n": 2}),

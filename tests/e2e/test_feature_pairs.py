@@ -4,9 +4,8 @@ The features are speculation, quantised weights, quantised KV, both prefix cache
 swapping, tensor parallelism, and grammars. Quantised weights are made at load, or are those of a checkpoint, which a
 CPU computes as stored or, in FP8, dequantises.
 
-The oracle is `transformers` with nothing but the numbers that the quantised features stand for: dequantised weights,
-activations and KV that are rounded as specified, by each rank for the part that it has. How many drafts there are
-depends on measured times.
+The oracle is `transformers` with only the numerical effects of the quantised features: dequantised weights, and
+activations and KV rounded as specified, by each rank for its part. The number of drafts depends on measured times.
 """
 
 import itertools
@@ -37,9 +36,11 @@ FEATURES = {
 COUNT = 40
 PATTERN = r"[ab]{8}-[0-9]{8}"
 KV_TIE, ACTIVATIONS_TIE = 0.1, 0.3
-"""A value between two codes may be rounded either way, which then moves others. Embeddings that differ by one millionth
-change a logit of the oracle by at most 0.09 with KV in fp8, and by 0.27 with KV in int4 or activations in int8; the
-standard deviation of a logit is 1.4."""
+"""A value between two codes may be rounded either way, which then affects other values.
+
+If embeddings differ by one millionth, a logit of the oracle changes by at most 0.09 with KV in fp8, and by 0.27 with KV
+in int4 or activations in int8. The standard deviation of a logit is 1.4.
+"""
 Case = dict[str, str]
 
 

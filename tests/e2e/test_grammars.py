@@ -44,7 +44,7 @@ async def answer(stub: "GenerationServiceAsyncStub", asked: v1.GenerateOnceReque
 
 
 def test_every_answer_validates(demo: Served) -> None:
-    """Whatever the schema, greedy or at temperature 1, the answer ends by itself and `jsonschema` accepts it."""
+    """For any schema, greedily or at temperature 1, the output ends by itself and `jsonschema` accepts it."""
     schemas = make_schemas(NUM_SCHEMAS)
 
     async def main(target: str) -> list[tuple[Schema, float, v1.Choice]]:
@@ -123,7 +123,7 @@ def test_other_grammars_and_a_worker_that_dies() -> None:
 
 
 def hostile(number: int) -> list[tuple[str, v1.Grammar]]:
-    """Grammars that must be refused, with the field to be named; each number makes others.
+    """Grammars that must be refused, with the field to be named; each number gives different ones.
 
     They demand more than can be generated, keep the library busy for minutes, and overflow its stack.
     """
@@ -139,7 +139,7 @@ def hostile(number: int) -> list[tuple[str, v1.Grammar]]:
 def test_hostile_grammars_are_refused_and_other_streams_continue(demo: Served) -> None:
     """A hostile grammar is refused by the name of its field, and no process dies.
 
-    Streams beside it, with new grammars or without one, get a whole answer, and none is refused.
+    Concurrent streams, with new grammars or without one, get complete responses, and none is refused.
     """
     field_of = re.compile(rb"grammar\.(regex|json_schema|ebnf)")
 

@@ -1,6 +1,6 @@
 """Mutated calls of every method of `quire.v1`, the operator API and vLLM's engine protocol against a real service.
 
-`services/test_api_fuzz.py` sends more of them, of `quire.v1` only, to a front end without scheduler and worker.
+`services/test_api_fuzz.py` sends more such calls, only for `quire.v1`, to a front end without scheduler and worker.
 """
 
 import random
@@ -107,7 +107,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
 
 
 def check(channel: grpc.Channel, call: tuple[str, bytes]) -> None:
-    """Make a call, and leave it after some responses; its status is a defined one, and comes in time."""
+    """Make a call, and leave it after some responses; its status is defined and arrives in time."""
     name, payload = call
     method = next(each for each in METHODS if name == f"/{each.containing_service.full_name}/{each.name}")
     # The type stubs of grpc only have methods with a serializer.

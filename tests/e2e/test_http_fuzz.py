@@ -1,7 +1,7 @@
 """Mutated requests of every HTTP endpoint against a real service: no 5xx, no hang, nothing left behind.
 
-A call begins as a valid request. Hypothesis changes parts of its JSON, its bytes, its headers and its framing, and the
-client may leave at any moment or not read its stream.
+A call starts as a valid request. Hypothesis changes parts of its JSON, its bytes, its headers and its framing. The
+client may disconnect at any time or not read its stream.
 """
 
 import copy
@@ -22,7 +22,7 @@ from tests.e2e.reciting_model import make_reciting_model
 from tests.examples import examples
 
 PATIENCE_S = 60.0
-"""Longest wait for any byte; whatever takes longer hangs."""
+"""Time limit for any byte; a call that takes longer hangs."""
 SAYS = ["<think>", "I think.", "</think>", "Done.", "<tool_call>", '{"name": "look", "arguments": {', '"at": 1', "}}"]
 SAYS.append("</tool_call>")
 RELEASE_EXAMPLES = 4000
@@ -343,7 +343,7 @@ class Target:
     """A service and the ids of a response that it has stored."""
 
     def __init__(self, served: Served) -> None:
-        """Ask once: the answer is that of every later time, and its ids are real."""
+        """Fetch once: later calls get the same response, with real ids."""
         self.served = served
         self.names: dict[str, str] = {}
         self.question = self._call("/v1/responses", {"input": "the fox", "max_output_tokens": 20})
@@ -471,7 +471,7 @@ def check_unharmed(target: Target) -> None:
 @given(call=calls())
 @example(call=Call("POST /v1/messages HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 0\r\n", b""))
 def test_no_call_does_harm(target: Target, call: Call) -> None:
-    """Each call gets an answer below 500 that names the wrong field, and its streams are complete."""
+    """Each call gets a response below 500 that names the wrong field, and its streams are complete."""
     check(target, call)
 
 

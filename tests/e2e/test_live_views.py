@@ -1,4 +1,4 @@
-"""Live views of a whole service: every step with its rows, and nothing left of a front end that has died."""
+"""Live views of a whole service show every step with its rows, and nothing of a dead front end remains."""
 
 import contextlib
 import time
@@ -32,7 +32,7 @@ def _begin(operator: admin_pb2_grpc.AdminServiceStub) -> "Iterator[admin.WatchSt
 
 
 def test_a_view_shows_the_steps_of_a_service(demo: Served) -> None:
-    """The rows of each step are those that its worker answered; requests have their ids, steps their times."""
+    """Each step's rows equal those in the worker's result; requests have their ids, and steps their times."""
     demo.wait_until_empty()
     began = time.time()
     found: list[admin.WatchStepsResponse] = []
@@ -70,7 +70,7 @@ def test_a_view_shows_the_steps_of_a_service(demo: Served) -> None:
 
 @pytest.mark.release
 def test_a_dead_front_end_frees_its_views(tmp_path: Path) -> None:
-    """When all views are taken, another one is refused; once their front end was killed, they can be begun again."""
+    """When all views are taken, another is refused; after their front end was killed, views can be opened again."""
     with serve("demo", environ={"XDG_STATE_HOME": str(tmp_path)}) as served:
         with _operator(served) as operator:
             views = [_begin(operator) for _ in range(MAX_VIEWS)]

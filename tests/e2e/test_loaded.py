@@ -21,7 +21,7 @@ def write_modules():
 
 atexit.register(write_modules)
 """
-"""Python runs it at the start of every process; at its exit, a process writes the names of its modules."""
+"""Python runs this file at the start of every process; at its exit, a process writes its module names."""
 
 
 @pytest.mark.every(3)

@@ -21,7 +21,7 @@ ARITHMETIC = [{"role": "user", "content": "What is 3 + 4?"}]
 
 @pytest.fixture
 def client(demo: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return the official client, without retries; its types know only OpenAI's own models and options."""
+    """Return the official client without retries; its types include only OpenAI's own models and options."""
     # A proxy from the environment must not come between a test and its own server.
     monkeypatch.setenv("NO_PROXY", "*")
     with openai.OpenAI(base_url=f"http://{demo.http}/v1", api_key="none", max_retries=0) as client:
@@ -43,7 +43,7 @@ def test_a_conversation_is_answered(client: Any) -> None:
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(client: Any) -> None:
-    """The deltas joined are the answer that is given at once; usage comes last, as asked for."""
+    """The joined deltas equal the non-streaming response; the requested usage comes last."""
     whole = client.chat.completions.create(model="demo", messages=ARITHMETIC, temperature=0)
     stream = client.chat.completions.create(
         model="demo", messages=ARITHMETIC, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -90,7 +90,7 @@ def test_several_prompts_and_choices_are_numbered(client: Any) -> None:
 
 
 def test_choices_of_a_stream_come_interleaved(client: Any) -> None:
-    """Each choice of a streamed chat completion has its own text, role and end."""
+    """In a streamed chat completion, each choice has its own text, role and end."""
     stream = client.chat.completions.create(
         model="demo", messages=ARITHMETIC, n=2, max_tokens=5, stream=True, seed=7, extra_body={"ignore_eos": True}
     )
@@ -106,7 +106,7 @@ def test_choices_of_a_stream_come_interleaved(client: Any) -> None:
 
 
 def test_one_seed_gives_one_answer(client: Any) -> None:
-    """Two requests with the same seed get the same answer; vLLM's additional parameters are accepted."""
+    """Two requests with the same seed get the same output; vLLM's additional parameters are accepted."""
     extra = {"top_k": 50, "min_p": 0.01, "ignore_eos": True, "priority": -3, "cache_salt": "mine"}
     texts = {
         client.completions.create(
@@ -121,7 +121,7 @@ def test_one_seed_gives_one_answer(client: Any) -> None:
 
 
 def test_log_probabilities_come_in_both_forms(client: Any) -> None:
-    """Chat and completions each have their own form of log-probabilities; greedy picks rank first in both."""
+    """Chat and completions each have their own format for log-probabilities; greedy tokens rank first in both."""
     chat = client.chat.completions.create(
         model="demo", messages=ARITHMETIC, temperature=0, max_tokens=4, logprobs=True, top_logprobs=3
     )
@@ -182,7 +182,7 @@ def test_log_probabilities_stream(client: Any) -> None:
 
 
 def test_the_models_are_listed(client: Any) -> None:
-    """The list holds the served model, which can be asked for by name; another name is 404."""
+    """The list contains the served model, which can be requested by name; another name is 404."""
     (model,) = client.models.list().data
 
     assert model.id == "demo"
@@ -217,7 +217,7 @@ def test_errors_are_of_the_clients_classes(client: Any) -> None:
 
 
 def test_a_client_that_leaves_frees_its_memory(demo: Served, client: Any) -> None:
-    """Closing a stream cancels its request: it ends as cancelled and no block is held any more."""
+    """Closing a stream cancels its request, which ends as cancelled and holds no block any more."""
     cancelled = int(demo.metric("quire_requests_ended_total", reason="cancelled"))
     with client.completions.create(
         model="demo", prompt="And then", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
@@ -293,7 +293,7 @@ def test_constraints_of_vllm_hold(client: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_parsed(client: Any, stream: bool) -> None:
-    """`required` and a named function give calls of the tools with arguments that follow their schemas."""
+    """`required` and a named function return tool calls whose arguments follow their schemas."""
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         common = {
             "model": "demo", "messages": ARITHMETIC, "tools": [CLOCK, WEATHER], "tool_choice": choice, "seed": 5,

@@ -1,7 +1,7 @@
 """The contract of endpoint pickers: metrics, KV events and load reports as llm-d-router and vLLM's readers expect them.
 
-The expectations are those of llm-d-router's model-server protocol (docs/plugin-metric-protocol.md), of its adapter for
-vLLM's KV events, and of xds.data.orca.v3.OrcaLoadReport.
+The expectations come from llm-d-router's model-server protocol (docs/plugin-metric-protocol.md), from its adapter for
+vLLM's KV events, and from xds.data.orca.v3.OrcaLoadReport.
 """
 
 import base64
@@ -132,7 +132,7 @@ def test_events_name_the_blocks_of_public_prompts_only(picked: tuple[Served, Pic
 
 
 def test_a_picker_finds_its_metrics(picked: tuple[Served, Picker]) -> None:
-    """Each metric of the model-server protocol is a gauge of this name; its labels say block size and count."""
+    """Each metric in the model-server protocol is a gauge with this name; its labels contain block size and count."""
     served, _ = picked
     families = {each.name: each for each in text_string_to_metric_families(served.metrics())}
     for name in ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"):
@@ -151,7 +151,7 @@ def test_a_picker_finds_its_metrics(picked: tuple[Served, Picker]) -> None:
 @needs_tools
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_responses_carry_the_load(picked: tuple[Served, Picker], tmp_path: Path) -> None:
-    """A trailer of gRPC has an OrcaLoadReport; HTTP has it as text, as JSON, or in binary."""
+    """GRPC has an OrcaLoadReport as a trailer; HTTP has the report as text, JSON or binary."""
     served, _ = picked
     headers = {wanted: _ask(served, wanted) for wanted in ("", "JSON", "BIN")}
     kind, _, report = headers["JSON"]["endpoint-load-metrics"].partition(" ")
@@ -171,7 +171,7 @@ def test_responses_carry_the_load(picked: tuple[Served, Picker], tmp_path: Path)
 
 
 def _trailer(served: Served, body: Path) -> str:
-    """Return the report in the trailer of a call. gRPC's own clients keep it for their load balancing."""
+    """Return the report in a call's trailer. gRPC's own clients keep it for load balancing."""
     request = v1.GenerateRequest(text="one", stop=v1.StopOptions(max_tokens=1))
     message = v1.GenerateOnceRequest(request=request).SerializeToString()
     body.write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)

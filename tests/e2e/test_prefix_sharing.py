@@ -15,8 +15,8 @@ from tests.e2e.load import draw_prompts, generate_all
 def test_shared_prefixes_give_the_same_tokens(prefix_cache: str, tmp_path: Path) -> None:
     """Requests with a common prefix deliver the oracle's tokens, and with the cache on compute it once.
 
-    The requests run at the same time and one after the other. Under `radix`, later requests also find the part of the
-    prefix that fills no block.
+    Requests run concurrently and one after the other. Under `radix`, later requests also find the part of the prefix
+    that fills no block.
     """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)

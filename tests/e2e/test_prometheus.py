@@ -72,7 +72,7 @@ def _fill_disk(served: Served) -> None:
 
 
 def _stall(served: Served) -> None:
-    """A client takes one message, and then none until its request ends for that reason.
+    """The client reads one message, then nothing until its request ends for that reason.
 
     gRPC takes in 64 KiB for it, so the messages are large.
     """
@@ -124,7 +124,7 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served,
 def test_a_fault_fires_its_alerts(
     alerts: tuple[str, ...], fault: Callable[[Served], None], troubled: tuple[Served, "Prometheus"]
 ) -> None:
-    """A real fault of a live service fires the alerts that name it, which did not fire before."""
+    """A real fault in a live service fires the alerts that name it, which did not fire before."""
     served, prometheus = troubled
     prometheus.wait_for_data("quire_workers > 0")
     expected = [f'ALERTS{{alertname="{alert}", alertstate="firing"}}' for alert in alerts]
@@ -152,7 +152,7 @@ def _repeat_until(done: threading.Event, act: Callable[[], None]) -> None:
 # This test follows the alert tests, because its load runs until the end of this module.
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, "Prometheus"]]:
-    """A service under load that a Prometheus scrapes; every request is traced, but no collector takes the spans."""
+    """A loaded service that a Prometheus scrapes; every request is traced, but no collector receives the spans."""
     folder = tmp_path_factory.mktemp("prometheus")
     checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
     # No process listens on this port, because an unavailable collector must not matter.
@@ -173,7 +173,7 @@ def test_every_panel_shows_data(board: Any, loaded: tuple[Served, "Prometheus"])
 
 
 def test_dashboards_for_vllm_show_data(loaded: tuple[Served, "Prometheus"]) -> None:
-    """The expressions of vLLM's dashboards return data, and endpoint pickers find one series of each metric."""
+    """The expressions in vLLM's dashboards return data, and endpoint pickers find one series per metric."""
     _, prometheus = loaded
     for expr in VLLM_DASHBOARD:
         prometheus.wait_for_data(expr)
@@ -236,7 +236,7 @@ class Prometheus:
         self._process.wait(60)
 
     def get(self, path: str, **parameters: str) -> Any:
-        """Return the data of an API call; None while Prometheus does not answer."""
+        """Return an API call's data; None while Prometheus does not respond."""
         url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with self._opener.open(url, timeout=30) as response:

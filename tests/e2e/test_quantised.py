@@ -96,7 +96,7 @@ def test_weights_as_stored_give_the_tokens_of_the_model_with_rounded_activations
 def test_quantised_kv_gives_the_tokens_of_a_reference_that_rounds_kv(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
-    """Each key and value of a head is rounded with scales of its own, also across preemptions and chunks."""
+    """Each head's key and value is rounded with its own scales, even across preemptions and chunks."""
     checkpoint = make_checkpoint(architecture, tmp_path / "model")
     memory_of_kv = memory_quantised(checkpoint, kind)
     tally = check(checkpoint, Oracle(checkpoint, kv=kind), memory_of_kv, f"--kv-cache-dtype={kind}")

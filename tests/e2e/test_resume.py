@@ -1,4 +1,4 @@
-"""Clients and front ends that die in the midst of an answer; the answer goes on as if they had not."""
+"""If clients and front ends die during a response, the response continues as if they had not."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ def served() -> Iterator[Served]:
 
 @pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["zzz", "e w"], "max_tokens": 120, "n": 2}])
 def test_a_client_that_is_killed_resumes(served: Served, options: dict[str, object]) -> None:
-    """A client that is killed twice and resumes on any front end gets exactly the output of an undisturbed run.
+    """A client that is killed twice and resumes on any front end gets exactly an undisturbed run's output.
 
     A completed answer can be resumed again.
     """
@@ -117,7 +117,7 @@ def test_a_client_that_is_killed_resumes(served: Served, options: dict[str, obje
 
 
 def test_the_client_goes_on_by_itself_when_a_front_end_dies(served: Served) -> None:
-    """Eight resumable streams lose their front ends; their answers are those of undisturbed runs."""
+    """Eight resumable streams lose their front ends; their outputs equal those of undisturbed runs."""
 
     async def run(*, disturb: bool) -> list[Completion]:
         options = OPTIONS | {"max_tokens": 200, "logprobs": 1}
@@ -189,7 +189,7 @@ class _Relay:
 def test_the_client_goes_on_when_its_network_dies_without_a_word(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that stays open and carries nothing is given up; the answer is that of an undisturbed run."""
+    """An open connection that carries no data is treated as lost; the output equals that of an undisturbed run."""
     quick = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
     options = tuple((name, quick.get(name, value)) for name, value in _calls.CHANNEL_OPTIONS)
     monkeypatch.setattr(_calls, "CHANNEL_OPTIONS", options)

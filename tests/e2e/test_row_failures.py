@@ -1,4 +1,4 @@
-"""A failed row between real processes: its client learns why, and neighbours that share its prefix notice nothing."""
+"""Row failures in real processes: the client gets the reason, and neighbours that share its prefix are unaffected."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ class Neighbours:
         """Of the streams that have finished."""
 
     async def run(self, number: int) -> None:
-        """Run streams until `end`; every one delivers all of its tokens."""
+        """Run streams until `end`; each delivers all of its tokens."""
         while not self._over:
             stream = self._client.generate(
                 token_ids=[*PREFIX, number],

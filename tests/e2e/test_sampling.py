@@ -35,7 +35,7 @@ def request(**options: object) -> v1.GenerateOnceRequest:
 def test_choices_differ_are_reproducible_and_share_their_prompt(tmp_path: Path, prefix_cache: str) -> None:
     """Choices differ under one seed, are the same in a second run, and compute their prompt once.
 
-    Log-probabilities of prompt and output are those of `transformers`, although the prompt is cached.
+    Log-probabilities of prompt and output equal those of `transformers`, although the prompt is cached.
     """
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)

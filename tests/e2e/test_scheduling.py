@@ -49,14 +49,14 @@ def test_every_policy_and_mode_delivers_the_oracles_tokens(flags: tuple[str, ...
 
 
 def test_scheduling_options_travel_to_the_core(tmp_path: Path) -> None:
-    """Under `edf`, a later request with a target runs before one without; a missed target ends nothing."""
+    """Under `edf`, a later request with a target runs before one without; a missed target ends no request."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     with serve(checkpoint, "--policy=edf", "--policy-preemption=off", "--max-num-seqs=1") as served:
         assert asyncio.run(_order_of_ends(served)) == ["wanted soon", "patient"]
 
 
 def test_request_classes_come_from_a_file(tmp_path: Path) -> None:
-    """Requests of a class with `edf` go by their targets; those of no class go by their arrival."""
+    """Requests in a class with `edf` are ordered by target; requests without a class by arrival."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     settings = tmp_path / "admission.toml"
     settings.write_text('[classes.urgent]\npolicy = "edf"\nweight = 3\n', encoding="utf-8")
@@ -67,7 +67,7 @@ def test_request_classes_come_from_a_file(tmp_path: Path) -> None:
 
 
 async def _order_of_ends(served: Served, request_class: str = "") -> list[str]:
-    """Return the order in which two requests end that wait for a drained worker with one row when it is resumed.
+    """Return the order in which two requests end that wait for a drained one-row worker until it is resumed.
 
     The first has no target, and the second has a near one. A third request, which has missed its target, is served as
     well.

@@ -21,7 +21,7 @@ QUESTION = (
     ' that the answer can only be "yes" or "no".<|end|><|user|><Instruct>: {instruction}\n<Query>: {query}\n'
     "<Document>: {document}<|end|><|assistant|>"
 )
-"""The question of Qwen3-Reranker in the chat template of the checkpoint."""
+"""Qwen3-Reranker's question in the checkpoint's chat template."""
 SEARCH = "Given a web search query, retrieve relevant passages that answer the query"
 
 
@@ -80,7 +80,7 @@ def test_answers_have_the_probabilities_of_the_model(by_answers: Served, checkpo
 
 
 def test_embeddings_have_the_cosine_of_the_model(demo: Service) -> None:
-    """The score is the cosine of the hidden states behind the last tokens of the two texts."""
+    """The score is the cosine between the hidden states after the last tokens of the two texts."""
     folder = Path(__file__).parents[2] / "shared" / "demo_model"
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -98,7 +98,7 @@ def test_embeddings_have_the_cosine_of_the_model(demo: Service) -> None:
 
 
 def test_a_prompt_without_output_has_the_log_probabilities_of_the_model(demo: Service) -> None:
-    """`max_tokens` 0 with `echo` gives the log-probability of each prompt token behind those before it."""
+    """`max_tokens` 0 with `echo` returns each prompt token's log-probability, given the tokens before it."""
     folder = Path(__file__).parents[2] / "shared" / "demo_model"
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("Once upon a time there was a dog").ids
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

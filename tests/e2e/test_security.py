@@ -83,7 +83,7 @@ def fortress(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fortress]:
 
 
 def test_a_client_certificate_names_the_principal(fortress: Fortress) -> None:
-    """A client with a certificate of a known name is served over TLS, through processes that speak CURVE."""
+    """A client with a certificate for a known name is served over TLS, through processes that use CURVE."""
     with Client(fortress.served.grpc, credentials=fortress.credentials()) as client:
         completion = client.generate("the", max_tokens=4, ignore_eos=True).result()
 
@@ -92,7 +92,7 @@ def test_a_client_certificate_names_the_principal(fortress: Fortress) -> None:
 
 
 def test_a_client_certificate_names_the_principal_over_http(fortress: Fortress) -> None:
-    """Over HTTPS the principal is that of the client's certificate; without a certificate there is no connection.
+    """Over HTTPS the client's certificate determines the principal; without a certificate, there is no connection.
 
     A valid certificate that belongs to no principal passes TLS only.
     """

@@ -1,4 +1,4 @@
-"""The promises of `quire serve`: one line when it is ready, an answer, and no process left at the end."""
+"""Promises of `quire serve`: one line when it is ready, a response, and no process left at the end."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_the_command_line_streams_what_the_client_gets(served: Served) -> None:
 
 
 def test_the_command_line_gives_one_json_object(served: Served) -> None:
-    """--json holds text, token ids, usage and timings; --chat renders the template; a seed repeats the noise."""
+    """--json prints text, token ids, usage and timings; --chat renders the template; a seed repeats the noise."""
     arguments = ("generate", "-", "--chat", "--json", "--max-tokens=8", "--seed=5", f"--target={served.grpc}")
 
     first, second = (json.loads(quire(*arguments, stdin="the lazy dog").stdout) for _ in range(2))
@@ -146,7 +146,7 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
 
 
 def test_a_model_that_cannot_be_served_is_the_reason_for_the_end(tmp_path: Path) -> None:
-    """What only a worker can find out ends the start as well, with that worker's line as the reason."""
+    """If only a worker can detect an error, the error also ends the start, with that worker's line as the reason."""
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "llama"}')
 
     failed = quire("serve", f"--model={tmp_path}", "--grpc-port=0", "--http-port=0")
@@ -189,7 +189,7 @@ def test_the_sample_and_ctrl_c(checkpoint: Path) -> None:
 
 
 def test_only_callers_with_an_api_key_are_served(checkpoint: Path, tmp_path: Path) -> None:
-    """Keys come from flag, variable and file, over gRPC and HTTP; no process but `quire serve` itself shows one."""
+    """Keys come from flag, variable and file, over gRPC and HTTP; only the process `quire serve` itself shows one."""
     keys = tmp_path / "keys"
     keys.write_text("from-file\n")
     flags = ("--api-key=from-flag", f"--api-key-file={keys}")
@@ -241,7 +241,7 @@ def test_a_second_ctrl_c_does_not_wait(checkpoint: Path) -> None:
 def test_several_of_each_work_together_and_die_together(checkpoint: Path) -> None:
     """Two workers and two front ends share one port and have joined when the ready line appears.
 
-    SIGKILL of the supervisor ends all of them.
+    SIGKILL to the supervisor ends all processes.
     """
     with serve(checkpoint, "--workers=2", "--frontends=2", end=False) as served:
         assert served.metric("quire_workers") == 2
@@ -263,7 +263,7 @@ def test_several_of_each_work_together_and_die_together(checkpoint: Path) -> Non
 
 
 def test_a_process_that_dies_is_replaced(checkpoint: Path) -> None:
-    """After the death of any process, a new one replaces it and the service answers again.
+    """After any process dies, a new one replaces it and the service responds again.
 
     In the meantime no other process can take the service's port.
     """
@@ -282,7 +282,7 @@ def test_a_process_that_dies_is_replaced(checkpoint: Path) -> None:
 
 
 def test_bench_offline_times_every_token(checkpoint: Path, tmp_path: Path) -> None:
-    """The benchmark runs its requests through a service of its own and reports tokens and times line by line."""
+    """The benchmark runs its requests through its own service and reports tokens and times line by line."""
     requests = tmp_path / "requests.jsonl"
     lines = [
         {"prompt_token_ids": [10, 11, 12], "max_tokens": 6, "ignore_eos": True, "prime": True},
@@ -337,7 +337,7 @@ def _answers(served: Served) -> bool:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    """Waits for an event that only shows in a state; pytest's timeout bounds it."""
+    """Wait for an event that is visible only as a state; pytest's timeout limits the wait."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.05)

@@ -29,7 +29,10 @@ def followers(served: Served) -> list[psutil.Process]:
 
 
 def test_two_ranks_serve_and_survive_as_one_worker(tmp_path: Path) -> None:
-    """Tokens are the oracle's; `kill -9` of a follower while streaming is a pause; nothing is left at the end."""
+    """Tokens equal the oracle's; `kill -9` of a follower during streaming causes a pause.
+
+    Nothing remains at the end.
+    """
     checkpoint = make_checkpoint("Qwen2ForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
     answers = [Answer(prompt, 300) for prompt in draw_prompts([3, 30, 100], oracle.vocab_size, seed=2)]
@@ -75,7 +78,7 @@ async def _run_with_a_kill(served: Served, answers: list[Answer], pid: int) -> N
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(architecture: str, size: str, reason: str, tmp_path: Path) -> None:
-    """The command ends with one line that names the setting, and leaves no file of the ranks."""
+    """The command ends with a one-line error that names the setting, and leaves no rank file."""
     checkpoint = make_checkpoint(architecture, tmp_path)
     command = [*QUIRE, "worker", "--model", str(checkpoint), "--tensor-parallel-size", size, "--device", "cpu"]
     left = tmp_path / "left"
@@ -159,7 +162,7 @@ def test_a_signal_ends_a_rank_that_waits_for_the_others(rank: int, exit_code: in
 
 @pytest.mark.release
 def test_a_signal_ends_rank_0_while_a_follower_hangs(tmp_path: Path) -> None:
-    """SIGTERM ends a rank 0 that waits for a follower in the middle of a step; the request goes on afterwards."""
+    """SIGTERM ends rank 0 while it waits for a follower within a step; the request continues afterwards."""
     checkpoint = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
     with serve(checkpoint, "--num-threads=1", "--tensor-parallel-size=2") as served, Client(served.grpc) as client:
         (worker,) = served.children("worker")
@@ -191,7 +194,7 @@ def _connected(port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def kept_from_opening(file: Path) -> Iterator[Callable[[], None]]:
-    """Let other processes wait when they open a file; the value is a function that awaits the first one.
+    """Block other processes when they open a file; the value is a function that awaits the first one.
 
     This is a lease (fcntl(2)), which the kernel ends after 45 seconds.
     """

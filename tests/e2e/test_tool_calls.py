@@ -1,4 +1,4 @@
-"""Calls that a grammar makes, through every API: forced, named, strict and allowed ones, and one that is cut off."""
+"""Calls constrained by a grammar, through every API: forced, named, strict, allowed, and truncated ones."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 QUESTION = "What is the weather in Lisbon?"
 WEATHER = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 3}}, "required": ["city"]}
-"""The model sees that the city is text; its limit of length is for grammars alone."""
+"""The model sees that the city is text; only grammars see its length limit."""
 CLOCK = {
     "type": "object",
     "properties": {
@@ -141,7 +141,7 @@ def _check(calls: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 def test_a_forced_call_is_valid(ask: Callable[[Asked], Answer], temperature: float) -> None:
-    """A forced answer is one call of a tool, or of the named tool, and follows the tool's schema."""
+    """A forced output is one call to a tool, or to the named tool, and follows the tool's schema."""
     forced = ask(Asked("required", temperature=temperature))
     named = ask(Asked("clock", temperature=temperature))
 
@@ -159,7 +159,7 @@ def test_several_calls_may_be_made(ask: Callable[[Asked], Answer]) -> None:
 
 
 def test_a_strict_call_follows_the_schema_where_the_model_decides(ask: Callable[[Asked], Answer]) -> None:
-    """The model calls the tool either way; only a strict one gets an argument that its schema allows."""
+    """The model calls the tool either way; only a strict tool gets an argument that its schema permits."""
     (free,), (strict,) = ask(Asked()).calls, ask(Asked(strict=True)).calls
 
     assert (free[0], json.loads(free[1])) == ("get_weather", {"city": "Lisbon"})

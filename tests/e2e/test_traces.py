@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def traced(checkpoint: Path) -> Iterator[tuple[Served, OtlpReceiver]]:
-    """Return a service that traces sampled requests with all their steps, and the receiver of its spans."""
+    """Return a service that traces all steps of sampled requests, and its span receiver."""
     with otlp_receiver() as receiver:
         environ = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "200"}
         with serve(checkpoint, "--num-threads=1", "--trace-steps=1", environ=environ) as served:
@@ -36,7 +36,7 @@ def traced(checkpoint: Path) -> Iterator[tuple[Served, OtlpReceiver]]:
 
 
 def test_one_trace_across_three_processes_and_links_both_ways(traced: tuple[Served, OtlpReceiver]) -> None:
-    """The client's span is the root of spans from three processes, which are linked with the traces of the steps.
+    """The client's span is the root of spans from three processes, which are linked to the step traces.
 
     The links go both ways. No span contains a part of the prompt.
     """
@@ -89,7 +89,7 @@ def test_untraced_requests_make_no_spans_elsewhere(traced: tuple[Served, OtlpRec
 
 
 def test_a_request_that_missed_its_target_is_traced_although_it_was_not_sampled(checkpoint: Path) -> None:
-    """Its spans come from the front end and the scheduler, in one tree and in order; a request in time has none."""
+    """Its spans come from the front end and the scheduler, in one ordered tree; a request in time has none."""
     with otlp_receiver() as receiver:
         environ = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint,
@@ -193,7 +193,7 @@ def test_a_collector_that_is_down_costs_only_spans(checkpoint: Path) -> None:
 
 @pytest.mark.every(3)
 def test_a_collector_that_hangs_costs_only_spans(checkpoint: Path) -> None:
-    """Requests are served although a collector takes connections and never answers; the lost spans are counted.
+    """Requests are served although a collector accepts connections and never responds; lost spans are counted.
 
     The service ends, with success and in the harness' time, while an export would wait for an hour.
     """
@@ -218,7 +218,7 @@ def test_a_collector_that_hangs_costs_only_spans(checkpoint: Path) -> None:
 
 
 def _steps_of(attempt: ReceivedSpan, spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
-    """Return the spans of the steps in which an attempt ran, those of the scheduler and of the worker."""
+    """Return the scheduler's and the worker's spans for the steps of an attempt."""
     steps = [span for span in spans if span.name == "quire.step" and attempt.span.span_id in span.linked]
     ids = {step.span.span_id for step in steps}
     return [*steps, *(s for s in spans if s.name == "quire.worker.step" and s.span.parent_span_id in ids)]

@@ -1,4 +1,4 @@
-"""Two models on one machine: two services of one user, each with its own record, console and explanations."""
+"""Two models on one machine: two services of one user with separate records, consoles and explanations."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from quire import Client
 
 @pytest.mark.every(3)
 def test_two_services_of_one_user_can_both_be_looked_into(tmp_path: Path) -> None:
-    """Each service records to a separate folder; commands and console show the service they are connected to."""
+    """Each service records to a separate folder; commands and console show the service to which they connect."""
     models = [make_checkpoint("LlamaForCausalLM", tmp_path / name) for name in ("small", "other")]
     ports = free_ports(4)
     place = {"XDG_STATE_HOME": str(tmp_path / "state")}

@@ -21,12 +21,12 @@ def _path(name: str) -> Path:
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
 def test_modules_that_a_page_names_exist(doc: Path) -> None:
-    """A page that names a module goes stale visibly when the module moves; `core/` stands for `scheduler_svc/core/`."""
+    """If a module moves, a page that names it fails this test; `core/` stands for `scheduler_svc/core/`."""
     assert [name for name in _MODULE.findall(doc.read_text("utf-8")) if not _path(name).exists()] == []
 
 
 def _command_lines(text: str) -> Iterator[str]:
-    """Yield the command lines of `quire` in the code blocks of a page, without comments and what other programs get."""
+    """Yield the `quire` command lines in a page's code blocks, without comments and other programs' arguments."""
     for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"[|;&>]+", line.partition("  #")[0]):
@@ -54,12 +54,12 @@ def _wrong(line: str) -> str:
     ids=lambda page: str(page.name),
 )
 def test_command_lines_of_a_page_exist(page: Path) -> None:
-    """Every command and flag of `quire` in a code block is one that the command line knows."""
+    """Every `quire` command and flag in a code block exists."""
     assert [wrong for line in _command_lines(page.read_text("utf-8")) if (wrong := _wrong(line))] == []
 
 
 def test_wrong_command_lines_are_found() -> None:
-    """A command and a flag that do not exist are found, whatever stands around them; comments are not read."""
+    """An unknown command or flag is detected in any context; comments are not read."""
     block = (
         "```sh\nX=1 .venv/bin/quire topp --once  # quire nothing\nquire top --twice | quire help\nquire top --once\n```"
     )

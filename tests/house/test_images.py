@@ -1,4 +1,4 @@
-"""The images are built from a part of the tree, which must contain everything that their installation needs."""
+"""The images are built from part of the tree, which must contain everything for their installation."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def sent(image: str) -> set[str]:
-    """What the builder of an image is sent of the tree."""
+    """The part of the tree that is sent to an image's builder."""
     lines = (ROOT / "deploy" / f"Dockerfile.{image}.dockerignore").read_text().splitlines()
     assert "*" in lines, "all else is left out"
     return {line[1:] for line in lines if line.startswith("!")}
@@ -50,7 +50,7 @@ def test_a_lock_file_has_every_dependency_with_a_hash(image: str) -> None:
 
 
 def test_only_images_with_a_gpu_have_what_a_gpu_needs() -> None:
-    """Front ends and scheduler have no torch; workers on CPUs no triton and no packages of CUDA."""
+    """Front ends and scheduler have no torch; CPU workers have no triton and no CUDA packages."""
     assert not {"torch", "triton", "transformers"} & locked("scheduler").keys()
     assert locked("worker-cpu")["torch"] == f"{TORCH}+cpu"
     assert not [name for name in locked("worker-cpu") if name == "triton" or name.startswith("nvidia")]
@@ -82,7 +82,7 @@ def test_a_bill_of_materials_lists_the_packages_of_the_lock_file(image: str) -> 
 
 @pytest.mark.parametrize("image", ["scheduler", "worker"])
 def test_a_dockerfile_copies_what_exists(image: str) -> None:
-    """Each COPY finds its files in what the builder is sent; another stage that it names stands above it."""
+    """Each COPY finds its files in the build context; a stage that it names is defined before it."""
     files = context(dockerfile(image))
     for device in ("cpu", "cuda"):
         stages: list[str] = []
@@ -100,7 +100,7 @@ def test_a_dockerfile_copies_what_exists(image: str) -> None:
 
 @pytest.mark.parametrize("image", ["scheduler", "worker"])
 def test_a_dockerfile_starts_a_command_that_is_installed(image: str) -> None:
-    """The entry point is a script of the project, and the command line knows the arguments; the user is not root."""
+    """The entry point is a script of the project, and the command line accepts the arguments; the user is not root."""
     steps = {step.name: step.value for step in read(dockerfile(image))}
     started = json.loads(steps["ENTRYPOINT"])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -37,7 +37,7 @@ def imports(source: str, modules: Container[str]) -> Iterator[str]:
 
 
 def circle(sources: Mapping[str, str]) -> list[str] | None:
-    """Return the modules of a circle of imports, each followed by one that imports it, or None."""
+    """Return the modules in an import cycle, each followed by one that imports it, or None."""
     graph = {name: set(imports(source, sources)) - {name} for name, source in sources.items()}
     try:
         TopologicalSorter(graph).prepare()
@@ -59,7 +59,7 @@ def test_no_modules_import_each_other() -> None:
     "back", ["import a.b", "from a import b", "def f():\n  from a.b import x", "from a.b import x"]
 )
 def test_a_circle_of_imports_is_found(back: str) -> None:
-    """A circle over three modules is found, however its last import is written; a package may import its modules."""
+    """A cycle over three modules is found, however its last import is written; a package may import its modules."""
     found = circle({"a": "from a.b import x", "a.b": "import c", "c": "import d", "d": back})
 
     assert found is not None
@@ -81,7 +81,7 @@ def _may_import() -> dict[str, set[str]]:
 
 _MAY_IMPORT = _may_import()
 ABOVE_SERVING = ("records", "measure", "checks", "tests")
-"""Packages that read recordings, measure, verify and test, each above all before it; what serves lies below."""
+"""Packages that read recordings, measure, verify and test, each above all earlier ones; serving packages are below."""
 _SERVING = ("quire", "quire_server", "services", "scheduler_svc", "worker_svc", "kernels", "shared", "protos")
 _STUBS = ("quire.v1", "quire.admin.v1", "quire.__version__")
 
@@ -103,7 +103,7 @@ def test_a_folder_imports_only_what_the_architecture_page_allows(folder: str) ->
 
 
 def test_serving_lies_below_what_reads_records_measures_and_verifies() -> None:
-    """The order is serving, records, measure, checks, tests: no module imports one of a package that comes later."""
+    """The order is serving, records, measure, checks, tests: no module imports from a later package."""
     against = []
     for folder in (*_SERVING, *ABOVE_SERVING):
         later = ABOVE_SERVING[ABOVE_SERVING.index(folder) + 1 :] if folder in ABOVE_SERVING else ABOVE_SERVING
@@ -148,12 +148,12 @@ ORDERS = {
         "loop", "follower", "main",
     ),
 }  # fmt: skip
-"""The packages and top modules of a package, in reading order; each imports only itself and those before it."""
+"""The packages and top modules in a package, in reading order; each imports only itself and earlier ones."""
 
 
 @pytest.mark.parametrize("package", ORDERS)
 def test_packages_are_in_order(package: str) -> None:
-    """A package imports itself and those before it, in the order in which its parent's docstring lists them."""
+    """A package imports only itself and earlier packages, in the order of its parent's docstring."""
     order = ORDERS[package]
     root = ROOT.joinpath(*package.split("."))
     assert {path.stem for path in root.iterdir()} - {"__init__", "__pycache__"} == set(order)
@@ -173,7 +173,7 @@ def test_packages_are_in_order(package: str) -> None:
 
 @pytest.mark.parametrize("package", ORDERS)
 def test_packages_are_listed_in_order(package: str) -> None:
-    """The docstring of a package lists its packages and top modules in the order in which to read them."""
+    """A package's docstring lists its packages and top modules in reading order."""
     text = ROOT.joinpath(*package.split("."), "__init__.py").read_text("utf-8").partition("in this order")[2]
 
     assert tuple(re.findall(r"(?:^\* |; )`(\w+)` ", text, re.MULTILINE)) == ORDERS[package]

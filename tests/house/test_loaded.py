@@ -1,4 +1,4 @@
-"""The packages that each process loads when it starts. Imports are most of the time and memory of a start.
+"""The packages that each process loads at start. Imports take most of the time and memory of a start.
 
 A process may load less than its list, because some packages load others only where they are installed.
 """
@@ -42,7 +42,7 @@ assert len(Driver(make_engine(resolve_model("demo", weights=True))).generate([5,
 
 
 def loaded_by(program: str) -> set[str]:
-    """The packages, except those of Python, that a program loads in a process of its own."""
+    """The packages, except Python's own, that a program loads in a separate process."""
     process = subprocess.run(
         [sys.executable, "-c", _LOADED.format(program=program)],
         cwd=ROOT,
@@ -66,7 +66,7 @@ def loaded_by(program: str) -> set[str]:
     ids=["the supervisor before it starts the others", "scheduler", "front end", "worker that serves the demo model"],
 )
 def test_a_process_loads_only_these_packages(program: str, own: set[str], foreign: set[str]) -> None:
-    """No process loads a package that is not in its list; a worker on a CPU neither transformers nor triton."""
+    """No process loads a package outside its list; a CPU worker loads neither transformers nor triton."""
     ours = {"shared", "protos"} | own
 
     assert loaded_by(program) - ours <= foreign | {"cython_runtime"}

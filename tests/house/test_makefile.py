@@ -96,7 +96,7 @@ def test_a_broken_proto_is_found(clone: Path) -> None:
 @needs_git
 @needs_buf
 def test_without_a_base_to_compare_with_a_message_says_so(clone: Path) -> None:
-    """A clone without main, or with a single commit of it, gets a message instead of an error."""
+    """A clone without main, or with a single commit, gets a message instead of an error."""
     without_main = breaking(clone)
     git(clone, "branch", "-m", "main")
     single_commit = breaking(clone)

@@ -1,7 +1,7 @@
-"""Nothing in the tree installs a distribution of ours by its name, because no name of ours is registered.
+"""Nothing in the tree installs our distributions by name, because none of our names is registered.
 
-Whoever registers such a name on a package index could run code wherever it is installed. So our wheels are installed
-as files, and every requirement is of somebody else.
+Anybody who registers such a name on a package index could run code wherever the name is installed. Our wheels are
+therefore installed as files, and every requirement is another project's.
 """
 
 import json
@@ -31,7 +31,7 @@ def _texts() -> Iterator[tuple[Path, str]]:
 
 
 def installed(text: str) -> Iterator[str]:
-    """Yield what the pip commands of a text install, as written; `$(ls FILE)` is the file."""
+    """Yield what a text's pip commands install, as written; `$(ls FILE)` is the file."""
     for command in _PIP.finditer(text):
         words = re.sub(r"\$\(ls ([^)]*)\)", r"\1", command[1].replace("\\\n", " "))
         yield from (word.strip("\"',.") or word.strip("\"',") for word in words.split() if not word.startswith("-"))
@@ -62,7 +62,7 @@ def test_no_command_installs_a_distribution_of_ours_by_name() -> None:
 
 
 def test_no_text_names_a_distribution_of_ours_as_a_requirement() -> None:
-    """Nothing says `NAME[extra]` or `NAME==version` of ours, in whatever command it stands."""
+    """No command contains `NAME[extra]` or `NAME==version` with one of our names."""
     found = [
         f"{path}: {match[0]}" for path, text in _texts() if path.name != Path(__file__).name
         for match in _OURS.finditer(text)
@@ -91,7 +91,7 @@ def _requirements() -> Iterator[tuple[str, str]]:
 
 
 def test_every_requirement_is_of_somebody_else() -> None:
-    """No list of requirements has a name of ours."""
+    """No requirements file contains one of our names."""
     found = list(_requirements())
 
     assert len(found) > 300
@@ -110,7 +110,7 @@ def test_every_requirement_is_of_somebody_else() -> None:
     ],
 )
 def test_a_wrong_command_is_found(command: str) -> None:
-    """A name of ours, a wheel that nothing builds and an extra that the project lacks are found in any command."""
+    """One of our names, an unknown wheel and an unknown extra are detected in any command."""
     assert [word for word in installed(command) if wrong(word)] != []
 
 

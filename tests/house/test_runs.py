@@ -1,4 +1,4 @@
-"""What a run of tests promises: groups, the daily selection, and that it leaves nothing behind."""
+"""Promises of a test run: groups, the daily selection, and that nothing is left behind."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_waits(service, tmp_path):
 
 
 def run(*arguments: str, environ: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run Python with these arguments, without the variables of the run that this test belongs to."""
+    """Run Python with these arguments, without the variables of this test's own run."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         (sys.executable, *arguments),
@@ -55,7 +55,7 @@ def run(*arguments: str, environ: dict[str, str] | None = None) -> "subprocess.C
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_an_interrupted_run_says_so_and_leaves_nothing(tmp_path: Path, number: signal.Signals, processes: str) -> None:
-    """A signal ends a run, its processes and its temporary folders; the last line and the exit code say so."""
+    """A signal ends a run, its processes and its temporary folders; the last line and the exit code show this."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     file = tmp_path / "test_waits.py"
@@ -105,7 +105,7 @@ def test_a_process_that_outlives_the_tests_fails_the_run(tmp_path: Path) -> None
 
 
 def test_tests_that_start_services_share_a_process(tmp_path: Path) -> None:
-    """In a parallel run, one process executes the tests of all files of a group; the other executes the others."""
+    """In a parallel run, one process executes all tests of a group; the other executes the rest."""
     log = tmp_path / "log"
     for name in ("tests/e2e/test_a", "tests/chaos/test_b", "tests/console/test_c", "tests/quire/test_d"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def test_tests_that_start_services_share_a_process(tmp_path: Path) -> None:
 
 
 def test_a_daily_run_draws_cases_and_names_what_it_leaves_out(tmp_path: Path) -> None:
-    """Tests marked release are left out, as are all but the drawn cases of a test marked drawn; the seed decides."""
+    """Tests marked release are omitted, as are all but the selected cases of a test marked drawn; the seed decides."""
     file = tmp_path / "test_cases.py"
     file.write_text(
         textwrap.dedent("""
@@ -170,7 +170,7 @@ def test_a_daily_run_draws_cases_and_names_what_it_leaves_out(tmp_path: Path) ->
 
 
 def test_a_test_of_every_third_day_runs_in_one_of_three_successive_runs(tmp_path: Path) -> None:
-    """On each day as many of these tests run, and in three days each of them runs once."""
+    """Each day runs the same number of these tests, and in three days each of them runs once."""
     file = tmp_path / "test_days.py"
     test = "@pytest.mark.every(3)\ndef test_{}():\n    pass\n"
     file.write_text("import pytest\n\n" + "\n".join(test.format(name) for name in "abcdef"))

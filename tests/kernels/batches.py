@@ -46,10 +46,10 @@ def paged_batch(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> PagedBatch:
-    """A batch of rows given as (context, query length), on scattered pages; quantised: queries in float32.
+    """A batch with rows given as (context, query length), on scattered pages; if quantised, queries are float32.
 
-    Every place of the cache that no row owns holds NaN, and block tables point far outside beyond a row's
-    last page: an implementation that reads what it must not fails.
+    Every cache slot outside the rows holds NaN, and block tables point far outside beyond a row's
+    last page, so that an implementation that reads too much fails.
     """
     if dtype in QUANTISED:
         batch = paged_batch(
@@ -89,12 +89,12 @@ def paged_batch(
 
 
 def head_dims(dtype: torch.dtype) -> list[int]:
-    """Head dimensions that every level of the CPU kernels supports with this type of cache."""
+    """Head dimensions that every CPU kernel level supports with this cache type."""
     return [32, 64, 96, 128] if dtype == INT4 else [16, 64, 80, 128]
 
 
 def quantised_types(head_dim: int) -> list[torch.dtype]:
-    """Types of a quantised cache that support heads of this size."""
+    """Quantised cache types that support heads of this size."""
     return [dtype for dtype in QUANTISED if dtype != INT4 or head_dim % GROUP == 0]
 
 
@@ -105,7 +105,7 @@ def as_float64(batch: PagedBatch) -> tuple[torch.Tensor, ...]:
 
 
 def with_quantised_cache(batch: PagedBatch, dtype: torch.dtype) -> PagedBatch:
-    """The batch with its cache quantised; places that no row owns stay NaN."""
+    """The batch with a quantised cache; slots outside the rows remain NaN."""
     return replace(batch, k_cache=to_quantised(batch.k_cache, dtype), v_cache=to_quantised(batch.v_cache, dtype))
 
 

@@ -1,7 +1,7 @@
 """What two ways to compute the same may differ by: processors sum in another order, and have exponentials of their own.
 
-Equality of bits is asked for only where it is the promise: of copies, integers, random bits, single roundings, and of
-our own kernels with themselves.
+Bitwise equality is required only where it is promised: for copies, integers, random bits, single roundings, and our own
+kernels compared with themselves.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kernels.sampling import SamplingTensors, process_logits_reference
 
 
 def assert_rounded_alike(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Both round at the same places: they differ by a few units in the last place, in 16 bits nearly nowhere.
+    """Both round at the same points, so they differ by a few units in the last place, and in 16 bits hardly anywhere.
 
-    16-bit results are computed in float32 and rounded; what float32 leaves open changes one rounding in thousands. A
-    rounding too many, or one left out, changes a good part of them.
+    16-bit results are computed in float32 and rounded. Float32 differences change one rounding in thousands, but an
+    additional or missing rounding changes many results.
     """
     assert ours.dtype == theirs.dtype
     step = 4 * torch.finfo(ours.dtype).eps
@@ -28,7 +28,7 @@ def assert_rounded_alike(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def possible_scores(logits: torch.Tensor, params: SamplingTensors) -> list[torch.Tensor]:
-    """What the filters leave: where they stand, and where rounding in a sum of probabilities may move them to."""
+    """The tokens that the filters keep: the exact border, and where rounding in a sum of probabilities may move it."""
     return [process_logits_reference(logits, _moved(params, step)) for step in (0.0, _BORDER, -_BORDER)]
 
 
@@ -51,7 +51,7 @@ def assert_drawn(
         tokens: what was drawn.
         logits: `[rows, vocab_size]`.
         params: the rows' parameters.
-        noise_error: largest error of the noise that was drawn with; on a CPU it is exact.
+        noise_error: largest error of the noise used; 0 on a CPU.
     """
     noise = gumbel_from_words(random_words(params.seed, params.position, params.choice, logits.shape[1]))
     noise = torch.where((params.temperature > 0).unsqueeze(1), noise, 0.0)

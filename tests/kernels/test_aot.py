@@ -32,10 +32,10 @@ TOKENS_PER_PROGRAM = {
     "gather_kernel": TILE,
     "draw_tiles_kernel": TILE,
 }
-"""Tokens of the vocabulary for which each instruction of a sampling kernel runs once."""
+"""Number of vocabulary tokens for which each instruction of a sampling kernel runs once."""
 
 MOST_PER_TOKEN = {"maxima_kernel": 14, "pivots_kernel": 190, "gather_kernel": 160, "draw_tiles_kernel": 177}
-"""Ceilings of the instructions of all threads per token of the vocabulary; a seventh above those of Triton 3.9."""
+"""Upper limits for all threads' instructions per vocabulary token; a seventh above Triton 3.9's numbers."""
 
 PIPELINED = """
   %a = ttg.async_wait %t {num = 1 : i32}
@@ -86,7 +86,7 @@ def test_recording_ends_with_its_block() -> None:
 
 
 def test_only_waits_within_loops_count() -> None:
-    """A loop that waits for all its copies has none ahead; waits before and after it do not matter, also in a loop."""
+    """A loop that waits for all its copies has none ahead. Waits before and after it do not matter, even in a loop."""
     assert machine_code.copies_ahead(PIPELINED) == 2
     assert machine_code.copies_ahead(PIPELINED.replace("num = 2", "num = 0")) == 0
     assert machine_code.copies_ahead(PIPELINED + PIPELINED.replace("num = 2", "num = 1")) == 1
@@ -95,7 +95,7 @@ def test_only_waits_within_loops_count() -> None:
 
 
 def test_instructions_are_counted_without_padding() -> None:
-    """A kernel's instructions are counted without the padding after it; a loop counts if it copies."""
+    """A kernel's instructions are counted without trailing padding; a loop counts if it copies."""
     assert machine_code.num_instructions(LISTING) == 5
     assert machine_code.loop_instructions(LISTING) == (2,)
 
@@ -105,7 +105,7 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
     """The CI cases compile for sm_80 and sm_90, fit in shared memory, and spill no register.
 
     The attention kernels load ahead of their arithmetic, and need no more instructions per score than before. The
-    sampling kernels need no more instructions per token of the vocabulary than before.
+    sampling kernels need no more instructions per vocabulary token than before.
     """
     report = tmp_path / "aot.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,6 +1,7 @@
 """The AVX-512 and AMX levels without the processor: their source compiled over a model of each instruction.
 
-`avx512_model.h` and `amx_model.h` say what the instructions do. They do not prove that the compiler encodes them.
+`avx512_model.h` and `amx_model.h` define the instructions' semantics. They do not prove that the compiler encodes the
+instructions correctly.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def test_the_self_test_passes(modelled: library.Native) -> None:
 
 
 def test_every_tile_gives_the_product(modelled: library.Native) -> None:
-    """One row to more than two tiles of them, and inputs and outputs that fill no tile."""
+    """From one row to more than two tiles of rows, with inputs and outputs that fill no tile."""
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(150, 70, generator=generator)
     x = torch.randn(67, 70, generator=generator)
@@ -88,7 +89,7 @@ def test_every_tile_gives_the_product(modelled: library.Native) -> None:
 
 
 def test_draws_are_those_of_the_reference(modelled: library.Native) -> None:
-    """Flat and peaked rows, with and without filters, of a vocabulary that is no multiple of anything."""
+    """Flat and peaked rows, with and without filters, for a vocabulary that fills no block."""
     for spread in (0.0, 1.0, 6.0):
         logits = torch.randn(8, 1003, generator=torch.Generator().manual_seed(4)) * spread
         for filters in ({}, {"top_k": 40}, {"top_p": 0.9}, {"top_k": 300, "top_p": 0.7, "min_p": 0.01}):

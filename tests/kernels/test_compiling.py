@@ -1,4 +1,4 @@
-"""A caller is notified of each kernel before it is compiled, and of none that is compiled already."""
+"""A caller is notified before each kernel's compilation, but not for kernels that are already compiled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ with before_compiling(lambda name: print("about to compile", name)):
 
 
 def run(program: str, cache: Path) -> list[str]:
-    """Run a program that compiles kernels, with a separate cache; return the lines it prints."""
+    """Run a program that compiles kernels with a separate cache; return its output lines."""
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM + program],
         cwd=ROOT,

@@ -8,7 +8,7 @@ from kernels.kv_cache import write_kv
 
 
 def test_each_token_lands_in_its_slot_and_nowhere_else() -> None:
-    """Slot s is place s % block_size of block s // block_size; other places keep their content."""
+    """Slot s is position s % block_size in block s // block_size; other positions keep their content."""
     key, value = torch.randn(2, 3, 2, 8)
     k_cache, v_cache = torch.full((4, 2, 16, 8), 7.0), torch.full((4, 2, 16, 8), 9.0)
     write_kv(key, value, k_cache, v_cache, torch.tensor([17, 0, 63]))

@@ -105,7 +105,7 @@ def test_int4_products_equal_the_reference_for_any_shape(data: st.DataObject) ->
 
 @given(data=st.data())
 def test_int4_weights_are_the_nearest_of_their_group(data: st.DataObject) -> None:
-    """A weight moves by half a step of its group at most. A step is a fifteenth of the group's range (with zero).
+    """A weight moves by at most half a step of its group. A step is a fifteenth of the group's range (including zero).
 
     The bound is a little larger, because a scale in bfloat16 may be smaller than the range requires.
     """

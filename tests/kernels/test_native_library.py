@@ -33,7 +33,7 @@ def test_where_there_is_a_compiler_the_kernels_are_built() -> None:
 
 
 def test_the_best_level_passes_its_self_test_and_serves() -> None:
-    """No level that the processor has is left out; the portable one is for tests only."""
+    """Every level of the processor is used, except the portable one, which is only for tests."""
     best = native_levels()[-1].level_name
     with cpu_kernels("auto"):
         serving = native()
@@ -42,7 +42,7 @@ def test_the_best_level_passes_its_self_test_and_serves() -> None:
 
 
 def test_the_self_test_does_not_depend_on_its_caller() -> None:
-    """A trial that computes in float32 asks for the kernels first; the self-test still sees its own types."""
+    """A trial that computes in float32 requests the kernels first; the self-test still sees its own types."""
     with cpu_kernels("auto"), InFloat32():  # type: ignore[no-untyped-call]
         serving = native()
 
@@ -50,7 +50,7 @@ def test_the_self_test_does_not_depend_on_its_caller() -> None:
 
 
 def test_a_process_chooses_once() -> None:
-    """What a model was packed for at load serves it to the end, whatever becomes of the environment."""
+    """The kernels for which a model was packed at load serve it until the end, even if the environment changes."""
     with cpu_kernels("portable"), pytest.MonkeyPatch.context() as patch:
         chosen = native()
         patch.setenv("QUIRE_CPU_KERNELS", "off")

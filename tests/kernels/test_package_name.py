@@ -1,4 +1,4 @@
-"""Our package shares its import name with one that `transformers` probes for, and must run without triton."""
+"""Our package shares its import name with a package that `transformers` probes for, and must run without triton."""
 
 from __future__ import annotations
 

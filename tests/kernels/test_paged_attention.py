@@ -151,7 +151,7 @@ def test_soft_cap_squashes_the_logits_before_the_mask() -> None:
 
 
 def test_a_sink_takes_a_share_of_the_weights_and_has_no_value() -> None:
-    """The softmax of a head has one more logit, its sink, whose weight no value gets."""
+    """A head's softmax has one additional logit, its sink, whose weight goes to no value."""
     batch = paged_batch([(20, 1)], num_heads=1, num_kv_heads=1, dtype=torch.float64)
     keys, values = batch.dense[0][0][0], batch.dense[0][1][0]
     sink = torch.tensor([1.5])
@@ -162,7 +162,7 @@ def test_a_sink_takes_a_share_of_the_weights_and_has_no_value() -> None:
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_sinks_on_the_cpu_path(window: int | None) -> None:
-    """Decode rows and chunks with a sink per head, one of them larger than all scores."""
+    """Decode rows and chunks with one sink per head, one of which exceeds all scores."""
     batch = paged_batch(MIXED)
     sinks = torch.linspace(-3, 30, batch.query.shape[1])
 
@@ -211,14 +211,14 @@ def test_cpu_path_keeps_16_bit_accuracy(dtype: torch.dtype) -> None:
 
 
 def test_long_chunk_after_a_prefix() -> None:
-    """A chunk longer than one tile of queries attends to its prefix and to earlier tokens of the chunk only."""
+    """A chunk longer than one query tile attends only to its prefix and to earlier tokens in the chunk."""
     batch = paged_batch([(700, 600)], block_size=32)
 
     torch.testing.assert_close(on_cpu(batch), reference(batch).float(), rtol=1e-5, atol=1e-5)
 
 
 def test_many_decode_rows_are_split_and_put_back_in_order() -> None:
-    """Rows of very different lengths, computed in several groups, come back each in its place."""
+    """Rows with very different lengths are computed in several groups, and each result returns to its row's place."""
     batch = paged_batch([(1 + 37 * row % 1200, 1) for row in range(40)], num_heads=8, num_kv_heads=8)
 
     torch.testing.assert_close(on_cpu(batch), reference(batch).float(), rtol=1e-5, atol=1e-5)
@@ -234,7 +234,7 @@ def test_padding_rows_are_zero() -> None:
 
 
 def test_a_failed_rows_nan_stays_its_own() -> None:
-    """NaN in one row's keys makes that row NaN and leaves the others as they were."""
+    """NaN in one row's keys makes that row NaN and does not affect the others."""
     batch = paged_batch([(40, 1), (45, 1)])
     batch.k_cache[batch.block_tables[0, 0]] = torch.nan
     out = on_cpu(batch)

@@ -1,4 +1,4 @@
-"""The counter-based generator against its published vectors and against its own specification."""
+"""The counter-based generator, compared with its published vectors and with our own specification."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_published_vectors(counter: tuple[int, ...], key: tuple[int, ...], expec
 
 
 def test_words_follow_the_specification() -> None:
-    """The word of index v is lane v % 4 of the block with counter (v // 4, position, choice, 0) and the seed as key."""
+    """The word for index v is lane v % 4 of the block with counter (v // 4, position, choice, 0) and key seed."""
     seeds = [0, -1, 0x0123456789ABCDEF, -(1 << 63)]
     positions, choices = [0, 5, 2**31 - 1, 77], [0, 1, 3, 2**31 - 1]
     words = philox.random_words(torch.tensor(seeds), torch.tensor(positions).int(), torch.tensor(choices).int(), 11)

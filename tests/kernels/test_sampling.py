@@ -90,7 +90,7 @@ def as_float32(value: float) -> float:
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_survivors_are_those_of_transformers(data: st.DataObject) -> None:
-    """Any combination of filters leaves the scores that transformers leaves; among equal ones, as many."""
+    """Any combination of filters keeps the scores that transformers keeps; among equal ones, the same number."""
     vocab_size = data.draw(st.integers(1, 40))
     coarse = data.draw(st.booleans())
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10000)))
@@ -124,7 +124,7 @@ def test_equal_logits_at_the_nucleus_border_stay_by_index(vocab_size: int) -> No
 
 
 def test_each_row_has_its_own_filters() -> None:
-    """In one batch, rows with and without each filter, greedy ones among them, are filtered row by row."""
+    """In one batch, each row gets its own filters, including greedy rows and rows without filters."""
     settings_of_rows = [
         (1.0, 0, 1.0, 0.0),
         (0.5, 5, 1.0, 0.0),
@@ -225,7 +225,7 @@ def test_draws_follow_the_softmax(filters: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kernels", [None, *native_levels()], ids=lambda each: each.level_name if each else "torch")
 def test_a_token_of_a_probability_of_1e8_is_drawn_by_its_noise(kernels: Native | None) -> None:
-    """Noise reaches 22.87, so that a token 18 nats below the best one wins if its noise says so."""
+    """Noise reaches 22.87, so a token 18 nats below the best one wins if its noise is large enough."""
     seed, token, noise = torch.tensor([20524]), 1552, 18.1464691
     own = random_words(seed, torch.zeros(1).int(), torch.zeros(1).int(), 4096)
     first = float(gumbel_from_words(own[:, :1]))
@@ -253,7 +253,7 @@ def test_neighbouring_draws_are_independent(what: str) -> None:
 
 
 def test_a_draw_does_not_depend_on_its_batch() -> None:
-    """A row gives the same token alone as in another place of a batch, beside rows that truncate."""
+    """A row gives the same token alone and at another position in a batch with truncating rows."""
     logits = torch.randn(6, 5000)
     positions = torch.tensor([9, 8, 7, 6, 5, 4])
     together = sampling(6, top_k=20, position=positions)
@@ -280,7 +280,7 @@ def test_rows_that_cannot_be_sampled_are_found() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_greedy_finds_the_likeliest_token_or_none(dtype: torch.dtype) -> None:
-    """The first of the largest logits; -1 for a row that cannot be sampled."""
+    """The first of the largest logits, or -1 for a row that cannot be sampled."""
     logits = torch.randn(5, 50, dtype=dtype)
     logits[0, 7] = torch.nan
     logits[1, 7] = torch.inf
@@ -341,7 +341,7 @@ def test_cpu_kernels_draw_what_the_reference_draws(kernels: Native, vocab_size: 
 
 @pytest.mark.parametrize("kernels", native_levels(), ids=lambda kernels: kernels.level_name)
 def test_cpu_kernels_draw_from_logits_of_any_size(kernels: Native) -> None:
-    """Logits that overflow when divided, that differ by less than float32 sees beside them, and that were removed."""
+    """Logits that overflow when divided, that differ by less than float32 resolves, and that were removed."""
     logits = torch.randn(5, 700, generator=torch.Generator().manual_seed(8))
     logits[0] *= 1e38
     logits[1] += 1e6
@@ -359,7 +359,7 @@ def test_cpu_kernels_draw_from_logits_of_any_size(kernels: Native) -> None:
 @pytest.mark.parametrize("level", ["off", *(kernels.level_name for kernels in native_levels())])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_ranks_draw_what_one_process_draws(level: str, temperature: float) -> None:
-    """The best token of the best part is the token of the whole vocabulary, whichever part has ties or is empty."""
+    """The best token over all parts is the token of the whole vocabulary, even if parts have ties or are empty."""
     vocab_size, borders = 5003, (0, 1728, 3456, 5003)
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(7)) * 3
     logits[1] = logits[1].round()  # many ties

@@ -23,7 +23,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_entries_are_used_where_they_hold(table: Path) -> None:
-    """An entry applies to its own key only; other keys get the default. A larger group of heads gets a larger tile."""
+    """An entry applies only to its own key; other keys get the default. A larger group of heads gets a larger tile."""
     key = Key("decode", 90, 128, 2)
     tuning.write_table({key: Tuning(16, 128, 8, 2)}, table)
 
@@ -34,7 +34,7 @@ def test_entries_are_used_where_they_hold(table: Path) -> None:
 
 
 def test_the_table_reads_as_it_was_written(table: Path) -> None:
-    """Whatever the tuner finds comes back, one line per entry, in a fixed order."""
+    """The table that the tuner writes is read back unchanged, one line per entry in a fixed order."""
     found = {key: next(iter(tune.candidates(key))) for key in tune.keys(90) + tune.keys(80)}
     tuning.write_table(found, table)
 

@@ -45,7 +45,7 @@ def test_gaps_have_the_mean_and_the_coefficient_of_variation(cv: float) -> None:
 
 
 def test_very_bursty_gaps_too() -> None:
-    """A CV of 13.2, that of the Azure code trace, within 15 %, over a million gaps."""
+    """A CV of 13.2, as in the Azure code trace, is reached within 15 % over a million gaps."""
     gaps = np.concatenate([_gaps(Gamma.of_cv(4.0, 13.2), 50_000, seed) for seed in range(8)])
 
     assert gaps.mean() == pytest.approx(1 / 4.0, rel=0.15)
@@ -68,7 +68,7 @@ def test_constant_arrivals_do_not_drift() -> None:
 @settings(max_examples=50, deadline=None)
 @given(first=st.floats(0.0, 50), last=st.floats(0.5, 50), over_s=st.floats(1, 100))
 def test_a_ramp_has_the_rate_of_each_moment(first: float, last: float, over_s: float) -> None:
-    """The number of arrivals until any time is that of the integrated rate, within five standard deviations."""
+    """The number of arrivals until any time equals the integrated rate, within five standard deviations."""
     times = np.array(list(islice(Ramp(first, last, over_s).times(3), 5000)))
     for t in (over_s / 3, over_s, 2 * over_s):
         ramp = min(t, over_s)

@@ -1,4 +1,4 @@
-"""The benchmarks run to their end and cannot block; their figures are not tested."""
+"""The benchmarks finish and cannot block; their results are not tested."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_the_benchmark_measures_every_scenario(tmp_path: Path) -> None:
 
 
 def test_a_child_that_fails_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    """The end of a child is noticed at once, and the error contains its last output."""
+    """A child's exit is detected at once, and the error contains its last output."""
     with (
         Child(tmp_path, "measure.frontend.echo_core", "--vocab-size=none") as child,
         pytest.raises(ChildError) as error,

@@ -1,4 +1,4 @@
-"""`quire bench link` runs to its end, and its simulated device keeps time; its figures are not tested."""
+"""`quire bench link` finishes, and its simulated device keeps time; its results are not tested."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def test_the_benchmark_measures_every_case(tmp_path: Path, flags: tuple[str, ...
 
 
 def test_a_scheduler_that_ends_is_named_at_once(tmp_path: Path) -> None:
-    """A process that has ended is noticed at once; its last output is in the error."""
+    """An exited process is detected at once; the error contains its last output."""
     (tmp_path / "workers").mkdir()  # This folder blocks the path of the scheduler's socket.
 
     said = r"^quire_server\.cli\.main ended with status 1: quire scheduler: .*workers"
@@ -58,7 +58,7 @@ def test_without_flags_the_cases_are_those_that_have_targets() -> None:
 
 
 def test_a_burst_is_taken_in_while_it_is_measured(tmp_path: Path) -> None:
-    """So many rows are free when the measurement begins, and all decode at its end; the longest turn is bounded."""
+    """Enough rows are free when the measurement begins, and all decode at its end; the longest turn is bounded."""
     case = Case(workers=3, rows=8, step_ms=5.0, in_flight=2, burst=16)
 
     run = measure(case, 0.5, tmp_path, child_environment(os.environ, os.getpid()))
@@ -82,7 +82,7 @@ def test_the_longest_turn_is_that_of_the_last_bucket_that_grew() -> None:
 
 
 def test_a_plan_in_hand_starts_when_its_predecessor_ends() -> None:
-    """The waiting time is only the time between the end of a step and the arrival of the next plan."""
+    """The waiting time covers only the time between a step's end and the next plan's arrival."""
     timeline = Timeline(step_s=1.0)
     timeline.measure_from(0.0)
 
@@ -107,7 +107,7 @@ def test_a_worker_that_gets_no_plan_waits_until_the_end() -> None:
 
 
 def test_rows_answer_as_a_workers_rows_do() -> None:
-    """Rows sample from the step that computes the end of their prompt until they leave, unless they are held."""
+    """Rows sample from the step that computes the end of their prompt until they leave, unless they are held out."""
     rows = EchoRows(4, seed=0)
     admissions = [
         plan_pb2.Admission(row=1, token_ids=to_column([5] * 6)),

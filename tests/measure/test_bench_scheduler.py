@@ -1,4 +1,4 @@
-"""The scenarios of `quire bench scheduler` run to their end; its figures are not tested."""
+"""The scenarios of `quire bench scheduler` finish; their results are not tested."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_a_worker_waits_for_a_part_of_the_step(telemetry: Telemetry) -> None:
 
 
 def test_the_json_keeps_its_fields(telemetry: Telemetry) -> None:
-    """The file has the fields that readers of it rely on, each the median of the rounds."""
+    """The file has the fields on which its readers rely, each the median over the rounds."""
     result = bench_churn(8, 2, telemetry)
 
     rows = as_json([median_of([result, result])])["results"]

@@ -51,7 +51,7 @@ def test_a_run_without_tokens_has_figures() -> None:
 
 
 def test_figures_count_requests_tokens_and_failures() -> None:
-    """Rates are over the time from the first intended start to the last end; failed requests have no latency."""
+    """Rates cover the time from the first intended start to the last end; failed requests have no latency."""
     figures = Figures.of(
         [
             _outcome(2.0, 3.0, due=1.0),
@@ -89,7 +89,7 @@ def test_a_limit_is_kept_or_not(limit: str, kept: bool) -> None:
 
 
 def test_one_gap_in_a_hundred_may_exceed_the_limit() -> None:
-    """The limit of ITL holds for 99 % of the gaps of a request."""
+    """The ITL limit holds for 99 % of a request's gaps."""
     even = [0.01 * number for number in range(300)]
 
     assert Slo.parse(["itl_ms=20"]).is_kept(_outcome(*even, even[-1] + 5))

@@ -1,4 +1,4 @@
-"""`make gpu` rehearsed on a CPU: every part runs to its end, goes on where it was, and its arithmetic is right."""
+"""`make gpu` rehearsed on a CPU: every part finishes, continues where it stopped, and computes correctly."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def threads_as_they_were() -> Iterator[None]:
 def test_a_part_runs_to_its_end(
     part: str, items: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the tiny model, every item gives figures; a second call of the command finds them and runs nothing."""
+    """With the tiny model, every item gives numbers; a second call finds them and runs nothing."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     arguments = [part, "--rehearse", "--out", str(tmp_path)]
@@ -58,7 +58,7 @@ def test_a_part_runs_to_its_end(
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A CPU is taken only for a rehearsal: no figure of it may look like one of a GPU."""
+    """A CPU is used only for a rehearsal, because its numbers must not look like a GPU's."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
 

@@ -7,7 +7,7 @@ from measure.studies.headroom import WORKLOADS, constant, measure
 
 @pytest.mark.parametrize("name", ["memory for ten", "many small requests"])
 def test_the_learned_headroom_loses_at_most_five_percent(name: str) -> None:
-    """Throughput under memory pressure is at least 95 % of that with the best of several constant headrooms."""
+    """Throughput under memory pressure is at least 95 % of that with the best constant headroom."""
     workload = next(each for each in WORKLOADS if each.name == name)
     best = 0.0
     for share in (0.0, 0.03, 0.1, 0.3):

@@ -7,7 +7,7 @@ from measure.studies.idle import Rate, Usage, rates, read
 
 
 def test_threads_of_one_name_are_added_up() -> None:
-    """Rates are differences per second; a thread that began meanwhile counts from zero."""
+    """Rates are differences per second; a thread that started meanwhile counts from zero."""
     before = {(1, 1): Usage("worker", "main", 10**9, 100), (1, 2): Usage("worker", "io", 0, 5)}
     after = {
         (1, 1): Usage("worker", "main", 3 * 10**9, 140),
@@ -19,7 +19,7 @@ def test_threads_of_one_name_are_added_up() -> None:
 
 
 def test_every_thread_is_read() -> None:
-    """The readings of this process hold each of its threads."""
+    """The readings of this process include each of its threads."""
     ending = threading.Event()
     thread = threading.Thread(target=ending.wait)
     thread.start()

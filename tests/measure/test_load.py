@@ -193,7 +193,7 @@ def test_an_unreachable_server_is_a_failure_of_each_request() -> None:
 
 @pytest.mark.parametrize("style", list(Style))
 def test_a_turn_has_everything_said_before(style: Style) -> None:
-    """Prompt, answer and new part; tokens if the server returns their ids."""
+    """A turn contains the prompt, the response and the new part; tokens if the server returns their ids."""
 
     async def ids(body: dict[str, Any], reply: Reply) -> None:
         for _ in range(body["max_tokens"]):
@@ -253,7 +253,7 @@ def test_cancelled_requests_are_neither_answered_nor_failed() -> None:
 
 
 def test_a_warm_up_is_sent_but_not_counted() -> None:
-    """Sessions that begin in the first 0.3 s are not in the figures; the number of sessions is that of counted ones."""
+    """Sessions that begin in the first 0.3 s are not in the results; the number of sessions counts only the others."""
     run, server = _run(_plan(Constant(50.0), warmup_s=0.3, sessions=20))
 
     assert len(server.bodies) == 35
@@ -306,7 +306,7 @@ def test_users_never_have_more_requests_than_they_are() -> None:
 
 
 def test_a_server_that_refuses_unknown_fields_is_measured_without_them() -> None:
-    """The probe finds out, says so, and no request has the field; texts are scaled by what the server counts."""
+    """The probe detects this and reports it, and no request has the field; texts are scaled by the server's counts."""
 
     async def strict(body: dict[str, Any], reply: Reply) -> None:
         if "ignore_eos" in body:
@@ -332,7 +332,7 @@ def test_a_server_that_refuses_unknown_fields_is_measured_without_them() -> None
 
 
 def test_a_server_that_counts_only_outside_of_streams_is_measured() -> None:
-    """Texts are scaled by token counts of answers without a stream; the report lists unknown and ignored values."""
+    """Texts are scaled by token counts from non-streaming responses; the report lists unknown and ignored values."""
 
     async def terse(body: dict[str, Any], reply: Reply) -> None:
         if not body.get("stream"):
@@ -364,7 +364,7 @@ def test_a_server_that_counts_only_outside_of_streams_is_measured() -> None:
 
 @pytest.mark.release
 def test_an_over_saturated_server_ends_the_arrivals() -> None:
-    """A server that answers five requests per second of twenty ends a run of ten minutes early."""
+    """A server that handles five of twenty requests per second ends a ten-minute run early."""
     free = asyncio.Lock()
 
     async def slow(body: dict[str, Any], reply: Reply) -> None:

@@ -1,4 +1,4 @@
-"""The comparison of load tools: when two of them agree, and how it is shown."""
+"""The comparison of load tools: when two of them agree, and how this is shown."""
 
 from measure.load.figures import Interval
 from measure.studies.load_tools import Means, overlap, summary, table

@@ -1,4 +1,4 @@
-"""The search finds the highest load that keeps the limits; the knee is where latency begins to grow faster."""
+"""The search finds the highest load within the limits; beyond the knee, latency grows faster."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def _search(capacity: float, **options: float) -> tuple[Search, list[float]]:
 
 @given(st.floats(0.1, 250))
 def test_the_capacity_is_found_within_the_tolerance(capacity: float) -> None:
-    """The kept load is at most a tenth below a load that breaks, and both lie on their side of the capacity."""
+    """The accepted load is at most a tenth below a load that exceeds the limits, and the capacity lies between them."""
     search, tried = _search(capacity)
 
     assert search.kept is not None
@@ -68,7 +68,7 @@ def test_intervals_of_shares_contain_the_share_in_95_of_100_cases() -> None:
 
 
 def test_the_knee_of_a_queue_is_found() -> None:
-    """Latency of a queue is 1 / (1 - load); the knee of the curve up to 95 % load lies between 65 % and 85 %."""
+    """A queue's latency is 1 / (1 - load); the knee of the curve up to 95 % load lies between 65 % and 85 %."""
     loads = [number / 100 for number in range(5, 96, 5)]
     index = knee([(load, 1 / (1 - load)) for load in loads])
 

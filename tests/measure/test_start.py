@@ -1,4 +1,4 @@
-"""The figures of `measure.studies.start`: medians, ranges, and the ratio to the import of torch in the same round."""
+"""The results of `measure.studies.start`: medians, ranges, and the ratio to importing torch in the same round."""
 
 from typing import Any
 

@@ -69,7 +69,7 @@ def _steps(*computing: Sequence[tuple[int, int]], busy_s: float = 0.01) -> list[
 
 
 def test_only_the_work_of_others_counts(tmp_path: Path) -> None:
-    """Of 12 busy seconds of two processors in ten seconds, eight were those of the own processes."""
+    """Of 12 busy seconds on two processors in ten seconds, eight belong to our own processes."""
     before, after = Moment(100.0, 50.0, 1.0), Moment(110.0, 62.0, 9.0)
     (stat := tmp_path / "stat").write_text("cpu 100 20 30 4000 5000 6 7 8 90 91\ncpu0 1 1\n")
 
@@ -98,7 +98,7 @@ def test_slots_are_counted_and_drawn() -> None:
 
 
 def test_padding_costs_the_time_of_full_steps() -> None:
-    """A step with one of two rows is charged like one with both, and a batch is answered at its end."""
+    """A step with one of two rows is charged like a step with both, and a batch's responses come at its end."""
     first = [*_steps([(0, 0), (1, 1)], busy_s=0.02), *_steps([(0, 0)], busy_s=0.005)]
     second = _steps([(0, 2), (1, 3)], busy_s=0.03)
 
@@ -149,7 +149,7 @@ def test_the_published_results_hold_every_case() -> None:
 
 
 def test_the_page_shows_the_published_results() -> None:
-    """docs/strategies.md and its plots are those of the results; `python -m measure.strategies.page` makes them."""
+    """docs/strategies.md and its plots match the results; `python -m measure.strategies.page` generates them."""
     results = _results()["results"]
 
     assert PAGE.read_text("utf-8") == filled(PAGE.read_text("utf-8"), _results())

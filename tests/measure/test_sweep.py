@@ -1,4 +1,4 @@
-"""A sweep finds the capacity of a server whose capacity is known, and gives its reasons in words."""
+"""A sweep finds a server's known capacity, and gives its reasons in words."""
 
 import asyncio
 from array import array

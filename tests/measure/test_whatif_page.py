@@ -1,4 +1,4 @@
-"""The page of what-if replay shows the published errors; and the errors are counted as the page says."""
+"""The what-if page shows the published errors, and the errors are counted as the page describes."""
 
 import json
 
@@ -27,7 +27,7 @@ DOCUMENT = {
 
 
 def test_errors_are_shown_beside_the_spread() -> None:
-    """Predictions of a record's own settings do not count; an error within the spread counts as good."""
+    """Predictions for a record's own settings do not count; an error within the spread counts as good."""
     lines = table(DOCUMENT).splitlines()
 
     assert lines[0].startswith("3 predictions")
@@ -37,7 +37,7 @@ def test_errors_are_shown_beside_the_spread() -> None:
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="no errors are published")
 def test_the_page_shows_the_published_errors() -> None:
-    """docs/replay.md and its plot are those of the results; `python -m measure.studies.whatif_page` makes them."""
+    """docs/replay.md and its plot match the results; `python -m measure.studies.whatif_page` generates them."""
     document = json.loads(RESULTS.read_text("utf-8"))
 
     assert PAGE.read_text("utf-8") == filled(PAGE.read_text("utf-8"), document)

@@ -64,7 +64,7 @@ def test_a_session_is_a_function_of_seed_and_number(index: int, seed: int) -> No
 
 
 def test_shared_prefixes_are_shared_and_the_rest_is_not() -> None:
-    """Each prompt is one of the prefixes and an own part of the input length; prefixes are used about equally."""
+    """Each prompt is one of the prefixes plus its own part of the input length; prefixes are used about equally."""
     turns = _turns(Drawn(FIXED(20), FIXED(1), prefixes=3, prefix_tokens=50), 300)
     prefixes = [turn.prompt[:50] for turn in turns]
 

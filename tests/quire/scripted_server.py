@@ -1,4 +1,4 @@
-"""A gRPC server that answers as a test prescribes; the tests check its client."""
+"""A gRPC server with scripted responses, which tests the client."""
 
 import queue
 import threading

@@ -121,7 +121,7 @@ def test_half_an_answer_is_an_error(server: ScriptedServer) -> None:
 
 
 def _breaks_once(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-    """A script whose Generate breaks after a token; a Resume, which has no prompt, brings the rest."""
+    """A script whose Generate breaks after a token; a Resume, which has no prompt, returns the rest."""
     if request.HasField("text"):
         yield delta(0, [1], "a")
         fail(context, grpc.StatusCode.UNAVAILABLE, "broken")
@@ -130,7 +130,7 @@ def _breaks_once(request: pb.GenerateRequest, context: grpc.ServicerContext) -> 
 
 
 def test_resumable_generations(server: ScriptedServer) -> None:
-    """A resumable generation goes on after a break; `resume` gives the rest; what is cancelled, the server drops."""
+    """A resumable generation continues after a break; `resume` returns the rest; the server drops cancelled ones."""
 
     async def run() -> None:
         async with AsyncClient(server.target) as client:
@@ -171,7 +171,7 @@ def test_a_cancelled_generation_does_not_try_again(server: ScriptedServer) -> No
 
 
 def test_a_batch(server: ScriptedServer) -> None:
-    """Each request has an answer; one that cannot be sent fails alone."""
+    """Each request has a result; a request that cannot be sent fails alone."""
     server.script = lambda request, _context: [delta(0, [1], request.text.upper()), finished()]
 
     async def run() -> None:

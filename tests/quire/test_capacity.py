@@ -25,7 +25,7 @@ def _max_concurrent(tmp_path: Path, *flags: str) -> dict[str, int]:
 
 
 def test_the_table_of_the_page_is_what_the_command_computes(tmp_path: Path) -> None:
-    """Every figure of the table of models, cards and lengths is that of the command with the flags in the row."""
+    """Every number in the table of models, cards and lengths equals the command's result with the row's flags."""
     computed = []
     for model, flags, *_ in _ROWS:
         found = _max_concurrent(tmp_path, "--gpu-memory=80GB", f"--params={_MODELS[model]}", *flags.split())
@@ -64,7 +64,7 @@ def test_the_claim_of_40_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     ],
 )
 def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
-    """The formula gives the published numbers of parameters, also of a mixture of experts (Mixtral 8x7B)."""
+    """The formula gives the published numbers of parameters, including a mixture of experts (Mixtral 8x7B)."""
     weights = weights_bytes(sizes_from_params(params), "none", num_positions=0)
 
     assert weights / 2 / 1e9 == pytest.approx(billions, abs=0.01)

@@ -109,7 +109,7 @@ def test_a_command_goes_where_the_environment_says(command: str, monkeypatch: py
 
 
 def test_a_wrong_choice_names_the_right_ones() -> None:
-    """A value that a setting does not know is refused with those that it knows."""
+    """If a setting does not know a value, the error lists the known ones."""
     ended = quire("serve", "--policy", "lifo")
 
     line = ended.stderr.decode()
@@ -145,7 +145,7 @@ def test_a_worker_without_torch_says_what_to_install() -> None:
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_every_command_explains_itself(command: str) -> None:
-    """--help shows what the command does and examples of it."""
+    """--help shows what the command does, with examples."""
     ended = quire(*command.split(), "--help")
 
     assert ended.returncode == 0
@@ -165,7 +165,7 @@ def test_the_overview_lists_every_command() -> None:
 
 
 def test_help_has_the_common_settings_by_topic_and_help_all_every_one() -> None:
-    """No setting is hidden from `--help-all`; `--help` says how many it leaves out. Every name of a topic is a flag."""
+    """`--help-all` hides no setting; `--help` says how many it omits. Every name in a topic is a flag."""
     parser = OneLineParser("quire serve", description="", examples="")
     serve.configure(parser)
     short, everything = parser.format_help(), parser.format_help(shows_all=True)
@@ -251,7 +251,7 @@ def test_text_is_written_byte_by_byte(server: ScriptedServer) -> None:
 
 
 def test_an_error_in_mid_stream_starts_on_a_line_of_its_own(server: ScriptedServer) -> None:
-    """What came before the error is kept and ends with an end of line; the error goes to stderr."""
+    """Output before the error is kept and ends with a line break; the error goes to stderr."""
 
     def script(_request: object, context: grpc.ServicerContext) -> Iterator[object]:
         yield delta(0, [1], "half")
@@ -381,7 +381,7 @@ def test_a_terminal_without_unicode_gets_escapes(arguments: list[str]) -> None:
 def test_a_flag_of_another_server_is_answered_with_ours(
     flag: str, ours: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line names what to use instead of a flag of vLLM, TGI, TensorRT-LLM, Triton or SGLang."""
+    """One line names the replacement for a flag of vLLM, TGI, TensorRT-LLM, Triton or SGLang."""
     parser = OneLineParser("quire serve", description="", examples="")
     serve.configure(parser)
 

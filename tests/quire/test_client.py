@@ -30,7 +30,7 @@ def client(server: ScriptedServer) -> Iterator[Client]:
 
 
 def test_generate_yields_deltas_and_then_tells_how_it_ended(server: ScriptedServer, client: Client) -> None:
-    """Each message becomes one typed delta, in order; `finished` appears after the last one and not before."""
+    """Each message becomes one typed delta, in order; `finished` is set only after the last one."""
     server.script = lambda _request, _context: [
         delta(0, [5, 6], "Hé"),
         delta(2, [], "l"),
@@ -202,7 +202,7 @@ def test_a_target_of_no_time_is_the_servers_to_judge(server: ScriptedServer, cli
 
 
 def test_nan_reaches_the_server(server: ScriptedServer, client: Client) -> None:
-    """A temperature of NaN fits its field; saying no is the server's part."""
+    """A temperature of NaN fits its field; the server must refuse it."""
     client.generate("text", temperature=math.nan).result()
 
     assert math.isnan(server.requests[0].sampling.temperature)
@@ -340,7 +340,7 @@ def test_the_timeout_is_the_calls_deadline(server: ScriptedServer, client: Clien
 
 
 def test_the_current_trace_context_travels_as_traceparent(server: ScriptedServer, client: Client) -> None:
-    """The metadata of a call names the span that is current at its start; without a span it names none."""
+    """A call's metadata contains the span that is current when the call starts; without a span, it contains none."""
     context = trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
     with trace.use_span(trace.NonRecordingSpan(context)):
         client.generate("text").result()
@@ -360,7 +360,7 @@ def test_nobody_there_is_unavailable() -> None:
 
 
 def _breaks_once(request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateResponse]:
-    """A script whose Generate breaks after a token; a Resume, which has no prompt, brings the rest."""
+    """A script whose Generate breaks after a token; a Resume, which has no prompt, returns the rest."""
     if request.HasField("text"):
         yield delta(0, [1], "a")
         fail(context, grpc.StatusCode.UNAVAILABLE, "broken")
@@ -369,7 +369,7 @@ def _breaks_once(request: pb.GenerateRequest, context: grpc.ServicerContext) -> 
 
 
 def test_a_resumable_generation_goes_on_after_a_break(server: ScriptedServer, client: Client) -> None:
-    """The client resumes behind the tokens that it has, and the answer is whole."""
+    """The client resumes after the tokens that it has, and the output is complete."""
     server.script = _breaks_once
 
     assert client.generate("text", resumable=True, request_id="r").result().text == "ab"
@@ -377,13 +377,13 @@ def test_a_resumable_generation_goes_on_after_a_break(server: ScriptedServer, cl
 
 
 def test_resume_from_another_connection(server: ScriptedServer, client: Client) -> None:
-    """`resume` asks for what is missing and gives the deltas that come."""
+    """`resume` requests the missing output and yields the deltas."""
     assert client.resume("r", from_tokens=[4]).result().text == "hi"
     assert server.resumed == [pb.ResumeRequest(request_id="r", from_tokens=[4])]
 
 
 def test_a_cancelled_resumable_generation_is_dropped_by_the_server(server: ScriptedServer, client: Client) -> None:
-    """The call's end alone would make the server keep the request; so would `cancel` by id."""
+    """If only the call ended, the server would keep the request, so the client also cancels it by id."""
     server.script = _endless
     with client.generate("text", resumable=True, request_id="left") as generation:
         next(generation)
@@ -405,7 +405,7 @@ def test_a_batch_brings_every_answer_with_its_key(server: ScriptedServer, client
 
 
 def test_a_request_that_cannot_be_sent_fails_alone(server: ScriptedServer, client: Client) -> None:
-    """The answer to an invalid request is at its place and has an error; the other requests are sent."""
+    """The result of an invalid request is at its place and has an error; the other requests are sent."""
     server.script = lambda request, _context: [delta(0, [1], request.text.upper()), finished()]
     requests = ["a", {"prompt": "b", "max_token": 1}, 5, {"prompt": "c", "max_tokens": -1}, {"prompt": "d"}]
 

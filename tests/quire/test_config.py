@@ -122,7 +122,7 @@ def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_misspelt_variables_are_errors() -> None:
-    """A variable with almost the name of a setting is an error; others with the prefix are ignored."""
+    """A variable that is almost a setting's name is an error; other variables with the prefix are ignored."""
     with pytest.raises(ConfigError, match="did you mean QUIRE_MAX_NUM_SEQS"):
         from_options(SchedulerConfig, argparse.Namespace(), {"QUIRE_MAX_NUM_SEQ": "5"})
     from_options(SchedulerConfig, argparse.Namespace(), {"QUIRE_TEST_RUN": "5", "QUIRE_HOME": "x"})

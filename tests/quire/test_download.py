@@ -50,7 +50,10 @@ def test_a_model_is_there_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_a_failed_download_leaves_no_folder(tmp_path: Path) -> None:
-    """A gated model needs its token; a worker that starts during the download finds no model, not a partial model."""
+    """A gated model needs its token.
+
+    A worker that starts during the download finds no model instead of a partial one.
+    """
     with serving(Hub({"org/tales": DEMO}, token="gate")) as hub:
         code, said = _download(hub, tmp_path / "tales", token="wrong")
         assert (code, (tmp_path / "tales").exists()) == (1, False)

@@ -72,7 +72,7 @@ CLASS_OF_CODE = {
 
 
 def test_the_tables_are_complete() -> None:
-    """Every reason of the server and every status code of a failure has a class in this file."""
+    """Every server reason and every failure status code has a class in this file."""
     assert set(CLASS_OF_REASON) == set(SERVER_ERRORS)
     assert set(CLASS_OF_CODE) == {code.name for code in grpc.StatusCode} - {"OK"}
 
@@ -93,5 +93,5 @@ def test_a_reason_raises_its_class(name: str, expected: type[errors.QuireError])
 
 @pytest.mark.parametrize(("code", "expected"), CLASS_OF_CODE.items())
 def test_an_unknown_reason_raises_the_class_of_its_status_code(code: str, expected: type[errors.QuireError]) -> None:
-    """A reason of a newer server raises the class of its status code, so that retries still work."""
+    """An unknown reason from a newer server raises the class of its status code, so that retries still work."""
     assert errors.class_for(code, "BRAND_NEW") is expected

@@ -1,4 +1,4 @@
-"""The layout of a service on one machine: names, flags, addresses, ports, and the consequences of a death."""
+"""The layout of a service on one machine: names, flags, addresses, ports, and the effects of a process's death."""
 
 import socket
 from contextlib import ExitStack
@@ -35,12 +35,12 @@ def flags_of(child: ChildSpec) -> dict[str, str]:
 
 
 def test_one_of_each_by_default() -> None:
-    """A service is one scheduler, one worker and one front end unless more are asked for."""
+    """A service has one scheduler, one worker and one front end unless more are requested."""
     assert [child.name for child in children_of()] == ["scheduler", "worker-0", "frontend-0"]
 
 
 def test_more_workers_and_front_ends_are_numbered() -> None:
-    """Every process has a name of its own."""
+    """Every process has its own name."""
     assert [child.name for child in children_of("--workers", "2", "--frontends", "3")] == [
         "scheduler", "worker-0", "worker-1", "frontend-0", "frontend-1", "frontend-2",
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_all_links_use_private_sockets() -> None:
 
 
 def test_two_services_of_one_user_record_into_folders_of_their_own() -> None:
-    """The folder has the port that clients know; with any free port, and with a folder that was set, it is kept."""
+    """The folder is named by the clients' port; with a random port or an explicit folder, it is kept."""
     folders = [
         flags_of(children_of(*arguments)[0])["--record-dir"]
         for arguments in ([], ["--grpc-port=50052"], ["--grpc-port=0"], ["--record-dir=/mine"], ["--record-dir=off"])
@@ -90,7 +90,7 @@ def test_an_address_that_was_set_is_kept() -> None:
 
 
 def test_cores_are_divided_among_workers() -> None:
-    """Workers on one CPU do not oversubscribe it, unless their number of threads was set."""
+    """Workers on one CPU do not oversubscribe it, unless their number of threads is set."""
     assert [flags_of(child)["--num-threads"] for child in children_of("--workers", "2")[1:3]] == ["2", "2"]
     assert [flags_of(child)["--num-threads"] for child in children_of("--workers", "9")[1:2]] == ["1"]
     assert flags_of(children_of("--num-threads", "3")[1])["--num-threads"] == "3"
@@ -186,7 +186,7 @@ def test_a_port_or_host_that_cannot_be_is_refused(port: int, host: str) -> None:
 
 
 def test_at_the_start_a_process_that_ends_by_itself_is_not_tried_again() -> None:
-    """Its last line is the reason; a process that was ended by a signal gets some more attempts."""
+    """Its last line is the reason; a process killed by a signal gets some more attempts."""
     policy = RestartPolicy(chances_at_start=3)
     deaths = [policy.after_death(exit_code=-9, lived_s=1, deaths=n, was_ready=False) for n in (1, 2, 3)]
 

@@ -1,4 +1,4 @@
-"""Every option of the Python client becomes the field of the same name, and every event becomes a value."""
+"""Every option of the Python client becomes the field with the same name, and every event becomes a value."""
 
 import json
 from typing import get_type_hints
@@ -100,7 +100,7 @@ def test_a_value_out_of_range_is_refused_by_the_client(options: dict[str, object
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_named(options: dict[str, object], message: str) -> None:
-    """The message names the field, what it takes, and what was given."""
+    """The message contains the field, its valid values, and the given value."""
     with pytest.raises(errors.InvalidRequestError) as error:
         _requests.build_generate(**{"prompt": "text"} | options)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The pulse of a process, and the probe of a container that reads it."""
+"""A process's pulse, and the container probe that reads it."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from shared.pulse import ENVIRONMENT, Pulse
 
 
 def test_the_probe_fails_until_the_first_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that still loads has no pulse; one that beats has; one whose last beat is old hangs."""
+    """A loading process has no pulse; a running process has one; a process with an old pulse hangs."""
     file = tmp_path / "pulse"
     monkeypatch.setenv(ENVIRONMENT, str(file))
     pulse = Pulse()

@@ -43,7 +43,7 @@ def test_clients_reach_this_machine_without_a_proxy(server: ScriptedServer) -> N
 def test_other_addresses_use_the_proxy_unless_no_proxy_names_them(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An address that is not loopback goes through the proxy of the environment, except those in `no_proxy`."""
+    """Other addresses use the environment's proxy, except those in `no_proxy`."""
     target = server.target.replace("127.0.0.1", "0.0.0.0")
     with Client(target) as client, pytest.raises(UnavailableError):
         client.generate("x").result()

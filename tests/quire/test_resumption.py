@@ -1,4 +1,4 @@
-"""When the client tries again, with what, and when it gives up."""
+"""When the client retries, with what request, and when it stops."""
 
 from quire import errors
 from quire._resume import GIVE_UP_S, Resumption, make_resumable
@@ -37,7 +37,7 @@ def test_it_asks_for_what_is_missing() -> None:
 
 
 def test_only_a_request_that_never_arrived_is_sent_again() -> None:
-    """A request that never arrived is sent again, and one that did arrive is not.
+    """A request is sent again only if it never arrived.
 
     Unknown to the server and nothing received: send it. The id is taken: the request has arrived. Unknown to the server
     after a message: it is over.
@@ -54,7 +54,7 @@ def test_only_a_request_that_never_arrived_is_sent_again() -> None:
 
 
 def test_waits_grow_and_end() -> None:
-    """Each wait is twice as long as the one before, up to a bound; a message resets it, and other errors are final.
+    """Each wait is twice the previous one, up to a bound; a message resets it, and other errors are final.
 
     The total time is bounded.
     """

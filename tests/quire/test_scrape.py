@@ -11,8 +11,8 @@ WORKERS = """
 def test_workers_that_join_or_leave_do_not_distort_totals() -> None:
     """Workers that leave, restart or join between two scrapes do not distort the totals.
 
-    Only workers in both scrapes count. One that left subtracts nothing, one that restarted counts from 0, and a new one
-    adds nothing.
+    Only workers in both scrapes count. A worker that left subtracts nothing, one that restarted counts from 0, and a
+    new one adds nothing.
     """
 
     def scrape(**counts: int) -> Scrape:

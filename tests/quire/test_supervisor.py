@@ -163,7 +163,7 @@ def test_a_dead_child_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_child_that_cannot_start_is_the_services_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Before the first readiness the end of a child is final, and its last line is the only error."""
+    """Before the service is ready, a child's exit is final, and its last line is the only error."""
 
     async def scenario() -> None:
         supervisor = Supervisor([spec("worker-0", Role.WORKER, FAILING)], pulse_dir=tmp_path, grace_s=GRACE_S)
@@ -192,7 +192,7 @@ def test_a_process_that_cannot_even_be_started_is_a_failure_too(tmp_path: Path) 
 
 
 def test_the_exception_that_ended_a_process_is_its_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The reason is the exception, even if a library writes more lines after it; an exception of a log line is not."""
+    """The reason is the exception, even if a library writes more lines after it; an exception in a log line is not."""
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: sys.stderr.write('nanobind: leaked 3 types!\\nSee https://nanobind/leaks\\n'))\n"
@@ -218,7 +218,7 @@ def test_the_exception_that_ended_a_process_is_its_reason(tmp_path: Path, capfd:
 
 
 def test_the_output_of_children_goes_to_stderr(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Lines of the children appear on stderr, also a last one without a line end; stdout stays empty."""
+    """The children's lines appear on stderr, including a last line without a line break; stdout stays empty."""
     code = "import sys; print('out'); sys.stderr.write('{\"event\": \"x\"}\\nlast words'); sys.exit(1)"
 
     async def scenario() -> None:
@@ -314,7 +314,7 @@ def test_a_child_dies_with_its_supervisor() -> None:
 
 
 def test_a_child_whose_supervisor_is_already_gone_ends_at_once() -> None:
-    """There is no moment in which a child could miss the death of its supervisor."""
+    """A child cannot miss its supervisor's death at any time."""
     code = "from quire_server.serve import lifeline; lifeline.attach(); print('alive')"
     environment = dict(os.environ) | {lifeline.ENVIRONMENT: "1"}
 
@@ -361,5 +361,5 @@ def test_only_log_lines_are_held_back_by_their_level() -> None:
     [(0, "exit code 0"), (3, "exit code 3"), (-signal.SIGKILL, "killed by SIGKILL"), (-35, "killed by signal 35")],
 )
 def test_every_end_has_words(exit_code: int, words: str) -> None:
-    """Signals without a name are reported by their number, so that no child's end stops its supervisor."""
+    """Signals without a name are reported by number, so that no child's exit stops the supervisor."""
     assert how_it_ended(exit_code) == words

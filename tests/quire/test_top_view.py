@@ -39,7 +39,7 @@ def _step(decode: list[int], prefill: Sequence[int] = (), waiting: Sequence[int]
 
 
 def test_the_screen_shows_what_happened_since_the_one_before() -> None:
-    """Rates are those of the interval; the batch is the newest step; a new screen begins a new interval."""
+    """Rates cover the interval; the batch is the newest step; a new screen begins a new interval."""
     top = Top("host:1")
     top.take(admin.WatchStepsResponse(load=_load(0.0, output=9), tables=_tables()))
     assert not top.is_complete, "the first load covers no time"
@@ -81,7 +81,7 @@ def test_incidents_are_listed() -> None:
 
 
 def test_a_batch_is_one_character_per_row() -> None:
-    """Rows without a request are dots; very many rows are cut."""
+    """Rows without a request are dots; very many rows are truncated."""
     assert batch_line(_step([0, 4], [2], [1])) == "#-P.#"
     assert len(batch_line(_step(list(range(500))))) == 128
     assert batch_line(_step([])) == ""

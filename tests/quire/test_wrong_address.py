@@ -1,4 +1,4 @@
-"""Commands that are given the address of something else: one line that says what is there and what to do."""
+"""Commands with the address of something else print one line with what is there and what to do."""
 
 import http.server
 import importlib
@@ -31,7 +31,7 @@ GIVE_GRPC = "pass the service's gRPC address with --target"
 
 @dataclass(frozen=True, slots=True)
 class Papers:
-    """Certificates of one TLS server, and of an authority that has nothing to do with it."""
+    """Certificates of a TLS server, and of an unrelated authority."""
 
     key: Path
     chain: Path
@@ -55,7 +55,7 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
 
 @contextmanager
 def http_server(status: int = 404, body: bytes = b"<html>", papers: Papers | None = None) -> Iterator[str]:
-    """An HTTP server that gives one answer to everything; its address."""
+    """An HTTP server with a fixed response; yields its address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -113,7 +113,7 @@ class Shell:
         self._capture = capture
 
     def complaint(self, command: str, target: str, *flags: str) -> str:
-        """The line with which a command ends; it must fail, and say nothing else."""
+        """Return a failing command's error line, which must be its only output."""
         code = main([command, *self._arguments(command), "--target", target, *flags])
 
         out, err = self._capture.readouterr()

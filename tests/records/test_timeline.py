@@ -163,7 +163,7 @@ def test_a_timeline_shows_what_the_record_holds(seed: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_arrows_lead_from_requests_to_their_steps(seed: int, tmp_path: Path) -> None:
-    """Each flow of a step is one of a request whose row slice, on that worker, holds the step; none is missing."""
+    """Each flow of a step belongs to a request whose row slice, on that worker, contains the step; none is missing."""
     record(tmp_path, seed, 1000)
     found = _exported(tmp_path)
     arrivals = {each.flows for each in found.instants["scheduler", "arrivals"]}
@@ -200,7 +200,7 @@ class _Watched(Cluster):
         return list(effects)
 
     def plan(self) -> int:
-        """Notes the number of waiting requests and of held blocks."""
+        """Plan; record the numbers of waiting requests and held blocks."""
         self.now += 0.001
         count = super().plan()
         self.figures.append((self.now, self.core.stats().waiting))
@@ -208,7 +208,7 @@ class _Watched(Cluster):
 
 
 def test_counters_show_the_cores_own_figures(tmp_path: Path) -> None:
-    """Waiting requests are those of the core at every time; blocks and running requests are none at the end."""
+    """Waiting requests match the core at every time; blocks and running requests are zero at the end."""
     cluster = _Watched(tmp_path, max_num_seqs=3, max_num_batched_tokens=8, policy="priority")
     cluster.join(ModelWorker(b"w/1", 24, 4, 3))
     for stream in range(1, 9):
@@ -232,7 +232,7 @@ def test_counters_show_the_cores_own_figures(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_record_is_shown_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--last` shows the steps since then, with the requests that were in the rows, in a trace that nests too."""
+    """`--last` shows the steps since then, with the requests in the rows, in a correctly nested trace."""
     record(tmp_path, 3, 1500, cut_every=400)
     entries = _entries(tmp_path)
     whole = _exported(tmp_path)

@@ -4,7 +4,7 @@ from scheduler_svc.core.workers.worker import Worker
 
 
 def states_of(worker: Worker) -> list[tuple[str, set[int]]]:
-    """Returns by block its state and the streams of the requests that hold it, read block by block."""
+    """Return each block's state and the streams of the requests that hold it, read block by block."""
     holders: dict[int, set[int]] = {}
     for row in range(worker.rows.max_rows):
         request = worker.rows.requests[row]

@@ -30,7 +30,7 @@ class Reader:
 
 
 class Cluster:
-    """Drives one scheduler; every method takes one step of virtual time."""
+    """Drives one scheduler; every method takes one step in virtual time."""
 
     def __init__(self, **limits: object) -> None:
         self.all_notes: Notes = []
@@ -135,11 +135,11 @@ class Cluster:
         return reader
 
     def plan(self) -> int:
-        """Lets the core plan for every worker as far as it will; returns the number of plans."""
+        """Let the core plan for every worker as far as possible; return the number of plans."""
         return sum(self.plan_for(peer) for peer in self.core.workers())
 
     def plan_for(self, peer: bytes, most: int = 1 << 30) -> int:
-        """Lets the core plan for one worker as far as it will, or `most` plans; returns the number of plans."""
+        """Let the core plan for one worker as far as possible, or `most` plans; return the number of plans."""
         count = 0
         while count < most and (plan := self._plan_when_due(peer)) is not None:
             self.answers[peer].append(self.workers[peer].execute(plan))
@@ -158,7 +158,7 @@ class Cluster:
         return plan
 
     def answer(self) -> int:
-        """Hands the oldest answer of every worker to the core; returns how many there were."""
+        """Pass every worker's oldest result to the core; return the number of results."""
         count = 0
         for peer, answers in list(self.answers.items()):
             if answers and peer in self.core.workers():

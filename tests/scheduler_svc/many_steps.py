@@ -1,6 +1,6 @@
 """A record of many steps of three small workers, for replays.
 
-The workers have little memory, so that requests are preempted and swapped, and one of them dies now and then.
+The workers have little memory, so that requests are preempted and swapped, and one of the workers dies now and then.
 """
 
 import random
@@ -25,7 +25,7 @@ _BLOCK_SIZE = 4
 
 
 class _Worker:
-    """A worker that answers at once with random tokens, and accepts some of its drafts."""
+    """A worker that responds at once with random tokens, and accepts some of its drafts."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -34,7 +34,7 @@ class _Worker:
         self._held: set[int] = set()
         self._limits: dict[int, int] = {}
         self._room: dict[int, int] = {}
-        """Places of the row's blocks behind its newest token."""
+        """Free positions in the row's blocks after its newest token."""
 
     def answer(self, plan: Plan) -> ev.StepDone:
         for row in plan.leaves.tolist():

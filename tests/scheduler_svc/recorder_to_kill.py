@@ -1,4 +1,4 @@
-"""A process that records until it is killed, a minute at most; prints every call that it has made."""
+"""A process that records until it is killed, for at most a minute; prints every completed call."""
 
 import sys
 import time

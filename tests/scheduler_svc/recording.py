@@ -23,7 +23,7 @@ from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
 
 
 class Recording:
-    """Writer of the records of all cores of a simulation, one segment per core and more where they are cut."""
+    """Writes the records of all cores in a simulation, at least one segment per core."""
 
     def __init__(self, folder: Path, *, with_tokens: bool = False, cut_every: int = 0) -> None:
         self._folder = folder

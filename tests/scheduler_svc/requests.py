@@ -1,4 +1,4 @@
-"""Requests as they arrive and as the core holds them, for tests; any field of them or of their `spec` can be given."""
+"""Requests as they arrive and as the core holds them, for tests; any field of them or of their `spec` can be passed."""
 
 from collections.abc import Mapping
 from typing import Any

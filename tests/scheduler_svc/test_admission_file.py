@@ -1,4 +1,4 @@
-"""The file with tenants and request classes: what it says reaches the core, what is wrong in it is named."""
+"""The admission file: its content reaches the core, and its mistakes are named."""
 
 from pathlib import Path
 

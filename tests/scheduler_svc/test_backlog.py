@@ -67,7 +67,7 @@ def test_a_tenant_over_its_token_rate_holds_up_no_other() -> None:
 
 
 def test_the_most_urgent_request_of_a_limited_tenant_goes_first() -> None:
-    """Requests that wait for their tenant's limit keep the policy's order, also towards those that come later."""
+    """Requests that wait for their tenant's limit keep the policy's order, even relative to later ones."""
     cluster = Cluster(
         policy="priority", max_num_seqs=4, max_num_batched_tokens=64, tenant_limits={"a": TenantLimits(max_running=1)}
     )
@@ -83,7 +83,7 @@ def test_the_most_urgent_request_of_a_limited_tenant_goes_first() -> None:
 
 
 def test_a_long_prompt_for_a_busy_worker_does_not_idle_the_others() -> None:
-    """A request that only one worker has the context length for waits for that one; the others serve what they can."""
+    """A request whose context length only one worker supports waits for that worker; the others serve what they can."""
     cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=512)
     cluster.join(ModelWorker(b"small", 400, 4, 2, max_model_len=100), "small")
     cluster.join(ModelWorker(b"large", 400, 4, 2, max_model_len=1000), "large")
@@ -98,7 +98,7 @@ def test_a_long_prompt_for_a_busy_worker_does_not_idle_the_others() -> None:
 
 
 def test_requests_that_only_some_workers_serve_keep_their_order() -> None:
-    """A worker that serves both kinds of requests takes them in the policy's order."""
+    """A worker that serves both kinds of requests takes them in policy order."""
     cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=512)
     cluster.join(ModelWorker(b"large", 400, 4, 1, max_model_len=1000), "large")
     cluster.join(ModelWorker(b"small", 400, 4, 1, max_model_len=100), "small")
@@ -146,7 +146,7 @@ def test_tenants_take_turns_in_having_their_grammars_compiled() -> None:
 
 
 def test_a_grammar_is_compiled_by_one_worker_while_that_is_enough() -> None:
-    """Idle workers are not all asked for the grammar of one request; the worker that has it takes the request."""
+    """Only one idle worker compiles a request's grammar, and this worker takes the request."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
     workers = [ModelWorker(b"w%d" % index, 500, 4, 8) for index in range(4)]
     for worker in workers:
@@ -317,7 +317,7 @@ def _arrived(stream: int, tenant: str) -> ev.RequestArrived:
 
 
 def test_workers_that_are_not_due_are_not_looked_at() -> None:
-    """Finding those that are due takes time for them alone."""
+    """Finding the due workers takes time only for them."""
 
     def calls(num_workers: int) -> int:
         cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
@@ -333,7 +333,7 @@ def test_workers_that_are_not_due_are_not_looked_at() -> None:
 
 
 def test_a_worker_joins_a_large_fleet_at_the_cost_of_a_small_one() -> None:
-    """The work of a join does not grow with the workers that are present, nor with the requests that wait."""
+    """The work for a join does not grow with the number of workers or waiting requests."""
 
     def calls(num_workers: int, num_waiting: int) -> int:
         cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)

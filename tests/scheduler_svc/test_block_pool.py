@@ -51,14 +51,14 @@ def _retained(action: object, times: int) -> int:
 
 
 def test_identical_requests_leave_nothing_behind() -> None:
-    """The memory of the order of use depends on the number of blocks, not on how often they were used."""
+    """The memory for the order of use depends on the number of blocks, not on how often they were used."""
     pool = BlockPool(400)
     blocks = _publish(pool, 128)
     assert _retained(lambda: _use(pool, blocks), 5_000) < 10_000
 
 
 def test_a_popular_prefix_keeps_no_tables_of_ended_requests() -> None:
-    """Requests that share a long prefix and have a few blocks of their own leave only these few."""
+    """Requests that share a long prefix and have a few own blocks leave only these few."""
     pool = BlockPool(4_000)
     hot = _publish(pool, 1_000)
     number = 0
@@ -77,7 +77,7 @@ def test_a_popular_prefix_keeps_no_tables_of_ended_requests() -> None:
 
 
 def test_the_computed_beginning_of_a_prompt_does_not_hold_on_to_its_whole_table() -> None:
-    """A long prompt that is cancelled after its first blocks leaves the memory of these in the order of use."""
+    """A long prompt that is cancelled after its first blocks leaves only their memory in the order of use."""
     pool = BlockPool(4_000)
     number = 0
 
@@ -106,7 +106,7 @@ def test_a_take_costs_no_more_because_blocks_were_used_often() -> None:
 
 
 def test_the_least_recently_used_chain_is_evicted_first_and_from_its_end() -> None:
-    """Blocks leave the cache in the order of their last use; the beginning of a chain leaves after its end."""
+    """Blocks leave the cache in the order of last use; the start of a chain leaves after its end."""
     pool = BlockPool(12)
     first, second, third = (_publish(pool, 4, prefix) for prefix in (b"a", b"b", b"c"))
     _use(pool, first)
@@ -133,7 +133,7 @@ def test_a_plan_like_the_one_before_finds_its_blocks_evicted() -> None:
 
 
 def test_the_reserve_is_a_small_part_of_the_cache() -> None:
-    """However many blocks a plan takes, at most one of 32 is evicted before its memory is needed."""
+    """Regardless of a plan's number of blocks, at most one of 32 is evicted before its memory is needed."""
     pool = BlockPool(640)
     _publish(pool, 640)
 
@@ -211,7 +211,7 @@ def test_the_order_of_use_is_that_of_a_list(operations: list[tuple[str, list[int
 
 
 def test_a_block_that_a_step_copies_from_is_not_taken_before_its_answer() -> None:
-    """Not even if the row that holds it is preempted in the plan of that step, and was answered."""
+    """The block is not taken even if its row is preempted in that step's plan and the result has arrived."""
     pool = BlockPool(2)
     blocks = pool.take(2)
     pool.cache.publish(_keys(2), blocks)

@@ -1,4 +1,4 @@
-"""Reported changes of the prefix caches: a reader knows what is in the caches, and nothing of protected prompts."""
+"""Reported changes in the prefix caches: a reader knows the caches' content, but nothing about protected prompts."""
 
 import random
 from collections.abc import Iterable
@@ -96,7 +96,7 @@ def test_a_picker_knows_what_is_in_the_caches_of_all_workers() -> None:
 
 
 def test_prompts_of_tenants_are_never_reported() -> None:
-    """Blocks of a principal or of a scope leave no trace, also where they take the memory of reported blocks."""
+    """Blocks of a principal or a scope leave no trace, even if they take the memory of reported blocks."""
     cluster = Reported()
     cluster.join(ModelWorker(peer=b"a", num_blocks=8, block_size=BLOCK, max_rows=2))
     for stream, salt in enumerate([SHARED_SCOPE, b"principal\0tenant", b"scope\0team", b"principal\0tenant"], start=1):

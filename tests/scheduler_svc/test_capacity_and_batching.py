@@ -105,7 +105,7 @@ def test_headroom_keeps_no_worker_idle() -> None:
 
 
 def test_policy_preemption_contradicts_guaranteed_no_evict() -> None:
-    """Asking for both is refused by name; leaving it open is not."""
+    """Requesting both is refused by name; leaving it open is not."""
     with pytest.raises(InvalidLimitsError, match="policy_preemption"):
         CoreConfig(capacity="guaranteed_no_evict", policy_preemption="on")
     CoreConfig(capacity="guaranteed_no_evict", policy="priority")
@@ -221,7 +221,7 @@ def test_continuous_batching_fills_slots_at_once() -> None:
 
 
 def test_tenant_limits_hold() -> None:
-    """A tenant has no more running and waiting than it may; others are not held up by it."""
+    """A tenant has no more running and waiting requests than permitted; others are not delayed by it."""
     limits = {"busy": TenantLimits(max_running=2, max_queued=3)}
     cluster = _cluster(tenant_limits=limits)
     busy = [cluster.submit(stream, [stream, 1], 10, tenant="busy") for stream in range(3)]
@@ -259,7 +259,7 @@ def test_the_queue_is_bounded_in_tokens() -> None:
 
 
 def test_long_prefill_cap_leaves_room_for_others() -> None:
-    """A long prompt takes no more than its cap of a step, so a later short one starts beside it."""
+    """A long prompt takes no more than its cap per step, so a later short one starts in the same step."""
     cluster = _cluster(long_prefill_token_threshold=8)
     long = cluster.submit(0, [1] * 100, 2)
     short = cluster.submit(1, [2] * 4, 2)
@@ -276,7 +276,7 @@ def test_kv_cache_limit_bounds_memory() -> None:
 
 
 def test_a_request_may_take_every_block() -> None:
-    """An idle worker takes a request that fits to the last block, with and without a prefix of it in the cache."""
+    """An idle worker admits a request that fills the last block, with and without a cached prefix."""
     cluster = _cluster(num_blocks=4)
     for _ in range(2):
         cluster.submit(0, list(range(13)), 2)
@@ -306,7 +306,7 @@ def test_a_started_request_leaves_its_tenants_queue() -> None:
 
 
 def test_the_queue_takes_tokens_up_to_its_bound() -> None:
-    """max_queued_tokens may be reached, not exceeded; what has started or ended does not count."""
+    """max_queued_tokens may be reached but not exceeded; started and ended requests do not count."""
     cluster = Cluster(max_queued_tokens=50, max_num_seqs=1, max_num_batched_tokens=64)
     cluster.join(ModelWorker(b"w/1", 50, 4, 16))
     assert cluster.submit(0, [1] * 30, 2).end is None
@@ -332,7 +332,7 @@ def test_the_queue_takes_requests_up_to_its_bound() -> None:
 def test_a_tenant_with_any_number_of_requests_leaves_room_in_the_queue(
     limit: str, size: int, leaving: list[int]
 ) -> None:
-    """A greedy tenant gets 8/9 of the queue at most, whichever of its requests leave. Another one still gets in."""
+    """A greedy tenant gets at most 8/9 of the queue, whichever of its requests leave. Others are still admitted."""
     cluster = Cluster(**{limit: size if limit == "max_queued_requests" else 10 * size})
     greedy = [cluster.submit(stream, [1] * 10, 2, tenant="greedy") for stream in range(size + 5)]
     for stream in leaving:
@@ -348,7 +348,7 @@ def test_a_tenant_with_any_number_of_requests_leaves_room_in_the_queue(
 
 @pytest.mark.parametrize("size", [1, 8, 9, 30, 200])
 def test_front_ends_learn_how_much_of_the_queue_one_call_can_use(size: int) -> None:
-    """It is what one tenant can use of an empty queue, so that a call with more can be refused at once."""
+    """The limit is what one tenant can use of an empty queue, so that a larger call can be refused at once."""
     cluster = Cluster(max_queued_requests=size)
 
     accepted = sum(cluster.submit(stream, [1], 2, tenant="only").end is None for stream in range(size + 1))
@@ -379,7 +379,7 @@ def test_greedy_tenants_come_to_hold_equal_parts_of_the_queue() -> None:
 
 
 def test_the_share_of_a_tenant_does_not_count_accepted_requests_as_new() -> None:
-    """A new core takes all requests that an earlier one accepted, however many one tenant has."""
+    """A new core accepts all requests that an earlier one accepted, however many one tenant has."""
     cluster = Cluster(max_queued_requests=20)
     again = [cluster.submit(stream, [1], 2, again=True, accepted=True, tenant="t") for stream in range(30)]
     assert all(reader.end is None for reader in again)

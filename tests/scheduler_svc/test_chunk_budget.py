@@ -38,7 +38,7 @@ class _Device:
             self.measured(self._noisy(self.decode_s))
 
     def step(self, *, decodes: bool = True, waiting: int = 1 << 20) -> tuple[int, float]:
-        """Computes what the budget allows of the `waiting` tokens; returns how many, and the time without noise."""
+        """Compute what the budget permits of the `waiting` tokens; return how many, and the time without noise."""
         budget = self.budget(decodes=decodes)
         chunks = waiting if budget is None else min(budget, waiting)
         duration = self.decode_s + self.token_s * chunks
@@ -60,7 +60,7 @@ SECONDS = st.floats(1e-6, 1e3)
 
 @given(target_s=SECONDS, decode_s=st.one_of(st.just(0.0), SECONDS), token_s=SECONDS)
 def test_the_largest_chunks_that_keep_to_the_target(target_s: float, decode_s: float, token_s: float) -> None:
-    """The step takes at most the target, or twice a step without chunks; one token more would exceed both."""
+    """The step takes at most the target, or twice a step without chunks; one more token would exceed both."""
     allowed_s = max(target_s, 2 * decode_s)
 
     tokens = affordable_tokens(target_s, decode_s, token_s)
@@ -138,7 +138,7 @@ def test_prompts_get_half_of_the_time_where_decoding_alone_exceeds_the_target() 
 
 
 def test_short_prompts_say_nothing_about_long_chunks() -> None:
-    """The time of a prompt of three tokens is noise: any number of them leaves the budget about as it was."""
+    """The time of a three-token prompt is noise: any number of such prompts leaves the budget nearly unchanged."""
     device = _Device()
     device.decode()
     for _ in range(5):
@@ -178,7 +178,7 @@ def _step_s(costs: CostModel, tokens: int | None) -> float:
 
 
 def test_a_step_keeps_the_pace_or_is_as_long_as_pays() -> None:
-    """Few prompts leave the readers their pace, many end it, and no number of them leads to a step between."""
+    """With few prompts the readers keep their pace, with many they do not, and there is no intermediate step."""
     costs, pace = _fast_costs(), Pace()
     shape = StepShape(4, 0, 1000)
     durations = [
@@ -191,7 +191,7 @@ def test_a_step_keeps_the_pace_or_is_as_long_as_pays() -> None:
 
 
 def test_the_pace_returns_when_most_prompts_are_computed() -> None:
-    """The number of prompts that ends the pace is larger than the number at which it returns."""
+    """The number of prompts that ends the pace exceeds the number at which it returns."""
     costs, pace = _fast_costs(), Pace()
     shape = StepShape(4, 0, 1000)
 
@@ -224,7 +224,7 @@ LONG = 2000
 
 
 def _durations_beside_a_long_prompt(**limits: float) -> list[tuple[Plan, float]]:
-    """Returns the plans with a chunk of a long prompt that arrives while a request decodes, and how long they take."""
+    """Return the plans with a chunk of a long prompt that arrives while a request decodes, and their durations."""
     cluster = Cluster(max_num_seqs=4, max_plans_in_flight=1, **limits)
     cluster.join(ModelWorker(b"w/1", 600, 4, 4, max_tokens_per_step=1000))
     cluster.submit(1, [1, 2, 3], 100)
@@ -244,7 +244,7 @@ def _durations_beside_a_long_prompt(**limits: float) -> list[tuple[Plan, float]]
 
 
 def test_a_long_prompt_does_not_hold_up_a_decode_row_beyond_the_target() -> None:
-    """No step with a chunk takes longer than the target; while few prompt tokens wait, it is shorter."""
+    """No step with a chunk exceeds the target; while few prompt tokens wait, steps are shorter."""
     durations = [
         duration for _, duration in _durations_beside_a_long_prompt(max_num_batched_tokens=1000, itl_target_s=TARGET_S)
     ]

@@ -30,7 +30,7 @@ def test_attention_costs_as_much_as_the_products_at_break_even(chunk: int, conte
 
 
 def test_the_steps_of_a_long_prompt_cost_the_same() -> None:
-    """Every step of a long prompt but its last uses up the budget, to less than a token, however far it has got."""
+    """Every step of a long prompt except its last uses the budget to within a token, at any position."""
     plans = _plans_of_long_prompt(BREAK_EVEN)
     computed, costs = 0, []
     for plan in plans:
@@ -45,7 +45,7 @@ def test_the_steps_of_a_long_prompt_cost_the_same() -> None:
 
 
 def test_nobody_is_admitted_with_what_rounding_leaves() -> None:
-    """While a long prompt takes all it can get of every step, the next request stays in the queue."""
+    """While a long prompt takes as much of every step as possible, the next request stays in the queue."""
     cluster = _cluster(BREAK_EVEN, policy="fcfs")
     cluster.submit(1, [token % 50 for token in range(LONG)], 1)
     cluster.submit(2, [1, 2, 3], 1)

@@ -120,7 +120,7 @@ def test_worker_death_resumes_without_gap_or_repeat() -> None:
 
 
 def test_answers_of_an_old_epoch_are_dropped() -> None:
-    """A worker that said hello again cannot deliver results of its former epoch."""
+    """A worker that has sent another Hello cannot deliver results for its previous epoch."""
     cluster = Cluster(**SMALL)
     worker = _worker()
     cluster.join(worker)
@@ -151,7 +151,7 @@ def test_senseless_answer_ends_the_epoch_only() -> None:
 
 
 def test_failed_row_ends_alone() -> None:
-    """A row that failed on the worker ends its request with an error; the others go on."""
+    """A failed row ends its request with an error; other requests continue."""
     cluster = Cluster(**SMALL)
     cluster.join(_worker())
     cluster.submit(1, [1, 2], 10)
@@ -194,7 +194,7 @@ def test_a_row_without_credit_is_held_out_until_credit_comes() -> None:
 
 
 def test_stalled_reader_is_cancelled() -> None:
-    """A reader that takes nothing for the configured time ends with that reason and frees its blocks."""
+    """A client that reads nothing for the configured time ends with that reason and frees its blocks."""
     cluster = Cluster(**SMALL, stall_timeout_s=5.0)
     cluster.join(_worker())
     reader = cluster.submit(1, [1, 2], 30, credit=4 * 3)
@@ -249,7 +249,7 @@ def test_without_worker_requests_end_after_the_wait() -> None:
 
 
 def test_overdue_step_gives_the_worker_up() -> None:
-    """A worker that does not answer within the step deadline is given up and its requests wait again."""
+    """A worker that misses the step deadline is declared lost, and its requests wait again."""
     cluster = Cluster(**SMALL, step_deadline_s=20.0)
     cluster.join(_worker())
     cluster.submit(1, [1, 2], 10)
@@ -290,7 +290,7 @@ def test_stop_string_discards_later_tokens() -> None:
 
 
 def test_lost_frontend_takes_its_requests_along() -> None:
-    """Requests of a lost front end are cancelled and everything they held comes back."""
+    """A lost front end's requests are cancelled, and everything they held is released."""
     cluster = Cluster(**SMALL)
     cluster.join(_worker())
     for stream in range(6):
@@ -303,7 +303,7 @@ def test_lost_frontend_takes_its_requests_along() -> None:
 
 
 def test_an_unknown_front_end_must_say_hello() -> None:
-    """The core accepts nothing from a front end that it does not know before its hello."""
+    """The core accepts nothing from an unknown front end before its Hello."""
     cluster = Cluster()
     cluster.handle(ev.FrontendLost(frontend=FRONTEND))
     cluster.submit(1, [1], 2)
@@ -373,7 +373,7 @@ def test_a_worker_of_another_model_is_refused(field: str, value: Any) -> None:
 
 
 def test_resubmitted_request_continues_after_its_delivered_tokens() -> None:
-    """A request that arrives with delivered tokens goes on behind them."""
+    """A request that arrives with delivered tokens continues after them."""
     full = expected_output([4, 5], 12, set())
     cluster = Cluster(**SMALL)
     cluster.join(_worker())
@@ -383,13 +383,13 @@ def test_resubmitted_request_continues_after_its_delivered_tokens() -> None:
 
 
 def test_contradicting_limits_are_refused() -> None:
-    """Limits under which running requests could not all take part in a step are refused by name."""
+    """Limits under which running requests could not all be in a step are refused by name."""
     with pytest.raises(InvalidLimitsError, match="max_num_batched_tokens"):
         CoreConfig(max_num_seqs=64, max_num_batched_tokens=32)
 
 
 def test_an_idle_worker_gets_a_plan_that_frees_its_rows() -> None:
-    """What it keeps for a row, spans included, ends with the request, not with the next one that happens to come."""
+    """Everything that the worker keeps for a row, including spans, ends with the request instead of the next one."""
     cluster = Cluster()
     worker = ModelWorker(b"w/1", 40, 4, 8)
     cluster.join(worker)
@@ -400,7 +400,7 @@ def test_an_idle_worker_gets_a_plan_that_frees_its_rows() -> None:
 
 
 def test_plans_name_the_traced_requests_that_take_part() -> None:
-    """From its first chunk to its last token a traced request is named, not while it is held out, and others never."""
+    """A traced request is named from its first chunk to its last token, except while it is held out; others never."""
     cluster = Cluster(**SMALL)
     cluster.join(_worker())
     prompt = list(range(20))
@@ -417,7 +417,7 @@ def test_plans_name_the_traced_requests_that_take_part() -> None:
 
 
 def test_an_admission_says_since_when_its_request_waited() -> None:
-    """From its arrival the first time; after a loss, from the moment at which it waits again."""
+    """The time counts from its arrival at first, and after a loss from when the request waits again."""
     cluster = Cluster(**SMALL)
     cluster.join(_worker())
     arrived = cluster.now
@@ -436,7 +436,7 @@ def test_an_admission_says_since_when_its_request_waited() -> None:
 
 
 def test_a_plan_does_not_wait_for_requests_to_leave_their_rows() -> None:
-    """A plan with which requests end costs no more than another one; `tidy`, or the next event, vacates their rows."""
+    """A plan that ends requests costs no more than any other; `tidy`, or the next event, vacates their rows."""
 
     def costs(max_tokens: int) -> tuple[int, int]:
         cluster = Cluster(max_num_seqs=4, max_plans_in_flight=1)
@@ -489,7 +489,7 @@ def _joined(**limits: object) -> Cluster:
 
 
 def test_a_worker_without_work_gets_a_plan_that_frees_its_rows() -> None:
-    """After the last answer, one more plan names the rows that ended, although it computes nothing."""
+    """After the last result, one more plan lists the ended rows, although it computes nothing."""
     cluster = _joined()
     cluster.submit(1, [1, 2], 3)
     cluster.run()
@@ -537,7 +537,7 @@ def test_deadlines_hold_after_many_requests_have_ended() -> None:
 
 
 def test_a_waiting_request_that_cannot_meet_its_deadline_is_not_started() -> None:
-    """A request whose deadline became impossible while it waited ends instead of starting."""
+    """If a deadline becomes impossible while a request waits, the request ends instead of starting."""
     cluster = _joined(max_num_seqs=2)
     cluster.submit(1, [1], 200)
     cluster.submit(2, [2], 200)

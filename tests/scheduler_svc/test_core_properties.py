@@ -1,4 +1,4 @@
-"""Properties of the scheduler core under arbitrary interleavings of everything that can happen."""
+"""Properties of the scheduler core under arbitrary interleavings of all events."""
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The cost model: the times of steps, learned from steps of any mix, and what depends on them."""
+"""The cost model: step times learned from steps with any mix, and the decisions that depend on them."""
 
 import random
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def test_any_device_is_learned(device: tuple[float, ...], noise: float, most: fl
 
 
 def test_short_prompts_do_not_make_prompt_tokens_look_slow() -> None:
-    """The fixed time of a step is not charged to the eight tokens of its prompt (8 ms + 40 us per token)."""
+    """A step's fixed time is not charged to its eight prompt tokens (8 ms + 40 us per token)."""
     device = (8e-3, 40e-6, 40e-6, 0.0)
     costs = learned(device, [StepShape(0, 8), *[StepShape(1, 0, 10)] * 4] * 30)
 
@@ -84,7 +84,7 @@ def test_a_column_that_never_varies_keeps_what_is_known_of_it() -> None:
 
 
 def test_what_was_never_measured_is_uncertain() -> None:
-    """Steps of fifteen rows say little about steps of eight; a few of those are enough."""
+    """Steps with fifteen rows say little about steps with eight; a few of those are enough."""
     costs = learned(COMPUTE_BOUND, [StepShape(15, 0, 15000)] * 100)
     assert costs.uncertainty(StepShape(15, 0, 15000)) < 0.03
     assert costs.uncertainty(StepShape(8, 0, 8000)) > 0.1
@@ -158,7 +158,7 @@ def test_nearly_all_steps_take_the_least_time() -> None:
 
 
 def test_a_lost_step_is_counted_in_what_an_empty_row_wastes() -> None:
-    """A row that stays empty wastes its part of what a step takes in any case, not of what grows with the rows."""
+    """An empty row wastes its part of a step's fixed time, not of the time that grows with the rows."""
     assert CostModel().recompute_steps(1000, 4) == 1.0
     costs = learned((8e-3, 1e-3, 1e-3, 0.0), mixed(random.Random(1), 400))
     assert costs.recompute_steps(200, 4) == pytest.approx(200 * 1e-3 / 8e-3, rel=0.1)
@@ -183,7 +183,7 @@ def test_copies_pay_when_both_ways_take_less_than_computing() -> None:
 
 
 def test_a_slow_copy_does_not_end_swapping() -> None:
-    """The first copies are slow by chance; whenever copies look dear, they are measured again, ever more rarely."""
+    """The first copies happen to be slow. Whenever copies look expensive, they are measured again, ever more rarely."""
     assert _copied(2.0).pays(10, 0.5), "one copy says little"
     costs = _copied(2.0, 2.0, 2.0)
     tried_at = []

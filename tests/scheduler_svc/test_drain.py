@@ -1,4 +1,4 @@
-"""Drained workers: what becomes of the requests that they have started."""
+"""Drained workers: what happens to the requests that they have started."""
 
 import pytest
 
@@ -11,7 +11,7 @@ PEER = b"w1"
 
 
 def _with_short_memory() -> Cluster:
-    """Three requests run whose KV does not fit into the memory of their worker until they are complete."""
+    """Three requests run whose KV does not fit into their worker's memory until they are complete."""
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64, worker_wait_s=60.0)
     cluster.join(ModelWorker(PEER, num_blocks=12, block_size=16, max_rows=4), "w1")
     for stream in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Requests for embeddings in the core: rows that leave once their prompt is planned, and end with their vector."""
+"""Embedding requests in the core: their rows leave once the prompt is planned, and they end with their vector."""
 
 import dataclasses
 
@@ -61,7 +61,7 @@ def test_a_mean_begins_at_the_first_token_whatever_is_cached() -> None:
 
 
 def test_workers_of_an_older_version_are_left_out() -> None:
-    """An embedding waits for a worker that makes it; where no worker does, it is refused."""
+    """An embedding waits for a worker that supports it; without such a worker, it is refused."""
     cluster = Cluster(max_num_batched_tokens=8, max_num_seqs=4)
     cluster.join(OldWorker(b"old/1", num_blocks=64, block_size=4, max_rows=4), "old")
     refused = embed(cluster, 1, Pooling.LAST)
@@ -76,7 +76,7 @@ def test_workers_of_an_older_version_are_left_out() -> None:
 
 
 def test_an_answer_without_its_vector_ends_the_epoch() -> None:
-    """A worker that leaves a vector out, or makes one of another size, is given up; the request is planned again."""
+    """A worker that omits a vector, or returns one of another size, is declared lost; the request is planned again."""
     for wrong in ((), (ev.RowEmbedding(row=3, generation=1, values=b"123"),)):
         cluster = Cluster(max_num_batched_tokens=64, max_num_seqs=4)
         worker = ModelWorker(b"w/1", num_blocks=64, block_size=4, max_rows=4)

@@ -69,7 +69,7 @@ def test_a_hint_comes_before_what_was_learned_and_the_limit_bounds_both() -> Non
 
 
 def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
-    """The first token needs the uncached prompt, the last one the output too; the earlier of the two counts."""
+    """The first token needs the uncached prompt, the last token also the output; the earlier limit counts."""
     assert _forecast().latest_start(make_request(ttft_deadline=100.0), 10) == 100.0, "no worker was measured"
     forecast = _forecast(_worker())
     assert forecast.latest_start(make_request(), 10) is None
@@ -171,7 +171,7 @@ def test_the_worst_case_of_all_must_fit() -> None:
 
 
 def test_the_worst_case_follows_requests_that_come_and_go() -> None:
-    """Requests of different lengths count for as long as they have a row; admission looks at no row for that."""
+    """Requests of different lengths count as long as they have a row; admission examines no row for this."""
     capacity, rows = Capacity("guaranteed_no_evict", 20), _rows(3, limit=17)
     row = rows.occupy(
         make_request(prompt=5, limit=30),
@@ -206,7 +206,7 @@ def test_the_headroom_is_what_running_requests_take_until_one_ends() -> None:
 
 
 def test_costly_preemptions_make_for_more_headroom() -> None:
-    """The headroom grows with the logarithm of what preemptions cost; ten times the cost adds 2.3 times the growth."""
+    """The headroom grows with the logarithm of the preemption cost; ten times the cost adds 2.3 times the growth."""
     headrooms = []
     for cost in (1.0, 10.0, 100.0):
         capacity = Capacity("max_utilization", 1000)
@@ -361,7 +361,7 @@ def test_a_bucket_holds_ten_seconds_and_may_go_below_zero() -> None:
 
 
 def test_requests_that_have_started_reserve_what_they_will_generate() -> None:
-    """Another one starts when the bucket holds the rest of their output, or when they end before."""
+    """Another request starts when the bucket holds the rest of their output, or when they end early."""
     tenants = Tenants({"": TenantLimits(tokens_per_s=10.0)})
     running = make_request(prompt=10)
     tenants.arrived(running, 0.0)

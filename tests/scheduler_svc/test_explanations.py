@@ -24,7 +24,7 @@ def _question(number: int) -> link_pb2.OperatorRequest:
 
 
 def _replies(explanations: LiveExplanations, now: float) -> list[tuple[Peer, link_pb2.OperatorReply]]:
-    """Ask for replies each time a descriptor says that there may be one, until there is one."""
+    """Request replies each time a descriptor signals that there may be one, until there is one."""
     while not (found := explanations.replies(now)):
         assert select.select(explanations.descriptors, [], [], PATIENCE_S)[0], f"no reply after {PATIENCE_S} s"
     return found
@@ -45,7 +45,7 @@ def test_a_file_that_is_no_record_is_named_in_the_refusal(tmp_path: Path) -> Non
 def test_a_question_that_waited_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit counts from the question: it includes the wait for another explanation.
 
-    The process that is too slow is ended, and its reply is taken only once it has ended.
+    A process that is too slow is killed, and its reply is read only after it has exited.
     """
     explanations = LiveExplanations(tmp_path)
     popen = subprocess.Popen
@@ -69,7 +69,7 @@ def test_a_question_that_waited_too_long_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_the_loop_does_not_wait_for_a_process_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that does not end when it is killed delays its own reply only."""
+    """A process that does not exit when it is killed delays only its own reply."""
     explanations = LiveExplanations(tmp_path)
     popen = subprocess.Popen
 
@@ -95,7 +95,7 @@ def test_the_loop_does_not_wait_for_a_process_to_end(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_caller_that_leaves_ends_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
-    """The process of a question is killed, and waiting ones are dropped; those of other front ends are answered."""
+    """The query's process is killed, and waiting queries are dropped; other front ends' queries are answered."""
     explanations = LiveExplanations(tmp_path)
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **pipes: popen(["sleep", "600"], **pipes))

@@ -55,7 +55,7 @@ def test_load_is_spread() -> None:
 
 
 def test_a_burst_is_spread_over_many_workers_by_rows_left_and_memory() -> None:
-    """A burst larger than the rows of some and the memory of others fills each worker as far as it goes, evenly."""
+    """A burst that exceeds some workers' rows and others' memory fills each worker as far as possible, evenly."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64)
     for index in range(6):
         cluster.join(ModelWorker(b"w/%d" % index, 10 if index == 0 else 100, 4, 2 if index == 1 else 8), f"w{index}")
@@ -71,7 +71,7 @@ def test_a_burst_is_spread_over_many_workers_by_rows_left_and_memory() -> None:
 
 @pytest.mark.parametrize(("home", "other"), [("w0", "w1"), ("w1", "w0")])
 def test_a_cached_prefix_draws_requests_until_its_worker_is_busy(home: str, other: str) -> None:
-    """One request goes to the worker with its cached prefix, whichever is planned first; many do not all go there."""
+    """One request goes to the worker with its cached prefix, whichever is planned first; many requests are spread."""
     cluster = _cluster()
     _serve_at(cluster, home, other)
     cluster.submit(1, [*PREFIX, 2], 20)
@@ -133,7 +133,7 @@ def test_a_request_is_not_left_to_a_worker_that_makes_no_plan() -> None:
 
 
 def test_a_drained_worker_takes_nothing_new_and_finishes_what_it_has() -> None:
-    """Draining without moving: running requests end where they are, new ones go elsewhere, and resuming undoes it."""
+    """Draining without moving: running requests finish there, new ones go elsewhere, and resuming reverts this."""
     cluster = _cluster()
     for stream in range(4):
         cluster.submit(stream, [stream, 1], 20)
@@ -220,7 +220,7 @@ def test_workers_with_other_block_sizes_share_the_work() -> None:
 
 
 def test_a_stall_of_the_scheduler_is_excused_for_just_as_long() -> None:
-    """While the scheduler stands still no worker is blamed; afterwards a step has what is left of its time, no more."""
+    """During a scheduler stall no worker is blamed; afterwards a step has only the rest of its time."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, step_deadline_s=2.0)
     cluster.join(ModelWorker(b"w/0", 100, 4, 8), "w0")
     cluster.submit(1, [1, 2], 20)
@@ -246,7 +246,7 @@ def test_a_cache_cap_below_one_block_leaves_one_block() -> None:
 
 
 def test_epochs_fit_into_64_bits_and_are_never_zero() -> None:
-    """Zero is what an absent field says on the wire; counting goes on after the largest number."""
+    """Zero means an absent field in the wire format; counting continues after the largest number."""
     core = Scheduler(CoreConfig(), incarnation=(1 << 64) - 2)
     epochs = []
     for index in range(3):
@@ -256,7 +256,7 @@ def test_epochs_fit_into_64_bits_and_are_never_zero() -> None:
 
 
 def test_front_ends_hear_of_every_change_once() -> None:
-    """What is served changes with the first worker and the last one; a second one of the same kind changes nothing."""
+    """The first and the last worker change what is served; a second worker of the same kind changes nothing."""
     cluster = _cluster(workers=2)
     cluster.handle(ev.DrainRequested(worker_id="w0", move=False))
     cluster.handle(ev.DrainRequested(worker_id="w1", move=False))

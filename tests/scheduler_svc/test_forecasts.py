@@ -18,7 +18,10 @@ APP, OTHER_APP = b"a" * KEY_BYTES, b"b" * KEY_BYTES
 
 
 def test_lengths_are_those_of_the_application_then_of_like_requests_then_of_all() -> None:
-    """An application is known by its system prompt; a combination counts once eight of its requests have finished."""
+    """An application is identified by its system prompt.
+
+    A combination counts once eight of its requests have finished.
+    """
     lengths = OutputLengths()
     assert lengths.like(make_request()) == []
     for generated in range(10, 20):
@@ -42,7 +45,7 @@ def test_the_rest_of_an_output_is_that_of_outputs_which_got_as_far() -> None:
 
 
 def test_applications_without_number_take_bounded_memory() -> None:
-    """One that is seen again and again is not forgotten for those that are seen once."""
+    """An application that recurs is not dropped in favour of those seen once."""
     lengths = OutputLengths()
     for number in range(20_000):
         lengths.finished(make_request(generated=5, keys={16: number.to_bytes(KEY_BYTES, "big")}))
@@ -151,7 +154,7 @@ def test_requests_held_for_a_quota_do_not_count() -> None:
 
 
 def test_forecasts_are_counted_once_they_have_come_true() -> None:
-    """Each request that was forecast counts once for its wait, its first token and its end."""
+    """Each forecast request counts once for its wait, its first token and its end."""
     cluster = _cluster()
     for stream in range(1, 40):
         cluster.submit(stream, [stream] * 8, 10)

@@ -1,6 +1,6 @@
-"""No frame is larger than its receiver takes, whatever legal requests bring with them; ZeroMQ would drop it.
+"""No frame exceeds its receiver's limit, whatever legal requests contain; ZeroMQ would drop the connection.
 
-What is legal is bounded where it comes in; these tests take what the doors let in to its extremes.
+The front end bounds legal requests; these tests use the extremes of what it accepts.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def _plan(**changes: object) -> Plan:
 
 
 def test_a_plan_is_bounded_in_bytes() -> None:
-    """Of 64 requests that each bring a large token set, a plan takes in as many as a frame holds; all of them run."""
+    """Of 64 requests with large token sets, a plan admits as many as fit into a frame; all of them run."""
     cluster = Cluster(max_num_seqs=64, max_num_batched_tokens=4096)
     cluster.join(ModelWorker(b"w/1", 4000, 16, 64, max_tokens_per_step=4096))
     for stream in range(1, 65):
@@ -136,8 +136,8 @@ def test_no_plan_is_too_large(requests: list[tuple[int, int]]) -> None:
 def test_the_largest_plan_fits_into_a_frame() -> None:
     """The largest plan fits into a frame.
 
-    It has as many admissions as possible, the last one of the largest legal size. It also moves every block of the
-    largest pool and names every row of the largest table.
+    The plan has as many admissions as possible, the last one of the largest legal size. It also moves every block of
+    the largest pool and names every row of the largest table.
     """
     rows, blocks = np.arange(1 << 16), np.arange(1 << 21)
     heaviest = _admission(
@@ -169,7 +169,7 @@ def test_the_largest_plan_fits_into_a_frame() -> None:
 
 
 def test_a_plan_that_no_frame_takes_is_an_error_that_names_the_request() -> None:
-    """It is not sent, so that the connection stays; the error says which request weighs most."""
+    """The plan is not sent, so that the connection survives; the error names the largest request."""
     heavy = _admission(
         request_id="heavy", sampling=plan_pb2.SamplingParams(bad_words=[bytes(40 * MIB)]).SerializeToString()
     )
@@ -181,7 +181,7 @@ def test_a_plan_that_no_frame_takes_is_an_error_that_names_the_request() -> None
 
 
 def test_the_largest_answer_of_log_probabilities_and_embeddings_is_bounded_by_the_plan() -> None:
-    """A step completes as many embeddings as its answer holds; the others are complete with the next steps."""
+    """A step completes as many embeddings as fit into its result; the others complete in the next steps."""
     hidden_size = MAX_STEP_VECTOR_BYTES // 4 // 2
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=256)
     worker = ModelWorker(b"w/1", 64, 4, 8, max_tokens_per_step=256)
@@ -266,7 +266,7 @@ def test_many_resumes_at_once_make_several_frames() -> None:
 
 
 def test_a_log_that_no_frame_takes_is_not_found(capsys: pytest.CaptureFixture[str]) -> None:
-    """One that an older front end has let in is answered as if nothing was kept, and the log says whose it is."""
+    """A log that an older front end has accepted is reported as missing, and a log line names its owner."""
     outgoing = Outgoing()
     scores = tuple((index, bytes(200)) for index in range(MAX_PART_BYTES // 200))
     outgoing.add_resume(ef.ResumeAnswered(frontend=FRONTEND, number=5, log=_log("huge", 10, scores)))
@@ -290,7 +290,7 @@ SIZES = st.sampled_from([0, 100, 100_000, PACKED_BYTES - 100, PACKED_BYTES + 100
     st.lists(st.tuples(st.sampled_from(["scores", "tokens", "end", "resume", "state", "snapshot"]), SIZES), max_size=12)
 )
 def test_no_frame_to_a_front_end_is_too_large(parts: list[tuple[str, int]]) -> None:
-    """Whatever one turn has for a front end, in any mix, comes out complete and in order, in frames that it takes."""
+    """Everything for a front end in one turn, in any mix, arrives complete and in order, in frames within its limit."""
     outgoing = Outgoing()
     for number, (kind, size) in enumerate(parts, 1):
         match kind:

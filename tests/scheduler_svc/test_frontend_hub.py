@@ -1,4 +1,4 @@
-"""What the scheduler keeps for its front ends is bounded, with real sockets."""
+"""The scheduler's buffers for its front ends are bounded, with real sockets."""
 
 from pathlib import Path
 
@@ -16,7 +16,10 @@ STATE = ef.ServiceChanged(ready=True, model=None, max_model_len=0, block_size=0,
 
 
 def test_a_front_end_that_talks_and_never_reads_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports renew the lease; their answers pile up only so far, and only for the one that does not read them."""
+    """Reports renew the lease.
+
+    Responses pile up only to a limit, and only for the front end that does not read them.
+    """
     monkeypatch.setattr(frontend_hub, "MAX_BACKLOG", 1 << 16)
     address = f"ipc://{tmp_path}/f"
     with zmq.Context() as context:

@@ -41,7 +41,7 @@ def _keys(numbers: Iterable[int]) -> list[bytes]:
 
 
 def _running_with(cluster: Cluster, worker: ModelWorker, stream: int, key: bytes, max_tokens: int = 50) -> Reader:
-    """Start a request with a grammar on the only worker; some of its tokens are there."""
+    """Start a request with a grammar on the only worker; return when some of its tokens are there."""
     reader = cluster.submit(stream, [1, 2, 3], max_tokens, grammar=key)
     cluster.plan()
     _report(cluster, worker, key)
@@ -151,7 +151,10 @@ def test_a_grammar_that_a_worker_is_unable_to_use_waits_for_the_other_workers() 
 
 @pytest.mark.parametrize("event", ["lost", "drained"])
 def test_a_request_ends_when_its_only_worker_leaves(event: str) -> None:
-    """It has run where its grammar was compiled; the worker that is left has reported that it cannot use it."""
+    """The request ran where its grammar was compiled.
+
+    The remaining worker has reported that it cannot use the grammar.
+    """
     cluster = Cluster()
     first, second = _worker(max_rows=1), _worker(b"w/2")
     cluster.join(first, "w1")
@@ -173,7 +176,7 @@ def test_a_request_ends_when_its_only_worker_leaves(event: str) -> None:
 
 
 def test_another_worker_is_asked_anew() -> None:
-    """After a loss the request goes on where its grammar has been compiled again, with the tokens it has."""
+    """After a loss, the request continues with its tokens where its grammar is compiled again."""
     cluster = Cluster()
     first, second = _worker(), _worker(b"w/2")
     cluster.join(first)
@@ -197,7 +200,7 @@ def test_another_worker_is_asked_anew() -> None:
 
 
 def test_the_worker_drops_what_was_used_longest_ago() -> None:
-    """The scheduler names what the worker drops, so that both know the same grammars; it is asked for again."""
+    """The scheduler names the grammars to drop, so that both sides agree; a dropped grammar is requested again."""
     grammars, first, *others = Grammars(), *_keys(range(MAX_GRAMMARS + 1))
     dropped: list[bytes] = []
     for key in (first, *others):
@@ -214,7 +217,7 @@ def test_the_worker_drops_what_was_used_longest_ago() -> None:
 
 
 def test_a_grammar_that_a_row_uses_is_never_dropped() -> None:
-    """It does not count among those that are kept, and is the one used last when its last row is vacated."""
+    """A used grammar does not count among the unused ones, and is the most recently used when its last row ends."""
     grammars, used, *others = Grammars(), *_keys(range(2 * MAX_GRAMMARS))
     grammars.ask(used)
     grammars.reported(used)
@@ -236,7 +239,7 @@ def test_a_grammar_that_a_row_uses_is_never_dropped() -> None:
 
 
 def test_a_worker_is_asked_for_so_many_grammars_at_a_time() -> None:
-    """The order of the others stays with the waiting queue; each report makes room for another request."""
+    """The order of the other grammars stays with the queue; each report makes room for another compilation."""
     grammars, keys = Grammars(), _keys(range(MAX_ASKED + 1))
 
     assert [grammars.ask(key) for key in keys] == [True] * MAX_ASKED + [False]
@@ -273,7 +276,7 @@ def test_an_invalid_grammar_ends_its_requests_even_if_a_draining_worker_reports_
 
 
 def test_a_worker_that_is_resumed_without_the_grammar_ends_the_requests_that_wait_for_it() -> None:
-    """A failure that is the worker's own decides nothing while it drains, and does so once it is the only worker."""
+    """A worker's own failure decides nothing while it drains, but decides once it is the only worker."""
     cluster, worker = Cluster(), _worker()
     cluster.join(worker)
     waiting = cluster.submit(1, [1], 5, grammar=b"g")
@@ -291,7 +294,7 @@ def test_a_worker_that_is_resumed_without_the_grammar_ends_the_requests_that_wai
 
 
 def test_a_compiled_grammar_is_found_however_many_others_are_awaited() -> None:
-    """A worker that has a request's grammar serves it when it has room, while thirty other grammars are compiled."""
+    """A worker with a request's grammar serves it when it has room, while thirty other grammars are compiled."""
     cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64)
     cluster.join(ModelWorker(b"A", num_blocks=64, block_size=16, max_rows=2), "A")
     cluster.submit(1, [1] * 8, 5, grammar=b"G")

@@ -1,4 +1,4 @@
-"""A worker that says hello again states the reason, which decides the fate of its requests and of its drain."""
+"""When a worker sends another Hello, it states the reason, which decides what happens to its requests and its drain."""
 
 import pytest
 
@@ -14,7 +14,7 @@ DIED = [ev.HelloReason.STARTED, ev.HelloReason.STEP_FAILED]
 
 
 class OneWorker:
-    """A cluster of one worker, which says hello with a new incarnation each time."""
+    """A cluster with one worker, which sends each Hello with a new incarnation."""
 
     def __init__(self, **limits: object) -> None:
         self.cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, **limits)
@@ -27,7 +27,7 @@ class OneWorker:
         return [worker.draining for worker in self.cluster.core.stats().workers]
 
     def hello(self, reason: ev.HelloReason) -> None:
-        """The worker drops what it has in flight and says hello again."""
+        """The worker drops its steps in flight and sends another Hello."""
         for answers in self.cluster.answers.values():
             answers.clear()
         self._incarnation += 1
@@ -65,7 +65,7 @@ def test_a_drain_survives_the_hello_of_the_same_process(reason: ev.HelloReason, 
 
 
 def test_a_drained_worker_that_is_lost_can_be_resumed_before_it_is_back() -> None:
-    """The drain is the operator's: it ends when the operator says so, not when the worker hears it."""
+    """Only the operator ends a drain, even if the worker is not connected at that time."""
     one = OneWorker()
     one.cluster.handle(ev.DrainRequested(worker_id="w", move=False))
     one.lose()
@@ -118,7 +118,7 @@ def test_a_step_that_a_worker_died_of_is_held_against_its_requests(reason: ev.He
 
 @pytest.mark.parametrize("reason", SURVIVED)
 def test_the_successor_of_a_dead_process_does_not_clear_requests(reason: ev.HelloReason) -> None:
-    """Requests that are suspected of a process's death remain suspects when the next process loses its session."""
+    """Requests suspected of killing a process remain suspects when the next process loses its session."""
     one = OneWorker()
     one.cluster.submit(1, [1, 2, 3], 40)
     one.step(2)
@@ -130,7 +130,7 @@ def test_the_successor_of_a_dead_process_does_not_clear_requests(reason: ev.Hell
 
 
 def test_a_reader_without_credit_does_not_clear_its_suspect() -> None:
-    """A suspect whose reader takes nothing waits, and is still tried alone when its reader goes on."""
+    """A suspect whose client reads nothing waits, and still runs alone when the client continues."""
     one = OneWorker()
     suspect = one.cluster.submit(1, [1, 2, 3], 40, credit=4)
     for _ in range(FATAL_STEPS):

@@ -28,7 +28,7 @@ def test_a_story_is_told_from_arrival_to_end() -> None:
 
 
 def test_a_live_request_is_listed_with_what_it_has() -> None:
-    """A running request is listed with its worker and progress; a waiting one is listed as waiting."""
+    """A running request is listed with its worker and progress; a waiting request is listed as waiting."""
     cluster = Cluster(max_num_seqs=1)
     cluster.join(ModelWorker(b"w/1", 64, 4, 8))
     cluster.submit(1, [1, 2, 3], 40)

@@ -1,7 +1,7 @@
 """The promises of the journal.
 
-After a crash at any byte, its reader knows everything that clients have received, and no more than the writer knew. Its
-size is bounded. A disk that accepts no data ends no request.
+After a crash at any byte, the journal's reader knows everything that clients have received, and no more than the writer
+knew. The journal's size is bounded. A full disk ends no request.
 """
 
 import errno
@@ -89,7 +89,7 @@ class Written:
         assert book.num_bytes == sum(entry.size for entry in book)
 
     def commit(self) -> None:
-        """End the turn, and keep what the journal and the readers contain at this moment."""
+        """End the turn, and store the current content of the journal and the readers."""
         self.end_turn()
         told = {stream: list(reader.tokens) for stream, reader in self.cluster.readers.items()}
         self.moments.append(Moment(len(self.files()[-1]), _known(to_event(self.journal._book, 0).logs), told))
@@ -279,7 +279,7 @@ def test_a_full_journal_drops_the_oldest_requests(tmp_path: Path) -> None:
 
 
 def test_a_commit_costs_what_it_writes(tmp_path: Path) -> None:
-    """Beyond half of its space the journal looks for waste every turn; that costs no more with more requests."""
+    """Beyond half of its space the journal looks for waste in every turn, at a cost independent of the requests."""
 
     def cost(num_requests: int) -> int:
         written = Written(tmp_path / str(num_requests), max_bytes=num_requests * 800)
@@ -400,7 +400,7 @@ def test_a_disk_that_stays_full_for_several_retries_ends_nothing(
 
 
 def test_a_segment_that_cannot_be_deleted_ends_nothing(tmp_path: Path) -> None:
-    """Something in the way of deleting is counted as a failure; once it is gone, the journal is one segment again."""
+    """A failed deletion is counted; once it succeeds, the journal is one segment again."""
     Journal(tmp_path, max_bytes=MIB, keep_s=300).close()
     written = Written(tmp_path)
     (tmp_path / "000000000001.journal").unlink()
@@ -420,7 +420,7 @@ def test_a_segment_that_cannot_be_deleted_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_one_scheduler_at_a_time_writes_a_journal(tmp_path: Path) -> None:
-    """A second one is refused by name of the folder; when the first is gone, it gets in."""
+    """A second scheduler is refused with the folder's name; when the first one exits, it is accepted."""
     first = Journal(tmp_path, max_bytes=MIB, keep_s=1)
     with pytest.raises(FolderInUseError, match=str(tmp_path)):
         Journal(tmp_path, max_bytes=MIB, keep_s=1)
@@ -449,7 +449,7 @@ def test_a_journal_of_a_newer_release_is_refused_and_left_as_it_is(tmp_path: Pat
 
 
 def test_with_fsync_step_front_ends_get_tokens_after_the_disk_write(tmp_path: Path) -> None:
-    """A commit is durable only after the disk has it, which a descriptor signals; then nothing is held back."""
+    """A commit is durable only after the disk write, which a descriptor signals; then nothing is held back."""
     journal = Journal(tmp_path, max_bytes=MIB, keep_s=1, fsync="step")
     spec = RequestSpec(request_id="r", num_prompt_tokens=1, max_tokens=1, identity=b"i")
     journal.note(ef.LogBegun(frontend=FRONTEND, stream=1, spec=spec, tokens=to_column([1]), scores=()))

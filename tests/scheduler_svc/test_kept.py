@@ -1,4 +1,4 @@
-"""What the core keeps of requests whose clients may come back, and for how long."""
+"""What the core retains for requests whose clients may return, and for how long."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def _output(log: Log | None) -> list[int]:
 
 @pytest.mark.parametrize("how", ["left", "front end lost", "taken over"])
 def test_an_interrupted_request_goes_on_from_its_log(how: str) -> None:
-    """An interrupted request keeps its tokens, and ends with the model's own tokens after it is submitted again.
+    """An interrupted request retains its tokens, and continues with the model's own tokens after it is submitted again.
 
     The client left, the front end died, or another call took over. In the meantime nothing is computed.
     """
@@ -77,7 +77,7 @@ def test_an_interrupted_request_goes_on_from_its_log(how: str) -> None:
 
 
 def test_log_probabilities_beyond_the_tokens_of_a_client_are_replaced() -> None:
-    """A client that has fewer tokens than the log gets one entry of log-probabilities per token after it goes on."""
+    """A client with fewer tokens than the log gets one log-probability entry per token after it continues."""
     spec = RequestSpec(request_id="r", num_prompt_tokens=3, max_tokens=8, identity=b"i", sampling=SCORED)
     output = expected_output(PROMPT, 8, set())
     scores = tuple((index, scores_of([output[index]])) for index in range(5))
@@ -94,7 +94,7 @@ def test_log_probabilities_beyond_the_tokens_of_a_client_are_replaced() -> None:
 
 
 def test_an_id_is_taken_while_anything_is_known_of_it() -> None:
-    """A second request with it is a duplicate, running or stored; what says that it comes again takes over."""
+    """A second request with a running or stored id is a duplicate; a resubmission takes over."""
     cluster = _cluster()
     first = cluster.submit(1, PROMPT, 30, identity=b"i")
     second = cluster.submit(2, PROMPT, 30, identity=b"i")
@@ -116,7 +116,7 @@ def test_an_id_is_taken_while_anything_is_known_of_it() -> None:
 
 
 def test_a_dropped_or_failed_request_leaves_no_log() -> None:
-    """No log is kept of a request that its client dropped, live or ended, or that can never run."""
+    """No log is retained if a client dropped its request, live or ended, or if the request can never run."""
     cluster = _cluster()
     live = cluster.submit(1, PROMPT, 30, identity=b"live")
     cluster.submit(2, PROMPT, 2, identity=b"ended")
@@ -140,7 +140,10 @@ def test_a_dropped_or_failed_request_leaves_no_log() -> None:
 
 
 def test_logs_are_bounded_in_time_and_bytes() -> None:
-    """The oldest goes when the memory is used up, and each when it is too old; the account is exact."""
+    """The oldest log is dropped when the memory is used up, and each log when it is too old.
+
+    The accounting is exact.
+    """
     cluster = _cluster(resume_keep_s=10.0)
     cluster.submit(1, PROMPT, 3, identity=b"i")
     cluster.run()
@@ -243,7 +246,7 @@ def test_a_tenant_pays_once_for_a_request_that_goes_on(chunk: int) -> None:
 def test_a_request_that_goes_on_is_served_once_in_its_tenants_account() -> None:
     """Under `fair`, tokens that were delivered before a client resumes do not count again.
 
-    The next turn of its tenant comes before that of a tenant that got more.
+    Its tenant's next turn comes before that of a tenant with more service.
     """
     cluster = _cluster(policy="fair", max_num_seqs=1, max_num_batched_tokens=64)
     _come_and_go(cluster, range(1, 9), tenant="a")
@@ -260,7 +263,7 @@ def test_a_request_that_goes_on_is_served_once_in_its_tenants_account() -> None:
 
 
 def test_the_size_of_a_log_includes_its_opaque_parts() -> None:
-    """Every opaque part of a submission counts towards the memory limit of kept logs."""
+    """Every opaque part of a submission counts towards the memory limit for retained logs."""
 
     def size(**changes: Any) -> int:
         return Log(

@@ -1,4 +1,4 @@
-"""Promises of the leader lease: one scheduler leads, the others wait, and one takes over when the leader ends."""
+"""Promises of the leader lease: one scheduler leads, the others wait, and one takes over when the leader exits."""
 
 import os
 import signal
@@ -115,7 +115,7 @@ def test_a_file_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    """A file of the user is not emptied; what is no file is no lease."""
+    """A user's file is not emptied, and a path that is not a regular file is not a lease."""
     notes, pipe = tmp_path / "notes.toml", tmp_path / "pipe"
     notes.write_text("[section]\nkey = 1\n")
     os.mkfifo(pipe)
@@ -130,7 +130,7 @@ def test_a_file_of_another_kind_is_refused_and_left_as_it_is(tmp_path: Path) -> 
 
 
 def test_a_service_at_other_addresses_is_refused_while_the_leader_lives(tmp_path: Path) -> None:
-    """Otherwise a scheduler of one service would take the place of another service's."""
+    """Otherwise one service's scheduler would replace another service's."""
     leader = LeaderLease(tmp_path / "leader", "a b")
     assert leader.acquire()
 

@@ -123,7 +123,7 @@ def test_several_tokens_of_a_stream_reach_the_front_end_in_order(num_streams: in
 
 
 def test_counts_and_drafts_of_an_answer_are_decoded() -> None:
-    """An answer with several tokens per row has its counts and its drafts; their columns fit the rows."""
+    """A result with several tokens per row has its counts and its drafts; the columns have the rows' length."""
     result = plan_pb2.StepResult(step=1, rows=to_column([2, 5]), tokens=to_column([7, 8, 9]))
     result.counts, result.draft_counts = to_column([1, 2]), to_column([0, 3])
     event, _ = worker_link.decode(b"w", plan_pb2.WorkerMessage(epoch=1, result=result).SerializeToString())
@@ -160,7 +160,7 @@ def test_every_end_reason_is_on_the_wire() -> None:
 
 
 def test_every_kind_of_failure_is_on_the_wire() -> None:
-    """Each kind of failure in the plan protocol maps to the core's kind of the same name.
+    """Each failure kind in the plan protocol maps to the core's kind with the same name.
 
     An unknown or missing kind, as from a worker of the release before, maps to the kind that needs most care.
     """
@@ -196,7 +196,7 @@ def test_ill_formed_columns_are_malformed(result: plan_pb2.StepResult) -> None:
 
 
 def test_a_specification_crosses_the_link_unchanged() -> None:
-    """Every field of a request's specification arrives with its value, and returns with the log of the request."""
+    """Every field in a request's specification arrives with its value, and returns with the request's log."""
     spec = RequestSpec(
         request_id="r", num_prompt_tokens=1, max_tokens=1, stop_token_ids=to_column([5]), sampling=b"s", grammar=b"",
         pooling=Pooling.MEAN, computes_whole_prompt=True, tenant="t", request_class="c", priority=-3,
@@ -227,7 +227,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_an_unusable_submission_ends_invalid_and_alone(name: str) -> None:
-    """What no request can hold is an end with reason INVALID, and the other requests of its frame arrive."""
+    """A submission that no request can represent ends with reason INVALID, and the frame's other requests arrive."""
     wrong = link_pb2.Submission()
     wrong.CopyFrom(GOOD)
     wrong.stream, wrong.request_id = 7, "wrong"

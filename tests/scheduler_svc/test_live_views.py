@@ -65,7 +65,7 @@ class _Service(Cluster):
             time.sleep(0.005)
 
     def received(self) -> Iterator[tuple[admin.WatchStepsResponse, int]]:
-        """Yields what has arrived at the front end: parts, and the numbers that it would count if it dropped them."""
+        """Yield what has arrived at the front end: parts, and the numbers that it would count if it dropped them."""
         while self.dealer.poll(500):
             for view in link_pb2.CoreMessage.FromString(self.dealer.recv()).views:
                 assert view.number == 1
@@ -114,7 +114,7 @@ def _work(service: _Service) -> None:
 
 
 def test_a_view_has_every_row_of_every_step(tmp_path: Path) -> None:
-    """Steps hold the rows that the plans computed, with requests that are named; the load is the core's."""
+    """Steps contain the rows that the plans computed, with the requests' ids; the load is the core's."""
     with _service(tmp_path, max_num_seqs=3, max_num_batched_tokens=8, policy="priority") as service:
         service.submit(9, [1, 2, 3], 30)
         service.plan()
@@ -156,7 +156,7 @@ def test_a_view_has_every_row_of_every_step(tmp_path: Path) -> None:
 def test_a_front_end_that_does_not_keep_up_learns_what_it_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two frames of a front end so many bytes are sent at most; the steps that it missed are counted."""
+    """Between two frames from a front end, only a limited number of bytes is sent; the missed steps are counted."""
     monkeypatch.setattr(frontend_hub, "MAX_VIEW_BYTES", 1000)
     with _service(tmp_path, max_num_seqs=3) as service:
         service.watch()
@@ -202,7 +202,7 @@ def test_nothing_is_made_while_nobody_watches(tmp_path: Path) -> None:
 
 
 def test_views_are_few_and_need_a_record(tmp_path: Path) -> None:
-    """One more view than allowed is refused; a lost front end frees its own; without a record there is no view."""
+    """One view more than allowed is refused; a lost front end frees its views; without a record there are no views."""
     with _service(tmp_path) as service:
         for number in range(MAX_VIEWS):
             assert not _ask(service.views, number + 1, WATCHER if number % 2 else b"other/1").HasField("error")
@@ -289,7 +289,7 @@ def test_the_rates_are_those_of_the_core(tmp_path: Path) -> None:
 
 
 def test_tables_are_for_views_that_ask(tmp_path: Path) -> None:
-    """A view that asked gets the core's queues and blocks, at most twice per second; others get none."""
+    """A view that requests them gets the core's queues and blocks, at most twice per second; others get none."""
     with _service(tmp_path, max_num_seqs=2, max_num_batched_tokens=64) as service:
         for stream in range(5):
             service.submit(stream, [stream, 1, 2, 3, 4], 9)

@@ -34,7 +34,7 @@ def _cluster(num_blocks: int = 100, **limits: object) -> tuple[Cluster, Recordin
 
 
 def _serve(cluster: Cluster, stream: int, prompt: list[int], count: int = 5, *, salt: bytes = b"") -> int:
-    """Serves one request alone; returns how many prompt tokens it found."""
+    """Serve one request alone; return how many prompt tokens were cached."""
     reader = cluster.submit(stream, prompt, count, salt=salt)
     cluster.run()
     return _cached(reader)
@@ -93,7 +93,7 @@ def test_the_longest_agreement_is_copied() -> None:
 
 
 def test_within_a_run_its_next_block_and_what_ended_there_are_compared() -> None:
-    """Where a longer sequence goes on and another one ended, the one that agrees longer is copied."""
+    """If a longer sequence continues and another ended there, the block with the longer match is copied."""
     cluster, _ = _cluster()
     _serve(cluster, 1, PREFIX)
     _serve(cluster, 2, [*PREFIX[:10], 9, 9], 1)
@@ -103,7 +103,7 @@ def test_within_a_run_its_next_block_and_what_ended_there_are_compared() -> None
 
 
 def test_the_last_token_is_always_computed() -> None:
-    """A prompt that is known as a whole is copied but for its last token, whose logits are needed."""
+    """A completely known prompt is copied except for its last token, whose logits are needed."""
     cluster, _ = _cluster()
     _serve(cluster, 1, [*PREFIX, 1, 2])
 
@@ -112,7 +112,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 
 def test_an_answer_is_shared_with_the_next_turn() -> None:
-    """A conversation's next turn finds its history, generated tokens included, up to what was sampled when it ended."""
+    """The next turn finds its history, including generated tokens, up to the last token sampled before the end."""
     cluster, _ = _cluster()
     first = cluster.submit(1, PREFIX, 20)
     cluster.run()
@@ -134,7 +134,7 @@ def test_fewer_tokens_than_are_worth_a_copy_are_computed() -> None:
 
 
 def test_another_salt_finds_not_even_a_token() -> None:
-    """A request finds parts of first blocks only under its own salt, so that it cannot probe other prompts."""
+    """A request matches parts of first blocks only under its own salt, so that it cannot probe other prompts."""
     cluster, worker = _cluster()
     _serve(cluster, 1, PREFIX, salt=b"alice")
     _serve(cluster, 2, [9, *PREFIX[:4]], salt=b"alice")
@@ -150,7 +150,7 @@ def test_another_salt_finds_not_even_a_token() -> None:
 def test_nothing_is_copied_before_a_token_proved_it() -> None:
     """A block is shared but not copied while its row has not sampled a token.
 
-    The step that writes it may be this one, in flight or answered. Its content is missing or may be invalid.
+    The step that writes the block may be this one, in flight, or complete. The content is missing or may be invalid.
     """
     cluster, worker = _cluster(max_num_batched_tokens=64, long_prefill_token_threshold=16, policy="fcfs")
     cluster.submit(1, [*PREFIX, 1, 2, 3], 20)
@@ -171,7 +171,7 @@ def test_nothing_is_copied_before_a_token_proved_it() -> None:
 
 
 def test_blocks_of_a_failed_row_are_not_copied() -> None:
-    """The blocks of a failed row are not copied; a request that copied proven content before is not affected."""
+    """A failed row's blocks are not copied; a request that copied proven content before is not affected."""
     cluster, worker = _cluster()
     cluster.submit(0, [*PREFIX, 1], 30)
     while not cluster.readers[0].tokens:
@@ -217,7 +217,7 @@ def test_a_request_that_needs_all_memory_copies_nothing() -> None:
 
 
 def test_one_token_answers_are_copied_from_as_well() -> None:
-    """A request that leaves its row before its only token is there leaves its blocks behind all the same."""
+    """A request that leaves its row before its only token arrives still leaves its blocks in the cache."""
     cluster, _ = _cluster()
     _serve(cluster, 1, [*PREFIX, 1], 1)
 
@@ -225,7 +225,7 @@ def test_one_token_answers_are_copied_from_as_well() -> None:
 
 
 def test_a_cancelled_prompt_leaves_full_blocks_only() -> None:
-    """A request that ends before it has sampled proves nothing: its last block is not kept."""
+    """A request that ends before it has sampled proves nothing, so its last block is not kept."""
     cluster, worker = _cluster(max_num_batched_tokens=19)
     cluster.submit(1, [*PREFIX, 1], 5)
     cluster.plan()
@@ -240,7 +240,7 @@ def test_a_cancelled_prompt_leaves_full_blocks_only() -> None:
 
 
 def test_blocks_of_a_cancelled_row_are_copied_only_after_its_answer() -> None:
-    """A row that leaves before its newest token arrives proves nothing; the answer proves its blocks."""
+    """If a row leaves before its newest token arrives, only the token's arrival proves the row's blocks."""
     cluster, worker = _cluster(max_num_batched_tokens=64)
     cluster.submit(1, [*PREFIX, 1], 20)
     assert cluster.plan_for(b"w/1", most=1) == 1
@@ -256,7 +256,7 @@ def test_blocks_of_a_cancelled_row_are_copied_only_after_its_answer() -> None:
 
 
 def test_the_same_ends_are_kept_once() -> None:
-    """Requests that end alike leave one copy of their last block, the rest of their memory is free."""
+    """Requests with equal ends leave one copy of their last block; the rest of their memory is free."""
     cluster, _ = _cluster()
     for stream in range(4):
         _serve(cluster, stream, [*PREFIX[:12], 1], 3)
@@ -274,7 +274,7 @@ def test_an_end_too_short_for_a_copy_is_not_kept() -> None:
 
 
 def test_several_requests_copy_the_same_block() -> None:
-    """A block may be copied from by several requests at once; each copies to a block of its own."""
+    """Several requests may copy from one block at once; each copies to its own block."""
     cluster, worker = _cluster()
     _serve(cluster, 1, [*PREFIX, 1])
     for stream in (2, 3):

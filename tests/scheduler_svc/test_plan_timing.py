@@ -12,7 +12,7 @@ STEP_S = 0.1
 
 
 def test_a_plan_goes_out_before_the_step_can_be_over() -> None:
-    """The margin is `LEAD_S` at first; a step whose time is not known wants its successor at once."""
+    """The margin is `LEAD_S` at first; a step with an unknown duration gets its successor at once."""
     timing = PlanTiming()
 
     assert timing.lead(STEP_S) == pytest.approx(STEP_S - LEAD_S)
@@ -57,7 +57,7 @@ class SteadyWorker:
         self.cluster.join(ModelWorker(self.peer, 1000, 4, 8), f"w{index}")
 
     def step(self, idle_s: float = 0.0) -> float:
-        """Plans as far as the core will, answers the oldest step; returns how long the core then wants to wait."""
+        """Plan as far as the core permits and complete the oldest step; return how long the core then wants to wait."""
         cluster = self.cluster
         begin = cluster.now
         cluster.plan()
@@ -69,7 +69,7 @@ class SteadyWorker:
 
 
 def test_a_wait_for_a_plan_that_could_have_come_earlier_counts() -> None:
-    """A worker whose rows go on and that idled before a step has its next plans earlier."""
+    """If a worker with continuing rows was idle before a step, its next plans are sent earlier."""
     worker = SteadyWorker()
     worker.cluster.submit(1, [1, 2], 300)
     pauses = [worker.step() for _ in range(100)]

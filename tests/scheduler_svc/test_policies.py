@@ -1,4 +1,4 @@
-"""What each order of admission promises, and what keeps every request from starving."""
+"""The promises of each admission order, and what keeps every request from starving."""
 
 import gc
 import random
@@ -89,7 +89,7 @@ def _filled(policy: str, *requests: Request) -> Line:
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:
-    """A request that comes back later than it arrived is still ahead of those that arrived after it."""
+    """A request that returns later is still ahead of those that arrived after it."""
     assert _drain(_filled("fcfs", make_request(3), make_request(1), make_request(2))) == [1, 2, 3]
 
 
@@ -110,7 +110,7 @@ def test_sjf_prefers_short_ones_until_waiting_outweighs_it() -> None:
 
 
 def test_edf_goes_by_the_latest_start() -> None:
-    """The request that must start soonest goes first; one without a deadline is patient, not last for ever."""
+    """The request that must start first goes first; one without a deadline waits longer, but not forever."""
     relaxed = make_request(1, wait=Wait(latest_start=50.0))
     urgent = make_request(2, wait=Wait(latest_start=5.0))
     none = make_request(3, arrival=0.0)
@@ -119,7 +119,7 @@ def test_edf_goes_by_the_latest_start() -> None:
 
 
 def test_lpm_prefers_cached_prefixes_but_passes_nobody_for_ever() -> None:
-    """The longest cached prefix goes first; a request passed over MAX_PASSED times goes next whatever is cached."""
+    """The longest cached prefix goes first; a request passed over MAX_PASSED times goes next in any case."""
     queue = LongestPrefixQueue(64)
     count = 2 * LongestPrefixQueue.MAX_PASSED
     for sequence in range(count):
@@ -142,7 +142,7 @@ def test_lpm_counts_admissions_only() -> None:
 
 
 def test_lpm_admits_the_longest_cached_prefix_also_among_prompts_of_equal_length() -> None:
-    """The part of a plan for short prompts, which comes first, does not admit them in order of arrival."""
+    """The part of a plan for short prompts, which comes first, does not admit them in arrival order."""
     families = [[10 * family + token for token in range(8)] for family in range(2)]
     cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64, policy="lpm", prefix_cache="hash")
     cluster.join(ModelWorker(b"w", num_blocks=8, block_size=4, max_rows=1))
@@ -183,7 +183,7 @@ def test_lpm_looks_up_no_prefix_while_all_rows_are_taken() -> None:
 
 
 def test_edf_serves_a_late_request_after_those_that_can_be_in_time() -> None:
-    """It ranks behind those that were there with no more slack; a preemption does not set it back again."""
+    """It ranks behind requests that were present with no more slack; a preemption does not delay it again."""
     late = make_request(1, arrival=0.0, wait=Wait(latest_start=100.0))
     rivals = [make_request(number, arrival=50.0, wait=Wait(latest_start=150.0 + number)) for number in (2, 3)]
     late.late_rank = late_rank(late, 100.5)
@@ -193,7 +193,7 @@ def test_edf_serves_a_late_request_after_those_that_can_be_in_time() -> None:
 
 
 def test_lpm_keeps_the_place_of_what_is_given_back() -> None:
-    """A request that did not fit is offered again, and one that ended is never offered."""
+    """A request that did not fit is offered again, and an ended request is never offered."""
     queue = LongestPrefixQueue(64)
     requests = [make_request(sequence) for sequence in range(5)]
     for request in requests:
@@ -230,7 +230,7 @@ def test_fair_keeps_backlogged_tenants_within_the_published_bound(seed: int, wei
 
 
 def test_fair_does_not_save_idleness_up() -> None:
-    """A tenant that was away does not get to catch up on what it did not ask for."""
+    """A tenant that was absent does not catch up on service that it did not request."""
     queue = Line("fair")
     for sequence in range(100):
         queue.push(make_request(sequence, tenant="busy"))
@@ -251,7 +251,7 @@ def test_fair_does_not_save_idleness_up() -> None:
 
 @pytest.mark.parametrize("returns_last", [False, True])
 def test_fair_saves_no_idleness_up_while_no_request_waits(returns_last: bool) -> None:
-    """A tenant that begins to wait while no other waits starts at the service of the tenant that waited last.
+    """A tenant that begins to wait while no other waits starts with the service of the tenant that waited last.
 
     Otherwise the others would wait until it has caught up.
     """
@@ -273,7 +273,7 @@ def test_fair_saves_no_idleness_up_while_no_request_waits(returns_last: bool) ->
 
 
 def test_fair_remembers_tenants_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tenants come, are served and go, what is remembered of them is bounded."""
+    """For any number of tenants that come, are served and leave, the stored data is bounded."""
     monkeypatch.setattr(ServiceLedger, "MAX_IDLE", 10)
     line = Line("fair")
     assert isinstance(line.policy, FairPolicy)
@@ -307,12 +307,12 @@ def test_fair_keeps_no_queues_of_tenants_whose_requests_end_before_they_are_take
 
 
 def _num_queues() -> int:
-    """How many tenants have a queue of their own, in all queues that there are."""
+    """Return how many tenants have their own queue, over all queues."""
     return sum(isinstance(each, KeyedQueue) for each in gc.get_objects())
 
 
 def test_fair_charges_for_what_was_computed() -> None:
-    """Prompt tokens found in the prefix cache cost their tenant nothing, so it is its turn again earlier."""
+    """Cached prompt tokens cost their tenant nothing, so its next turn comes earlier."""
     cluster = Cluster(policy="fair", max_num_seqs=1, max_num_batched_tokens=64)
     cluster.join(ModelWorker(b"w/1", 100, 4, 8))
     cluster.submit(0, [*range(40)], 1, tenant="c")
@@ -325,7 +325,7 @@ def test_fair_charges_for_what_was_computed() -> None:
 
 
 def test_each_request_class_has_an_order_of_its_own() -> None:
-    """Within a class its policy decides; requests of no known class follow the general policy."""
+    """Within a class its policy decides; requests without a known class follow the general policy."""
     classes = {"urgent": RequestClass(policy="edf"), "bulk": RequestClass(policy="priority")}
     queue = Line("fcfs", classes=classes)
     for request in (
@@ -385,7 +385,7 @@ def test_an_urgent_request_pauses_only_its_own_class(request_class: str, pauses:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf", "edf", "fair", "lpm"])
 def test_requests_that_end_while_waiting_are_never_offered(policy: str) -> None:
-    """However many of a queue's requests end while they wait, the others come out, each once."""
+    """However many queued requests end while waiting, each of the others is offered once."""
     requests = [make_request(sequence, tenant=f"t{sequence % 3}") for sequence in range(300)]
     queue = _filled(policy, *requests)
     for request in requests[::2]:
@@ -396,7 +396,7 @@ def test_requests_that_end_while_waiting_are_never_offered(policy: str) -> None:
 
 
 def test_a_queue_without_live_requests_keeps_none_that_have_ended() -> None:
-    """Requests that end while they wait release their tokens with the last of them, not when the queue is next used."""
+    """Requests that end while waiting release their tokens with the last of them, not when the queue is next used."""
     queue = KeyedQueue(fcfs_key)
     requests = [make_request(sequence) for sequence in range(10)]
     for request in requests:
@@ -409,7 +409,7 @@ def test_a_queue_without_live_requests_keeps_none_that_have_ended() -> None:
 
 
 def test_a_large_request_is_overtaken_within_its_bound_only() -> None:
-    """Small requests pass a large one that does not fit, but not more than MAX_OVERTAKEN of them."""
+    """At most MAX_OVERTAKEN small requests overtake a large one that does not fit."""
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16, capacity="guaranteed_no_evict")
     cluster.join(ModelWorker(b"w/1", 40, 4, 8))
     first = cluster.submit(0, [1] * 20, 80)
@@ -490,7 +490,7 @@ def test_edf_serves_what_misses_its_target(target: str, busy: bool) -> None:
 
 
 def test_edf_admits_requests_first_that_can_meet_their_targets() -> None:
-    """Under `edf`, a request that has missed its target runs after one that has not, although its target was earlier.
+    """Under `edf`, a request that has missed its target runs after one that has not, even if its target was earlier.
 
     It counts as one without a target, so newer requests overtake it for a bounded time only.
     """
@@ -505,7 +505,7 @@ def test_edf_admits_requests_first_that_can_meet_their_targets() -> None:
 
 
 def test_edf_refuses_what_cannot_meet_its_deadline() -> None:
-    """A request that has not started ends DEADLINE once its forecast lies beyond its client's deadline, and says so."""
+    """A request that has not started ends with DEADLINE and a reason when its forecast exceeds its deadline."""
     cluster = Cluster(policy="edf", max_num_seqs=2, max_num_batched_tokens=16)
     cluster.join(ModelWorker(b"w/1", 64, 4, 8))
     cluster.submit(0, [1, 2], 30)
@@ -556,7 +556,7 @@ def test_fewest_spares_those_who_would_pause_others_in_their_turn() -> None:
 
 
 def test_a_tenants_bucket_may_be_emptied_but_not_overdrawn() -> None:
-    """A request of a tenant with an exactly empty bucket may start; the next one waits for the refill."""
+    """A request whose tenant has an exactly empty bucket may start; the next one waits for the refill."""
     tenants = Tenants({"a": TenantLimits(tokens_per_s=1.0)})
     first, second, third = (make_request(sequence, tenant="a") for sequence in range(3))
     for request in (first, second, third):
@@ -595,7 +595,7 @@ def test_tenants_that_never_come_back_are_forgotten(limits: TenantLimits) -> Non
 
 
 def _busy(**limits: object) -> Cluster:
-    """A worker with one row that has measured what requests of 50 tokens take, one after the other."""
+    """A worker with one row that has measured requests of 50 tokens, one after the other."""
     cluster = Cluster(**({"max_num_seqs": 1, "max_num_batched_tokens": 64} | limits))
     cluster.join(ModelWorker(b"w/1", 400, 4, 1))
     for stream in range(100, 106):
@@ -742,7 +742,7 @@ def test_tenants_take_turns_within_a_fair_class() -> None:
 def test_a_queue_shows_the_order_in_which_it_is_taken(
     name: str, priorities: list[int], most: int, data: st.DataObject
 ) -> None:
-    """Without further service, requests are taken as `first_ones` lists them; finished ones are not listed."""
+    """Without further service, requests are taken as listed by `first_ones`; finished requests are not listed."""
     policy = make_policy(name, {}, {})
     queue = policy.make_queue()
     requests = [make_request(number, tenant=f"t{number % 3}", priority=p) for number, p in enumerate(priorities)]
@@ -757,7 +757,7 @@ def test_a_queue_shows_the_order_in_which_it_is_taken(
 
 
 def test_a_tenants_held_backlog_changes_nothing_for_other_tenants() -> None:
-    """Requests held for a quota count neither in the forecast of the wait of others nor in what it is learned from."""
+    """Requests held for a quota count neither in others' waiting-time forecasts nor in their learning data."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=64, tenant_limits={"bulk": TenantLimits(max_running=1)})
     cluster.join(ModelWorker(b"w", num_blocks=256, block_size=4, max_rows=8))
     for stream in range(100, 140):
@@ -816,7 +816,7 @@ def _preempted(cluster: Cluster) -> list[int]:
 
 
 def test_an_urgent_request_preempts_no_other_for_blocks_that_it_shares() -> None:
-    """Of eleven blocks it lacks one; six are free."""
+    """It lacks one of eleven blocks; six are free."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=256, policy="priority")
     cluster.join(ModelWorker(b"w1", num_blocks=40, block_size=16, max_rows=8, max_tokens_per_step=256))
     for stream in (1, 2, 3):
@@ -854,7 +854,7 @@ def test_a_victim_is_chosen_by_the_blocks_that_it_alone_holds() -> None:
 
 @pytest.mark.parametrize("is_victim", [False, True])
 def test_a_victim_does_not_overtake_the_request_that_preempted_it(is_victim: bool) -> None:
-    """While the urgent request lacks memory, smaller requests may overtake it, but not those preempted for it."""
+    """While the urgent request lacks memory, smaller requests may overtake it, but not the ones preempted for it."""
     cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=256)
     cluster.join(ModelWorker(b"w1", num_blocks=24, block_size=4, max_rows=8, max_tokens_per_step=256))
     cluster.submit(1, [1] * 40, 20)
@@ -873,7 +873,7 @@ def test_a_victim_does_not_overtake_the_request_that_preempted_it(is_victim: boo
 
 
 def test_slo_serves_requests_last_that_miss_their_target() -> None:
-    """Under `slo` every request has a target for its first token, and one that has missed it runs after all others."""
+    """Under `slo` every request has a target for its first token, and one that has missed its target runs last."""
     cluster = Cluster(policy="slo", slo_ttft_s=0.5, max_num_seqs=1, max_num_batched_tokens=16, prefix_cache="off")
     late = cluster.submit(1, [1, 2], 1)
     cluster.now += 1.0
@@ -888,7 +888,7 @@ def test_slo_serves_requests_last_that_miss_their_target() -> None:
 
 @pytest.mark.parametrize(("difference", "is_preempted"), [(0.0, True), (2.0, True), (3.0, False)])
 def test_a_request_is_preempted_from_a_difference_in_priority_on(difference: float, is_preempted: bool) -> None:
-    """Under `priority` a running request whose priority is lower by less than the difference keeps its row."""
+    """Under `priority` a running request keeps its row if its priority is lower by less than the difference."""
     cluster = Cluster(policy="priority", max_num_seqs=1, preempt_threshold=5.0, preempt_priority_difference=difference)
     cluster.join(ModelWorker(b"w/1", 64, 4, 8))
     cluster.submit(1, [1, 2, 3], 20, priority=0)

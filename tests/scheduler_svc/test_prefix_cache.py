@@ -40,7 +40,7 @@ def test_a_prefix_served_before_is_not_computed_again() -> None:
 
 
 def test_the_last_token_is_always_computed() -> None:
-    """A prompt that is in the cache as a whole still computes its last block, since its logits are needed."""
+    """A completely cached prompt still computes its last block, because its logits are needed."""
     cluster = _cluster()
     for stream in (1, 2):
         cluster.submit(stream, PREFIX, 5)
@@ -142,7 +142,7 @@ def test_off_shares_nothing() -> None:
 
 
 def test_blocks_of_a_failed_row_are_never_shared() -> None:
-    """When a row fails, requests that share its blocks compute them again and later ones do not find them."""
+    """When a row fails, requests that share its blocks recompute them, and later requests do not find them."""
     cluster = _cluster()
     cluster.submit(0, [*PREFIX, 1], 30)
     while not cluster.readers[0].tokens:
@@ -191,7 +191,7 @@ def test_keys_depend_on_everything_before_them() -> None:
 
 
 def test_a_tree_may_be_as_deep_as_a_prompt_is_long() -> None:
-    """Prompts that leave a long one at every block make a run of each of its blocks; all of it is forgotten at once."""
+    """Prompts that diverge from a long one at every block turn each block into a run; all runs are dropped at once."""
     depth = 1_200
     cache = PrefixCache(2 * depth)
     keys = [number.to_bytes(4, "big").rjust(KEY_BYTES, b"k") for number in range(2 * depth)]

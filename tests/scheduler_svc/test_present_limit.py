@@ -105,7 +105,7 @@ def test_decoding_is_the_limit_when_nothing_waits() -> None:
 
 
 def test_readers_are_the_limit() -> None:
-    """Rows are held by requests whose readers take nothing, with and without a queue behind them."""
+    """Rows are held by requests whose clients read nothing, with and without a queue."""
     for waiting in (0, 3):
         cluster = _cluster(max_rows=2, capacity="guaranteed_no_evict")
         for stream in range(2):
@@ -139,7 +139,7 @@ def test_a_tenant_is_its_own_limit(limits: TenantLimits, setting: str) -> None:
 
 
 def test_no_worker_is_the_limit() -> None:
-    """The only worker is lost, or none can serve what waits; without requests, it is said as well."""
+    """The only worker is lost, or none can serve the waiting requests; this is reported even without requests."""
     cluster = _cluster()
     cluster.submit(1, [1], 2)
     cluster.lose(b"w/1")
@@ -182,7 +182,7 @@ def test_an_idle_service_says_so() -> None:
 
 
 def test_most_waiting_requests_decide() -> None:
-    """A few requests of a tenant at its limit do not hide many that wait for rows, nor the other way round."""
+    """A few requests of a tenant at its limit do not hide many that wait for rows, or vice versa."""
     for of_tenant, others, kind in ((3, 12, LimitKind.ROWS), (12, 3, LimitKind.TENANT)):
         cluster = _cluster(max_rows=2, tenant_limits={"a": TenantLimits(max_running=1)})
         for stream in range(of_tenant):

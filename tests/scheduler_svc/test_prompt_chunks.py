@@ -35,7 +35,7 @@ def _chunks(plan: Plan) -> dict[int, int]:
 
 @given(st.integers(1, 10_000), st.integers(0, 100), st.booleans())
 def test_four_steps_divide_the_budget_exactly(budget: int, step: int, first_is_late: bool) -> None:
-    """The short part is half of the budget, or three quarters if the first prompt is late, even of one token."""
+    """The short part is half of the budget, or three quarters if the first prompt is late, even for one token."""
     parts = [short_part(budget, step + each, first_is_late=first_is_late) for each in range(4)]
     assert sum(parts) == (3 if first_is_late else 2) * budget
     assert max(parts) - min(parts) <= 1
@@ -92,7 +92,7 @@ def test_short_prompts_double_the_time_of_a_long_one_at_most() -> None:
 
 
 def _short_tokens(policy: str, waited_s: float) -> int:
-    """Return how many of the 16 tokens of a plan shorter prompts get when the first one has waited."""
+    """Return how many of a plan's 16 tokens go to shorter prompts when the first one has waited."""
     cluster = _cluster(policy)
     cluster.submit(1, [1] * 400, 5, priority=1)
     _next_plan(cluster)
@@ -106,7 +106,7 @@ def _short_tokens(policy: str, waited_s: float) -> int:
 
 @pytest.mark.parametrize("policy", ["balanced", "sjf", "slo"])
 def test_a_prompt_that_has_missed_its_target_yields_three_quarters(policy: str) -> None:
-    """Shorter prompts get half of the tokens while the first one can be in time, and three quarters after that."""
+    """Shorter prompts get half of the tokens while the first prompt can be in time, and three quarters afterwards."""
     target_s = 2.0 + 400 * 125e-6
     assert _short_tokens(policy, target_s - 0.5) == 8
     assert _short_tokens(policy, target_s + 0.5) == 12
@@ -118,7 +118,7 @@ def test_an_urgent_prompt_keeps_half_when_it_is_late() -> None:
 
 
 def test_a_short_prompt_leaves_the_last_row_to_the_first_request() -> None:
-    """The short part takes no row that the first request in the order needs."""
+    """The short part takes no row that the first request in policy order needs."""
     cluster = _cluster("balanced", rows=2)
     running = cluster.submit(0, [7] * 4, 50)
     _next_plan(cluster)

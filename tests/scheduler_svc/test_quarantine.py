@@ -13,7 +13,7 @@ LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
 class Ward:
-    """A cluster whose worker dies of any step that computes the poison, and comes back."""
+    """A cluster whose worker dies in every step that computes the poison, and returns."""
 
     def __init__(self, **limits: object) -> None:
         self.cluster = Cluster(**(LIMITS | limits))
@@ -65,7 +65,7 @@ def _ends(cluster: Cluster) -> dict[int, ef.EndReason]:
 
 
 def test_only_the_poison_request_is_rejected() -> None:
-    """After two deaths in a batch and two alone, the request ends with POISON; all others end in full."""
+    """After two deaths in a batch and two alone, the request ends with POISON; all others complete."""
     ward = Ward()
     for stream in range(5):
         ward.cluster.submit(stream, [stream + 1, 2, 3], 30)
@@ -85,7 +85,7 @@ def test_only_the_poison_request_is_rejected() -> None:
 
 
 def test_several_poison_requests_are_told_from_the_innocent() -> None:
-    """Each is condemned by a step of its own, however many there are and however long their prompts."""
+    """Each poison request is rejected after its own step, regardless of their number and prompt lengths."""
     ward = Ward(max_num_batched_tokens=16)
     for stream in range(6):
         prompt = [*range(40), POISON] if stream % 2 else [*range(stream, stream + 40)]
@@ -99,7 +99,7 @@ def test_several_poison_requests_are_told_from_the_innocent() -> None:
 
 
 def test_a_waiting_request_that_becomes_a_suspect_is_no_longer_the_shortest() -> None:
-    """A request that becomes a suspect while it waits is no longer found by length, only among the suspects."""
+    """A waiting request that becomes a suspect is no longer found by length, only among the suspects."""
     cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=16, policy="priority", policy_preemption="off")
     cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=4, max_rows=1, max_tokens_per_step=16))
     cluster.submit(1, [1] * 40, 20)
@@ -153,7 +153,7 @@ def test_one_death_alone_condemns_nobody() -> None:
 
 
 def test_a_request_that_gets_tokens_between_deaths_is_no_suspect() -> None:
-    """Workers that die of other causes, again and again, make no request a suspect."""
+    """Workers that die repeatedly from other causes make no request a suspect."""
     ward = Ward()
     readers = [ward.cluster.submit(stream, [stream + 1, 2, 3], 60) for stream in range(3)]
     for _ in range(6):
@@ -196,7 +196,7 @@ def test_a_suspect_that_is_cancelled_leaves_the_others_alone() -> None:
 
 
 def test_a_withdrawn_fatal_step_does_not_count_towards_the_rejection() -> None:
-    """If a worker comes back while its suspect runs alone elsewhere, one more death is needed to reject the suspect."""
+    """If a worker returns while its suspect runs alone elsewhere, rejecting the suspect takes one more death."""
     quarantine, request = Quarantine(), make_request()
     for worker_id in ("a", "b"):
         assert quarantine.worker_lost(worker_id, [request], alone=False, now=1.0) == []
@@ -210,7 +210,7 @@ def test_a_withdrawn_fatal_step_does_not_count_towards_the_rejection() -> None:
 
 
 def test_a_wrong_answer_blames_no_request() -> None:
-    """The core removes a worker that sends a wrong answer, and its requests do not become suspects."""
+    """The core removes a worker that sends a wrong result, and its requests do not become suspects."""
     cluster = Cluster()
     cluster.join(ModelWorker(b"w/1", 64, 4, 8))
     cluster.submit(1, [1, 2], 9)

@@ -47,7 +47,7 @@ def test_other_tenants_are_not_held_for_a_tenants_rate() -> None:
 
 
 def test_a_request_that_has_started_is_never_held_for_the_rate() -> None:
-    """After the loss of its worker it continues at once, although its tenant is in debt."""
+    """After losing its worker, the request continues at once, although its tenant is in debt."""
     cluster = _cluster()
     reader = cluster.submit(1, [1], LONGEST, tenant="t")
     for _ in range(200):

@@ -62,7 +62,7 @@ def test_a_replay_can_start_at_any_segment(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:
-    """A replay of a record with one changed chunk stops at that plan and says what differs."""
+    """A replay of a record with one changed chunk stops at that plan and reports the difference."""
     record(tmp_path, 7, 600)
     (segment, *_) = read(tmp_path)
     found = list(segment)
@@ -88,7 +88,7 @@ def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["completion_tokens", "cached_prompt_tokens", "retry_ms", "queued_s"])
 def test_a_planted_difference_of_an_end_names_the_request(name: str, tmp_path: Path) -> None:
-    """A replay compares tokens, retry delays and times of each end, and says of which request."""
+    """A replay compares tokens, retry delays and times of each end, and names the request."""
     record(tmp_path, 7, 600)
     (segment, *_) = read(tmp_path)
     found = list(segment)
@@ -151,7 +151,7 @@ def test_chaos_runs_replay(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_damaged_segment_ends_at_the_damage(tmp_path: Path) -> None:
-    """A torn tail, a flipped byte and a cut file lose what follows, and what precedes replays."""
+    """A torn end, a flipped byte and a truncated file lose everything that follows; everything before replays."""
     record(tmp_path, 7, 600)
     path = read(tmp_path)[0].path
     data = path.read_bytes()
@@ -176,7 +176,7 @@ def test_a_damaged_segment_ends_at_the_damage(tmp_path: Path) -> None:
 def test_a_replay_names_what_is_missing_and_has_an_exit_code_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """0 for a whole record, 3 for one that lacks a segment or a part of one, 1 for one with another plan."""
+    """0 for a complete record, 3 for one that lacks a segment or part of one, 1 for one with a different plan."""
     record(tmp_path, 7, 400, cut_every=120)
     second, third = sorted(each.path for each in read(tmp_path))[1:3]
     openings = [each.opening.first_index for each in read(tmp_path)]
@@ -205,7 +205,7 @@ def test_a_replay_names_what_is_missing_and_has_an_exit_code_for_it(
 
 
 def test_a_record_holds_no_tokens_unless_it_should(tmp_path: Path) -> None:
-    """Without record_tokens all token columns are zeros; with it they are there."""
+    """Without record_tokens all token columns are zeros; with it they contain the tokens."""
     (tmp_path / "with").mkdir()
     (tmp_path / "without").mkdir()
     record(tmp_path / "with", 7, 300, with_tokens=True)
@@ -220,7 +220,7 @@ def test_a_record_holds_no_tokens_unless_it_should(tmp_path: Path) -> None:
 
 
 def test_entries_are_the_calls_of_the_core() -> None:
-    """A reader finds every event, plan and timing, with the time of its call, in the order of the calls."""
+    """A reader finds every event, plan and timing, with the time of its call, in call order."""
     tape, cluster = Tape(), Cluster()
     cluster.core = RecordedScheduler(CoreConfig(), 1, tape)
     cluster.handle(ev.FrontendJoined(frontend=FRONTEND))
@@ -255,7 +255,7 @@ def test_entries_are_the_calls_of_the_core() -> None:
 
 
 def test_a_segment_without_a_whole_header_is_left_out(tmp_path: Path) -> None:
-    """A folder is readable if a segment in it ends within its header; a file of something else is not a record."""
+    """A folder is readable even if a segment ends within its header; another kind of file is not a record."""
     record(tmp_path, 7, 100)
     (segment,) = read(tmp_path)
     header = segment.path.read_bytes()[:8]
@@ -269,7 +269,7 @@ def test_a_segment_without_a_whole_header_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_segment_that_is_deleted_while_it_is_read_is_skipped(tmp_path: Path) -> None:
-    """The ring may delete segments of its folder at any time; a file that was named must be there."""
+    """The ring may delete segments in its folder at any time; an explicitly named file must exist."""
     record(tmp_path, 7, 600, cut_every=200)
     found, (named,) = read(tmp_path), read(tmp_path / "000000000001.record")
     whole = [len(list(segment)) for segment in found]
@@ -304,7 +304,7 @@ def test_a_snapshot_has_the_keys_of_grammars_that_have_just_arrived(tmp_path: Pa
 
 
 def test_short_scopes_and_identities_keep_their_own_tags() -> None:
-    """No tag is cut to the size of a short value, which would make two tenants or two requests one."""
+    """No tag is truncated to the size of a short value, which would merge two tenants or two requests."""
     cluster = Cluster()
     for number in range(256):
         cluster.submit(number, [1, 2, 3], 50, salt=bytes([number]), identity=bytes([number]))

@@ -95,7 +95,7 @@ def test_the_ring_is_bounded_and_each_of_its_segments_replays(tmp_path: Path, mo
 
 
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
-    """The folder has mode 0700 and its files 0600; a second recorder of the folder is refused."""
+    """The folder has mode 0700 and its files 0600; a second recorder for the folder is refused."""
     folder = tmp_path / "record"
     recorder = _recorder(folder)
     _until(lambda: bool(paths(folder)))
@@ -110,7 +110,7 @@ def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
 def test_schedulers_without_a_port_record_into_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each takes the first folder that no other one uses; the folder of all records names them."""
+    """Each scheduler takes the first unused folder; the folder of all records lists them."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     opened = [open_recorder(SchedulerConfig(), CoreConfig(), number) for number in (1, 2)]
     recorders = [each for each in opened if each is not None]
@@ -132,7 +132,7 @@ def test_schedulers_without_a_port_record_into_folders_of_their_own(
 
 
 def test_a_full_disk_stops_the_recording_and_not_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the disk is full the core goes on; with room again a new segment begins with a snapshot, and replays."""
+    """While the disk is full the core continues; with room again a new segment begins with a snapshot and replays."""
     monkeypatch.setattr(recorder_module, "_RETRY_S", 0.1)
     recorder = _recorder(tmp_path)
     core = RecordedScheduler(CoreConfig(), 1, recorder.tape)
@@ -182,7 +182,7 @@ def test_a_killed_scheduler_loses_less_than_a_second(tmp_path: Path) -> None:
 
 
 def test_a_segment_with_a_failed_write_counts_in_the_ring(tmp_path: Path) -> None:
-    """The ring stays within its bound also if segments end with a failed write, after which they have no writer."""
+    """The ring stays within its limit even if segments end with a failed write and have no writer afterwards."""
     max_bytes = 1 << 16
     ring = Ring(tmp_path, max_bytes)
     for _ in range(30):
@@ -246,7 +246,7 @@ def test_a_segment_that_cannot_be_deleted_does_not_end_the_recording(
 
 
 def test_a_segment_is_asked_for_once(resting: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A segment that the loop begins while the thread is in a long round is not asked for again in that round."""
+    """If the loop begins a segment while the thread is in a long round, that round does not request it again."""
     core = RecordedScheduler(CoreConfig(), 1, resting.tape)
     resting._round()
     resting._full_at = 0
@@ -294,7 +294,7 @@ def test_a_long_fork_waits_until_the_core_is_idle(resting: Recorder, monkeypatch
 
 
 def test_a_recorder_that_is_off_does_not_claim_to_record(resting: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After it fell too far behind, a segment that is still on the tape does not count as recording again."""
+    """After the recorder fell too far behind, a segment still on the tape does not count as recording again."""
     core = RecordedScheduler(CoreConfig(), 1, resting.tape)
     monkeypatch.setattr(recorder_module, "_MAX_BEHIND", 0)
     resting.turn(core, 1.0)

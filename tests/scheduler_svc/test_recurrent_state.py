@@ -1,4 +1,4 @@
-"""What a model with recurrent state promises: each row is computed from its first token, and never goes back.
+"""Promises for a model with recurrent state: each row is computed from its first token, and never rolled back.
 
 The model worker (`records.rules.model_worker`) checks at every token that the state is that of the tokens before.
 """

@@ -26,7 +26,7 @@ def _worker(peer: bytes = b"w/1", *, num_blocks: int = 400, model: str = "f") ->
 
 
 def _resubmit(cluster: Cluster, stream: int, delivered: int, max_tokens: int = 30, **more: object) -> Reader:
-    """A request that an earlier core accepted comes with the tokens which that core had delivered."""
+    """Submit a request that an earlier core accepted, with the tokens which that core had delivered."""
     prompt = [*PROMPT, stream]
     tokens = tuple(expected_output(prompt, max_tokens, set())[:delivered])
     return cluster.submit(stream, prompt, max_tokens, delivered=tokens, again=True, accepted=True, **more)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def _pass(cluster: Cluster, seconds: float) -> None:
     ids=["queue, requests", "queue, tokens", "tenant, requests", "every tenant"],
 )
 def test_a_full_queue_does_not_refuse_what_was_accepted_before(limits: dict[str, object]) -> None:
-    """A core completes all accepted requests of the core before it, although its queue is too short for them.
+    """A core completes all requests that the previous core accepted, although its queue is too short for them.
 
     Half of the sixteen streams have no token yet. New requests are refused until the queue is short enough.
     """
@@ -94,7 +94,7 @@ def test_a_full_queue_does_not_refuse_what_was_accepted_before(limits: dict[str,
 @pytest.mark.parametrize("policy", ["fcfs", "edf"])
 @pytest.mark.parametrize("delivered", [0, 10])
 def test_no_forecast_refuses_what_was_accepted_before(policy: str, delivered: int) -> None:
-    """A request that comes again is not given up because its deadline will probably be missed; the deadline ends it."""
+    """A resubmitted request is not refused because it will probably miss its deadline; the deadline itself ends it."""
     cluster = Cluster(policy=policy, max_num_seqs=2, max_num_batched_tokens=64)
     cluster.join(_worker())
     for stream in range(4):
@@ -120,7 +120,7 @@ def test_no_forecast_refuses_what_was_accepted_before(policy: str, delivered: in
 
 
 def test_requests_that_came_again_wait_for_a_worker_of_their_model() -> None:
-    """While resubmitted requests wait for a worker of their model, a new core refuses workers of another model.
+    """While resubmitted requests wait for a worker with their model, a new core refuses workers with another model.
 
     They continue as soon as a worker of their model has joined.
     """
@@ -169,8 +169,8 @@ def test_another_model_is_locked_out_no_longer_than_requests_wait_for_theirs() -
 def test_a_worker_that_is_too_small_does_not_cut_short_what_a_larger_one_began() -> None:
     """A long resubmitted request waits for a large worker when a small one joins first.
 
-    Without a large worker it ends with NO_WORKER after `worker_wait_s`. A new request of this length is refused at
-    once.
+    Without a large worker the request ends with NO_WORKER after `worker_wait_s`. A new request of this length is
+    refused at once.
     """
     for large_comes in (True, False):
         cluster = Cluster(worker_wait_s=WAIT_S, max_num_seqs=4, max_num_batched_tokens=64)
@@ -198,7 +198,7 @@ def test_a_worker_that_is_too_small_does_not_cut_short_what_a_larger_one_began()
 
 
 def test_the_wait_for_a_larger_worker_begins_anew_when_one_was_there() -> None:
-    """A worker with room that comes and goes is a worker that was there: only the time since it left counts."""
+    """If a worker with room came and left, only the time since it left counts."""
     cluster = Cluster(worker_wait_s=WAIT_S, max_num_seqs=4, max_num_batched_tokens=64)
     cluster.join(_worker(b"s/1", num_blocks=4), "small")
     long = _resubmit(cluster, 1, delivered=20)
@@ -216,7 +216,7 @@ def test_the_wait_for_a_larger_worker_begins_anew_when_one_was_there() -> None:
 
 
 def test_an_embedding_that_was_accepted_waits_for_a_worker_that_makes_it() -> None:
-    """A worker of an older version, which makes no embeddings, is the first to come; the request waits for another."""
+    """The first worker is of an older version without embeddings, so the request waits for another."""
     cluster = Cluster()
     reader = cluster.submit(1, PROMPT, 1, pooling=Pooling.LAST, again=True, accepted=True)
     old = _join_without_embeddings(cluster, _worker(b"o/1"))
@@ -236,8 +236,8 @@ def test_an_embedding_that_was_accepted_waits_for_a_worker_that_makes_it() -> No
 def test_length_and_embedding_are_wanted_of_one_worker() -> None:
     """A request for a long prompt's embedding needs one worker with both the length and the hidden states.
 
-    One worker lacks the first and another the second. A new request is refused; an accepted one waits for a worker with
-    both.
+    One worker lacks the length and another the hidden states. A new request is refused; an accepted one waits for a
+    worker with both.
     """
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
     cluster.join(_worker(b"s/1", num_blocks=4), "small")

@@ -1,4 +1,4 @@
-"""What becomes of a failed row, of the rows that share KV with it, and of the blocks it wrote and read."""
+"""What happens to a failed row, to the rows that share its KV, and to the blocks that it wrote and read."""
 
 import dataclasses
 from collections import Counter
@@ -96,7 +96,7 @@ class Work:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
-    """Counts what a failure may cost: requests that leave rows, and look-ups of invalid blocks."""
+    """Count the possible costs of a failure: requests that leave rows, and look-ups of invalid blocks."""
     found = Work()
     for owner, name in ((Worker, "vacate"), (BlockPool, "distrust"), (PrefixCache, "forget")):
         found.count(monkeypatch, owner, name)
@@ -115,7 +115,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 def test_a_failure_without_nan_ends_only_its_request(
     kind: ev.FailureKind, reason: ef.EndReason, rows: int, work: Work
 ) -> None:
-    """A failure without NaN ends its request with the reason of its kind, the worker's message and the field.
+    """A failure without NaN ends its request with the reason for its kind, the worker's message and the field.
 
     No request that shares its prefix is preempted. The cost does not depend on their number.
     """
@@ -165,7 +165,7 @@ def test_rows_that_share_what_a_failed_row_wrote_are_planned_again_in_one_pass(n
 
 
 def test_a_neighbour_that_got_a_token_in_the_same_step_goes_on() -> None:
-    """A request that got a token in the same step stays in its row, and later requests find the shared blocks.
+    """A request that got a token in the same step keeps its row, and later requests find the shared blocks.
 
     Its token was computed from these blocks, so their KV is valid.
     """
@@ -319,7 +319,7 @@ def test_an_invalid_block_leaves_the_cache_after_two_failed_readers() -> None:
 def test_readers_that_fail_in_one_step_compute_their_prefix_once() -> None:
     """When two readers of an invalid block fail in one step, the block leaves the cache at once.
 
-    Both are planned again and share what the first of them computes.
+    Both are planned again and share what the first one computes.
     """
     cluster = _cluster(long_prefill_token_threshold=8)
     _leave_spoilt_prefix(cluster)
@@ -334,7 +334,7 @@ def test_readers_that_fail_in_one_step_compute_their_prefix_once() -> None:
 
 
 def test_a_request_that_fails_by_itself_costs_the_others_nothing() -> None:
-    """A request that fails again on its own ends, and the valid prefix that it shared stays in the cache."""
+    """A request that fails again alone ends, and the valid prefix that it shared stays in the cache."""
     cluster = _cluster()
     cluster.submit(0, [*PREFIX, 1], 5)
     cluster.run()
@@ -378,7 +378,7 @@ def test_a_writer_that_has_left_its_row_is_found_by_its_departure() -> None:
 
 
 def test_a_request_whose_last_step_failed_by_another_is_planned_again() -> None:
-    """A reader whose last step is planned returns if invalid KV of another row makes this step fail."""
+    """If another row's invalid KV makes the last step of a request fail, the request is planned again."""
     cluster = _cluster(long_prefill_token_threshold=8)
     _leave_spoilt_prefix(cluster)
     reader = cluster.submit(1, [*PREFIX, 1], 1)
@@ -446,7 +446,7 @@ def test_a_prompt_under_way_is_not_swapped_out() -> None:
 
 
 def test_failures_that_a_worker_repeats_or_makes_up_change_nothing() -> None:
-    """A row that is reported twice has failed once; a row that does not exist, or has another generation, has not."""
+    """A row that is reported twice has failed once; a nonexistent row, or one with another generation, has not."""
     cluster = _cluster()
     cluster.submit(0, [*PREFIX, 1], 5)
     cluster.run()
@@ -469,7 +469,7 @@ def test_failures_that_a_worker_repeats_or_makes_up_change_nothing() -> None:
 
 
 def test_doubt_ends_when_a_block_leaves_the_cache() -> None:
-    """Only blocks that are shareable can be doubted, and one that is used again is as good as any."""
+    """Only shareable blocks can be doubted, and a reused block is as good as any."""
     cache = PrefixCache(4)
     cache.publish(b"a" * 32 + b"b" * 32, np.array([1, 2]))
     cache.doubt(np.array([0, 1, 2]))
@@ -480,7 +480,7 @@ def test_doubt_ends_when_a_block_leaves_the_cache() -> None:
 
 
 def test_a_failure_of_another_generation_loses_the_worker() -> None:
-    """An answer that reports such a failure instead of a row's token does not match its plan; no token is lost."""
+    """A result with such a failure instead of a row's token does not match its plan; no token is lost."""
     cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64)
     cluster.join(ModelWorker(PEER, 64, 16, 2))
     reader = cluster.submit(1, [1] * 8, 5)

@@ -1,4 +1,4 @@
-"""The table of running rows keeps every token, however many rows there are and however long they run."""
+"""The table of running rows keeps every token, for any number of rows and any length."""
 
 import random
 
@@ -13,7 +13,7 @@ PROMPT = 5
 
 @pytest.mark.parametrize(("max_rows", "steps"), [(1, 4000), (7, 3000), (1100, 1200)])
 def test_a_rows_tokens_are_all_there_when_its_request_leaves(max_rows: int, steps: int) -> None:
-    """Whenever a request leaves its row, its log ends with exactly the tokens of the row, in order.
+    """Whenever a request leaves its row, its log ends with exactly the row's tokens, in order.
 
     Rows miss steps and are reused.
     """

@@ -26,7 +26,7 @@ WAIT_MS = 20_000
 
 
 class Peer:
-    """A DEALER that speaks one of the protocols by hand."""
+    """A DEALER socket that speaks one of the protocols directly."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str, name: str, max_message: int) -> None:
         self._socket = connect_dealer(context, address, identity=name.encode(), max_message=max_message)
@@ -60,7 +60,7 @@ class FrontendPeer(Peer):
                 return message
 
     def hello(self, oldest: int = LINK_VERSIONS.oldest, newest: int = 0) -> link_pb2.CoreMessage:
-        """Says hello, as one that speaks these versions, and waits for the state or a refusal."""
+        """Send a Hello with these versions, and wait for the state or a refusal."""
         hello = link_pb2.FrontendHello(
             protocol_version=oldest, newest_protocol_version=newest, frontend_id="f", incarnation=1
         )
@@ -110,7 +110,7 @@ class WorkerPeer(Peer):
     def hello(
         self, oldest: int = PLAN_VERSIONS.oldest, newest: int = 0, *, worker_id: str = "w", process: str = ""
     ) -> None:
-        """Says hello, as one that speaks these versions."""
+        """Send a Hello with these versions."""
         model = plan_pb2.ModelInfo(name="m", fingerprint="f", max_model_len=64, vocab_size=100, hidden_size=2)
         hello = plan_pb2.Hello(
             protocol_version=oldest, newest_protocol_version=newest, worker_id=worker_id, incarnation=1, model=model,
@@ -175,7 +175,7 @@ def stand(tmp_path: Path) -> Iterator[Stand]:
 
 
 def test_a_request_runs_from_submission_to_end(stand: Stand) -> None:
-    """A front end and a worker that know only the protocols get one request through, token by token."""
+    """A front end and a worker that only implement the protocols complete one request, token by token."""
     frontend, worker = stand.frontend(), stand.worker()
     assert not frontend.hello().state.ready
     worker.hello()
@@ -243,7 +243,7 @@ def test_a_wrong_variable_is_reported_in_one_line(tmp_path: Path) -> None:
 
 
 def test_an_embedding_travels_from_the_worker_to_the_front_end(stand: Stand) -> None:
-    """The worker hears what the row is for, its vector ends the request, and the row leaves."""
+    """The worker gets the row's purpose, its vector ends the request, and the row leaves."""
     frontend, worker = stand.frontend(), stand.worker()
     frontend.hello()
     worker.hello()
@@ -263,7 +263,7 @@ def test_an_embedding_travels_from_the_worker_to_the_front_end(stand: Stand) -> 
 
 
 def test_the_log_level_reaches_every_process(stand: Stand) -> None:
-    """Front ends hear it with the state, workers with their next ping, and so do those that join later."""
+    """Front ends get the level with the state, workers with their next ping; so do processes that join later."""
     frontend, worker = stand.frontend(), stand.worker()
     assert frontend.hello().state.log_level == ""
     worker.hello()
@@ -285,7 +285,7 @@ def test_the_log_level_reaches_every_process(stand: Stand) -> None:
 
 
 def test_a_vanished_worker_is_noticed_and_replaced(stand: Stand) -> None:
-    """A worker whose connection goes is lost without any timeout, and the next one continues its requests."""
+    """A worker with a broken connection is lost without any timeout, and the next one continues its requests."""
     frontend, first = stand.frontend(), stand.worker()
     frontend.hello()
     first.hello()
@@ -302,7 +302,7 @@ def test_a_vanished_worker_is_noticed_and_replaced(stand: Stand) -> None:
 
 
 def test_a_worker_whose_process_dies_is_lost_before_its_connection_goes(stand: Stand) -> None:
-    """A worker whose process has died is lost although its connection stands, and its request continues elsewhere.
+    """A dead worker is lost although its connection is still open, and its request continues elsewhere.
 
     The connection stands until the kernel has freed the memory of the process.
     """
@@ -344,7 +344,10 @@ def test_hellos_that_cannot_be_answered_do_no_harm(stand: Stand) -> None:
 
 
 def test_a_front_end_that_says_goodbye_is_forgotten_at_once(stand: Stand) -> None:
-    """Nothing waits for its lease or its connection: with its next frame it would be a stranger."""
+    """The core does not wait for the front end's lease or connection.
+
+    A further frame would come from an unknown peer.
+    """
     frontend = stand.frontend()
     frontend.hello()
     frontend.send(link_pb2.FrontendMessage(goodbye=True))
@@ -354,7 +357,7 @@ def test_a_front_end_that_says_goodbye_is_forgotten_at_once(stand: Stand) -> Non
 
 
 def test_an_unknown_peer_is_asked_to_say_hello(stand: Stand) -> None:
-    """A peer of an earlier scheduler learns at its first frame that it must say hello again."""
+    """An earlier scheduler's peer is asked to send another Hello when it sends its first frame."""
     frontend, worker = stand.frontend(), stand.worker()
     frontend.submit(1)
     assert frontend.until("unknown").unknown
@@ -363,7 +366,7 @@ def test_an_unknown_peer_is_asked_to_say_hello(stand: Stand) -> None:
 
 
 def test_neighbouring_versions_speak_the_newest_that_both_know(stand: Stand) -> None:
-    """Workers and front ends one version older or newer are served in a version that they know.
+    """Workers and front ends one version older or newer are served in a common version.
 
     So are those from before versions were negotiated.
     """
@@ -413,7 +416,7 @@ def test_nonsense_is_dropped_and_counted(stand: Stand) -> None:
 
 
 def test_a_workers_metrics_leave_with_it(stand: Stand) -> None:
-    """The metrics of a worker are removed when it leaves; a new worker of the same name gets its own series."""
+    """A worker's metrics are removed when it leaves; a new worker with the same name gets its own series."""
     frontend, first, second = stand.frontend(), stand.worker(), stand.worker()
     timings = plan_pb2.StepTimings(forward_ns=2_000_000_000)
     frontend.hello()
@@ -483,7 +486,7 @@ def test_sampling_parameters_reach_the_worker_as_the_front_end_encoded_them(stan
 
 
 def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:
-    """Drain and resume answer with the worker's state; an unknown name is not found."""
+    """Drain and resume return the worker's state; an unknown name is not found."""
     frontend, worker = stand.frontend(), stand.worker()
     frontend.hello()
     worker.hello()
@@ -506,7 +509,7 @@ def test_an_operator_drains_and_resumes_a_worker(stand: Stand) -> None:
     "method", list(admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods), ids=lambda method: method.name
 )
 def test_every_method_of_the_operator_api_is_answered(stand: Stand, method: MethodDescriptor) -> None:
-    """Every method has an answer of its type, or an error of its own; none is unknown to the scheduler."""
+    """Every method returns its own type or a specific error; none is unknown to the scheduler."""
     frontend = stand.frontend()
     frontend.hello()
 
@@ -518,7 +521,7 @@ def test_every_method_of_the_operator_api_is_answered(stand: Stand, method: Meth
 
 
 def test_an_unusable_operator_call_is_refused_alone(stand: Stand) -> None:
-    """A call of an unknown type, and one that does not parse, get an error; the scheduler goes on."""
+    """A call with an unknown type, or one that does not parse, gets an error; the scheduler continues."""
     frontend = stand.frontend()
     frontend.hello()
     unknown = link_pb2.OperatorRequest(number=5)

@@ -1,4 +1,4 @@
-"""Speculative decoding in the core: rows that advance by several tokens a step, and the limits of their drafts."""
+"""Speculative decoding in the core: rows that advance by several tokens per step, and draft limits."""
 
 import random
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ def test_a_row_that_advances_faster_than_planned_leaves_before_its_last_answer()
 
 
 def test_no_step_computes_a_token_beyond_the_longest_sequence() -> None:
-    """A row that may have passed the model's length with its drafts in flight waits for the answers."""
+    """A row that may have exceeded the model's length with its drafts in flight waits for the results."""
     cluster = Cluster(max_num_seqs=2, max_num_batched_tokens=64, max_plans_in_flight=2)
     cluster.join(ModelWorker(b"w/1", 200, 8, 2, max_model_len=40, max_draft_tokens=8))
     for stream in range(8):
@@ -127,7 +127,7 @@ def test_no_step_computes_a_token_beyond_the_longest_sequence() -> None:
 
 
 def _decoding(max_draft_tokens: int = 4) -> tuple[Cluster, ModelWorker]:
-    """A cluster with one request that decodes, a draft limit, and the answer to its last plan."""
+    """A cluster with one decoding request, a draft limit, and the result of its last plan."""
     cluster = Cluster(max_num_seqs=1, max_num_batched_tokens=64, max_plans_in_flight=1)
     worker = ModelWorker(b"w/1", 400, 4, 1, max_draft_tokens=max_draft_tokens)
     cluster.join(worker)
@@ -149,7 +149,7 @@ def _decoding(max_draft_tokens: int = 4) -> tuple[Cluster, ModelWorker]:
 def test_an_answer_that_contradicts_the_limits_ends_the_epoch(
     counts: list[int], drafts: list[int] | None, num_tokens: int
 ) -> None:
-    """Counts of tokens and drafts that contradict each other or the plan are a violation of the protocol."""
+    """Token and draft counts that contradict each other or the plan violate the protocol."""
     cluster, _ = _decoding()
     answer = cluster.answers[b"w/1"].popleft()
     wrong = ev.StepDone(
@@ -232,7 +232,7 @@ def _rate(acceptance: list[float], limits: list[int], base_s: float, fixed_s: fl
 
 @pytest.mark.parametrize("seed", range(30))
 def test_limits_never_promise_less_than_no_drafts_or_one_limit_for_all(seed: int) -> None:
-    """The expected rate of the limits is at least that of any common limit, and nearly that without drafts."""
+    """The limits' expected rate is at least that of any common limit, and nearly at least that without drafts."""
     rng = random.Random(seed)
     acceptance = [rng.random() for _ in range(rng.choice((1, 3, 40)))]
     base_s = rng.uniform(0.001, 0.1)
@@ -272,7 +272,7 @@ class _Machine:
     """Times of a simulated worker, relative to the time of a step without drafts."""
 
     draft: float
-    """Time of a draft, relative to the time of a step without drafts per row."""
+    """Time per draft, relative to the time per row of a step without drafts."""
     fixed: float = 0.0
     """Time that the first draft of a step adds."""
     searching: float = 0.0
@@ -367,7 +367,7 @@ def test_drafts_gain_where_they_are_cheap_and_accepted() -> None:
 
 @pytest.mark.parametrize("max_tokens", [2, 3, 6])
 def test_a_row_verifies_no_draft_beyond_its_limit(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step gives a token without a draft, so a row needs one draft fewer than the tokens that it may still have."""
+    """A step yields a token without a draft, so a row needs one draft fewer than its remaining tokens."""
     monkeypatch.setattr(
         Speculation, "limits", lambda _, rows, decoding: np.full(len(decoding), 8, np.int32)
     )  # As many drafts as the worker verifies.

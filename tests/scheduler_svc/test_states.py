@@ -63,7 +63,7 @@ def test_a_transition_that_is_not_in_the_table_fails(state: RequestState, event:
 
 
 def _owned_writes(path: Path) -> set[str]:
-    """The fields of a request in `OWNED` that a module assigns, other than those of its own objects."""
+    """Return the request fields in `OWNED` that a module assigns, except on its own objects."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in OWNED:
@@ -83,7 +83,7 @@ def test_no_other_module_writes_what_belongs_to_the_state() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    """docs/scheduling-proofs.md has the table of the code, row by row; the failure prints it."""
+    """docs/scheduling-proofs.md contains the code's table, row by row; a failure prints it."""
     states = [f"* `{state.name}`: it {state.value}." for state in RequestState]
     events = [f"* `{event.name}`: {event.value}." for event in RequestEvent]
     rows = [
@@ -122,7 +122,7 @@ RARE = {
 }
 """Transitions that simulations hardly make; each has a test below."""
 MOST_SIMULATIONS = 60
-"""Number of simulations that must make all others; some fifteen usually do."""
+"""Number of simulations in which all transitions must occur; about fifteen usually suffice."""
 
 
 @pytest.mark.every(3)
@@ -147,7 +147,7 @@ def test_a_request_that_comes_back_complete_ends_on_arrival(seen: Seen) -> None:
 
 
 def test_too_little_credit_leaves_a_request_starved(seen: Seen) -> None:
-    """A byte of credit is no token; its reader has moved, so it is not stalled."""
+    """A byte of credit is not a token; the client has read, so it is not stalled."""
     cluster = Cluster(stall_timeout_s=10.0)
     reader = cluster.submit(1, [1, 2], 3, credit=0)
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_a_stranded_request_may_be_starved_when_a_worker_serves_it(seen: Seen) -
 
 
 def test_a_lost_last_step_may_leave_a_request_without_credit(seen: Seen) -> None:
-    """Its worker is lost, its attempt has ended, and its reader takes no more."""
+    """Its worker is lost, its attempt has ended, and its client reads no more."""
     states = _states()
     request = make_request(7, prompt=10, generated=2, allowed=12, state=RequestState.ENDING, traceparent="t")
     states._tenants.arrived(request, 1.0)

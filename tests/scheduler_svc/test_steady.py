@@ -1,4 +1,4 @@
-"""Steps in which decode rows only continue: their plans are those of the planner."""
+"""Steps in which decode rows only continue have the planner's plans."""
 
 import dataclasses
 import random

@@ -33,7 +33,7 @@ def _shown(found: BlockMap, blocks: Blocks) -> list[tuple[str, int | None]]:
 
 
 def test_a_block_map_is_the_pool_and_the_block_tables() -> None:
-    """At every step each block has the state of the pool, and an owner whose table holds it; all states occur."""
+    """At every step each block has the pool's state, and an owner whose table contains it; all states occur."""
     cluster = _cluster()
     seen: Counter[str] = Counter()
     for stream in range(9):

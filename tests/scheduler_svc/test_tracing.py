@@ -1,4 +1,4 @@
-"""Which steps get a trace of their own, and spans that are made from the history of a request."""
+"""Which steps get their own trace, and spans created from a request's history."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ class KeptTelemetry(Telemetry):
 
 
 def make_plan(step: int) -> Plan:
-    """The first one admits the traced request; it takes part in all."""
+    """Create plans. The first one admits the traced request, which takes part in all of them."""
     admission = RowAdmission(
         row=0,
         generation=1,
@@ -63,7 +63,7 @@ def make_plan(step: int) -> Plan:
 
 
 def traced_steps(trace_steps: float, num_steps: int) -> list[int]:
-    """Return which of a number of steps with one traced request get a span; the worker is notified of each."""
+    """Return which of several steps with one traced request get a span; the worker is notified of each."""
     telemetry = KeptTelemetry()
     tracing = SchedulerTracing(telemetry, 0, trace_steps)
     told = []
@@ -139,7 +139,7 @@ def figures(spans: list[ReadableSpan], *names: str) -> set[tuple[object, ...]]:
 
 
 def test_spans_from_a_history_are_those_of_a_sampled_request() -> None:
-    """Waits and attempts have the same times and outcomes, also of preempted requests and those of a lost worker."""
+    """Waits and attempts have the same times and outcomes, including preempted requests and those of a lost worker."""
     cluster = TracedCluster(max_num_seqs=4, max_num_batched_tokens=16, policy="fcfs")
     cluster.join(ModelWorker(b"w/1", 12, 4, 8))
     for stream in range(5):

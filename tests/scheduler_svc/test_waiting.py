@@ -1,4 +1,4 @@
-"""What the core tells about requests that wait, and about those that leave their rows."""
+"""What the core reports about waiting requests, and about those that leave their rows."""
 
 from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
@@ -46,7 +46,7 @@ def test_a_request_without_a_row_or_memory_or_worker_says_so() -> None:
 
 
 def test_a_tenant_at_its_limit_and_a_batch_that_collects_are_named() -> None:
-    """A held request says by which of its tenant's limits; a closed gate is the reason of the first in the queue."""
+    """A held request names the tenant limit; a closed gate is the reason for the first request in the queue."""
     cluster = _cluster(tenant_limits={"a": TenantLimits(max_running=1), "b": TenantLimits(tokens_per_s=0.1)})
     for stream, tenant in enumerate("aabb"):
         cluster.submit(stream, [1, 2, 3], 20, tenant=tenant)
@@ -73,7 +73,7 @@ def test_a_request_waits_for_its_reader() -> None:
 
 
 def test_a_row_whose_reader_stops_is_held_out_with_one_note() -> None:
-    """A running request without credit is noted once, however often it is planned around; credit ends the hold."""
+    """A running request without credit is noted once, however often it is left out; credit ends the hold."""
     cluster = _cluster()
     cluster.submit(1, [1, 2, 3], 30, credit=16)
     cluster.submit(2, [1, 2], 40)
@@ -87,7 +87,7 @@ def test_a_row_whose_reader_stops_is_held_out_with_one_note() -> None:
 
 
 def test_a_preemption_names_who_and_how() -> None:
-    """An urgent request is named as the reason of a preemption; the kind tells whether the KV was swapped out."""
+    """An urgent request is named as the cause of a preemption; the kind shows whether the KV was swapped out."""
     for num_host_blocks, kind in ((0, NoteKind.PREEMPTED), (40, NoteKind.SWAPPED)):
         cluster = _cluster(num_host_blocks=num_host_blocks, max_num_seqs=1, policy="priority")
         cluster.submit(1, [1, 2, 3], 40)
@@ -147,7 +147,7 @@ def test_the_queue_of_a_worker_is_noted_with_what_holds_it_back() -> None:
 
 
 def test_requests_whose_readers_take_nothing_give_their_rows_back() -> None:
-    """A request that lacks only a row gets one, and the slow readers get all of their tokens later."""
+    """A request that lacks only a row gets one, and the slow clients get all of their tokens later."""
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
     cluster.join(ModelWorker(b"w1", num_blocks=64, block_size=16, max_rows=4))
     for stream in (1, 2, 3, 4):
@@ -189,7 +189,7 @@ def _with_long_requests(*, num_rows: int = 16, **limits: object) -> Cluster:
 
 
 def test_a_tenant_with_long_requests_gives_rows_to_one_that_lacks_them() -> None:
-    """While it has more than eight times the rows of a tenant that waits, it loses one, and it loses no token."""
+    """A tenant with more than eight times the rows of a waiting tenant loses a row, but no token."""
     cluster = _with_long_requests()
     others = [cluster.submit(stream, [stream] * 8, 12, tenant="other") for stream in range(100, 104)]
     for _ in range(8):

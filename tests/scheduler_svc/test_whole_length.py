@@ -1,4 +1,4 @@
-"""Requests and workers of different length: no answer is cut short because its worker was smaller than another one."""
+"""Requests and workers of different length: no output is truncated because its worker was smaller than another."""
 
 from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
@@ -83,7 +83,7 @@ def test_a_request_that_has_filled_the_only_worker_waits_for_a_longer_one() -> N
 
 
 def test_requests_are_sorted_by_the_shortest_context_that_carries_them() -> None:
-    """A request that no worker carries whole goes to the longest ones, one that all carry to any."""
+    """A request that no worker carries completely goes to the longest ones; one that all carry goes to any."""
     kinds = Kinds(Kind(length, True, "m") for length in (64, 100, 200))
     scopes = {limit: kinds.scope(make_request(prompt=5, limit=limit)) for limit in (64, 65, 100, 101, 200, 1000)}
     lengths = {limit: scope.min_model_len if scope is not None else None for limit, scope in scopes.items()}

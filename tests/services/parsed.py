@@ -10,7 +10,7 @@ from services.parsers import FAMILIES, OutputParser, Read
 def deltas(
     pieces: Sequence[str], token_ids: Sequence[int] = (), *, read: Read = FAMILIES["hermes"].read, reasons: bool = False
 ) -> list[v1.GenerateResponse]:
-    """Return one message for each piece of an output, and one for what the parser held back."""
+    """Return one message per piece of an output, and one for what the parser held back."""
     parser = OutputParser(read, reasons=reasons)
     found = [parser.push(piece) for piece in pieces]
     messages = [

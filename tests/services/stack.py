@@ -52,12 +52,12 @@ class TestCore(EchoCore):
         tokens_per_step: int = 1,
         model: link_pb2.ServedModel | None = MODEL,
     ) -> None:
-        """`limit`: no stream gets more tokens than this from this core; `model`: None before a worker has joined."""
+        """`limit` is the maximum number of tokens per stream; `model` is None before a worker has joined."""
         super().__init__(address, model, tokens_per_step=tokens_per_step)
         self.limit = limit
         self.messages: list[link_pb2.FrontendMessage] = []
         self.end_at_once: link_pb2.StreamEnd | None = None
-        """Every submission is answered with this end, except those of messages that were recorded before it was set."""
+        """Every submission gets this end, except those in messages recorded before it was set."""
         self._present_end: link_pb2.StreamEnd | None = None
         """The end for the submissions of the present message."""
         self.operator_error: link_pb2.OperatorError | None = None
@@ -96,7 +96,7 @@ class TestCore(EchoCore):
         self.skew = 0
 
     def operate(self, reply: link_pb2.OperatorReply) -> None:
-        """Reports the error, if there is one; without answers, the reply belongs to no request."""
+        """Report the error, if there is one; without answers, the reply belongs to no request."""
         if not self.answers_operators:
             reply.number = 0
         if self.operator_error is None:
@@ -122,7 +122,7 @@ class TestCore(EchoCore):
         return [submission for message in self.messages for submission in message.submissions]
 
     def reported(self, sample: str, **labels: str) -> float:
-        """A value in the newest report of a front end; 0 when it is not there."""
+        """Return a value from a front end's newest report; 0 if it is missing."""
         reports = [message.report for message in self.messages if message.HasField("report")]
         for family in reports[-1].families if reports else ():
             for each in family.samples:
@@ -197,7 +197,7 @@ class Stack:
         await asyncio.shield(self._stopping)
 
     async def until_ready(self, ready: bool = True) -> None:
-        """Waits until the front end says that it is, or is not, ready."""
+        """Wait until the front end reports that it is, or is not, ready."""
         expected = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         async with asyncio.timeout(PATIENCE_S):
             watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
@@ -217,7 +217,7 @@ async def running_stack(
     tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stack]:
-    """Everything started, with these settings of the front end; ready unless there is no core."""
+    """Start everything with these front end settings; ready unless there is no core."""
     model = write_model(
         folder / "model", tokenizer or byte_level(), **({} if chat_template else {"chat_template": None})
     )
@@ -249,7 +249,7 @@ async def running_stack(
 def tokens_request(
     *ids: int, max_tokens: int = 16, stop: tuple[str, ...] = (), request_id: str = ""
 ) -> v1.GenerateRequest:
-    """A request that the echo core answers with its own prompt, over and over."""
+    """A request to which the echo core responds with its own prompt, over and over."""
     return v1.GenerateRequest(
         request_id=request_id,
         token_ids=v1.TokenIds(ids=ids),

@@ -35,7 +35,7 @@ class FuzzCore(TestCore):
     """An echo core that knows nothing of interrupted requests."""
 
     def handle(self, peer: bytes, message: link_pb2.FrontendMessage) -> None:
-        """Handle a client that detaches: its stream ends, and nothing is kept."""
+        """Handle a client that detaches: end its stream and keep nothing."""
         message.cancelled += message.detached
         super().handle(peer, message)
         self.messages.clear()
@@ -46,7 +46,7 @@ class FuzzCore(TestCore):
             self._frontends[peer].backlog.append(answer.SerializeToString())
 
     def submit(self, frontend: EchoFrontend, submission: link_pb2.Submission, answer: link_pb2.CoreMessage) -> None:
-        """Takes it; what a real core would refuse is refused here."""
+        """Accept the request; refuse what a real core would refuse."""
         assert 0 < submission.num_prompt_tokens <= len(from_column(submission.token_ids))
         assert submission.max_tokens > 0
         super().submit(frontend, submission, answer)

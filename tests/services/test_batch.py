@@ -24,7 +24,7 @@ FOX = byte_level().encode("the fox ", add_special_tokens=False).ids
 
 
 def test_every_request_is_answered_under_its_key(tmp_path: Path) -> None:
-    """Good ones as by `Generate`, bad ones with their error; none harms another."""
+    """Valid requests get the same as from `Generate`, invalid ones their error; none affects another."""
 
     async def main() -> list[BatchAnswer]:
         async with running_stack(tmp_path) as stack, AsyncClient(stack.target) as client:
@@ -81,7 +81,7 @@ def test_one_request_can_be_cancelled(tmp_path: Path) -> None:
 
 
 def test_leaving_cancels_what_is_left(tmp_path: Path) -> None:
-    """A client that goes takes its requests along; a broken message ends the call with its field."""
+    """A disconnecting client ends its requests; a malformed message ends the call with its field."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda address: TestCore(address, limit=30)) as stack:

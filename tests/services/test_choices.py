@@ -43,7 +43,7 @@ def test_each_choice_is_a_request_of_its_own_and_they_end_as_one(tmp_path: Path)
 
 
 def test_leaving_cancels_every_choice(tmp_path: Path) -> None:
-    """A client that goes takes all choices of its request along."""
+    """A disconnecting client ends all choices of its request."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -140,7 +140,7 @@ class SmallCore(TestCore):
 def test_more_choices_than_can_wait_are_refused_at_once(
     tmp_path: Path, num_choices: int, prompt: list[int], reason: str
 ) -> None:
-    """A retry would fail as well, so the error is not one of those that clients retry. Nothing is submitted."""
+    """A retry would fail too, so the error is not one that clients retry. Nothing is submitted."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=SmallCore) as stack:

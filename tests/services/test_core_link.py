@@ -68,7 +68,7 @@ def _request(request_id: str, priority: int = 0) -> StreamRequest:
 
 
 def test_a_cancelled_call_is_cancelled_at_the_core_once(tmp_path: Path) -> None:
-    """The core hears of it at once and exactly once, and of no other stream."""
+    """The core gets the cancellation at once and exactly once, and for no other stream."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
@@ -90,7 +90,7 @@ def test_a_cancelled_call_is_cancelled_at_the_core_once(tmp_path: Path) -> None:
 
 
 def test_a_finished_call_is_not_cancelled(tmp_path: Path) -> None:
-    """When the core ended the stream itself it hears nothing more of it."""
+    """If the core itself ended the stream, it gets no further message about it."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -103,7 +103,7 @@ def test_a_finished_call_is_not_cancelled(tmp_path: Path) -> None:
 
 
 def test_the_deadline_goes_to_the_core_and_ends_the_call(tmp_path: Path) -> None:
-    """The core learns the time left; when it passes the client gets DEADLINE_EXCEEDED and the core a cancellation."""
+    """The core gets the remaining time; after it, the client gets DEADLINE_EXCEEDED and the core a cancellation."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:
@@ -226,7 +226,7 @@ def test_a_new_core_gets_live_requests_marked_as_accepted(tmp_path: Path) -> Non
 
 
 def test_a_request_that_no_core_has_seen_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While no core is there, requests wait for one; it hears of each for the first time."""
+    """Without a core, requests wait for one, which gets each of them for the first time."""
 
     async def main() -> None:
         monkeypatch.setattr(core_link, "SILENCE_TIMEOUT_S", 0.3)
@@ -276,7 +276,7 @@ def test_an_unsent_submission_is_not_marked_as_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [(), ("never there",)])
 def test_a_new_core_continues_every_stream(tmp_path: Path, stop: tuple[str, ...]) -> None:
-    """Streams are submitted again with what was delivered; clients get every token once and see only a pause."""
+    """Streams are resubmitted with the delivered tokens; clients get every token once and see only a pause."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=5)) as stack:
@@ -323,7 +323,7 @@ def test_a_stream_that_cannot_be_submitted_ends_alone(tmp_path: Path) -> None:
 
 
 def test_a_match_survives_a_lost_core(tmp_path: Path) -> None:
-    """When the core dies before it gets a stop match, the new one gets it."""
+    """If the core dies before it gets a stop match, the new core gets it."""
 
     async def main() -> None:
         class Deaf(TestCore):
@@ -369,7 +369,7 @@ def test_a_front_end_says_hello_to_a_core_that_lost_it(tmp_path: Path) -> None:
 
 
 def test_missing_tokens_make_the_stream_a_new_one(tmp_path: Path) -> None:
-    """A gap is answered by cancelling the old number and submitting under a new one; the client sees no gap."""
+    """After a gap, the old number is cancelled and a new one submitted; the client sees no gap."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -404,7 +404,7 @@ def test_tokens_sent_again_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_lost_core_makes_the_service_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a word from the core readiness goes, new calls are UNAVAILABLE; with a new core all is well again."""
+    """If the core is silent, the service is not ready and new calls are UNAVAILABLE; with a new core both recover."""
 
     async def main() -> None:
         monkeypatch.setattr(core_link, "SILENCE_TIMEOUT_S", 0.3)
@@ -476,7 +476,7 @@ def test_a_request_that_arrives_between_two_cores_goes_to_the_second(
 
 
 def test_a_core_that_states_its_state_has_taken_the_refusal_back(tmp_path: Path) -> None:
-    """A front end that was refused accepts requests again once the core sends its state, with or without a hello."""
+    """A refused front end accepts requests again once the core sends its state, with or without a Hello."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -585,7 +585,7 @@ def test_a_front_end_that_shuts_down_says_goodbye(tmp_path: Path) -> None:
 
 
 def test_a_log_that_no_frame_would_take_is_refused_by_its_field(tmp_path: Path) -> None:
-    """A resumable request whose kept log-probabilities could not be handed out again is refused when it arrives."""
+    """A resumable request is refused on arrival if its retained log-probabilities would not fit into a frame."""
     model = link_pb2.ServedModel()
     model.CopyFrom(MODEL)
     model.max_model_len = MAX_SERVED_SEQUENCE

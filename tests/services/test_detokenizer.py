@@ -14,7 +14,7 @@ CUTS = st.lists(st.integers(1, 5), max_size=80)
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int], cuts: list[int], *, skip_special_tokens: bool = True) -> list[str]:
-    """The text of each push, the ids being cut into pushes of the given sizes (then of one), and of the end."""
+    """Return each push's text, with the ids split into pushes of the given sizes (then of one), and the end's text."""
     detokenizer = detokenizer_factory(tokenizer)(skip_special_tokens)
     texts, position, sizes = [], 0, iter(cuts)
     while position < len(ids):
@@ -46,7 +46,7 @@ def test_byte_level_equals_the_full_decode_for_any_ids(ids: list[int], cuts: lis
 def test_vocabularies_without_byte_tokens_equal_the_full_decode_for_any_ids(
     tokenizer: Tokenizer, data: st.DataObject, cuts: list[int], skip: bool
 ) -> None:
-    """The text of a token depends on its neighbours there; the joined pieces are the full decode all the same."""
+    """A token's text depends on its neighbours there; the joined pieces still equal the full decode."""
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=60))
 
     texts = pieces(tokenizer, ids, cuts, skip_special_tokens=skip)
@@ -55,7 +55,7 @@ def test_vocabularies_without_byte_tokens_equal_the_full_decode_for_any_ids(
 
 
 def test_a_repeated_replacement_character_is_not_held_back() -> None:
-    """A model that repeats the token U+FFFD gets text out of it: no later token can make characters of so many."""
+    """If a model repeats the token U+FFFD, text is output, because no later token can complete so many bytes."""
     tokenizer = metaspace()
     replacement = id_of(tokenizer, REPLACEMENT)
 
@@ -111,7 +111,7 @@ def test_an_incomplete_character_comes_out_at_the_end() -> None:
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece_style()], ids=["byte-level", "sentencepiece"])
 def test_special_tokens_are_left_out_only_when_asked(tokenizer: Tokenizer) -> None:
-    """The end-of-sequence token is part of the text exactly when special tokens are included."""
+    """The end-of-sequence token is part of the text only if special tokens are included."""
     eos = id_of(tokenizer, "<eos>")
 
     assert "".join(pieces(tokenizer, [eos] * 3, [])) == ""

@@ -66,7 +66,7 @@ def test_prompts_are_requests_that_pool(tmp_path: Path) -> None:
 
 
 def test_the_prompts_of_an_embedding_count_for_its_tenant(tmp_path: Path) -> None:
-    """A tenant's prompt tokens are those of all its calls, whatever they ask for."""
+    """A tenant's prompt tokens include all its calls of any kind."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=embedding_core) as stack:
@@ -82,7 +82,7 @@ def test_the_prompts_of_an_embedding_count_for_its_tenant(tmp_path: Path) -> Non
 
 
 def test_a_router_gets_an_embedding(tmp_path: Path) -> None:
-    """In the protocol of vLLM's routers, the vector of a prompt comes with its size and its token count."""
+    """In vLLM's router protocol, a prompt's vector comes with its size and its token count."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=embedding_core) as stack:
@@ -97,7 +97,7 @@ def test_a_router_gets_an_embedding(tmp_path: Path) -> None:
 
 
 def test_http_gives_them_as_openai_does(tmp_path: Path) -> None:
-    """As numbers or as base64 of little-endian float32, with usage; dimensions only if they are the model's own."""
+    """As numbers or as base64 of little-endian float32, with usage; dimensions only if they equal the model's."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=embedding_core) as stack:
@@ -125,7 +125,7 @@ def test_http_gives_them_as_openai_does(tmp_path: Path) -> None:
 
 
 def test_a_model_without_hidden_states_says_so(tmp_path: Path) -> None:
-    """UNIMPLEMENTED, and 400 in HTTP, before anything is computed; one that fails ends the call with its reason."""
+    """UNIMPLEMENTED, and 400 in HTTP, before anything is computed; a failing prompt ends the call with its reason."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -143,7 +143,7 @@ def test_a_model_without_hidden_states_says_so(tmp_path: Path) -> None:
 
 
 def test_one_failure_ends_the_call(tmp_path: Path) -> None:
-    """No vector is given out of a call of which one prompt failed; the others are cancelled."""
+    """If one prompt fails, the call returns no vector; the others are cancelled."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=embedding_core) as stack:

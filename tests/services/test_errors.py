@@ -1,4 +1,4 @@
-"""What a client sees when something is wrong: code, ErrorInfo, BadRequest, retry hints; and nothing dies of it."""
+"""What a client sees in case of an error: code, ErrorInfo, BadRequest, retry hints; and no process dies."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -147,7 +147,7 @@ def test_a_text_longer_than_the_model_names_text(tmp_path: Path) -> None:
 
 
 def test_a_live_request_id_is_not_taken_twice(tmp_path: Path) -> None:
-    """ALREADY_EXISTS while the first call lives; afterwards the id is free again."""
+    """ALREADY_EXISTS while the first call is live; afterwards the id is free again."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=1)) as stack:
@@ -274,7 +274,7 @@ def test_every_end_of_the_core_has_its_status(tmp_path: Path) -> None:
 
 
 def test_an_invalid_end_names_its_field(tmp_path: Path) -> None:
-    """The field that the core names is the one that the client reads; without one it is the input."""
+    """The client gets the field named by the core, or the input if there is none."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -308,7 +308,7 @@ def test_a_name_that_is_not_served_is_not_found(tmp_path: Path) -> None:
 def test_an_unexpected_exception_is_internal_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends as INTERNAL with an error id; the core gets a cancel and the request id is free."""
+    """It ends as INTERNAL with an error id; the core gets a cancellation and the request id is free."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=3)) as stack:

@@ -1,4 +1,4 @@
-"""Requests of every shape: whatever a client sends, the answer is a valid request or an error with a name."""
+"""For any client input, the result is a valid request or a named error."""
 
 from typing import Any
 
@@ -30,7 +30,10 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
 
 
 def fill(message: Message, data: st.DataObject, *, some: bool = False) -> None:
-    """Sets any of a message's fields, and theirs, to any value that the wire can carry; `some`: at least one."""
+    """Set any fields in a message, recursively, to any value that the wire format permits.
+
+    With `some`, at least one.
+    """
     fields = message.DESCRIPTOR.fields_by_name
     names = sorted(fields)
     for name in data.draw(st.lists(st.sampled_from(names), min_size=int(some), max_size=4, unique=True)):

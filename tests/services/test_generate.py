@@ -46,7 +46,7 @@ def test_an_answer_is_deltas_and_then_finished(tmp_path: Path, tokens_per_step: 
 
 
 def test_a_text_prompt_is_tokenized_with_its_special_tokens(tmp_path: Path) -> None:
-    """The core gets the tokenizer's ids of the text, the beginning-of-sequence token included."""
+    """The core gets the tokenizer's ids for the text, including the beginning-of-sequence token."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -113,7 +113,7 @@ def test_a_conversation_is_rendered_by_the_template(tmp_path: Path) -> None:
 
 
 def test_a_stop_string_ends_the_answer_before_it(tmp_path: Path) -> None:
-    """The text ends before the match, reason and usage agree, and the core gets the number of tokens that count."""
+    """The text ends before the match, reason and usage agree, and the core gets the number of counted tokens."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

@@ -120,7 +120,7 @@ def test_a_grammar_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_refusal_names_the_field_of_http(tmp_path: Path) -> None:
-    """400 with the client's own name for it and what to do."""
+    """400 with the client's own field name and the remedy."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -159,7 +159,7 @@ def test_a_large_grammar_within_the_limits_is_accepted(tmp_path: Path) -> None:
 
 
 def test_a_grammar_reaches_the_core_in_the_workers_form(tmp_path: Path) -> None:
-    """Schemas and expressions as they are, choices and EBNF as Lark; the model's end of sequence always ends."""
+    """Schemas and expressions are unchanged, choices and EBNF become Lark; the model's end of sequence always ends."""
     grammars = [
         v1.Grammar(json_schema='{"type":"integer"}'),
         v1.Grammar(regex="a+"),
@@ -199,7 +199,7 @@ def new_checker(folder: Path) -> GrammarChecker:
 
 
 class ScriptedCompiler:
-    """Two real lanes to a compiler that the test controls: it answers when the test releases it."""
+    """Two real lanes to a compiler that the test controls: it responds when the test releases it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[tuple[str, float]] = []
@@ -331,7 +331,7 @@ def test_a_grammar_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_grammars_of_those_who_left_are_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many may wait for their turn; a request that ends meanwhile makes room, and costs no work."""
+    """Only a limited number may wait; a request that ends meanwhile makes room, and its grammar is not compiled."""
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
         first = check("first")
@@ -352,7 +352,7 @@ def test_grammars_of_those_who_left_are_not_tried(tmp_path: Path, monkeypatch: p
 
 
 def test_a_request_that_leaves_does_not_confuse_the_next_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer to its trial, which had begun, is not taken for the next one's."""
+    """The result of its started trial is not mistaken for the next one's."""
 
     async def main(compiler: ScriptedCompiler, check: Callable[[str], "asyncio.Task[bytes]"]) -> None:
         leaving = check("leaving")
@@ -382,7 +382,7 @@ def test_a_grammar_that_waits_too_long_for_its_trial_may_be_retried(
 
 
 def test_another_process_takes_over_from_one_that_died(tmp_path: Path) -> None:
-    """The trial that it had may be repeated; it leaves no process behind when the front end closes."""
+    """Its trial may be repeated; no process is left when the front end closes."""
     write_model(tmp_path, byte_level())
 
     async def main() -> None:

@@ -37,7 +37,7 @@ def test_a_place_for_blocking_work_is_free_again_after_a_pause(monkeypatch: pyte
 
 
 def test_large_requests_wait_for_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large request waits during the pause after another one, on every kind of call; a small one does not."""
+    """A large request waits during the pause after another one, for every kind of call; a small one does not."""
     monkeypatch.setattr(shares, "_PAUSE", 1e9)
     large = tokens_request(*[5] * SMALL_REQUEST_BYTES)
     wrong = v1.GenerateBatchRequest(key=1, request=large)
@@ -71,7 +71,7 @@ def test_large_requests_wait_for_a_turn(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_json_of_a_conversation_is_bounded_before_it_is_read() -> None:
-    """The values of all tool calls count together, also those inside of texts with arguments."""
+    """The values in all tool calls count together, including those within argument texts."""
     calls = "[" + ",".join(["{}"] * (MAX_JSON_VALUES // 8)) + "]"
     chat = v1.ChatInput(messages=[v1.ChatMessage(role="assistant", tool_calls_json=calls)] * 5)
 

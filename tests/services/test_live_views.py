@@ -1,4 +1,4 @@
-"""Live views of operators at a real front end: bounded, honest about what is missing, and ended with their callers."""
+"""Operators' live views at a real front end: bounded, complete or with counted gaps, and ended with their callers."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.services.stack import PATIENCE_S, Stack, running_stack
 
 
 def _part(number: int, first: int, count: int, padding: int = 0) -> link_pb2.View:
-    """Part of a view with `count` steps of `padding` rows."""
+    """Return a part of a view with `count` steps of `padding` rows."""
     response = admin.WatchStepsResponse()
     for step in range(first, first + count):
         response.steps.add(worker_id="w", step=step, decode_rows=range(padding))
@@ -45,7 +45,7 @@ async def _watching(stack: Stack, call: _Call) -> int:
 
 
 def test_a_reader_gets_the_parts_and_its_end_ends_the_view(tmp_path: Path) -> None:
-    """A caller that leaves ends its view at the core; a lost core ends the call, which says to watch again."""
+    """A caller that leaves ends its view at the core; a lost core ends the call, with advice to watch again."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):
@@ -89,7 +89,7 @@ def test_a_view_that_fails_at_the_core_ends_with_its_error(tmp_path: Path) -> No
 
 
 def test_a_reader_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path) -> None:
-    """Parts that a slow caller does not take are dropped; received and missed parts add up to all parts."""
+    """Parts that a slow caller does not read are dropped; received and missed parts add up to all parts."""
     num_parts, per_part = 400, 5
 
     async def main() -> None:

@@ -35,7 +35,7 @@ SIZES = st.sampled_from([0, 100, 100_000, PACKED_BYTES + 100, MAX_PART_BYTES - 4
     num_cancels=st.sampled_from([0, 3, 2000]),
 )
 def test_no_frame_to_the_core_is_too_large(submissions: list[int], counts: list[int], num_cancels: int) -> None:
-    """Whatever one turn has for the core, in any mix, comes out complete and in order, in frames that it takes."""
+    """Everything for the core in one turn, in any mix, arrives complete and in order, in frames within its limit."""
     outgoing = Outgoing()
     for stream, size in enumerate(submissions, 1):
         outgoing.submit(link_pb2.Submission(stream=stream, token_ids=bytes(size)))
@@ -75,7 +75,7 @@ def test_no_frame_to_the_core_is_too_large(submissions: list[int], counts: list[
 
 
 def test_a_submission_that_no_frame_takes_fails_alone() -> None:
-    """It is refused by the name of its request when it is handed in; the others of its turn go out."""
+    """It is refused by its request's name on submission; the turn's other submissions are sent."""
     outgoing = Outgoing()
     outgoing.submit(link_pb2.Submission(stream=1))
     with pytest.raises(FrameTooLargeError, match="request heavy: "):

@@ -53,7 +53,7 @@ def request(parse: bool = True) -> v1.GenerateRequest:
 
 
 def test_an_output_has_parts(tmp_path: Path) -> None:
-    """A stream and a whole answer have the same parts, beside the text as the model wrote it; by default none."""
+    """A stream and a whole response have the same parts, next to the model's own text; by default there are none."""
 
     async def main() -> None:
         async with running_stack(tmp_path, parser="hermes") as stack:
@@ -95,7 +95,7 @@ def test_the_output_of_a_model_without_markers_is_content(tmp_path: Path) -> Non
 def test_a_choice_that_is_not_possible_names_its_field(
     tmp_path: Path, choice: v1.ToolChoice, tools: str, field: str
 ) -> None:
-    """A forced call needs a tool of that name; a free one needs a template that shows tools."""
+    """A forced call needs a tool with that name; a voluntary one needs a template that shows tools."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

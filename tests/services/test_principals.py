@@ -44,7 +44,7 @@ def _known(tmp_path: Path) -> Principals:
 
 
 def test_tokens_and_certificates_name_principals(tmp_path: Path) -> None:
-    """A known token or certificate names a principal; another one names none, and no error shows how similar it is."""
+    """A known token or certificate names a principal; others name none, and no error shows how close they are."""
     principals = _known(tmp_path)
 
     assert principals.identify("Bearer s3cret").name == "search"
@@ -59,7 +59,7 @@ def test_tokens_and_certificates_name_principals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_admin", [True, False])
 def test_an_api_key_gives_the_permissions_of_an_anonymous_caller(tmp_path: Path, is_admin: bool) -> None:
-    """With keys, a caller without one is refused; principals of a file are served beside."""
+    """With keys, callers without one are refused; principals from a file are served too."""
     path = _written(tmp_path, search="s3cret", operator="0p")
     principals = Principals(str(path), api_keys=["first", "second"], anonymous_is_admin=is_admin)
     keys_only = Principals("", api_keys=["first"], anonymous_is_admin=is_admin)
@@ -89,7 +89,7 @@ def test_api_keys_come_from_the_variable_and_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_does_not_exist_is_named_with_the_remedy(tmp_path: Path) -> None:
-    """The start ends with one line, which names the command that creates the file."""
+    """The start fails with one line, which names the command that creates the file."""
     with pytest.raises(ConfigError, match=r"none\.toml does not exist; create it with quire keys principal$"):
         Principals(str(tmp_path / "none.toml"), anonymous_is_admin=False)
 
@@ -120,7 +120,7 @@ def test_a_tenant_of_others_is_named_as_clients_call_it(tmp_path: Path) -> None:
 
 
 def test_a_principal_acts_for_its_tenants_only(tmp_path: Path) -> None:
-    """What a request claims counts only if its principal may; without a claim it is the first tenant."""
+    """A request's claim counts only if its principal has permission; without a claim, the first tenant applies."""
     principals = _known(tmp_path)
     search, operator = principals.identify("Bearer s3cret"), principals.identify("Bearer 0p")
 
@@ -176,7 +176,7 @@ def test_callers_without_known_credentials_are_served_if_the_file_says_so(tmp_pa
 
 
 def test_a_principal_is_added_to_a_file(tmp_path: Path) -> None:
-    """The file is made or extended, keeps what it has, and knows the printed token."""
+    """The file is created or extended, keeps its content, and accepts the printed token."""
     path = tmp_path / "principals.toml"
     operator = add_principal(path, "operator", is_admin=True)
     path.write_text('[anonymous]\ntenants = ["*"]\n\n' + path.read_text())
@@ -205,7 +205,7 @@ def test_a_principal_is_added_to_a_file(tmp_path: Path) -> None:
      "[principals.a]\ntenants = 'a'", "[principals.a]\nadmin = 'yes'", "[principals.a"],
 )  # fmt: skip
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, content: str) -> None:
-    """A file with a mistake ends the start in one line that names it."""
+    """If the file has a mistake, the start fails with one line that names it."""
     path = tmp_path / "principals.toml"
     path.write_text(content)
 

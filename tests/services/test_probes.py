@@ -95,7 +95,7 @@ def test_a_watch_reports_a_stop_during_its_write() -> None:
 
 
 def test_an_unknown_service_is_not_found(tmp_path: Path) -> None:
-    """Check refuses names that are not served; Watch waits for them, as the protocol says."""
+    """Check refuses unknown names; Watch waits for them, as the protocol specifies."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=None) as stack:
@@ -136,7 +136,7 @@ def test_reflection_lists_the_services(tmp_path: Path) -> None:
 
 
 def test_metrics_are_the_whole_services(tmp_path: Path) -> None:
-    """A scrape shows what the core merged, the front end's own fresh values among it."""
+    """A scrape shows the core's merged metrics, including the front end's own current values."""
 
     async def main() -> None:
         class Core(TestCore):
@@ -172,7 +172,7 @@ def test_metrics_are_the_whole_services(tmp_path: Path) -> None:
 
 
 def test_the_inter_token_latency_counts_every_token(tmp_path: Path) -> None:
-    """A message of three tokens after a gap adds this gap and two gaps of 0; a message without tokens adds none."""
+    """A three-token message after a gap adds this gap and two gaps of 0; a message without tokens adds none."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, tokens_per_step=3)) as stack:
@@ -190,7 +190,7 @@ def test_the_inter_token_latency_counts_every_token(tmp_path: Path) -> None:
 
 
 def test_a_bucket_of_a_sampled_request_leads_to_its_trace(tmp_path: Path) -> None:
-    """A reader that accepts OpenMetrics gets an exemplar with the trace of the request; others get none.
+    """A reader that accepts OpenMetrics gets an exemplar with the request's trace; others get none.
 
     The exemplar names a span that was exported.
     """
@@ -271,7 +271,7 @@ def test_the_tokens_of_a_prompt_count_once(tmp_path: Path) -> None:
 
 
 def test_a_fault_of_the_server_counts_as_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output that an unexpected exception ended is an error, and not one whose client has left."""
+    """An output ended by an unexpected exception is an error, not a disconnected client."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("planted")
@@ -322,7 +322,7 @@ def test_the_time_to_the_first_token_is_the_same_everywhere(tmp_path: Path) -> N
 
 
 def test_tenants_beyond_the_limit_share_a_series() -> None:
-    """Clients that invent tenants cannot make more than a bounded number of series; no token is lost from the sum."""
+    """Clients that invent tenants cannot create more than a bounded number of series; the sum loses no token."""
     metrics = FrontendMetrics("f")
     for number in range(MAX_TENANTS + 50):
         metrics.prompt_submitted("m", f"t{number}", 1)

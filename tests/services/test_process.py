@@ -1,4 +1,4 @@
-"""The front-end process: how it starts, what it prints, how it ends, and what it never imports."""
+"""The front-end process: how it starts, what it prints, how it exits, and what it never imports."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def first_line(process: "subprocess.Popen[str]") -> str:
 
 @contextmanager
 def frontend(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """A front-end process; killed at the end if it still runs."""
+    """A front-end process; killed at the end if it is still running."""
     model = write_model(folder / "model", byte_level())
     process = start(
         "quire_server.cli.main",

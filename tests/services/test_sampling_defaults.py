@@ -1,4 +1,4 @@
-"""The sampling defaults of a checkpoint: which values a request gets that does not give its own."""
+"""A checkpoint's sampling defaults: which values a request gets if it omits them."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from tests.services.test_process import WAIT_S, frontend
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.125, "repetition_penalty": 1.0625}
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Values of a request that equal the defaults of the APIs."""
+"""Request values that equal the APIs' defaults."""
 CHAT = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "the fox"},
@@ -157,7 +157,7 @@ def test_the_setting_selects_the_file(tmp_path: Path, choice: str) -> None:
 
 
 def test_operators_see_the_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One log line names them at the start; both descriptions of the model and `quire models` have them."""
+    """One log line lists them at start; both model descriptions and `quire models` contain them."""
     write_defaults(tmp_path / "model", **DEFAULTS, max_new_tokens=12)
     expected = pytest.approx(DEFAULTS | {"max_new_tokens": 12})
 

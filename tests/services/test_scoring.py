@@ -1,4 +1,4 @@
-"""Relevance of documents at the front end: what is computed for a request, and what its client gets."""
+"""Document relevance at the front end: what is computed for a request, and what its client gets."""
 
 import asyncio
 import json
@@ -288,7 +288,7 @@ def test_a_long_query_counts_once_for_each_document(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("method", ["embedding", "yes-no"])
 def test_a_client_that_leaves_ends_every_part(tmp_path: Path, method: str) -> None:
-    """Requests of all documents end when the client disconnects; those that have not begun never do."""
+    """All documents' requests end when the client disconnects; those that have not started never do."""
 
     async def check() -> None:
         model = served(hidden_size=2, vocab_size=MODEL.vocab_size + 2)
@@ -326,7 +326,7 @@ class FailingCore(TestCore):
 
 
 def test_a_failed_part_ends_the_call(tmp_path: Path) -> None:
-    """No score is given for a call of which one part failed, and the other parts end."""
+    """If one part fails, the call returns no score, and the other parts end."""
 
     async def check() -> None:
         async with running_stack(tmp_path, core=FailingCore, tokenizer=with_answers(), score_method="yes-no") as stack:
@@ -339,7 +339,7 @@ def test_a_failed_part_ends_the_call(tmp_path: Path) -> None:
 
 
 def test_the_method_needs_a_model_that_can_answer(tmp_path: Path) -> None:
-    """yes-no needs a chat template and a token for each answer; without, a front end does not start."""
+    """yes-no needs a chat template and one token per answer; otherwise a front end does not start."""
     for folder, tokenizer, template, what in (
         ("no_tokens", byte_level(), {}, "a token for 'yes'"),
         ("no_template", with_answers(), {"chat_template": None}, "a chat template"),

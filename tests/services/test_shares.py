@@ -23,7 +23,7 @@ from tests.services.tokenizers_for_tests import byte_level
 def test_a_share_is_never_exceeded_and_all_is_given_back(
     limit: int, weight: int, steps: list[tuple[str, int, bool]]
 ) -> None:
-    """Whatever principals take and give back, the limit holds, and a newcomer may have one unit if one is free."""
+    """Whatever principals take and return, the limit holds, and a newcomer may have one unit if one is free."""
     share, held = Share("things", limit, weight=weight), []
     for principal, amount, takes in steps:
         if takes and share.take(principal, amount):
@@ -43,7 +43,7 @@ def test_a_share_is_never_exceeded_and_all_is_given_back(
 
 @pytest.mark.parametrize(("weight", "alone"), [(1, 50), (8, 89)])
 def test_greedy_principals_come_to_hold_equal_parts(weight: int, alone: int) -> None:
-    """A principal alone gets most of a resource. As its parts end, a second greedy one gets as much."""
+    """A principal alone gets most of a resource. As its parts end, a second greedy one gets the same amount."""
     share, held = Share("things", 100, weight=weight), {"first": 0, "second": 0}
     while share.take("first"):
         held["first"] += 1
@@ -62,7 +62,7 @@ def test_greedy_principals_come_to_hold_equal_parts(weight: int, alone: int) -> 
 
 @pytest.mark.parametrize(("limit", "alone"), [(1, 1), (8, 8), (9, 8), (16, 15)])
 def test_a_small_resource_may_belong_to_one_principal(limit: int, alone: int) -> None:
-    """A resource that is too small to divide is no smaller for a single principal; of a larger one, some stays free."""
+    """A single principal may hold all of a resource that is too small to divide; some of a larger one stays free."""
     share = Share("things", limit, weight=8)
 
     assert sum(share.take("only") for _ in range(limit)) == alone
@@ -110,7 +110,7 @@ def test_principals_take_turns() -> None:
 
 
 def test_a_task_that_is_cancelled_when_its_turn_comes_loses_no_place() -> None:
-    """A place is released before a cancelled task has run: it goes to the next live task, or is free again."""
+    """The share is released before a cancelled task has run: it goes to the next live task, or is free again."""
 
     async def main() -> tuple[list[object], int]:
         turns = Turns()
@@ -183,7 +183,7 @@ def test_an_address_that_took_too_much_time_waits() -> None:
 
 
 def test_every_share_is_documented() -> None:
-    """The table of shared resources in docs/reliability.md has each share by its name in metrics, with its fraction."""
+    """The table of shared resources in docs/reliability.md lists each share by metric name, with its fraction."""
     table = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
     documented = {row[3].strip("`"): row[2].partition(",")[0] for row in rows if len(row) == 5}

@@ -1,4 +1,4 @@
-"""Clients that take nothing: gRPC waits for them for ever, the front end does not."""
+"""Clients that read nothing: gRPC waits for them forever, but the front end does not."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ def frequent_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def stalled_call(stack: Stack, max_tokens: int) -> AsyncIterator[Call]:
-    """A call whose client reads the first message and no other; gRPC takes in 64 KiB for it."""
+    """A call whose client reads only the first message; gRPC buffers 64 KiB for it."""
     async with aio.insecure_channel(stack.target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         call = stub.Generate(tokens_request(5, 6, 7, max_tokens=max_tokens, request_id="slow"))
@@ -48,7 +48,7 @@ async def read_to_the_end(call: Call) -> Refusal:
 
 
 def gives_no_more_credit(core: TestCore) -> bool:
-    """Several reports have come since the last credit: the front end waits for its client."""
+    """Several reports have arrived since the last credit, so the front end is waiting for its client."""
     credits = [index for index, message in enumerate(core.messages) if message.credit_streams]
     since = core.messages[credits[-1] :] if credits else []
     return sum(message.HasField("report") for message in since) >= 4
@@ -88,7 +88,7 @@ def test_a_failed_stream_does_not_wait_for_its_reader(
 
 
 def test_a_complete_answer_does_not_wait_for_its_reader(tmp_path: Path) -> None:
-    """An answer that the core has finished is given up when its client takes nothing for the configured time."""
+    """A response that the core has finished is dropped if its client reads nothing for the configured time."""
 
     async def main() -> None:
         async with (

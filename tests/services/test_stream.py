@@ -54,7 +54,7 @@ def text_and_ids(batches: list[Batch]) -> tuple[str, list[int]]:
 
 
 def test_outbox_merges_what_was_not_taken() -> None:
-    """Tokens that pile up leave as one batch with the index of the first one."""
+    """Accumulated tokens are sent as one batch with the first token's index."""
     outbox = Outbox()
     batches = []
     for tokens, text in (([1], "a"), ([2, 3, 4], "bc"), ([], "d"), ([], "")):
@@ -131,7 +131,7 @@ def test_the_time_left_to_the_deadline_shrinks() -> None:
 
 
 def test_credit_returns_when_the_reader_took_the_tokens() -> None:
-    """Nothing is returned for what waits or is being written; a quarter of the credit is one portion."""
+    """Waiting text and text being written return nothing; a portion is a quarter of the credit."""
     stream = make_stream(credit=32)
     stream.receive(0, encode("abcd"))
     waiting = stream.credit_due()
@@ -210,7 +210,7 @@ def test_a_partial_stop_string_is_released_at_the_end() -> None:
 
 
 def test_a_stop_string_may_be_completed_by_the_last_character() -> None:
-    """Bytes that were incomplete until the end take part in the search too."""
+    """Bytes that were incomplete until the end are searched too."""
     stream = make_stream("\ufffd")
     lead = byte_level().token_to_id("æ")
     assert lead is not None

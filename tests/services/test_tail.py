@@ -88,7 +88,7 @@ def traced(core: TestCore) -> list[link_pb2.TracedStream]:
 
 
 def test_a_failed_call_is_exported(tmp_path: Path) -> None:
-    """Its spans are those of a sampled call with the reason, and the scheduler is asked for those below it."""
+    """Its spans equal those of a sampled call plus the reason, and the scheduler is asked for the spans below."""
 
     async def main() -> None:
         telemetry = UnsampledTelemetry()
@@ -124,7 +124,7 @@ def test_a_failed_call_is_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("traceparent", ["", UNSAMPLED[1]])
 def test_the_exported_span_has_the_ids_that_are_in_the_log(traceparent: str) -> None:
-    """A log line of the call leads to its trace; its parts have ids of their own."""
+    """A log line leads to the call's trace; the call's parts have their own ids."""
     telemetry = UnsampledTelemetry()
     tail = TailTracing(telemetry.forced_tracer, telemetry.forced_ids, lambda _number, _traceparent: None)
     with (

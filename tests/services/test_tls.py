@@ -51,7 +51,7 @@ class Papers:
         return Renewed(before, certificate.private_key_pem.bytes())
 
     def client(self, folder: Path, name: str) -> ssl.SSLContext:
-        """A client of HTTPS with a certificate of this CA, which trusts this CA."""
+        """An HTTPS client with a certificate of this CA, which trusts this CA."""
         certificate = self.ca.issue_cert(name)
         context = ssl.create_default_context(cadata=self.ca.cert_pem.bytes().decode())
         with certificate.private_key_and_cert_chain_pem.tempfile(str(folder)) as path:
@@ -90,7 +90,7 @@ class Listeners:
         return True
 
     async def http_names(self, context: ssl.SSLContext, host: str = "localhost") -> list[str] | None:
-        """Return the names that HTTP reads from the certificate of a new connection; None if it fails."""
+        """Return the names in the certificate of a new HTTP connection; None if it fails."""
         try:
             reader, writer = await asyncio.open_connection(host, self.http_port, ssl=context)
             return await ask(reader, writer)

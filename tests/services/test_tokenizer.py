@@ -60,7 +60,7 @@ def test_more_text_than_may_wait_is_refused(tmp_path: Path) -> None:
 
 
 def test_principals_take_turns_in_tokenization(tmp_path: Path) -> None:
-    """A principal whose long texts fill its share delays the text of another principal by about one text."""
+    """A principal whose long texts fill its share delays another principal's text by about one text."""
     tokenizer = load_tokenizer(write_model(tmp_path, byte_level()), max_bytes=100_000)
     text, order = "the fox " * 1000, list[str]()
 
@@ -126,7 +126,7 @@ def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [2, 2000])
 def test_a_conversation_goes_through_the_template(tmp_path: Path, length: int) -> None:
-    """The template writes the special tokens; the tokenizer adds none of its own."""
+    """The template writes the special tokens; the tokenizer adds none."""
     tokenizer = load_tokenizer(write_model(tmp_path, byte_level()))
     conversation = template_input(v1.ChatInput(messages=[v1.ChatMessage(role="user", content="x" * length)]))
 
@@ -243,7 +243,7 @@ asyncio.run(main())
 
 
 def test_the_memory_of_a_long_text_is_returned(tmp_path: Path) -> None:
-    """Tokens of a text of 2 MB take some 400 MB in small blocks. The last 64 MB of a thread's heap may remain."""
+    """Tokenising 2 MB of text takes about 400 MB in small blocks. The last 64 MB of a thread's heap may remain."""
     model = write_model(tmp_path, byte_level())
 
     command = [sys.executable, "-c", TOKENIZE_AND_PRINT_GROWTH, str(model)]

@@ -1,4 +1,4 @@
-"""One trace from the client's call through the front end to the core; nothing of prompts in spans or logs."""
+"""One trace from the client's call through the front end to the core; no prompts in spans or logs."""
 
 import asyncio
 from pathlib import Path
@@ -46,7 +46,7 @@ class KeptTelemetry(Telemetry):
 
 
 def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server span is a child of the client's, tokenising a child of it, and the core gets the server span."""
+    """The server span is a child of the client's, tokenisation is its child, and the core gets the server span."""
     monkeypatch.setattr(tracing, "OPT_INS", {"gen_ai_latest_experimental"})
 
     async def main() -> None:
@@ -111,7 +111,7 @@ def test_the_drafts_of_a_call_are_on_its_span(drafts: tuple[int, int], tmp_path:
 def test_an_error_marks_the_span(
     end: link_pb2.EndReason.ValueType, reason: str, code: str, status: StatusCode, tmp_path: Path
 ) -> None:
-    """The span of a failed call has reason and status code; only a fault of the server makes it an error."""
+    """A failed call's span has reason and status code; only a server fault makes it an error."""
 
     async def main() -> None:
         telemetry = KeptTelemetry()
@@ -151,7 +151,7 @@ def test_attributes_of_unstable_conventions_are_opt_in(
 
 
 def test_http_requests_are_named_as_http_requests_are(tmp_path: Path) -> None:
-    """Method and route name the span of an HTTP request, and only a fault of the server makes it an error.
+    """Method and route name an HTTP request's span, and only a server fault makes it an error.
 
     The span has the status, and is a child of the client's span.
     """

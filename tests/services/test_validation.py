@@ -73,7 +73,7 @@ def message(**fields: str) -> v1.GenerateRequest:
 
 
 def call_with(arguments: str) -> str:
-    """Return the tool calls of a message, with one call that has these arguments."""
+    """Return a message's tool calls: one call with these arguments."""
     return json.dumps([{"type": "function", "function": {"name": "f", "arguments": arguments}}])
 
 
@@ -260,7 +260,7 @@ def test_chat_needs_a_template() -> None:
 
 
 def test_defaults_are_those_of_the_comments() -> None:
-    """An empty set of options means temperature 1, no truncation, the model's own end, and a drawn seed and id."""
+    """Without options: temperature 1, no truncation, the model's own end, and a random seed and id."""
     first = validate(request(), MODEL, PLAIN, has_chat_template=True)
     second = validate(request(), MODEL, PLAIN, has_chat_template=True)
 
@@ -273,7 +273,7 @@ def test_defaults_are_those_of_the_comments() -> None:
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
-    """What many clients send for "almost 0" is served as 0; what makes a difference is kept."""
+    """Values that mean "almost 0" are served as 0; values that make a difference are kept."""
     for given, told in ((1e-45, 0.0), (1e-8, 0.0), (0.5, 0.5), (1e-3, 1e-3)):
         valid = validate(sampling(temperature=given), MODEL, PLAIN, has_chat_template=True)
 
@@ -371,7 +371,7 @@ def test_the_heaviest_request_fits_into_a_frame() -> None:
 
 
 def test_a_log_takes_no_more_than_is_counted_for_it() -> None:
-    """What is counted for the log-probabilities of a token is not less than what they take in the log."""
+    """The counted size of a token's log-probabilities is at least their size in the log."""
     scores = plan_pb2.TokenScores(
         logprobs=bytes(4), ranks=bytes(4), top_token_ids=bytes(4 * MAX_LOGPROBS), top_logprobs=bytes(4 * MAX_LOGPROBS)
     ).SerializeToString()
@@ -387,7 +387,7 @@ def _spec(max_tokens: int) -> RequestSpec:
 
 @pytest.mark.parametrize(("resumable", "logprobs", "max_tokens"), [(True, 20, 50_000), (True, 0, 200_000)])
 def test_a_log_that_fits_into_a_frame_is_kept(resumable: bool, logprobs: int, max_tokens: int) -> None:
-    """Long answers with log-probabilities can be resumable, as long as a frame takes what is kept of them."""
+    """Long outputs with log-probabilities can be resumable, as long as a frame can hold what is retained."""
     wanted = request(request_id="r", resumable=resumable, output=v1.OutputOptions(logprobs=logprobs))
     check_log_size(validate(wanted, MODEL, PLAIN, has_chat_template=False), _spec(max_tokens))
 

@@ -91,7 +91,7 @@ def test_a_router_gets_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_abort_ends_a_request(tmp_path: Path) -> None:
-    """The call ends CANCELLED and the core gets the cancel; an unknown id is ignored."""
+    """The call ends as CANCELLED and the core gets the cancellation; an unknown id is ignored."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda address: TestCore(address, limit=20)) as stack:

@@ -1,4 +1,4 @@
-"""Small tokenizers of both kinds, trained in a moment, and the model folders that hold them."""
+"""Small tokenizers of both kinds, trained quickly, and model folders with them."""
 
 import json
 from functools import cache

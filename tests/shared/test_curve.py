@@ -92,7 +92,7 @@ def _keys(folder: Path, role: str) -> CurveKeys:
 
 
 def test_only_listed_workers_are_accepted(door: Door, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A listed worker connects; no keys, unknown keys and the keys of a front end are refused."""
+    """A listed worker connects; no keys, unknown keys and a front end's keys are refused."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     create(elsewhere)
     forged = _keys(elsewhere, WORKER)
@@ -116,7 +116,7 @@ def test_a_scheduler_without_the_secret_key_gets_no_message(
 
 
 def test_keys_are_added_rotated_and_revoked_while_it_serves(door: Door, folder: Path) -> None:
-    """A new worker gets in; after a rotation both its keys do, until the old one, or all, are revoked."""
+    """A new worker is accepted; after a rotation both its keys are, until the old one, or all, are revoked."""
     add(folder, "gpu-7", WORKER)
     door.refresh()
     old = _keys(folder / "gpu-7", WORKER)
@@ -140,7 +140,7 @@ def test_keys_are_added_rotated_and_revoked_while_it_serves(door: Door, folder: 
 
 
 def test_a_list_that_cannot_be_read_stays_as_it_was(door: Door, folder: Path) -> None:
-    """While the folder of allowed keys is replaced, the former keys are accepted; then the new list applies."""
+    """While the folder of allowed keys is replaced, the previous keys are accepted; then the new list applies."""
     add(folder, "gpu-7", WORKER)
     keys = _keys(folder / "gpu-7", WORKER)
     door.refresh()

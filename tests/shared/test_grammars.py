@@ -23,7 +23,7 @@ def tokenizer() -> GrammarTokenizer:
 def test_json_is_compact_unless_whitespace_is_allowed(
     tokenizer: GrammarTokenizer, text: str, compact: bool, spaced: bool
 ) -> None:
-    """Without whitespace, the only accepted text is the compact one; with it, indented JSON is accepted too."""
+    """Without whitespace, only the compact text is accepted; with whitespace, indented JSON is accepted too."""
     tokens = tokenizer.inner.tokenize_str(text)
 
     for schema, accepted in ((SCHEMA, compact), (with_whitespace(SCHEMA), spaced)):

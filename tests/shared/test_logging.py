@@ -58,7 +58,7 @@ def test_a_log_line_is_written_at_once() -> None:
 
 
 def test_the_level_may_change_at_any_time() -> None:
-    """Loggers that were used before follow, and what libraries say is not touched by it."""
+    """Existing loggers follow the new level, which does not affect library messages."""
     program = (
         "import logging\nfrom shared.logging import set_level\nlog = get_logger()\n"
         "log.debug('1'); log.info('2'); set_level('debug')\n"
@@ -100,7 +100,7 @@ def test_libraries_lines_have_the_same_form(program: str, logger: str, event: st
 
 
 def test_an_exception_is_one_line() -> None:
-    """The traceback is part of the line, for our own lines and for those of libraries."""
+    """The traceback is part of the line, for our own lines and for libraries'."""
     raising = "try:\n  1 / 0\nexcept ZeroDivisionError:\n  "
     ours, theirs = lines_of(
         f"{raising}get_logger().error('a', exc_info=True)\nimport logging\n{raising}logging.exception('b')"
@@ -117,7 +117,7 @@ def test_libraries_say_nothing_below_a_warning() -> None:
 
 
 def test_transformers_and_torch_are_libraries_like_others() -> None:
-    """They bring handlers and formats of their own, which a worker takes from them."""
+    """They install their own handlers and formats, which a worker removes."""
     pytest.importorskip("transformers")
     program = (
         "import torch, transformers\nadopt_libraries()\nimport logging\n"
@@ -132,7 +132,7 @@ def test_transformers_and_torch_are_libraries_like_others() -> None:
 
 
 def test_transformers_is_a_library_like_others_when_a_worker_imports_it_late(tmp_path: Path) -> None:
-    """A worker imports it only when it reads the config.json of a model that runs through it."""
+    """A worker imports it only to read the config.json of a model that runs through it."""
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     program = (

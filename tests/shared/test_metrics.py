@@ -39,7 +39,7 @@ SPAN = SpanRef(bytes(range(16)), bytes(range(8)))
     ],
 )
 def test_standard_metrics_have_the_buckets_of_the_conventions(metric: names.Metric, bounds: tuple[float, ...]) -> None:
-    """A standard name comes with the bounds that its convention states, so that services can be compared."""
+    """A standard name has its convention's bounds, so that services can be compared."""
     assert metric.bounds == bounds
     assert metric.unit == "s"
 
@@ -119,7 +119,7 @@ def test_an_exporter_that_cannot_be_created_is_reported_once(
 def test_an_export_that_fails_is_followed_by_the_next(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An exception of the exporter ends neither the process nor the export of its metrics, and is logged once."""
+    """An exporter exception ends neither the process nor the metric export, and is logged once."""
     export, calls = OTLPMetricExporter.export, itertools.count()
 
     def fail_twice(*arguments: Any) -> Any:
@@ -182,7 +182,7 @@ class _Receiver(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 @contextmanager
 def metrics_receiver() -> Iterator[tuple[str, "Queue[list[metrics_pb2.Metric]]"]]:
-    """A collector of metrics: its endpoint, and the metrics of each export."""
+    """A metrics collector: its endpoint, and each export's metrics."""
     received: Queue[list[metrics_pb2.Metric]] = Queue()
     server = grpc.server(ThreadPoolExecutor(2))
     add = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server

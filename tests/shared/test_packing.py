@@ -27,7 +27,7 @@ def test_messages_hold_as_much_as_they_may_and_nothing_more(sizes: list[int]) ->
 
 
 def test_a_part_that_no_frame_takes_is_refused_by_name() -> None:
-    """The error says which part it is and how large it is."""
+    """The error names the part and its size."""
     with pytest.raises(FrameTooLargeError, match=f"the log of request r7: {MAX_PART_BYTES + 1} bytes"):
         Packer(link_pb2.CoreMessage).message_for(MAX_PART_BYTES + 1, "the log of request r7")
 
@@ -43,7 +43,7 @@ def test_columns_are_cut_so_that_no_two_parts_share_a_message(count: int) -> Non
 
 
 def test_of_a_long_list_the_beginning_is_kept() -> None:
-    """What answers a question in one part is cut off where the part ends."""
+    """A list that answers a query in one part is truncated at the end of the part."""
     family = link_pb2.MetricFamily(help="x" * (1 << 20))
     kept = list(fitting([family] * 20))
     assert len(kept) == 11

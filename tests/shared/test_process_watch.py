@@ -1,4 +1,4 @@
-"""A process that dies is seen to do so, by its own name only."""
+"""A dying process is detected, by its own name only."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def _name(child: "subprocess.Popen[str]") -> str:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_dying_process_is_seen(child: "subprocess.Popen[str]", number: signal.Signals) -> None:
-    """Alive it is not dying; struck by a signal it is, and stays so when it has been buried."""
+    """A live process is not dying; after a signal it is, and remains so after it was reaped."""
     watch = ProcessWatch.open(_name(child))
     assert watch is not None
     assert not watch.is_dying()

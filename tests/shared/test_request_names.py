@@ -24,6 +24,6 @@ IDS = ["req-1", "req-2-0", "req-2-1", "job", "job-1", "score-0", "score-0-other"
     ],
 )
 def test_an_id_means_the_request_or_the_parts_of_its_call(name: str, found: set[str]) -> None:
-    """An id of its own comes first, then the id of an answer without the prefix, then the parts of a call."""
+    """An exact id comes first, then a response's id without the prefix, then the parts of a call."""
     assert meant(name, IDS) == found
     assert found <= {each for each in IDS if may_mean(name, each)}

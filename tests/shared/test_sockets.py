@@ -30,7 +30,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Socket, Socket]]:
 
 
 def test_a_wait_is_shorter_than_a_millisecond_if_asked_for(pair: tuple[Socket, Socket]) -> None:
-    """The best of many waits of a tenth of a millisecond ends well within one."""
+    """The best of many waits of a tenth of a millisecond ends well within a millisecond."""
     shortest = LONG_S
     for _ in range(200):
         begin = time.monotonic()
@@ -41,7 +41,7 @@ def test_a_wait_is_shorter_than_a_millisecond_if_asked_for(pair: tuple[Socket, S
 
 
 def test_every_message_ends_a_wait(pair: tuple[Socket, Socket]) -> None:
-    """Also one that is only half read, and one whose arrival a send has swallowed the sign of."""
+    """This includes a half-read message, and one whose arrival event a send has consumed."""
     router, dealer = pair
     begin = time.monotonic()
     for number in range(300):

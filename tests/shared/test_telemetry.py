@@ -121,7 +121,7 @@ def test_a_wrong_variable_of_the_exporter_is_an_error_at_the_start(monkeypatch: 
 def test_the_environment_names_the_service(
     environ: dict[str, str], service: str, attributes: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the operator calls a service wins over what a process calls itself; a collector sees it, and the pid."""
+    """The operator's name for a service overrides the process's own; a collector sees it, and the pid."""
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
     with otlp_receiver() as receiver:

@@ -11,7 +11,7 @@ NUMBERS = st.integers(0, 6)
 
 @given(NUMBERS, NUMBERS, NUMBERS, NUMBERS)
 def test_the_newest_common_version_is_picked(a: int, b: int, c: int, d: int) -> None:
-    """The newest version of both sides is selected; without one, a refusal names both and the side to upgrade."""
+    """The newest common version is selected; without one, a refusal names both ranges and the side to upgrade."""
     ours, theirs = Versions(min(a, b), max(a, b)), spoken(c, d)
     common = set(range(ours.oldest, ours.newest + 1)) & set(range(theirs.oldest, theirs.newest + 1))
     if common:

@@ -21,7 +21,7 @@ def _column(blocks: list[int]) -> IndexArray:
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
-    """Block tables come and go while steps are sent and answered; some blocks are published and shared."""
+    """Block tables come and go while steps are sent and completed; some blocks are cached and shared."""
 
     tables = Bundle("tables")
 
@@ -31,7 +31,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.live: list[list[int]] = []
         self.last_step = self.answered = 0
         self.named_until: dict[int, int] = {}
-        """By block, the last step in which a table named it."""
+        """For each block, the last step in which a table contained it."""
         self.chains: list[list[int]] = []
         """Blocks that were published one after the other and still can be found."""
         self.keys: dict[int, bytes] = {}
@@ -68,7 +68,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(target=tables, data=st.data())
     @precondition(lambda self: self.keys)
     def share(self, data: st.DataObject) -> list[int]:
-        """Another table shares a published chain or its beginning, in whatever state its blocks are."""
+        """Another table shares a cached chain or its prefix, in any block state."""
         chain = data.draw(st.sampled_from([chain for chain in self.chains if chain]))
         blocks = chain[: data.draw(st.integers(1, len(chain)))]
         assert self.pool.cache.match(b"".join(self.keys[block] for block in blocks)).tolist() == blocks
@@ -78,7 +78,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(table=consumes(tables))
     def release(self, table: list[int]) -> None:
-        """A table goes; steps in flight may still name its blocks."""
+        """A table is released; steps in flight may still use its blocks."""
         self.live.remove(table)
         for block in table:
             self.named_until[block] = max(self.named_until.get(block, 0), self.last_step)
@@ -99,7 +99,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.unshared_keys())
     def distrust(self, data: st.DataObject) -> None:
-        """Mark published blocks as invalid: no request finds them any more, and those that shared them have left."""
+        """Mark cached blocks as invalid: no request finds them any more, and the sharing requests have left."""
         blocks = data.draw(st.lists(st.sampled_from(self.unshared_keys()), unique=True, min_size=1))
         self.pool.distrust(_column(blocks))
         for block in blocks:
@@ -137,7 +137,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Sequences are published, forgotten and computed; a dict from prefixes to blocks says what must be found."""
+    """Sequences are cached, dropped and computed; a dict from prefixes to blocks defines what must be found."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, data=st.data())
     def publish(self, sequence: tuple[int, ...], data: st.DataObject) -> None:
-        """The first block published for a prefix keeps it; other blocks for that prefix stay unknown."""
+        """The first block cached for a prefix keeps it; other blocks for that prefix stay unknown."""
         unused = sorted(set(range(NUM_BLOCKS)) - set(self.known.values()))
         sequence = sequence[: len(unused)]
         blocks = data.draw(st.permutations(unused))[: len(sequence)]
@@ -160,7 +160,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True))
     def forget(self, blocks: list[int]) -> None:
-        """Forgotten blocks are found no more, nor is what follows them; `forget` says which blocks those are."""
+        """Dropped blocks, and those that follow them, are no longer found; `forget` lists these blocks."""
         roots = [prefix for prefix, block in self.known.items() if block in blocks]
         gone = [p for p in self.known if any(p[: len(root)] == root for root in roots)]
         assert sorted(self.cache.forget(_column(blocks)).tolist()) == sorted(self.known.pop(prefix) for prefix in gone)

@@ -1,4 +1,4 @@
-"""What the simulator found in the core, each as the smallest history that shows it."""
+"""Errors that the simulator found in the core, each as the shortest history that shows it."""
 
 from records.rules.model_worker import ModelWorker
 from records.rules.oracle import expected_output, grammar_key
@@ -7,7 +7,7 @@ from tests.scheduler_svc.cluster import Cluster
 
 
 def test_equal_ranks_under_memory_pressure() -> None:
-    """Of two rows of equal rank that need a block at once when one is left, one is preempted and gets none."""
+    """If two rows of equal rank need the last free block at once, one is preempted and gets none."""
     cluster = Cluster(policy="edf", max_num_seqs=4, max_num_batched_tokens=16, policy_preemption="off")
     cluster.join(ModelWorker(b"w/1", 3, 4, 8))
     at = cluster.now + 100.0
@@ -42,7 +42,7 @@ def test_blocks_computed_from_a_failed_rows_prefix_are_not_shared() -> None:
 
 
 def test_a_suspect_waits_for_its_grammar() -> None:
-    """A suspect that runs alone starts only after its grammar is compiled; others run in the meantime."""
+    """A suspect that runs alone starts only after its grammar is compiled; meanwhile others run."""
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16)
     suspect = cluster.submit(1, [1, 2, 3], 6, grammar=b"g")
     for number in (1, 2):
@@ -64,7 +64,7 @@ def test_a_suspect_waits_for_its_grammar() -> None:
 
 
 def test_a_grammar_that_only_a_worker_too_small_can_compile() -> None:
-    """A request ends when the only worker that is large enough for it cannot compile its grammar."""
+    """A request ends when the only worker that is large enough cannot compile its grammar."""
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16)
     small, large = ModelWorker(b"w/1", 2, 4, 8), ModelWorker(b"v/1", 64, 4, 8)
     cluster.join(small, "w")

@@ -29,14 +29,14 @@ def _text(tokens: Tokens) -> bytes:
 
 
 class PartialBlocksMachine(RuleBasedStateMachine):
-    """A pool whose cache shares parts of blocks; the machine knows which tokens' KV each block holds."""
+    """A pool whose cache shares parts of blocks; the machine tracks which tokens' KV each block holds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.partial = PartialBlocks(NUM_BLOCKS, BLOCK_SIZE)
         self.pool = BlockPool(NUM_BLOCKS, PrefixCache(NUM_BLOCKS, self.partial))
         self.content: dict[int, tuple[bytes, Tokens]] = {}
-        """By block: the scope, and all tokens up to the last one that it holds."""
+        """For each block: the scope, and all tokens up to the block's last one."""
         self.live: list[Sequence] = []
         self.read_until: dict[int, int] = {}
         """By block: the last step that copies from it."""
@@ -47,7 +47,7 @@ class PartialBlocksMachine(RuleBasedStateMachine):
 
     @rule(root=roots, tokens=sequences)
     def admit(self, root: bytes, tokens: Tokens) -> None:
-        """Admit a sequence: it shares blocks, copies the longest matching beginning of the next one, and gets the rest.
+        """Admit a sequence: it shares blocks, copies the longest matching prefix of the next one, and gets the rest.
 
         The source of the copy is not allocated before the copy is answered.
         """
@@ -118,7 +118,7 @@ class PartialBlocksMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.live)
     def prove(self, data: st.DataObject) -> None:
-        """A sequence samples: those of its full blocks that are shareable can be copied from."""
+        """A sequence samples: its shareable full blocks can then be copied from."""
         sequence = data.draw(st.sampled_from(self.live))
         num_full = len(sequence.tokens) // BLOCK_SIZE
         tokens = sequence.tokens[: BLOCK_SIZE * num_full]
@@ -129,7 +129,7 @@ class PartialBlocksMachine(RuleBasedStateMachine):
     @rule(data=st.data(), proven=st.booleans())
     @precondition(lambda self: self.live)
     def end(self, data: st.DataObject, proven: bool) -> None:
-        """A sequence ends; if it has sampled, its last block can be copied from, or another one instead."""
+        """A sequence ends; if it has sampled, its last block, or another one instead, can be copied from."""
         sequence = data.draw(st.sampled_from(self.live))
         self.live.remove(sequence)
         num_full, rest = divmod(len(sequence.tokens), BLOCK_SIZE)

@@ -38,7 +38,7 @@ AIMED = list({bug.aim: bug for bug in BUGS if bug.aim(draw(0)) != draw(0)}.value
 @pytest.mark.drawn(15)
 @pytest.mark.parametrize("bug", AIMED, ids=lambda bug: bug.name)
 def test_without_the_bug_its_worlds_are_sound(bug: PlantedBug) -> None:
-    """It is the bug that is found: the same worlds without it show nothing."""
+    """The same simulations without the bug show no failure, so it is the bug that is found."""
     for seed in range(4):
         failure = Simulation(bug.aim(draw(seed)), Coverage()).run(STEPS).failure
         assert failure is None, f"seed {seed}: {failure.check}: {failure.detail}"

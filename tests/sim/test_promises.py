@@ -34,7 +34,7 @@ def _watched(**config: Any) -> Any:
 
 
 def _plan(step: int, admitted: dict[int, tuple[list[int], int]], leaves: list[int]) -> Any:
-    """Return a plan that admits rows with their blocks, of which the first ones are found in the cache."""
+    """Return a plan that admits rows with their blocks, the first of which are cached."""
     admissions = [
         SimpleNamespace(row=row, frontend=b"f", stream=row, blocks=np.array(blocks), num_computed_tokens=num_found)
         for row, (blocks, num_found) in admitted.items()
@@ -54,7 +54,10 @@ def _evictions(*plans: Any) -> None:
 
 
 def test_a_block_is_evicted_with_an_older_one_before_it() -> None:
-    """A row with its own copies of a prefix leaves later than the prefix; a block behind the prefix goes with it."""
+    """A row with its own copies of a prefix leaves later than the prefix.
+
+    A block behind the prefix is evicted with it.
+    """
     _evictions(
         _plan(1, {0: ([0, 1], 0), 1: ([2, 3, 4], 0)}, []),
         _plan(2, {2: ([0, 1, 4, 5], 3)}, [0]),
@@ -105,7 +108,7 @@ def _stream(number: int, prompt: list[int]) -> Any:
 
 
 def _overtaken(waiting: list[int], computed_by_plan: list[int]) -> float:
-    """Return how often a request was overtaken by one admission of a plan that completes another row's prompt."""
+    """Return how often one admission overtook a request, in a plan that completes another row's prompt."""
     watched = _watched(policy="fcfs")
     quotas = SimpleNamespace(may_be_last=lambda stream: False, has_any=lambda stream: False)
     promise = AdmissionOrder(watched, _LacksMemory(watched, cast(Any, quotas), cast(Any, None)))

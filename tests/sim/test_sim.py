@@ -1,4 +1,4 @@
-"""The core keeps its promises in simulated worlds, and a seed says everything about one."""
+"""The core keeps its promises in simulations, each of which a seed determines completely."""
 
 import dataclasses
 import random
@@ -29,13 +29,13 @@ FRESH_S = 10.0
 
 @pytest.mark.parametrize("seed", FIXED_SEEDS)
 def test_fixed_seeds(seed: int) -> None:
-    """Whatever goes wrong in the world of this seed, every check holds, and everything ends once it is healed."""
+    """Whatever goes wrong in this seed's simulation, every check holds, and every request ends once faults stop."""
     result = Simulation(draw_world(seed), Coverage()).run(STEPS)
     assert result.failure is None, render(result, STEPS)
 
 
 def test_fresh_seeds() -> None:
-    """The core keeps its promises in the worlds of the day; a failure names the command that repeats it."""
+    """The core keeps its promises in the day's simulations; a failure names the command that repeats it."""
     seeds = random.Random(f"worlds of {SEED}")
     until = time.monotonic() + FRESH_S
     while time.monotonic() < until:
@@ -114,7 +114,7 @@ def test_every_limit_is_drawn() -> None:
 
 
 def test_coverage_names_what_was_not_seen() -> None:
-    """A campaign that has seen nothing misses every kind; one that has seen everything misses none."""
+    """A campaign without simulations misses every kind; one that has seen everything misses none."""
     coverage = Coverage()
     assert coverage.missing() == expected_kinds()
     coverage.counts.update(expected_kinds())
@@ -122,7 +122,7 @@ def test_coverage_names_what_was_not_seen() -> None:
 
 
 def test_a_campaign_uses_several_processes_and_adds_up() -> None:
-    """A campaign counts the events of all its simulations and says at the end how it went."""
+    """A campaign counts the events of all its simulations and reports the outcome at the end."""
     outcome = run_campaign(first_seed=100, steps=200, seconds=2.0, jobs=2, say=print)
     assert outcome.failures == []
     assert outcome.num_simulations >= 4
@@ -131,7 +131,7 @@ def test_a_campaign_uses_several_processes_and_adds_up() -> None:
 
 
 def test_a_failure_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failed run prints names the check, the one command that replays it, and the request's story."""
+    """A failed run prints the check, the one command that replays it, and the request's history."""
     from scheduler_svc.core.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "_request_cancelled", lambda self, event, now: None)

@@ -1,4 +1,4 @@
-"""The tools that stand on the simulator's model worker: mutants of the core, plots of what it promises."""
+"""Tools based on the simulator's model worker: mutants of the core, and plots of its promises."""
 
 import ast
 import itertools
@@ -77,7 +77,7 @@ def test_a_chart_is_well_formed(text: str) -> None:
 
 
 def test_every_claim_has_its_plot_in_the_docs() -> None:
-    """docs/scheduling.md shows exactly the plots that `make plots` draws; no plot lies in docs that no page shows."""
+    """docs/scheduling.md shows exactly the plots from `make plots`; every plot in docs is shown on a page."""
     docs = Path(__file__).resolve().parents[2] / "docs"
     shown = {
         page.name: sorted(re.findall(r"!\[[^\]]+\]\(plots/([\w-]+)\.svg\)", page.read_text()))

@@ -29,7 +29,7 @@ def test_every_policy_has_a_purpose() -> None:
 
 
 def test_a_broken_comparison_is_a_failure_of_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report names the seed, and the tenth of the seeds that compare includes one that finds the bug."""
+    """The report names the seed, and one of the compared tenth of seeds finds the bug."""
     monkeypatch.setattr(Backlog, "num_startable", property(len))
     seeds = [seed for seed in range(200) if draw(seed).compares]
     assert 8 <= len(seeds) <= 40

@@ -26,7 +26,7 @@ def test_every_version_of_a_client_is_locked() -> None:
 
 
 def test_what_a_client_does_not_try_is_absent() -> None:
-    """The matrix has a cell for each feature, a failure is shown with its reason, and JSON keeps all of it."""
+    """The matrix has a cell per feature, a failure is shown with its reason, and JSON contains everything."""
     failed = Outcome("c", "c 1.0", "stream", "fail", "boom")
     matrix = matrix_of([Outcome("c", "c 1.0", "create", "pass"), failed])
 

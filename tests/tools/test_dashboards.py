@@ -182,7 +182,7 @@ def test_every_alert_has_a_unit_test() -> None:
 
 
 def test_every_alert_has_a_runbook_with_commands() -> None:
-    """The link of an alert leads to a section of the page, which has commands."""
+    """Each alert's link leads to a section of the page with commands."""
     page = (GRAFANA.parents[1] / "docs" / "runbooks.md").read_text("utf-8")
     sections = {part.split("\n", 1)[0].lower(): part for part in page.split("\n## ")[1:]}
     found = [rule for group in rules()["groups"] for rule in group["rules"] if "alert" in rule]

@@ -24,7 +24,7 @@ def _environment(**variables: str) -> dict[str, str]:
 
 
 class Environment:
-    """A virtual environment with wheels, the third-party packages of this one, and an application's own packages."""
+    """A virtual environment with the wheels, this one's third-party packages, and an application's own packages."""
 
     def __init__(self, folder: Path, wheels: list[str]) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
@@ -44,7 +44,7 @@ class Environment:
             (self.site / name / "__init__.py").write_text("OWNER = 'the application'\n")
 
     def run(self, *arguments: str, **variables: str) -> str:
-        """Run the interpreter outside the source tree, with variables of the environment; return what it prints."""
+        """Run the interpreter outside the source tree with these environment variables; return its output."""
         done = subprocess.run(
             [str(self.python), *arguments],
             cwd=self.site.parent,
@@ -60,7 +60,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The client's and the server's wheel; without the native kernels, whose compilation takes minutes."""
+    """The client's and the server's wheel, without the native kernels, whose compilation takes minutes."""
     folder = tmp_path_factory.mktemp("wheels")
     client, server = stage_client(ROOT, folder), stage_server(ROOT, folder)
     (server / "setup.py").unlink()
@@ -97,7 +97,7 @@ def test_the_wheels_require_nothing_of_ours(wheels: tuple[Path, Path]) -> None:
 
 
 def test_the_wheels_share_no_file(wheels: tuple[Path, Path]) -> None:
-    """Neither wheel overwrites or removes what the other has installed; both state one version."""
+    """Neither wheel overwrites or removes the other's files; both state one version."""
     client, server = map(_files, wheels)
 
     assert client & server == set()
@@ -105,7 +105,7 @@ def test_the_wheels_share_no_file(wheels: tuple[Path, Path]) -> None:
 
 
 def test_a_package_quire_of_somebody_else_does_not_disturb_the_server(installed: Environment, tmp_path: Path) -> None:
-    """The server imports its own copy of the client, even before a package of the same name in front of it."""
+    """The server imports its own copy of the client, even if a package of the same name comes first on the path."""
     (tmp_path / "quire").mkdir()
     (tmp_path / "quire" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
     code = "import sys; sys.argv = ['quire', '--version']; from quire_server.entry import main; main();"
@@ -166,7 +166,7 @@ def test_the_server_hides_no_package_of_an_application(installed: Environment) -
 
 
 def test_the_installed_server_serves(installed: Environment) -> None:
-    """All processes of an installed server start beside packages of the same names, and the client gets an answer."""
+    """An installed server's processes start next to packages with the same names, and the client gets a response."""
     flags = ("serve", "--model=demo", "--grpc-port=0", "--http-port=0")
     serve = [str(installed.python), "-m", "quire_server.entry", *flags]
     with subprocess.Popen(
@@ -184,7 +184,7 @@ def test_the_installed_server_serves(installed: Environment) -> None:
 
 
 def test_developers_tools_are_left_out(wheels: tuple[Path, Path]) -> None:
-    """Neither simulator nor benchmarks of parts are in the server's wheel; the one of a running service is."""
+    """The server's wheel has neither the simulator nor benchmarks of parts, but has load generation."""
     names = _files(wheels[1])
 
     developers = ("checks/", "measure/kernels", "measure/scheduler", "measure/results", "bench_kernels", "offline")
@@ -195,7 +195,7 @@ def test_developers_tools_are_left_out(wheels: tuple[Path, Path]) -> None:
 
 
 def _modules(wheel: Path) -> dict[str, str]:
-    """Return the text of every module of the server's wheel, by the name under which the server imports it."""
+    """Return every module's text in the server's wheel, by import name."""
     with zipfile.ZipFile(wheel) as archive:
         paths = [name for name in archive.namelist() if name.endswith(".py")]
         texts = {name.removeprefix("quire_server/_packages/"): archive.read(name).decode() for name in paths}
@@ -216,7 +216,7 @@ def test_the_server_imports_only_modules_that_it_has(wheels: tuple[Path, Path]) 
 
 
 def test_every_module_of_the_server_can_be_imported(installed: Environment, wheels: tuple[Path, Path]) -> None:
-    """Each module finds all that it needs in the installed wheels and their requirements."""
+    """Each module finds everything it needs in the installed wheels and their requirements."""
     names = [name for name in _modules(wheels[1]) if not name.endswith("__main__")]
     code = (
         "import importlib, sys, quire_server.entry; quire_server.entry.add_packages()\n"

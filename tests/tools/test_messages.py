@@ -21,7 +21,7 @@ def _errors(base: type[QuireError]) -> Iterator[type[QuireError]]:
 
 
 def test_every_reason_is_listed_with_its_codes() -> None:
-    """The page has one row for each reason; code and status are those that clients get."""
+    """The page has one row per reason; code and status match what clients get."""
     classes = list(_errors(QuireError))
     of_reason = {each.reason: (each.code, str(status_of(each.__new__(each)))) for each in classes}
     rows = _ROW.findall(PAGE.read_text("utf-8"))

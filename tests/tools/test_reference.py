@@ -22,7 +22,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def test_every_span_has_a_defined_name() -> None:
-    """Code starts spans only under names of `shared.span_names`, or under the name of its operation.
+    """Code starts spans only under names in `shared.span_names`, or under its operation's name.
 
     A helper that starts a span gets the name from its callers.
     """
@@ -43,7 +43,7 @@ def test_every_span_has_a_defined_name() -> None:
 
 
 def test_every_attribute_is_defined_and_set() -> None:
-    """The modules that set attributes of spans use the defined ones, all of them and no others."""
+    """Modules that set span attributes use exactly the defined ones."""
     used: set[str] = set()
     for path, tree in _modules():
         if path.endswith("tracing.py") or path in ("services/http/endpoint.py", "services/tail.py"):

@@ -1,8 +1,8 @@
 """A simulated accelerator: it computes at once on the CPU, but the host is notified late.
 
-An event has passed once the host has waited for it, or `lag` further events were recorded. A graph computes again what
-was captured, into the tensor of the capture. Everything that was asked for is noted in `log`, so that a test can tell
-what the host did and in which order.
+An event has passed once the host has waited for it, or once `lag` further events were recorded. A graph recomputes what
+was captured, into the capture's tensor. Every operation is recorded in `log`, so that a test can see what the host did
+and in which order.
 """
 
 from collections.abc import Callable

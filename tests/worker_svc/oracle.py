@@ -46,7 +46,7 @@ class Oracle:
 
     @torch.inference_mode()
     def judge(self, prompt: list[int], answer: list[int], verdict: Verdict) -> None:
-        """Checks that each token is, given those before it, the greedy one or a near tie, which is counted."""
+        """Check that each token, given those before it, is the greedy one or a near tie, and count the ties."""
         verdict.num_tokens += len(answer)
         if answer == self.generate(prompt, len(answer)):
             return

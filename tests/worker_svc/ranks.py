@@ -1,7 +1,7 @@
-"""Groups of ranks for tests: the test's own process is rank 0, the followers are processes of their own.
+"""Groups of ranks for tests: the test's own process is rank 0, and the followers are separate processes.
 
-python -m tests.worker_svc.ranks RANK SIZE reads one job per line from stdin: the settings of an engine, as JSON. It
-follows rank 0 with this engine until rank 0 sends a stop, then takes the next job.
+`python -m tests.worker_svc.ranks RANK SIZE` reads one job per line from stdin: an engine's settings as JSON. It follows
+rank 0 with this engine until rank 0 sends a stop, then takes the next job.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Ranks:
     def driver(
         self, folder: Path, *, seed: int = 0, accelerated: bool = False, **settings: Any
     ) -> Iterator[LeadingDriver]:
-        """A driver of an engine on all ranks; with `accelerated` they work as on GPUs."""
+        """A driver for an engine on all ranks; with `accelerated` they work as on GPUs."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"folder": str(folder), "accelerated": accelerated, **settings}) + "\n")

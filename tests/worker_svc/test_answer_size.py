@@ -21,7 +21,7 @@ LARGEST = (1 << 31) - 1
 
 
 def _packed(num_lines: int) -> Int32Array:
-    """Log-probabilities as they come from the device, each line with a rank of its own."""
+    """Log-probabilities as they come from the device, with a different rank in each line."""
     lines = np.zeros((num_lines, 2 + 2 * MAX_LOGPROBS), np.int32)
     lines[:, 0] = np.arange(1, num_lines + 1)
     return lines
@@ -44,8 +44,8 @@ def test_log_probabilities_of_a_long_chunk_come_in_parts() -> None:
 def test_the_largest_answer_fits_into_a_frame() -> None:
     """The largest answer fits into a frame.
 
-    It has every token of the largest step with as many log-probabilities as a request may ask for. Half of the tokens
-    are from rows of their own. It also has as many embeddings as a step completes.
+    The result has every token of the largest step with as many log-probabilities as a request may request. Half of the
+    tokens come from separate rows. It also has as many embeddings as a step can complete.
     """
     num_rows = MAX_STEP_TOKENS // 2
     rows = tuple(range(num_rows))

@@ -1,4 +1,4 @@
-"""Copies on the device: rows diverge in the middle of a block and get the tokens that they would get alone."""
+"""Copies on the device: rows diverge in the middle of a block and get the same tokens as alone."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def _first(engine: Engine) -> None:
 
 
 def test_rows_go_on_from_the_middle_of_a_copied_block(engine: Engine, expected: list[list[int]]) -> None:
-    """Two rows that copy the same block of a third compute only their different tokens, and all get the right tokens.
+    """Two rows that copy the same block of a third row compute only their different tokens, and all tokens are right.
 
     The third row continues to write its blocks in the meantime.
     """

@@ -1,4 +1,4 @@
-"""The context at which attention costs as much as the products, against what models of `transformers` consist of."""
+"""The context at which attention costs as much as the products, compared with the contents of `transformers` models."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
     ids=["Llama", "Llama of wide heads", "Qwen3", "Gemma 3, whose other layers have a window"],
 )
 def test_break_even_is_where_the_operations_are_equal(name: str, changes: dict[str, Any], num_growing: int) -> None:
-    """A token's products, counted from the weights of all layers, equal its attention over that many tokens."""
+    """A token's products, counted from all layers' weights, equal its attention over that many tokens."""
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ def test_break_even_is_where_the_operations_are_equal(name: str, changes: dict[s
 
 
 def test_a_mixture_counts_the_experts_that_a_token_sees() -> None:
-    """Two experts of four cost as a dense layer of twice the size of one."""
+    """Two experts of four cost as much as a dense layer with twice one expert's size."""
     mixture = transformers.MixtralConfig(
         **SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     )

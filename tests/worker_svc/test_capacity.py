@@ -45,7 +45,7 @@ def _capacity(
     ],
 )
 def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Blocks are equal, and bytes of weights and of the KV cache are within 3 %, for each kind of weights and KV."""
+    """Blocks are equal, and bytes of weights and KV cache are within 3 %, for each kind of weights and KV."""
     folder = resolve_model("demo", weights=True) if model == "demo" else make_checkpoint(model, tmp_path / "model")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
@@ -106,7 +106,7 @@ def test_a_gguf_checkpoint_is_counted_as_a_worker_holds_it(kind: str, flags: dic
     ],
 )
 def test_the_formulas_are_what_each_rank_allocates(ranks: int, sizes_of_heads: dict[str, int], tmp_path: Path) -> None:
-    """Bytes of a rank's weights and of its KV per token are within 3 %, also with copies of KV heads."""
+    """Bytes of a rank's weights and of its KV per token are within 3 %, even with copied KV heads."""
     folder = make_checkpoint(
         "Qwen2ForCausalLM", tmp_path / "model", vocab_size=1024, max_position_embeddings=64, **sizes_of_heads
     )

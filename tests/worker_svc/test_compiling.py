@@ -1,4 +1,4 @@
-"""The scheduler hears of kernels that are compiled, before the step that needs them is late."""
+"""The scheduler is notified of kernel compilations before the step that needs them is late."""
 
 from collections.abc import Iterator
 

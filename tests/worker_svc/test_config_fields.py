@@ -1,9 +1,9 @@
 """Each field of config.json means to a hand-written family what it means to the family's class in `transformers`.
 
-The fields are not listed here; `field_names` finds them. Each is changed in a checkpoint whose other fields are set to
-values that matter, and the logits of both sides are compared. `CHANGES` holds what a field is changed to. For a field
-that it lacks, such as one that a new version of `transformers` brings, values are guessed from its type; where no guess
-makes a model, the test fails and asks for an entry.
+The fields are not listed here; `field_names` finds them. Each field is changed in a checkpoint whose other fields have
+effective values, and the logits of both sides are compared. `CHANGES` contains each field's new values. For other
+fields, for example those in a new version of `transformers`, values are guessed from the type. If no guess yields a
+model, the test fails and requests an entry.
 """
 
 import json
@@ -30,7 +30,7 @@ from worker_svc.model.families import FAMILIES
 from worker_svc.model.loader import load_model
 
 Change = dict[str, Any]
-"""Fields of config.json and their new values; `ABSENT`: the field is left out."""
+"""Fields in config.json and their new values; `ABSENT` means that the field is omitted."""
 ABSENT = object()
 
 CONFIG_CLASSES = (
@@ -176,7 +176,7 @@ def base_config(model_type: str) -> Change:
 
 @contextmanager
 def recorded_reads() -> Iterator[set[str]]:
-    """The names of all attributes of configurations that are read while the context lasts."""
+    """Return the names of all configuration attributes that are read within the context."""
     names: set[str] = set()
     original = PretrainedConfig.__getattribute__
 
@@ -202,7 +202,7 @@ def field_names(folder: Path) -> list[str]:
 
 
 def rope_reads(config: PretrainedConfig) -> set[str]:
-    """The names of the parameters that the function of the configuration's rope type reads."""
+    """The parameter names that the function for the configuration's rope type reads."""
     names: set[str] = set()
 
     class Recording(dict[str, Any]):
@@ -244,7 +244,7 @@ def is_wrong(name: str, outcome: str) -> bool:
 
 
 def write_checkpoint(folder: Path, content: Change) -> None:
-    """A checkpoint with this config.json, and the weights that `transformers` makes of it, drawn wide."""
+    """A checkpoint with this config.json and random weights of the shapes that `transformers` defines."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / "config.json").write_text(
@@ -262,7 +262,7 @@ def write_checkpoint(folder: Path, content: Change) -> None:
 
 
 def their_logits(folder: Path) -> torch.Tensor:
-    """Logits of all tokens of the prompts by the class of `transformers`, `[tokens, vocab] float64`."""
+    """The logits of all prompt tokens from the `transformers` class, `[tokens, vocab] float64`."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     rows = [model(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in PROMPTS]
     return torch.cat(rows).double()
@@ -323,7 +323,7 @@ def _quiet_inference() -> Iterator[None]:
     ],
 )
 def test_a_field_means_what_it_means_to_the_class_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """Whatever a field is changed to, the logits are those of the class, or the checkpoint is refused in one line."""
+    """For any change of a field, the logits equal the class's, or the checkpoint is refused in one line."""
     folder, base = tmp_path / "checkpoint", base_config(model_type)
     assert compare(folder, base) == "same"
     config, names = AutoConfig.from_pretrained(folder), field_names(folder)

@@ -1,4 +1,4 @@
-"""What `config_reader` reads of a config.json is what `transformers` reads of it; what it cannot read, it leaves."""
+"""`config_reader` reads the same values from a config.json as `transformers`, and declines everything else."""
 
 import json
 from pathlib import Path
@@ -97,7 +97,7 @@ HUB: dict[str, dict[str, Any]] = {
 
 
 def readings(folder: Path, content: dict[str, Any]) -> tuple[DecoderConfig | None, DecoderConfig | None]:
-    """What the reader makes of a config.json, and what `transformers` makes of it; None: each leaves or refuses it."""
+    """The results of the reader and of `transformers` for a config.json; None if one declines or refuses it."""
     (folder / "config.json").write_text(json.dumps(content))
     ours = read_own(folder)
     try:
@@ -109,7 +109,7 @@ def readings(folder: Path, content: dict[str, Any]) -> tuple[DecoderConfig | Non
 
 @pytest.mark.parametrize("name", HUB)
 def test_a_published_config_is_read_without_transformers(name: str, tmp_path: Path) -> None:
-    """The files of published models of every family are read, with the values that `transformers` reads."""
+    """Published models' files from every family are read, with the same values as in `transformers`."""
     ours, theirs = readings(tmp_path, HUB[name])
 
     assert ours is not None
@@ -118,7 +118,7 @@ def test_a_published_config_is_read_without_transformers(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_config_that_transformers_writes_is_read_without_it(architecture: str, tmp_path: Path) -> None:
-    """What the installed version of `transformers` saves is read, whatever fields it adds."""
+    """Files saved by the installed version of `transformers` are read, whatever fields it adds."""
     make_checkpoint(architecture, tmp_path)
 
     ours = read_own(tmp_path)
@@ -129,7 +129,7 @@ def test_a_config_that_transformers_writes_is_read_without_it(architecture: str,
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_missing_field_has_the_default_of_the_class(model_type: str, tmp_path: Path) -> None:
-    """Each field may be missing, and all at once; then the values are those of the class."""
+    """Each field may be missing, or all at once; then the values are the class's defaults."""
     base = base_config(model_type)
     kept = {name: base[name] for name in ("model_type", "architectures")}
     files = [kept, *({other: value for other, value in base.items() if other != name} for name in base.keys() - kept)]
@@ -143,7 +143,7 @@ def test_a_missing_field_has_the_default_of_the_class(model_type: str, tmp_path:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_changed_field_is_read_as_by_the_class_or_left_to_it(model_type: str, tmp_path: Path) -> None:
-    """With each change that `test_config_fields` tries, of fields and of positions, the reader agrees or declines."""
+    """For each change in `test_config_fields`, of fields and of positions, the reader agrees or declines."""
     base = base_config(model_type)
     ropes = [{"rope_type": kind, "rope_theta": 50.0} | ROPE[kind] for kind in ROPE]
     changed_ropes = [rope | {name: value} for rope in ropes for name in ROPE_VALUES for value in ROPE_VALUES[name]]
@@ -185,7 +185,7 @@ _NAMES = [*base_config("qwen3_moe"), *CHANGES, "num_local_experts", "rope_scalin
 def test_any_change_is_read_as_by_the_class_or_left_to_it(
     model_type: str, changes: dict[str, Any], missing: set[str], tmp_path: Path
 ) -> None:
-    """Whatever values fields have, also of wrong types: what the reader does not decline equals what the class has."""
+    """For any field values, even of wrong types, what the reader does not decline equals the class's values."""
     base = {name: value for name, value in base_config(model_type).items() if name not in missing}
     (tmp_path / "config.json").write_text(json.dumps(base | changes))
     try:
@@ -198,7 +198,7 @@ def test_any_change_is_read_as_by_the_class_or_left_to_it(
 
 @pytest.mark.parametrize("rope_type", ROPE_TYPES)
 def test_positions_are_rotated_bit_by_bit_as_in_transformers(rope_type: str, tmp_path: Path) -> None:
-    """The tables of each type of scaling, with each parameter changed, have the frequencies of `transformers`."""
+    """For each scaling type, with each parameter changed, the tables have the frequencies of `transformers`."""
     rope = {"rope_type": rope_type, "rope_theta": 10000.0} | ROPE[rope_type]
     more: list[dict[str, Any]] = [{}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {"beta_fast": 0.4, "beta_slow": 0.4}]
     more += [{name: value} for name, values in ROPE_VALUES.items() for value in values]

@@ -48,7 +48,7 @@ def test_tokens_are_the_oracles(checkpoint: Path) -> None:
 
 
 def test_two_plans_in_flight_sample_what_one_at_a_time_does(checkpoint: Path) -> None:
-    """Greedy and seeded rows launched a plan ahead of their results give the tokens of the CPU's executor."""
+    """Greedy and seeded rows that are launched a plan ahead give the CPU executor's tokens."""
     tokens = []
     for device in (None, FakeAccelerator()):
         driver = Driver(make_engine(checkpoint, accelerator=device, max_num_seqs=4))
@@ -70,7 +70,7 @@ def test_two_plans_in_flight_sample_what_one_at_a_time_does(checkpoint: Path) ->
 
 
 def test_a_steady_step_is_one_replay(checkpoint: Path) -> None:
-    """While the same rows decode, a step enqueues its graph; the device is sent something only for new blocks."""
+    """While the same rows decode, a step enqueues its graph; data is sent to the device only for new blocks."""
     device = FakeAccelerator()
     driver = Driver(make_engine(checkpoint, accelerator=device, block_size=8, max_num_seqs=8))
     for length in (8, 9, 10):
@@ -123,7 +123,7 @@ def test_a_new_epoch_forgets_what_was_not_sent(checkpoint: Path) -> None:
 
 @given(st.integers(1, 2000))
 def test_every_batch_has_a_graph_of_about_its_size(max_rows: int) -> None:
-    """Sizes ascend from 1 and fit every batch up to 512 rows; less than half, or 32 lanes, are idle."""
+    """Sizes ascend from 1 and cover every batch up to 512 rows; less than half of the lanes, or 32, are idle."""
     sizes = buckets(max_rows)
 
     assert sizes[0] == 1
@@ -135,7 +135,7 @@ def test_every_batch_has_a_graph_of_about_its_size(max_rows: int) -> None:
 
 
 def test_staging_memory_is_written_again_only_after_its_copy() -> None:
-    """The third array waits for the copy of the first, the fourth for that of the second, whatever their sizes."""
+    """The third array waits for the first one's copy, the fourth for the second one's, for any sizes."""
     device = FakeAccelerator()
     staging = Staging(device)
     arrays = [np.arange(size, dtype=np.int32).reshape(2, -1) for size in (4, 8, 20000, 6)]
@@ -157,7 +157,7 @@ def test_staging_memory_is_written_again_only_after_its_copy() -> None:
 @settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_state_follows_the_host(data: st.DataObject) -> None:
-    """Whatever words change between two publications, in whatever columns, the device has them afterwards."""
+    """Whatever words change between two publications, in any columns, the device has them afterwards."""
     state = DeviceState(FakeAccelerator(), 40)
     columns = [state.column(3, 4), state.column(7), state.column(21)]
     expected = np.zeros(40, np.int32)

@@ -20,7 +20,7 @@ from worker_svc.device.choice import check_allocator, name_device
     ],
 )
 def test_a_setting_names_a_device(wanted: str, num_gpus: int, device: str) -> None:
-    """`auto` makes the best of what is there, counted round; `cuda` means exactly what it says."""
+    """`auto` uses what is available, modulo the number of GPUs; `cuda` means exactly that device."""
     assert name_device(wanted, num_gpus) == device
 
 

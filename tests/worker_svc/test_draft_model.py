@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sibling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a smaller checkpoint with the same tokenizer and KV of another shape."""
+    """Return the folder of a smaller checkpoint with the same tokenizer and another KV shape."""
     folder = tmp_path_factory.mktemp("sibling")
     return make_checkpoint(
         "Qwen3ForCausalLM", folder, num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1
@@ -103,7 +103,7 @@ def test_output_is_that_without_speculation(checkpoint: Path, sibling: Path, own
 
 
 def test_a_row_whose_drafts_were_off_for_long_catches_up_in_parts(checkpoint: Path) -> None:
-    """The draft model computes what it lacks before it proposes again, and is right again."""
+    """The draft model computes the missing tokens before it proposes again, and is right again."""
     driver = Driver(drafting(checkpoint, checkpoint, max_model_len=1024))
     row = driver.admit([5, 6, 7])
     driver.chunk(row, 3)
@@ -185,7 +185,7 @@ def test_shared_copied_and_swapped_blocks_have_the_kv_of_the_draft_model(checkpo
 def test_drafts_after_a_pause_are_as_good_as_without(checkpoint: Path, paused: bool, way: str) -> None:
     """A request continues from tokens that another row sampled, with or without drafts: no draft is rejected.
 
-    The draft model computes what it lacks in the blocks of these tokens.
+    The draft model computes the missing KV in these tokens' blocks.
     """
     driver = Driver(drafting(checkpoint, checkpoint, swap_space="1MiB", max_model_len=512))
     prompt = [(7 * index + 3) % VOCAB_SIZE for index in range(21)]

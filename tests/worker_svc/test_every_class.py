@@ -36,14 +36,14 @@ def _quiet() -> Iterator[None]:
 
 
 def architecture_of(model_type: str) -> str:
-    """The class that a checkpoint of this type names: the first that generates text, or any."""
+    """The class that a checkpoint of this type names: the first text-generating one, or any."""
     names = [mapping[model_type] for mapping in _MAPPINGS if model_type in mapping]
     name = names[0] if names else "UnknownModel"
     return name if isinstance(name, str) else name[0]
 
 
 def check(model_type: str, folder: Path) -> bool:
-    """Describes a model with the default sizes of its type; returns whether it is supported as far as that shows."""
+    """Describe a model with its type's default sizes; return whether it is supported, as far as that shows."""
     try:
         values = CONFIG_MAPPING[model_type]().to_dict()
     except Exception:  # This class has no defaults, so its file contains only the type.

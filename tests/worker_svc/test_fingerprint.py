@@ -1,4 +1,4 @@
-"""Models that compute other numbers have other fingerprints; the same model has the same one everywhere."""
+"""Models that compute different numbers have different fingerprints; the same model has the same one everywhere."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Changes tensors of a checkpoint in place; names, shapes and the file's size stay."""
+    """Change a checkpoint's tensors in place, without changing names, shapes and the file's size."""
     tensors = load_file(folder / WEIGHTS)
     size = (folder / WEIGHTS).stat().st_size
     change(tensors)
@@ -43,7 +43,7 @@ def test_a_copy_is_the_same_model(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
 def test_another_value_is_another_model(checkpoint: Path, name: str) -> None:
-    """One weight changed by one bit, in a small tensor or the last of a large one, changes the fingerprint."""
+    """A one-bit change in one weight, in a small tensor or the last of a large one, changes the fingerprint."""
     before = fingerprint(checkpoint, FLOAT, with_weights=True)
 
     def flip_last_bit(tensors: dict[str, torch.Tensor]) -> None:

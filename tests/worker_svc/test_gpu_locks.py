@@ -37,7 +37,7 @@ class ThreadGroup(Group):
         return torch.stack(self.worker.values)
 
     def least(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Wait for all ranks; an error as with gloo if one does not come."""
+        """Wait for all ranks; raise an error, like gloo, if one does not arrive."""
         self.worker.barrier.wait()
         return numbers
 

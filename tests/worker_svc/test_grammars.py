@@ -71,7 +71,7 @@ def all_reports(store: GrammarStore) -> dict[bytes, GrammarReport]:
 def test_rows_conform_beside_others_and_end_after_the_last_character(engine: Engine, tokenizer: Tokenizer) -> None:
     """Each row with a grammar samples a whole match, then only the end of sequence.
 
-    A row that was preempted is restored. A row without a grammar has the tokens that it would have alone.
+    A preempted row is restored. A row without a grammar has the same tokens as alone.
     """
     engine.reset()
     driver = Driver(engine)
@@ -138,7 +138,7 @@ def test_a_grammar_that_ends_before_min_tokens_fails_the_row_there(engine: Engin
 def test_a_grammar_that_takes_too_much_work_fails_its_row_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grammar that exceeds the library's limits during the output fails its own row only, with the remedy.
+    """A grammar that exceeds the library's limits during the output fails only its own row, with the remedy.
 
     The check in the front end cannot find this.
     """
@@ -164,7 +164,7 @@ def test_a_grammar_that_takes_too_much_work_fails_its_row_alone(
 
 
 def test_grammars_are_compiled_in_a_thread_and_reported() -> None:
-    """Good ones without a failure, bad ones with its reason, which is the grammar's fault."""
+    """Good grammars are reported without a failure, bad ones with the reason and the grammar as the cause."""
     store = make_store()
     requests = {
         b"good": REGEX,
@@ -245,7 +245,7 @@ def test_a_worker_without_a_tokenizer_leaves_grammars_to_others(tmp_path: Path) 
 
 
 def test_the_scheduler_decides_which_grammars_are_dropped() -> None:
-    """The worker drops the grammars that the scheduler names, and keeps those that it asked for in this epoch longest.
+    """The worker drops the grammars that the scheduler names, and retains longest those it requested in this epoch.
 
     Grammars of an earlier epoch are kept while there is room.
     """
@@ -265,7 +265,7 @@ def test_the_scheduler_decides_which_grammars_are_dropped() -> None:
 
 
 def test_only_masks_that_changed_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask is sent when it differs from the row's last one, and each row's logits obey its own."""
+    """A mask is sent when it differs from the row's last one, and each row's logits obey its own mask."""
     sent: list[tuple[int, ...]] = []
 
     def upload(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

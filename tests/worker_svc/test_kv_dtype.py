@@ -37,7 +37,7 @@ def test_the_pool_holds_as_many_more_tokens_as_they_are_smaller(
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_blocks_are_shared_and_copied_whole(checkpoint: Path, kind: str) -> None:
-    """A row that shares full blocks, and gets a copy of the last one, continues as the row that wrote them."""
+    """A row that shares full blocks, and copies the last one, continues like the row that wrote them."""
     prompt = list(range(1, 21))
     expected = Driver(make_engine(checkpoint, kv_cache_dtype=kind, block_size=8)).generate(prompt, 4)
     engine = make_engine(checkpoint, kv_cache_dtype=kind, block_size=8, max_num_seqs=2)
@@ -76,7 +76,7 @@ def test_quantised_blocks_are_shared_and_copied_whole(checkpoint: Path, kind: st
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_tokens_do_not_depend_on_chunks(checkpoint: Path, kind: str) -> None:
-    """A prompt computed at once and in pieces gives the same tokens: what is read back is what later tokens see too."""
+    """A prompt computed at once or in pieces gives the same tokens, because later tokens always see the rounded KV."""
     prompt = list(range(1, 60))
     answers = []
     for pieces in ([59], [20, 1, 38]):

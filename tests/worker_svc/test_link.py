@@ -116,7 +116,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scheduler(checkpoint: Path) -> Iterator[Scheduler]:
-    """One worker process for the tests that leave it alive; each begins a fresh epoch."""
+    """One worker process for all tests that do not kill it; each test begins a new epoch."""
     with bound_router() as router:
         process = start_worker(router, checkpoint, "--worker-id=tested")
         running = Scheduler(router, process)
@@ -137,7 +137,7 @@ def prefill_plan(step: int = 1) -> plan_pb2.Plan:
 
 
 def test_a_worker_presents_itself_and_answers_plans(scheduler: Scheduler, checkpoint: Path) -> None:
-    """Hello describes worker and model; the tokens of its answers are those of the engine."""
+    """Hello describes worker and model; the tokens in its results equal the engine's."""
     hello = scheduler.begin_again()
     scheduler.send_plan(prefill_plan())
     for step in (2, 3):
@@ -174,7 +174,7 @@ def test_a_plan_of_another_epoch_is_dropped(scheduler: Scheduler) -> None:
 
 
 def test_unknown_brings_a_new_incarnation(scheduler: Scheduler) -> None:
-    """A worker that is not known says Hello from a new routing id, and its old rows are gone."""
+    """An unknown worker sends Hello with a new routing id, and its old rows are gone."""
     first = scheduler.begin_again()
     old_peer = scheduler.peer
     scheduler.send_plan(prefill_plan())
@@ -228,7 +228,7 @@ def test_a_bad_plan_brings_a_new_hello(scheduler: Scheduler, bad: plan_pb2.Plan)
 
 @pytest.mark.every(3)
 def test_lines_of_the_log_say_which_epoch_and_step(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
-    """What goes wrong in a step is logged with it, so that it can be found from the scheduler's side."""
+    """Errors in a step are logged with the step, so that they can be found from the scheduler's side."""
     scheduler = Scheduler(router, start_worker(router, checkpoint, "--worker-id=logged"))
     scheduler.hello(START_MS)
     scheduler.welcome()
@@ -287,7 +287,7 @@ def test_a_signal_while_waiting_for_a_scheduler_is_no_failure(checkpoint: Path) 
 
 @pytest.mark.every(3)
 def test_two_workers_without_a_name_are_two_workers(checkpoint: Path) -> None:
-    """Workers without a name use host and process id, so that none takes another's place."""
+    """Workers without a name use host and process id, so that none replaces another."""
     with bound_router() as router:
         processes = [start_worker(router, checkpoint) for _ in range(2)]
         try:

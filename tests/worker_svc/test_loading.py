@@ -113,8 +113,8 @@ def test_scaled_rotary_embeddings_equal_generate(rope: dict[str, Any], tmp_path:
 def test_longrope_has_one_set_of_factors_for_all_lengths(architecture: str, tmp_path: Path) -> None:
     """The long factors if longer sequences than the original ones are allowed, otherwise the short ones.
 
-    `transformers` uses the long factors from the original length on. So its tokens are ours for long prompts; for
-    short ones they are, if its short factors are the long ones.
+    `transformers` uses the long factors from the original length on, so its tokens equal ours for long prompts. For
+    short prompts they are equal if its short factors are the long ones.
     """
     short, long = [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)]
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": short, "long_factor": long}

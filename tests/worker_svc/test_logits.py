@@ -91,7 +91,7 @@ def test_rules_are_those_of_transformers(data: st.DataObject) -> None:
 
 
 def test_presence_and_frequency_count_the_output_alone() -> None:
-    """As OpenAI defines them: once, and once per occurrence; tokens of the prompt are not penalised."""
+    """As in OpenAI's definition: once, and once per occurrence; prompt tokens are not penalised."""
     params = plan_pb2.SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
 
     changed = processed(params, [1, 2, 2, 3, 3, 3], 2, torch.zeros(VOCAB))

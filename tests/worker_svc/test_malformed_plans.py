@@ -46,7 +46,7 @@ def answer(engine: Engine) -> list[int]:
 
 
 def good_plan() -> plan_pb2.Plan:
-    """Row 0 is in decode with 9 tokens in 2 blocks, row 2 in prefill (see `prepare`); this plan goes on with both."""
+    """Row 0 decodes with 9 tokens in 2 blocks, row 2 is in prefill (see `prepare`); this plan continues both."""
     return plan_pb2.Plan(
         step=2,
         leaves=b"",
@@ -172,7 +172,7 @@ def test_the_plan_that_the_others_change_is_valid(engine: Engine) -> None:
     ],
 )
 def test_a_broken_contract_is_refused_by_name(engine: Engine, answer: list[int], broken: Break, reason: str) -> None:
-    """The plan is refused with its fault, and after a reset the engine answers as if it had never seen it."""
+    """The plan is refused with its fault, and after a reset the engine responds as if it had never seen the plan."""
     prepare(engine)
     plan = good_plan()
     broken(plan)
@@ -206,7 +206,7 @@ INVALID_SAMPLING = {
 
 @pytest.mark.parametrize("name", INVALID_SAMPLING)
 def test_invalid_sampling_parameters_fail_their_row_alone(engine: Engine, answer: list[int], name: str) -> None:
-    """The scheduler does not read them, so the worker ends the row and blames the request; the other rows go on."""
+    """The scheduler does not read them, so the worker ends the row and blames the request; other rows continue."""
     prepare(engine)
     plan = good_plan()
     set_admission(sampling=INVALID_SAMPLING[name])(plan)
@@ -222,7 +222,7 @@ def test_invalid_sampling_parameters_fail_their_row_alone(engine: Engine, answer
 
 
 def test_a_row_cannot_outgrow_the_model(engine: Engine) -> None:
-    """A decode row at the longest length must leave; another step for it is refused."""
+    """A decode row at the maximum length must leave; another step for it is refused."""
     engine.reset()
     driver = Driver(engine)
     row = driver.admit([1] * 62)

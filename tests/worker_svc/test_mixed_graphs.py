@@ -35,7 +35,7 @@ def replays(device: FakeAccelerator) -> list[str]:
 
 
 def random_steps(driver: Driver) -> list[list[int]]:
-    """Compute eight prompts in chunks of random lengths beside rows in decode; return the tokens of all rows."""
+    """Compute eight prompts in chunks of random lengths together with decode rows; return all rows' tokens."""
     left: dict[int, int] = {}
     finished = []
     for step in range(40):
@@ -55,7 +55,7 @@ def random_steps(driver: Driver) -> list[list[int]]:
 
 
 def test_tokens_are_those_without_graphs(checkpoint: Path) -> None:
-    """Chunks of any length beside any number of rows in decode, with row reuse, sample the same tokens."""
+    """Chunks of any length with any number of decode rows, with row reuse, sample the same tokens."""
     answers = []
     for device in (None, FakeAccelerator()):
         engine = make_engine(checkpoint, accelerator=device, block_size=8, max_num_seqs=4, max_num_batched_tokens=128)
@@ -65,7 +65,7 @@ def test_tokens_are_those_without_graphs(checkpoint: Path) -> None:
 
 
 def test_a_step_with_chunks_is_one_replay(checkpoint: Path) -> None:
-    """A step of up to the largest size is one call, whether it only fills its rows or decodes as well."""
+    """A step up to the largest size is one call, whether it only has chunks or also decode rows."""
     device = FakeAccelerator()
     driver = Driver(make_engine(checkpoint, accelerator=device, max_num_seqs=8))
     replays(device)
@@ -106,7 +106,7 @@ def test_a_device_that_refuses_captures_serves_without(architecture: str, tmp_pa
 
 
 def test_a_decoder_of_transformers_decodes_by_graphs(tmp_path: Path) -> None:
-    """The trial finds that its graphs compute what the decoder does; its steps with chunks run without."""
+    """The trial finds that its graphs compute the decoder's results; its steps with chunks run without graphs."""
     folder, device = make_checkpoint("Gemma2ForCausalLM", tmp_path), FakeAccelerator()
     driver = Driver(make_engine(folder, accelerator=device))
     replays(device)
@@ -118,7 +118,7 @@ def test_a_decoder_of_transformers_decodes_by_graphs(tmp_path: Path) -> None:
 
 
 def test_a_graph_with_a_constant_of_its_capture_is_not_used(tmp_path: Path) -> None:
-    """The trial of a decoder of `transformers` compares tokens and positions that the capture has not seen."""
+    """The trial of a `transformers` decoder compares tokens and positions that the capture has not seen."""
 
     class Constant:
         def replay(self) -> None:

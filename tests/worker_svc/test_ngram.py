@@ -12,7 +12,7 @@ from worker_svc.speculation.ngram import NgramProposer, continuation, search
 
 
 def longest_match(tokens: list[int]) -> int:
-    """The longest match of the last tokens with earlier ones, up to the limit; 0 below the least."""
+    """Return the longest match between the last tokens and earlier ones, up to the limit; 0 below the minimum."""
     end = len(tokens)
     for length in range(min(ngram._LONGEST, end - 1), ngram._SHORTEST - 1, -1):
         suffix = tokens[end - length :]
@@ -27,7 +27,7 @@ def longest_match(tokens: list[int]) -> int:
     cap=st.sampled_from([ngram._CANDIDATES, 1000]),
 )
 def test_the_longest_match_is_found(tokens: list[int], cap: int) -> None:
-    """With enough places to look at, the match is the longest; with few it is a match. The tokens after it follow."""
+    """If enough places are examined, the match is the longest; otherwise it is a match. The tokens after it follow."""
     text = np.array(tokens, np.int32)
     place, length = search(text, cap)
 

@@ -1,4 +1,4 @@
-"""Greedy tokens of every architecture equal those of `transformers`, whatever the plans look like."""
+"""Greedy tokens of every architecture equal those of `transformers`, for any plans."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_a_second_plan_may_be_launched_before_the_first_is_answered(checkpoint: 
 
 
 def generate_all(driver: Driver, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, int]]:
-    """Generates `OUTPUT_LENGTH` tokens for each prompt under a random schedule; also counts what happened in it."""
+    """Generate `OUTPUT_LENGTH` tokens per prompt under a random schedule; also count the events in it."""
     rng = driver.rng
     waiting = list(enumerate(prompts))
     request_of: dict[int, int] = {}

@@ -31,7 +31,7 @@ _TINY: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 LENGTHS = (1, 37, 3, 90, 2)
-"""Tokens of each row of the batch that is compared; the first are decode rows."""
+"""Number of tokens in each compared row; the first rows decode."""
 BLOCK_SIZE = 16
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason="built without a compiler: torch computes")
@@ -51,7 +51,7 @@ def load(folder: Path | str, **settings: Any) -> Model:
 def logits_of(
     model: Model, tokens: list[list[int]], dtype: torch.dtype, index: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Logits of some tokens, by default all, of rows computed at once, from scratch: `[tokens, vocab]` float64."""
+    """Return some tokens' logits (default all) for rows computed at once from scratch: `[tokens, vocab]` float64."""
     lengths = torch.tensor([len(row) for row in tokens])
     blocks = -(-lengths // BLOCK_SIZE)
     first = torch.cat((torch.zeros(1, dtype=torch.int64), blocks.cumsum(0)[:-1]))
@@ -75,7 +75,7 @@ def logits_of(
 def test_a_packed_model_computes_what_torch_does(architecture: str, level: str, tmp_path: Path) -> None:
     """Biases, norms of queries and keys, windows, experts, tied and untied embeddings: equal logits at every level.
 
-    In bfloat16 this is asked of half of the tokens, because rounding may choose another expert for a few.
+    In bfloat16 only half of the tokens must agree, because rounding may choose another expert for a few.
     """
     folder = make_checkpoint(architecture, tmp_path)
     generator = torch.Generator().manual_seed(0)
@@ -94,7 +94,7 @@ def test_a_packed_model_computes_what_torch_does(architecture: str, level: str, 
 def test_only_the_logits_asked_for_are_computed(chosen: list[int], tmp_path: Path) -> None:
     """The logits of any selected tokens, in any order, equal those computed for all tokens.
 
-    The CPU kernels compute a row alike in every batch; products of torch may sum in another order.
+    The CPU kernels compute a row identically in every batch; torch's products may sum in another order.
     """
     model = load(make_checkpoint("LlamaForCausalLM", tmp_path))
     tokens = [list(range(5, 5 + length)) for length in LENGTHS]
@@ -170,7 +170,7 @@ def test_quantised_experts_are_near_the_exact_ones(tmp_path: Path) -> None:
 def test_decoders_of_transformers_are_quantised_too(
     architecture: str, quantization: str, most: float, tmp_path: Path
 ) -> None:
-    """Their linear layers, GPT-2's transposed ones included, cost what those of Quire's own code cost."""
+    """Their linear layers, including GPT-2's transposed ones, cost as much as those of Quire's own code."""
     folder = make_checkpoint(architecture, tmp_path, std=0.05)
     tokens = [list(range(5, 5 + length)) for length in LENGTHS]
     with cpu_kernels(LEVELS[-1]):
@@ -202,7 +202,7 @@ def mixture(architecture: str, folder: Path) -> Path:
 def test_routers_of_transformers_are_not_quantised(
     architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Layers below a module that is named as a router keep their type: no product has as many outputs as experts."""
+    """Layers below a module named as a router keep their type: no product has as many outputs as experts."""
     outputs: list[int] = []
 
     def record(weight: torch.Tensor, bias: torch.Tensor | None, *, kernels: Native) -> PackedLinear:
@@ -219,7 +219,7 @@ def test_routers_of_transformers_are_not_quantised(
 def test_a_class_that_cannot_compute_with_packed_weights_is_refused_at_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The decoder computes a step after its layers were replaced; HunYuan reads the weight of its router."""
+    """The decoder computes a step after its layers were replaced; HunYuan reads its router's weight."""
     monkeypatch.setattr(hf_packed, "_ROUTERS", set[str]())
 
     message = r"^quantization: int8 is not supported for HunYuan.*: its forward pass fails \(.+\); use none$"
@@ -307,7 +307,7 @@ def test_the_kernels_write_int4_as_the_reference_does(level: str) -> None:
 def test_heads_of_any_size_are_refused_in_quantised_kv(
     kind: str, head_dim: int, multiple: int, instead: str, tmp_path: Path
 ) -> None:
-    """The scales of a block begin at a multiple of four bytes; in int4, each group of 32 elements has one."""
+    """A block's scales begin at a multiple of four bytes; in int4, each group of 32 elements has one."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path, head_dim=head_dim)
     reason = f"needs heads whose size is a multiple of {multiple}, not {head_dim}; use {instead}$"
     with pytest.raises(ConfigError, match=f"kv_cache_dtype: {kind} {reason}"):

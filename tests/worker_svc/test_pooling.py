@@ -73,8 +73,8 @@ def test_vectors_are_the_last_hidden_states(architecture: str, kernels: str, tmp
 def test_rows_that_pool_and_rows_that_generate_share_steps(on_accelerator: bool, tmp_path: Path) -> None:
     """Rows that pool and rows that generate share steps without an effect on each other.
 
-    Tokens are those of rows alone, and vectors those of transformers. Chunks, log-probabilities and reused rows are
-    included.
+    Tokens equal those of rows alone, and vectors those of transformers, including chunks, log-probabilities and reused
+    rows.
     """
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     states = last_hidden_states(folder, PROMPT)
@@ -111,7 +111,7 @@ def test_rows_that_pool_and_rows_that_generate_share_steps(on_accelerator: bool,
 
 
 def test_a_vector_that_is_not_finite_fails_its_row_alone(tmp_path: Path) -> None:
-    """NaN from the model is a failure with a reason; other rows of the step are not affected."""
+    """NaN from the model is a failure with a reason; the step's other rows are not affected."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     engine = make_engine(folder)
     model: Any = engine._model

@@ -1,8 +1,8 @@
 """`make kernels-all`: the attention kernels, interpreted, at every type, head dimension and page size.
 
-Too long for `make test`, which takes a sample of these in `test_paged_attention`; the name keeps pytest from collecting
-this file unless it is asked for. bfloat16 is missing: the interpreter computes with numpy, which has none, and takes
-its bits for integers. `measure.kernels.aot --all` compiles it.
+This takes too long for `make test`, which runs a sample in `test_paged_attention`. The file's name keeps pytest from
+collecting it unless it is named. bfloat16 is missing, because the interpreter computes with numpy, which treats its
+bits as integers. `measure.kernels.aot --all` compiles bfloat16.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_copy_blocks(data: st.DataObject) -> None:
-    """Any blocks of tensors of several sizes and types go where they belong, and nothing else changes."""
+    """Any blocks in tensors of several sizes and types are copied to their targets, and nothing else changes."""
     shapes = data.draw(st.lists(st.sampled_from([(2, 8, 64), (1, 16, 80), (3, 24, 128)]), min_size=1, max_size=3))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]))
     num_old, num_new = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))

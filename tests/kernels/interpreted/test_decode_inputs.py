@@ -30,7 +30,7 @@ def test_scatter_words(size: int, seed: int, data: st.DataObject) -> None:
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_prepare_decode(data: st.DataObject) -> None:
-    """Any lanes, empty ones between them, with tables shorter and longer than one program's share."""
+    """Any lanes, including empty ones, with tables shorter and longer than one program's part."""
     block_size = data.draw(st.sampled_from([8, 16, 24, 128]))
     num_rows = data.draw(st.integers(1, 6))
     max_blocks = data.draw(st.sampled_from([1, 5, 1030]))

@@ -13,7 +13,7 @@ from tests.examples import examples
 @settings(max_examples=examples(12), deadline=None)
 @given(data=st.data())
 def test_equals_its_reference(data: st.DataObject) -> None:
-    """Any numbers of tokens and experts, sizes that are no multiples of a tile, experts without and with many rows."""
+    """Any numbers of tokens and experts, sizes that are not multiples of a tile, and experts with none or many rows."""
     num_tokens, num_experts = data.draw(st.sampled_from([1, 2, 5, 40])), data.draw(st.integers(1, 9))
     top_k = data.draw(st.integers(1, num_experts))
     hidden, intermediate = data.draw(st.sampled_from([(16, 16), (80, 136)]))
@@ -47,7 +47,7 @@ def test_a_token_is_computed_alike_in_every_batch() -> None:
 
 
 def test_pairs_are_sorted_by_expert_and_then_by_token() -> None:
-    """Each pair has one place; the pairs of an expert are adjacent."""
+    """Each pair has one position; an expert's pairs are adjacent."""
     pairs = sort_pairs(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
 
     assert pairs.order.tolist() == [1, 2, 0, 4, 3, 5]

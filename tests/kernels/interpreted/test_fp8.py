@@ -45,7 +45,7 @@ def test_every_code_is_read_exactly() -> None:
 
 
 def test_borders_round_to_even() -> None:
-    """Between two neighbours the halfway point goes to the even one, a hair beside it to the nearer one."""
+    """Halfway between two neighbours, a value is rounded to the even one; slightly off, to the nearer one."""
     values = dequantize(torch.arange(127).to(torch.uint8), torch.float32)
     middle = (values[1:] + values[:-1]) / 2
     for x in (middle, middle * (1 + 1e-6), middle * (1 - 1e-6), -middle):

@@ -1,6 +1,6 @@
-"""Pools of more than 2^31 elements, which an H100 has room for: no place in them is reckoned in 32 bits.
+"""Pools with more than 2^31 elements, which fit on an H100: no index in them is computed in 32 bits.
 
-The pools are address space; of its memory only the pages that are touched come to be.
+The pools only reserve address space; memory is used only for touched pages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def caches() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_written_and_read_at_the_end(caches: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Both ways of writing, decode, prefill and copies find the last blocks of a large pool."""
+    """Both ways of writing, decode, prefill and copies reach the last blocks of a large pool."""
     k_cache, v_cache = caches
     generator = torch.Generator().manual_seed(0)
     contexts, lengths = [40, 33], [1, 20]

@@ -70,7 +70,7 @@ def test_mixed_batch(block_size: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("num_decodes", [5, rarely(1), rarely(40)])
 def test_rows_known_to_decode_are_passed_over(num_decodes: int) -> None:
-    """What the caller knows of the batch changes no result: leading rows in decode, or none in decode at all."""
+    """The caller's knowledge about the batch changes no result: leading decode rows, or no decode rows at all."""
     chunks = [(70, 33), (9, 9), (130, 40), (40, 40)]
     assert_equals_reference(paged_batch([(20, 1)] * num_decodes + chunks), num_leading_decodes=num_decodes)
     assert_equals_reference(paged_batch([(20, 1)] * num_decodes + [(5, 1), *chunks]), num_leading_decodes=num_decodes)
@@ -78,7 +78,7 @@ def test_rows_known_to_decode_are_passed_over(num_decodes: int) -> None:
 
 
 def test_a_captured_batch_is_padded_at_both_ends() -> None:
-    """Rows without tokens come first, tokens of no row come last; where the rows in decode end is not known."""
+    """Rows without tokens come first, and tokens without a row come last; the end of the decode rows is unknown."""
     rows = [(20, 1), (33, 1), (40, 1), (70, 33), (9, 9), (130, 65)]
     batch = paged_batch([(0, 0)] * 3 + rows)
     beyond = torch.full((9, *batch.query.shape[1:]), torch.nan)
@@ -130,7 +130,7 @@ def test_shares_meet_in_the_same_result(num_sms: int, window: int | None, monkey
 def test_parts_of_a_chunks_keys_meet_in_the_same_result(
     num_decodes: int, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result does not depend on the number of programs that divide the keys of a chunk."""
+    """The result does not depend on how many programs divide a chunk's keys."""
     monkeypatch.setattr(launch, "parts_of_keys", lambda *_: 5)
     rows = [(50, 1)] * num_decodes + [(300, 17), (20, 1), (20, 20), (150, 2)]
     assert_equals_reference(paged_batch(rows), window, cap, num_leading_decodes=num_decodes)
@@ -150,7 +150,7 @@ def test_few_long_chunks_are_divided_and_many_are_not() -> None:
 @settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_a_schedule_shares_out_every_key_once(data: st.DataObject) -> None:
-    """The shares of a row are consecutive and together cover the keys of its window exactly once.
+    """A row's shares are consecutive and together cover the keys in its window exactly once.
 
     Only rows without keys have an empty share. Prefill rows have none. The grid's size is never exceeded.
     """
@@ -187,7 +187,7 @@ def test_a_schedule_shares_out_every_key_once(data: st.DataObject) -> None:
 
 
 def test_every_program_reads_the_same_number_of_keys() -> None:
-    """The longest share of work is that of an equal division, in units of 64 keys."""
+    """The largest share equals that of an equal division, in units of 64 keys."""
 
     def most_keys(contexts: list[int]) -> int:
         starts = torch.arange(len(contexts) + 1, dtype=torch.int32)
@@ -206,7 +206,7 @@ def test_every_program_reads_the_same_number_of_keys() -> None:
 
 @pytest.mark.parametrize("group_size", [3, 20, rarely(1), rarely(8)])
 def test_groups_of_query_heads(group_size: int) -> None:
-    """Any number of query heads may share a KV head, more than a tile of 16 and odd ones too."""
+    """Any number of query heads may share a KV head, including odd numbers and more than a tile of 16."""
     rows = [(50, 1), (40, 17)]
     assert_equals_reference(paged_batch(rows, num_heads=2 * group_size, num_kv_heads=2))
 
@@ -225,7 +225,7 @@ def test_window_and_cap(window: int | None, cap: float | None) -> None:
     [(20, torch.float32), (None, torch.float16), rarely(None, torch.float32)],
 )
 def test_sinks(window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each head has its sink once, also where several programs divide the keys of a row, and in rows without keys."""
+    """Each head has its sink once, even if several programs divide a row's keys, and in rows without keys."""
     monkeypatch.setattr(launch, "parts_of_keys", lambda *_: 3)
     sinks = torch.tensor([-2.0, 0.5, 3.0, 20.0])
     rows = [(600, 1), (0, 1), (3, 1), (150, 40), (10, 10)]

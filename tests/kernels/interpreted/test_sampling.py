@@ -119,7 +119,7 @@ def test_noise_of_every_size_of_word_is_that_of_torch() -> None:
 
 @pytest.mark.parametrize("vocab_size", [5, 1024, 2500])
 def test_draws_are_the_references(vocab_size: int) -> None:
-    """Greedy, plain and truncating rows of one batch get the reference's tokens."""
+    """Greedy, unfiltered and truncating rows in one batch get the reference's tokens."""
     rows = torch.arange(8)
     params = SamplingTensors(
         temperature=torch.tensor([0.0, 1.0, 0.7, 1.5, 1.0, 1.0, 0.0, 2.0]),
@@ -138,7 +138,7 @@ def test_draws_are_the_references(vocab_size: int) -> None:
 
 
 def test_ranks_draw_what_one_process_draws() -> None:
-    """The best token of the best part of the vocabulary is the token of the whole, with greedy and random rows."""
+    """The best token over all parts of the vocabulary equals the token for the whole, for greedy and random rows."""
     rows = torch.arange(6)
     params = SamplingTensors(
         temperature=torch.tensor([0.0, 1.0, 0.7, 1.5, 1.0, 0.0]),

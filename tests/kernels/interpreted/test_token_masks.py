@@ -11,7 +11,7 @@ from kernels.token_masks import mask_tokens, mask_tokens_reference
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 1024, 2500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_only_forbidden_tokens_of_masked_rows_change(vocab_size: int, dtype: torch.dtype) -> None:
-    """Each row gets its own mask; every token without a bit becomes -inf, and all other logits stay."""
+    """Each row gets its own mask; every token without a bit becomes -inf, and all other logits are unchanged."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(5, vocab_size, generator=generator).to(dtype)
     allowed = torch.rand(4, -(-vocab_size // 32) * 32, generator=generator) < 0.5

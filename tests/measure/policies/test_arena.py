@@ -1,4 +1,4 @@
-"""The arena serves every job of every workload, reproducibly, and its metrics are those that one computes by hand."""
+"""The arena serves every job in every workload reproducibly, and its metrics equal those computed by hand."""
 
 import gzip
 import json
@@ -62,7 +62,7 @@ def _campaign(workload: str, **changes: Any) -> Campaign:
 
 
 def test_the_times_of_a_lone_job_are_those_of_its_steps() -> None:
-    """One prompt of 32 tokens takes 1 + 3.2 s; its next tokens take 1 + 0.01 s and 0.001 s per token of context."""
+    """One prompt of 32 tokens takes 1 + 3.2 s; each further token takes 1 + 0.01 s, plus 0.001 s per context token."""
     (served,) = _serve([_job(2.0, 32, 3)], _setup(costs=_SLOW))
 
     assert served.tokens == pytest.approx([6.2, 6.2 + 1.043, 6.2 + 1.043 + 1.044])
@@ -79,7 +79,7 @@ def test_a_job_that_arrives_during_a_step_joins_the_next_one() -> None:
 
 
 def test_a_prefix_is_found_in_the_cache() -> None:
-    """The second job reuses the full blocks of the first one's prompt; a cache without limit would find no more."""
+    """The second job reuses the full blocks of the first job's prompt; an unlimited cache would find no more."""
     shared = Piece(7, 64)
     jobs = [
         Job(at=0.0, prompt=(shared, Piece(8, 10)), outputs=Piece(9, 2)),
@@ -174,7 +174,7 @@ def test_a_prefix_is_seen_as_far_as_all_its_pieces_were() -> None:
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_both_formats_of_traces_are_read(tmp_path: Path, ending: str) -> None:
-    """A trace is read plain and compressed; equal hashes stand for equal tokens."""
+    """A trace is read uncompressed and compressed; equal hashes mean equal tokens."""
     texts = {"mooncake.jsonl": "".join(json.dumps(each) + "\n" for each in _MOONCAKE), "azure.csv": _AZURE}
     for name, text in texts.items():
         (tmp_path / (name + ending)).write_bytes(gzip.compress(text.encode()) if ending else text.encode())
@@ -302,7 +302,7 @@ def test_the_page_lists_what_a_peer_does_better() -> None:
 
 
 def test_the_policy_best_stands_for_a_grid_of_settings() -> None:
-    """Priorities are tried only where jobs have some; own settings are part of every try."""
+    """Priorities are tried only if jobs have some; explicit settings are part of every try."""
     best = parse("vllm:best+watermark=0.01")
     tried = candidates(best, with_priorities=True)
 
@@ -314,7 +314,7 @@ def test_the_policy_best_stands_for_a_grid_of_settings() -> None:
 
 
 def test_the_learned_step_times_of_a_service_are_costs(tmp_path: Path) -> None:
-    """The file of `quire replay --learn-step-times` has the costs and the sizes of a worker; a damaged one is named."""
+    """The file from `quire replay --learn-step-times` contains a worker's costs and sizes; a damaged file is named."""
     model = ev.ModelFacts(
         name="m", architecture="x", fingerprint="f", max_model_len=512, vocab_size=100, dtype="bf16", eos_token_ids=(2,)
     )

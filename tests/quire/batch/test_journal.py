@@ -1,4 +1,4 @@
-"""What survives of a batch that was interrupted, and which files are no batches."""
+"""What survives an interrupted batch, and which files are not batches."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_a_file_of_the_other_command_is_recognised(tmp_path: Path) -> None:
 
 
 def test_a_piece_of_a_line_is_cut_off(tmp_path: Path) -> None:
-    """Whatever byte an interrupted write ended at, whole answers are kept and the next one begins a line."""
+    """Wherever an interrupted write stopped, complete results are kept and the next one starts a line."""
     answers = [{"id": str(number), "text": "x" * number} for number in range(3)]
     whole = "".join(json.dumps(answer) + "\n" for answer in answers).encode()
     path = tmp_path / "out.jsonl"
@@ -96,7 +96,7 @@ def test_a_piece_of_a_line_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
-    """While one run writes, another is refused; a file that holds something else is never touched."""
+    """While one run writes, another is refused; a file with other content is never modified."""
     path = tmp_path / "out.jsonl"
     other = write(tmp_path / "other.jsonl", {"text": "my diary"})
 

@@ -1,4 +1,4 @@
-"""Causes: they sum to the end-to-end time, none is negative, and a planted one is named first."""
+"""Causes sum to the end-to-end time, none is negative, and a planted cause comes first."""
 
 import dataclasses
 import re
@@ -151,7 +151,7 @@ def _waiting(reason: WaitReason) -> Life:
 
 
 def _queued(reason: WaitReason) -> Life:
-    """Another request was noted as the first of the queue; this one only waits for its turn."""
+    """Another request was noted as first in the queue; this one only waits for its turn."""
     return dataclasses.replace(_waiting(WaitReason.TURN), obstacles=(Obstacle(-1.0, "w", reason),))
 
 
@@ -242,7 +242,7 @@ _PLANTED = {
 
 @pytest.mark.parametrize("kind", _PLANTED, ids=lambda kind: kind.name.lower())
 def test_a_planted_cause_is_named_first(kind: CauseKind) -> None:
-    """The cause that takes most of the time is the first of the list, and the advice is about it."""
+    """The cause with the most time comes first in the list, and the advice refers to it."""
     found = account(_PLANTED[kind])
 
     assert found.causes[0].kind is kind, page(found)
@@ -251,7 +251,7 @@ def test_a_planted_cause_is_named_first(kind: CauseKind) -> None:
 
 
 def test_requests_that_took_part_are_named() -> None:
-    """Who preempted, whose prompt was in the steps, and who went first are named by request id."""
+    """The preempting request, the owner of the prompt in the steps, and the overtaking request are named by id."""
     for kind in (
         CauseKind.PREEMPTED,
         CauseKind.OTHER_PROMPTS,
@@ -270,7 +270,7 @@ def test_requests_that_took_part_are_named() -> None:
 
 @pytest.mark.parametrize(("known_tokens", "kind"), [(96, CauseKind.PREFIX), (32, CauseKind.BUDGET)])
 def test_a_wait_for_room_behind_the_own_prefix_is_a_wait_for_the_prefix(known_tokens: int, kind: CauseKind) -> None:
-    """If the prompt that fills the steps is most of the request's own, more room in steps would not help."""
+    """If most of the prompt that fills the steps is the request's own prompt, more room in steps would not help."""
     life = _queued(WaitReason.BUDGET)
     steps = (_prompt({OTHER: 2048}), *life.steps)
 
@@ -281,7 +281,7 @@ def test_a_wait_for_room_behind_the_own_prefix_is_a_wait_for_the_prefix(known_to
 
 
 def test_holders_of_the_memory_are_named_for_a_request_that_lacked_it_itself() -> None:
-    """A request that cannot grow and ranks last is preempted for itself; it does not hold what it lacks."""
+    """A request that cannot grow and ranks last is preempted for itself; it does not hold the memory that it lacks."""
     notes = [
         _note(0.0, NoteKind.ARRIVED),
         _note(0.0, NoteKind.ADMITTED),
@@ -333,7 +333,7 @@ def test_causes_that_would_be_printed_as_no_time_are_left_out() -> None:
 
 
 def test_choices_of_one_request_are_named_once() -> None:
-    """A neighbour with several choices, which share its name, is named once with their number."""
+    """A neighbour with several choices under one name is named once, with their number."""
     choices = [StreamKey(OTHER.frontend, OTHER.stream + number) for number in range(4)]
     chunks = dict.fromkeys(choices, 5)
     steps = [dataclasses.replace(step, chunks=chunks) for step in _PLANTED[CauseKind.OTHER_PROMPTS].steps]

@@ -33,7 +33,7 @@ STEP_S = 0.02
 
 
 class _Recorded(Cluster):
-    """A cluster with a record and a worker whose steps take `STEP_S` by its own clock."""
+    """A cluster with a record, and a worker whose steps take `STEP_S` by its own clock."""
 
     def __init__(self, folder: Path, **limits: object) -> None:
         super().__init__(**limits)
@@ -45,7 +45,7 @@ class _Recorded(Cluster):
         self.handle(ev.FrontendJoined(frontend=FRONTEND))
         self.made: list[tuple[Plan, float]] = []
         self.shared_id = ""
-        """Id of all requests that follow; empty: each has its own."""
+        """Id of all following requests; empty if each has its own."""
 
     def handle(self, event: ev.Event) -> list[ef.Effect]:
         """Computes the block keys of requests, as a front end does."""
@@ -64,13 +64,13 @@ class _Recorded(Cluster):
         return tape
 
     def restart(self) -> None:
-        """The scheduler dies, and the next one starts; the front end comes back under another name."""
+        """The scheduler dies and the next one starts; the front end returns under another name."""
         self.core = self._recording.make_core(self._config, 2 << 40, self.now)
         self._frontend = b"front/2"
         self.handle(ev.FrontendJoined(frontend=self._frontend))
 
     def turn(self) -> None:
-        """Plans, lets the step take its time, and answers it with timings."""
+        """Plan, let the step take its time, and return its result with timings."""
         self.plan()
         self.now += STEP_S
         started = int((WALL + self.now - STEP_S) * 1e9)
@@ -205,7 +205,7 @@ def test_waits_preemptions_and_lost_workers_are_first(tmp_path: Path) -> None:
 
 
 def test_a_prefix_that_was_known_before_is_told_from_a_new_prompt(tmp_path: Path) -> None:
-    """An evicted prefix is named as such, with the request that had computed it; a cached one is not."""
+    """An evicted prefix is named, with the request that computed it; a cached one is not."""
     cluster = _cluster(tmp_path, max_num_seqs=4, max_num_batched_tokens=8)
     cluster.submit(1, list(range(1, 49)), 2)
     cluster.finish()
@@ -226,7 +226,7 @@ def test_a_prefix_that_was_known_before_is_told_from_a_new_prompt(tmp_path: Path
 
 
 def test_the_front_ends_report_completes_the_time(tmp_path: Path) -> None:
-    """With a report, the total is the call's whole time; the client's part is its own cause."""
+    """With a report, the total is the call's whole time; the client's part is a separate cause."""
     cluster = _cluster(tmp_path)
     cluster.submit(1, [1, 2, 3], 4)
     cluster.finish()
@@ -295,7 +295,7 @@ def test_a_wait_goes_on_after_a_restart_of_the_scheduler(tmp_path: Path) -> None
 
 
 def test_a_life_goes_on_behind_a_gap_of_the_record_which_is_named(tmp_path: Path) -> None:
-    """The time whose entries are missing is a cause of its own, for a request that decodes and for one that waits."""
+    """The time with missing entries is a separate cause, for a decoding request and for a waiting one."""
     cluster = _cluster(tmp_path, max_rows=1)
     cluster.submit(1, [1] * 8, 90)
     cluster.submit(2, [2] * 8, 4)
@@ -385,7 +385,7 @@ def test_choices_are_numbered_and_the_slowest_one_stands_for_its_call(tmp_path: 
 
 
 def test_the_slowest_requests_and_a_step_are_shown(tmp_path: Path) -> None:
-    """The list is sorted by time; a step lists its requests; unknown names are errors of their own."""
+    """The list is sorted by time; a step lists its requests; unknown names have specific errors."""
     cluster = _cluster(tmp_path, max_num_seqs=2)
     for stream in range(1, 6):
         cluster.submit(stream, [1, 2, 3], 3 * stream)

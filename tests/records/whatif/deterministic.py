@@ -1,7 +1,7 @@
 """Records of runs whose workers take exactly as long as a formula says; an event loop that is not the simulation's.
 
-Workers may speculate. Part of each text repeats itself: there, a worker proposes as many drafts as it may, and they are
-accepted up to the end of that part. Elsewhere it has no drafts, or a wrong one.
+Workers may speculate. Part of each text repeats itself. There, a worker proposes as many drafts as permitted, and they
+are accepted up to the end of that part. Elsewhere it has no drafts, or a wrong one.
 """
 
 import random
@@ -28,7 +28,7 @@ _STEP_S, _DECODE_S, _PREFILL_S, _LINK_S = 0.004, 0.0003, 0.0001, 0.0005
 _DRAFTING_S, _DRAFT_S = 0.0002, 0.0001
 _REPEATED_SHARE = 0.6
 _PART = 12
-"""Tokens of a part of a text that repeats itself or does not."""
+"""Number of tokens in a repeating or non-repeating part of a text."""
 _STOP = 7
 _TICK_S = 0.05
 
@@ -52,7 +52,7 @@ class _Worker:
         return max(self.free_at, self.inbox[0][0] + _LINK_S / 2) if self.inbox else float("inf")
 
     def step(self, outputs: dict[int, int]) -> tuple[float, ev.StepDone]:
-        """Compute the oldest plan; return when its answer arrives, and the answer."""
+        """Compute the oldest plan; return the arrival time of its result, and the result."""
         begin = self.begins_at()
         _, plan = self.inbox.popleft()
         for row in plan.leaves.tolist():

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: outcomes of a record are repeated at their positions, and others are drawn as it has them."""
+"""Draft acceptance: recorded outcomes repeat at their positions, and others follow the recorded frequencies."""
 
 import random
 from collections.abc import Sequence

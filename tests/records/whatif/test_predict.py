@@ -1,4 +1,4 @@
-"""Predictions of the console: the newest requests of a record with other settings, next to what was measured."""
+"""Console predictions: a record's newest requests with other settings, next to the measured results."""
 
 import dataclasses
 import math
@@ -41,7 +41,7 @@ def _ask(place: Path, *settings: str, **values: float) -> admin.PredictResponse:
 
 
 def test_more_rows_shorten_the_wait_and_the_simulation_says_how_good_it_is(place: Path) -> None:
-    """The simulation of the present settings is close to what was measured; with twice the rows, TTFT falls."""
+    """The simulation with the current settings is close to the measurement; with twice the rows, TTFT falls."""
     found = _ask(place, "max_num_seqs=8")
 
     assert found.requests == found.asked_requests > 20
@@ -52,7 +52,7 @@ def test_more_rows_shorten_the_wait_and_the_simulation_says_how_good_it_is(place
 
 
 def test_workers_and_memory_can_be_changed(place: Path) -> None:
-    """A second worker shortens the wait; a tenth of the memory makes it longer."""
+    """A second worker shortens the wait; with a tenth of the memory, the wait is longer."""
     more = _ask(place, workers=2)
     less = _ask(place, kv_memory_factor=0.1)
 

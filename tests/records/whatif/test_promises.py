@@ -1,4 +1,4 @@
-"""Promises checked by a replay of other code's record: they hold, and a core that breaks one is found."""
+"""A replay of a record from other code checks promises: they hold, and a core that breaks one is detected."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ LITTLE_MEMORY = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64, max_tokens
     ids=["defaults", "radix", "little memory"],
 )
 def test_the_promises_hold(config: CoreConfig, tmp_path: Path) -> None:
-    """All requests of a record are served again; every plan keeps the rules, also with preemptions."""
+    """All recorded requests are served again; every plan follows the rules, even with preemptions."""
     record_run(tmp_path, config, num_workers=1, num_requests=60)
     case = from_record(tmp_path)
 

@@ -31,7 +31,7 @@ def test_a_configuration_without_changes_stays_as_it_is(config: SchedulerConfig)
 
 
 def test_every_field_of_the_core_can_be_set() -> None:
-    """No field of the core's configuration is missing among the settings, except those of the admission file."""
+    """Every field in the core's configuration is a setting, except those in the admission file."""
     of_file = {"classes", "tenant_limits", "tenant_weights"}
     # These metrics differ in name or unit.
     renamed = {
@@ -56,7 +56,7 @@ def test_a_limit_that_workers_have_as_well_is_changed_for_both() -> None:
 
 @pytest.mark.parametrize(("setting", "most"), [("speculation=off", 0), ("speculative_tokens=3", 3)])
 def test_the_drafts_of_workers_can_be_set(setting: str, most: int) -> None:
-    """The number of drafts is a setting of workers only; the core's configuration stays as it is."""
+    """The number of drafts is a worker setting only; the core's configuration is unchanged."""
     changed = change(RECORDED, [setting])
 
     assert changed.config == RECORDED
@@ -79,6 +79,6 @@ def test_the_drafts_of_workers_can_be_set(setting: str, most: int) -> None:
     ],
 )
 def test_a_wrong_setting_is_refused_with_the_remedy(setting: str, message: str) -> None:
-    """Unknown names, values of another type, and values out of range have the errors of the flags."""
+    """Unknown names, values of another type, and values out of range have the same errors as flags."""
     with pytest.raises(ConfigError, match=message):
         change(RECORDED, [setting])

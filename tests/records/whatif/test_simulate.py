@@ -101,7 +101,7 @@ def test_a_record_is_reproduced_with_its_own_settings(config: CoreConfig, worker
 
 
 def test_a_change_is_predicted(tmp_path: Path) -> None:
-    """From a record of one worker, the figures of two workers with half the rows are predicted."""
+    """A one-worker record predicts the results of two workers with half the rows."""
     before = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64)
     (tmp_path / "before").mkdir()
     (tmp_path / "after").mkdir()
@@ -143,7 +143,7 @@ DRAFTING = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64)
 
 @pytest.fixture(scope="module")
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Case]:
-    """Cases of records with at most so many drafts per row and step; 0: without speculation."""
+    """Recorded cases with at most this many drafts per row and step; 0 for no speculation."""
     cases = {}
     for most in (0, 2, 8):
         folder = tmp_path_factory.mktemp(f"drafts-{most}")
@@ -162,7 +162,7 @@ def _assert_close(predicted: Figures, measured: Figures) -> None:
 
 
 def test_a_record_with_drafts_is_reproduced(drafting: dict[int, Case]) -> None:
-    """Latencies, drafts and accepted drafts are those of the record; the page shows them."""
+    """Latencies, drafts and accepted drafts match the record; the page shows them."""
     for most in (2, 8):
         found = compare(drafting[most], [])
         assert found.recorded is not None
@@ -212,7 +212,7 @@ def test_speculation_is_turned_on_with_the_drafts_of_another_record(drafting: di
 
 
 def test_speculation_without_known_drafts_is_refused(drafting: dict[int, Case]) -> None:
-    """A record without drafts says nothing of them, and no record says how they were proposed."""
+    """A record without drafts says nothing about them, and no record says how they were proposed."""
     with pytest.raises(ConfigError, match="use a record of workers with --speculation"):
         compare(drafting[0], ["speculative_tokens=8"])
     with pytest.raises(ConfigError, match="does not show how its drafts were proposed"):
@@ -237,7 +237,7 @@ def test_every_way_to_end_is_simulated() -> None:
 
 
 def test_more_workers_shorten_the_wait() -> None:
-    """Sixty requests at once wait for one worker of eight rows, and not for ten of them."""
+    """Sixty simultaneous requests wait for one worker with eight rows, but not for ten such workers."""
     arrivals = [_arrival(number, at=0.0) for number in range(60)]
 
     few, many = _simulate(arrivals).figures, _simulate(arrivals, workers=10).figures
@@ -258,7 +258,7 @@ def test_idle_workers_cost_no_steps() -> None:
 
 
 def test_shared_prefixes_are_found_again() -> None:
-    """Requests with equal block keys hit the prefix cache, and a conversation finds the blocks of its last answer."""
+    """Requests with equal block keys hit the prefix cache, and a conversation finds its last response's blocks."""
     keys = [bytes([number]) * KEY_BYTES for number in range(1, 6)]
     first = replace(_arrival(0, outputs=9), keys=b"".join(keys[:2]), following_keys=b"".join(keys[2:4]), block_size=4)
     spec = RequestSpec("r1", 20, 40)
@@ -283,7 +283,7 @@ def test_scarce_memory_preempts_and_swaps() -> None:
 
 
 def test_a_worker_that_was_lost_is_lost_again() -> None:
-    """A worker leaves and another one joins at the times of the record; the requests go on."""
+    """A worker leaves and another joins at the recorded times; the requests continue."""
     members = [replace(WORKER, lost=0.1), replace(WORKER, joined=0.5)]
     arrivals = [_arrival(number, outputs=30, at=0.0) for number in range(4)]
 
@@ -314,7 +314,7 @@ def test_a_worker_that_cannot_serve_is_an_error() -> None:
 
 
 def test_the_page_names_changes_and_caveats(tmp_path: Path) -> None:
-    """The table has the record, its simulation and the change, with their errors; JSON has the same figures."""
+    """The table has the record, its simulation and the change, with their errors; JSON has the same numbers."""
     record_run(tmp_path, CoreConfig(max_num_seqs=8, max_num_batched_tokens=64), num_workers=1, num_requests=30)
 
     found = compare(from_record(tmp_path), ["policy=sjf"], workers=3)

@@ -26,7 +26,7 @@ def _known(shape: Shape) -> float:
 def _samples(
     seconds: Callable[[Shape], float], scatter: float = 0.0, number: int = 2000, drafts: int = 0
 ) -> list[Sample]:
-    """Return steps of one worker; a third of them were planned while it was idle.
+    """Return one worker's steps; a third of them were planned while the worker was idle.
 
     With `drafts`, half of the steps verify up to so many for each decode row.
     """
@@ -92,7 +92,7 @@ def test_scatter_does_not_shift_the_mean() -> None:
 
 
 def test_steps_with_prompts_scatter_for_themselves() -> None:
-    """One in ten of the few steps with prompts is interrupted; steps that only decode hardly scatter, as before."""
+    """One in ten of the few steps with prompts is interrupted; pure decode steps hardly scatter, as before."""
     number = 0
 
     def interrupted(shape: Shape) -> float:
@@ -118,7 +118,7 @@ def test_a_jump_between_sizes_is_learned() -> None:
 
 
 def test_a_disturbance_is_met_at_its_time() -> None:
-    """While another process makes steps take twice as long, so does the model; the scatter does not contain it."""
+    """While another process makes steps take twice as long, so does the model; the scatter excludes this."""
     samples, shift, found = _samples(_known), 0.0, []
     for each in samples:
         busy = each.answered - max(each.previous, each.planned)

@@ -40,7 +40,7 @@ def _runs(load: Load) -> dict[str, admin.StrategyRun]:
 
 
 def test_continuous_batching_fills_the_rows_that_static_batching_leaves_idle() -> None:
-    """One long request among short ones: a static batch ends with it, a continuous one takes others meanwhile."""
+    """With one long request among short ones, a static batch ends with it, while a continuous one admits others."""
     runs = _runs(_load([100, 10, 10, 10] * 4))
     assert list(runs) == ["static", "dynamic", "continuous"]
     assert runs["continuous"].seconds < 0.6 * runs["static"].seconds
@@ -53,7 +53,7 @@ def test_continuous_batching_fills_the_rows_that_static_batching_leaves_idle() -
 
 
 def test_no_request_joins_a_static_batch() -> None:
-    """Under static batching the stays form batches of at most the rows; under continuous ones they overlap."""
+    """Under static batching the stays form batches no larger than the rows; under continuous batching they overlap."""
     runs = _runs(_load([40, 10, 20, 30] * 3, every_s=0.01))
     begins = sorted(stay.begin for stay in runs["static"].stays)
     ends = sorted(stay.end for stay in runs["static"].stays)
@@ -99,7 +99,7 @@ class _Clock:
     ids=["no time", "time for some", "time for all", "slower than planned"],
 )
 def test_what_there_is_no_time_for_is_left_out(power: int, budget: float, expected: range) -> None:
-    """The newest requests are simulated that there is time for, at least a few; the answer says that it is cut."""
+    """The newest requests are simulated as time permits, at least a few; the response shows that some were omitted."""
     load, clock = _load([400] * 40, every_s=0.01), _Clock(power)
     run_strategies(_load([400] * 10, every_s=0.01), TIMES, since_s=1000.0, rows=ROWS, clock=clock)
     first_s = clock()

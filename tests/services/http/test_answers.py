@@ -33,7 +33,7 @@ read_hermes = partial(answer_of, read=FAMILIES["hermes"].read)
 
 @pytest.mark.parametrize("cut", [0, 5, 12, 30, 47, 60, 80, len(OUTPUT)])
 def test_an_output_becomes_a_message(cut: int) -> None:
-    """Reasoning, content and calls have fields of their own, wherever the output is cut."""
+    """Reasoning, content and calls have separate fields, wherever the output is split."""
     choice = read_hermes(OUTPUT, cut, reason=v1.FINISH_REASON_STOP)
 
     message = choice["message"]

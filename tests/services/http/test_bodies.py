@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: fields are checked, and called what their senders called them."""
+"""HTTP request bodies: fields are checked, and errors use the senders' names."""
 
 import json
 import sys
@@ -90,7 +90,7 @@ def test_every_option_reaches_the_request() -> None:
     ],
 )
 def test_what_clients_add_to_messages_is_ignored(additions: dict[str, Any]) -> None:
-    """The messages of OpenAI's client from stream(), deltas and parse(), and those of UIs, mean what they say."""
+    """Messages from stream(), deltas and parse() of OpenAI's client, and from UIs, keep their meaning."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     (extra,) = additions.get("tool_calls", [{}])
@@ -171,12 +171,12 @@ def test_constraints_in_every_spelling_become_grammars() -> None:
 
 
 def tools_of(parser: str = "hermes", **fields: Any) -> Tools:
-    """The tools of a conversation with a model of this family."""
+    """Return the tools in a conversation with a model of this family."""
     return read_tools(chat(parser, **fields), model_format(parser, "{{ tools }}", {}))
 
 
 def test_a_call_that_must_be_made_is_a_grammar() -> None:
-    """`required` and a named function constrain the answer, whatever the model knows; `none` hides the tools."""
+    """`required` and a named function constrain the output for every model; `none` hides the tools."""
     named = {"type": "function", "function": {"name": "weather"}}
 
     assert tools_of("plain", tools=[TIME, WEATHER], tool_choice="required") == Tools(
@@ -290,7 +290,7 @@ def test_only_allowed_tools_may_be_called(mode: str) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named_with_its_remedy(fields: dict[str, Any], message: str) -> None:
-    """The message names the field as the sender wrote it, says what is wrong with it, and what to do."""
+    """The message names the field as the sender wrote it, what is wrong, and what to do."""
     with pytest.raises(InvalidRequestError) as error:
         chat("plain", **fields)
 
@@ -355,7 +355,7 @@ def test_a_body_that_is_no_json_object_is_refused(raw: bytes, message: str) -> N
     ],
 )
 def test_of_several_forms_the_one_that_was_meant_is_explained(prompt: object, message: str) -> None:
-    """Where a field takes several forms, the message is that of the form that fits the value best."""
+    """If a field accepts several forms, the message is about the form closest to the value."""
     with pytest.raises(InvalidRequestError) as error:
         completion(prompt=prompt)
 
@@ -363,7 +363,7 @@ def test_of_several_forms_the_one_that_was_meant_is_explained(prompt: object, me
 
 
 def test_names_of_the_proto_are_names_of_http() -> None:
-    """Where the request's checks speak of the proto's fields, the client hears of its own."""
+    """If checks use the proto's field names, the client's error has the HTTP names."""
     body = parse(ChatBody, json.dumps({"messages": MESSAGES, "max_completion_tokens": 5, "guided_regex": "a"}).encode())
     names = prepare_chat(body, "id", strict_order=False).names
 
@@ -433,7 +433,7 @@ def test_a_refusal_examines_only_the_start_of_a_body(body: dict[str, Any], messa
 
 
 def test_the_json_of_all_fields_is_bounded_together() -> None:
-    """Many fields without a schema have together at most twice as many values as one of them may have."""
+    """All fields without a schema together have at most twice the number of values permitted for one."""
     function = {"name": "f", "parameters": {"enum": [[]] * 1000}}
     body: dict[str, Any] = {"messages": MESSAGES, "tools": [{"type": "function", "function": function}] * 200}
 

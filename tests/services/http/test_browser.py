@@ -1,4 +1,4 @@
-"""What a real browser sends for pages of other origins; skipped where there is no Chromium."""
+"""What a real browser sends for pages from other origins; skipped without Chromium."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ async def chromium(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]
 
 
 async def results_of_page(stack: Stack, name: str, port: int = 0) -> dict[str, Any]:
-    """What happens to the requests of a page that the server of `name` gives to a browser."""
+    """Return the results of requests from a page that the server of `name` gives to a browser."""
     results: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
     api = str(stack.http.base_url).rstrip("/")
 
@@ -103,7 +103,7 @@ def test_a_foreign_page_reaches_nothing(tmp_path: Path) -> None:
 
 
 def test_a_page_of_an_allowed_origin_is_served(tmp_path: Path) -> None:
-    """A script of an allowed origin generates and reads; without a JSON Content-Type it is refused as well."""
+    """A script from an allowed origin generates and reads; without a JSON Content-Type it is refused too."""
 
     async def main() -> None:
         with listening_socket("127.0.0.1", 0) as held:
@@ -121,7 +121,7 @@ def test_a_page_of_an_allowed_origin_is_served(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [("evil.example", "is not an allowed name"), ("localhost", MODEL.name)])
 def test_a_rebound_name_is_refused(tmp_path: Path, name: str, expected: str) -> None:
-    """A browser with a foreign name for the service gets nothing; with localhost it gets an answer."""
+    """A browser with a foreign name for the service gets nothing; with localhost it gets a response."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

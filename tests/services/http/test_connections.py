@@ -33,7 +33,7 @@ async def connected(
 
 
 async def sent(stack: Stack, *pieces: bytes) -> bytes:
-    """What the server says to these pieces until it closes the connection."""
+    """Return what the server sends for these pieces until it closes the connection."""
     async with connected(stack) as (reader, writer), asyncio.timeout(PATIENCE_S):
         said = b""
         with contextlib.suppress(ConnectionError):
@@ -76,7 +76,7 @@ def test_what_costs_more_to_parse_than_to_send_ends_its_connection(
 
 
 def test_a_short_pipeline_is_answered_in_order(tmp_path: Path) -> None:
-    """Requests that a client sends before it has read the answers are served one by one."""
+    """Requests that a client sends before reading the responses are served one by one."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -126,7 +126,7 @@ def test_a_malformed_body_ends_an_answer_that_has_begun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_without_chunks_gets_the_body_until_the_end(tmp_path: Path, stream: bool) -> None:
-    """HTTP/1.0 has no transfer codings. A stream ends with the connection; other answers have a length."""
+    """HTTP/1.0 has no transfer codings. A stream ends with the connection; other responses have a length."""
     body = json.dumps({"prompt": "hi", "max_tokens": 4, "stream": stream}).encode()
     head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body)
 
@@ -218,7 +218,7 @@ def test_a_client_that_leaves_ends_every_request_of_its_pipeline(tmp_path: Path)
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_a_body_in_small_chunks_is_served(tmp_path: Path, size: int) -> None:
-    """Chunks of any size may be sent while there are not thousands of them."""
+    """Chunks may have any size unless there are thousands of them."""
     content = b'{"prompt": [5, 6, 7], "max_tokens": 2}' + b" " * 2000
 
     async def main() -> None:
@@ -292,7 +292,7 @@ def test_an_address_with_many_requests_delays_no_other(tmp_path: Path, monkeypat
 
 
 def test_grpc_connections_leave_descriptors_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound they are closed; HTTP is served as before, and gRPC again when some have ended."""
+    """Connections beyond the limit are closed; HTTP is served as before, and so is gRPC when some have ended."""
     monkeypatch.setattr(frontend, "_max_connections", lambda: 12)
 
     async def main() -> None:
@@ -312,7 +312,7 @@ def test_grpc_connections_leave_descriptors_to_others(tmp_path: Path, monkeypatc
 
 
 def test_addresses_of_one_network_share() -> None:
-    """An IPv6 address stands for its /64 network; an IPv4 address for itself, however it is written."""
+    """An IPv6 address counts as its /64 network; an IPv4 address counts as itself in any notation."""
     assert (
         _owner(("2001:db8::1:2:3", 1, 0, 0)) == _owner(("2001:db8::9", 2, 0, 0)) != _owner(("2001:db8:0:1::9", 2, 0, 0))
     )

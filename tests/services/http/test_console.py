@@ -77,7 +77,7 @@ def _say(stack: Stack, part: admin.WatchStepsResponse) -> None:
 
 
 def test_the_page_loads_only_its_own_files(tmp_path: Path) -> None:
-    """Every file that the page and its modules name is served under a policy that allows nothing else."""
+    """Every file named by the page and its modules is served under a policy that permits nothing else."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -225,7 +225,7 @@ def test_a_viewer_that_pauses_learns_how_many_steps_it_has_missed(tmp_path: Path
 
 
 def test_a_viewer_that_leaves_ends_its_view(tmp_path: Path) -> None:
-    """The core is notified of the end of the last view."""
+    """The core is notified when the last view ends."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack, asyncio.timeout(PATIENCE_S):
@@ -243,7 +243,7 @@ ROWS = st.dictionaries(st.integers(0, 4), st.integers(10, 13), max_size=4)
 def test_a_viewer_can_restore_the_rows_from_the_changes(
     steps: list[tuple[str, dict[int, int], dict[int, int]]],
 ) -> None:
-    """Each step has only the rows that have changed, and a viewer that applies them has all rows of every step."""
+    """Each step has only the changed rows, and a viewer that applies them has all rows of every step."""
     feed, known = Feed(), dict[tuple[str, str], dict[int, int]]()
     for worker, decode, waiting in steps:
         part = admin.WatchStepsResponse()
@@ -282,7 +282,7 @@ def _step(worker: str, *rows: int) -> admin.WatchStepsResponse:
 
 
 def test_a_worker_that_left_is_forgotten_after_a_minute() -> None:
-    """Its name is sent once, and all rows of a successor of this name; a worker that comes back earlier is kept."""
+    """Its name is sent once, with all rows of a successor with this name; a worker that returns earlier is kept."""
     feed = Feed()
     for worker in ("left", "back"):
         feed.message(_step(worker, 1, 2))

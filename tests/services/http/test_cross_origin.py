@@ -39,7 +39,7 @@ def accepts(policy: CrossOriginPolicy, **headers: str) -> bool:
 
 
 async def post(stack: Stack, *, text: str = TEXT, **headers: str) -> httpx.Response:
-    """A completion, sent with these headers and no others of its own."""
+    """Send a completion with only these headers."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return await stack.http.post("/v1/completions", content=text, headers=named)
 
@@ -95,7 +95,7 @@ def test_a_foreign_page_gets_no_permission(tmp_path: Path) -> None:
     "path", ["/v1/models", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/docs", "/x"]
 )
 def test_a_rebound_name_reads_no_path(tmp_path: Path, path: str) -> None:
-    """With a foreign name, every path of a loopback listener is refused; with its own it answers."""
+    """With a foreign name, every path of a loopback listener is refused; with its own name it responds."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -153,7 +153,7 @@ def test_parameters_and_capitals_of_the_content_type_do_not_matter(tmp_path: Pat
 
 
 def test_a_page_of_an_allowed_origin_is_served(tmp_path: Path) -> None:
-    """Its preflight is granted, and whole answers, streams and errors may be read by it; other origins stay out."""
+    """Its preflight is granted, and it may read responses, streams and errors; other origins are refused."""
 
     async def main() -> None:
         async with running_stack(tmp_path, allowed_origins=f"{APP}, http://localhost:3000") as stack:
@@ -197,7 +197,7 @@ def test_any_origin_may_be_allowed(tmp_path: Path) -> None:
 
 
 def test_the_services_own_pages_may_call(tmp_path: Path) -> None:
-    """A page from the same address calls by itself; behind a proxy that changes Host, its browser says that it does."""
+    """A page from the same address is accepted; behind a proxy that changes Host, the browser's header shows it."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -251,7 +251,7 @@ def test_a_loopback_listener_has_no_other_names(listener: str) -> None:
 
 @pytest.mark.parametrize("listener", ["0.0.0.0", "::", "10.0.0.5", "quire.example.org"])
 def test_an_open_listener_has_every_name(listener: str) -> None:
-    """Service names, proxies and load balancers need no list; the names of one are kept to when it is given."""
+    """Service names, proxies and load balancers need no list; if a list is given, only its names are accepted."""
     for host in ("quire.default.svc.cluster.local:8000", "api.example.org", "frontend:8000"):
         assert accepts(policy(listener), host=host)
     listed = policy(listener, hosts="api.example.org, *.svc.cluster.local")
@@ -262,7 +262,7 @@ def test_an_open_listener_has_every_name(listener: str) -> None:
 
 
 def test_a_loopback_listener_behind_a_proxy_takes_the_names_on_the_list() -> None:
-    """A proxy on the same machine passes on the public name; `*` stands for every name."""
+    """A proxy on the same machine forwards the public name; `*` stands for every name."""
     assert accepts(policy(hosts="api.example.org"), host="api.example.org")
     assert not accepts(policy(hosts="api.example.org"), host="evil.example")
     assert accepts(policy(hosts="*"), host="evil.example")
@@ -275,7 +275,7 @@ def test_clients_that_are_no_browsers_are_accepted() -> None:
 
 
 def test_own_origins() -> None:
-    """An origin is the service's own when it is the Host of the request, or when the browser says so."""
+    """An origin is the service's own if it equals the request's Host, or if the browser says so."""
     each = policy("0.0.0.0")
     assert accepts(each, host="api.example.org", origin="https://api.example.org")
     assert accepts(each, host="10.0.0.5:8000", origin="http://10.0.0.5:8000")

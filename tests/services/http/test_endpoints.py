@@ -36,7 +36,7 @@ JSON = {"content-type": "application/json"}
 
 
 def body(*prompt: int, **fields: Any) -> dict[str, Any]:
-    """A completion that the echo core answers with its own prompt, over and over."""
+    """A completion to which the echo core responds with its own prompt, over and over."""
     return {"prompt": list(prompt), "max_tokens": 8, **fields}
 
 
@@ -48,7 +48,7 @@ async def events(response: httpx.Response) -> list[Any]:
 
 @asynccontextmanager
 async def open_stream(stack: Stack, **fields: Any) -> AsyncIterator[AsyncIterator[str]]:
-    """The lines of a stream, of which the first has been read."""
+    """Return a stream's lines after the first one has been read."""
     request = body(5, 6, 7, stream=True, **{"max_tokens": FOREVER, **fields})
     async with stack.http.stream("POST", "/v1/completions", json=request) as response:
         assert response.status_code == 200
@@ -58,7 +58,7 @@ async def open_stream(stack: Stack, **fields: Any) -> AsyncIterator[AsyncIterato
 
 
 async def rest(lines: AsyncIterator[str]) -> list[str]:
-    """What is left of a stream's lines that say something."""
+    """Return the remaining non-empty lines of a stream."""
     return [line async for line in lines if line]
 
 
@@ -68,12 +68,12 @@ def has_cancelled(core: TestCore) -> bool:
 
 
 def test_the_head_of_a_request_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Headers without end, a head that never gets done, and a connection that says nothing are hung up on."""
+    """Endless headers, an incomplete head, and a silent connection are closed."""
     beginning = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     last = b"connection: close\r\n\r\n"
 
     async def answer(stack: Stack, *sent: bytes, patience_s: float = PATIENCE_S) -> bytes:
-        """What comes until the server hangs up; each piece is sent when the one before has been answered."""
+        """Return everything until the server closes; send each piece after the response to the previous one."""
         reader, writer = await asyncio.open_connection(stack.http.base_url.host, stack.http.base_url.port)
         try:
             for piece in sent[:-1]:
@@ -101,7 +101,7 @@ def test_the_head_of_a_request_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_id_that_no_header_can_hold_is_refused(tmp_path: Path) -> None:
-    """A request id that no header can hold gets an answer that names it; one with blanks around it is accepted."""
+    """A request id that no header can hold is named in an error; one with surrounding blanks is accepted."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -208,7 +208,7 @@ def test_cached_tokens_are_given_once_all_prompts_have_ended() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_request(tmp_path: Path, stream: bool) -> None:
-    """Whether it waits for a whole answer or reads a stream: when it goes, the core hears of it."""
+    """When a client that waits or reads a stream disconnects, the core is notified."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=20)) as stack:
@@ -291,7 +291,7 @@ def test_ends_have_their_status(
 
 
 def test_an_end_for_a_field_of_the_request_names_it_as_http_does(tmp_path: Path) -> None:
-    """Constraints that leave no token are the client's to change: 400, with the parameter under its own name."""
+    """If constraints permit no token, the client must change them: 400, with the parameter's own name."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -368,7 +368,7 @@ def test_a_late_error_has_the_form_of_its_api(tmp_path: Path, path: str, fields:
 
 @pytest.mark.parametrize("path", [path for path, _ in LATE[:3]])
 def test_openai_s_client_raises_a_late_error(tmp_path: Path, path: str) -> None:
-    """A stream that fails after its first event ends with an exception that has the code, not as a short text."""
+    """A stream that fails after its first event raises an exception with the code instead of ending early."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
@@ -393,7 +393,7 @@ def test_openai_s_client_raises_a_late_error(tmp_path: Path, path: str) -> None:
 
 
 def test_a_deadline_is_kept(tmp_path: Path) -> None:
-    """X-Request-Timeout reaches the core as its deadline; one that is no number is refused."""
+    """X-Request-Timeout reaches the core as its deadline; a value that is not a number is refused."""
 
     async def main() -> None:
         async with running_stack(tmp_path, core=lambda a: TestCore(a, limit=2)) as stack:
@@ -430,7 +430,7 @@ def test_bodies_are_bounded(tmp_path: Path) -> None:
 
 
 def test_a_compressed_body_is_refused(tmp_path: Path) -> None:
-    """The answer is 415 and names the header; a body whose header names no compression is read."""
+    """The response is 415 and names the header; a body whose header names no compression is read."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -500,7 +500,7 @@ def test_without_max_tokens_the_default_counts(
     ("keep", "expected"), [(-1, MODEL.max_model_len - 8), (10**6, MODEL.max_model_len - 8), (9, 9)]
 )
 def test_a_truncated_prompt_fits(tmp_path: Path, keep: int, expected: int) -> None:
-    """`truncate_prompt_tokens` keeps at most what fits beside the output, and -1 keeps that much, as in vLLM."""
+    """`truncate_prompt_tokens` keeps at most what fits with the output, and -1 keeps exactly that, as in vLLM."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -513,7 +513,7 @@ def test_a_truncated_prompt_fits(tmp_path: Path, keep: int, expected: int) -> No
 
 
 def test_a_base_url_without_v1_gets_a_hint(tmp_path: Path) -> None:
-    """A client whose base URL lacks /v1 learns so; other unknown paths are listed in /docs."""
+    """A client whose base URL lacks /v1 gets this hint; other unknown paths are listed in /docs."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -534,7 +534,7 @@ def test_a_base_url_without_v1_gets_a_hint(tmp_path: Path) -> None:
 
 
 def test_tools_of_a_template_without_tools_are_refused(tmp_path: Path) -> None:
-    """Every API refuses tools that the chat template cannot show, and accepts those of a forced call."""
+    """Every API refuses tools that the chat template cannot show, except for a forced call."""
     turns, schema = [{"role": "user", "content": "x"}], {"type": "object", "properties": {}}
     function = {"name": "now", "parameters": schema}
     calls: list[tuple[str, dict[str, Any], Any]] = [
@@ -625,7 +625,7 @@ def test_without_a_worker_requests_get_a_retry_delay(tmp_path: Path) -> None:
 
 
 def test_a_stopping_front_end_finishes_what_it_has(tmp_path: Path) -> None:
-    """Within the grace period a stream goes on to its end while new requests are refused with 503."""
+    """Within the grace period a stream completes while new requests are refused with 503."""
 
     async def main() -> None:
         async with (
@@ -665,7 +665,7 @@ def test_streams_end_with_an_error_after_the_grace_period(tmp_path: Path) -> Non
 
 
 def test_the_clients_trace_goes_on_to_the_core(tmp_path: Path) -> None:
-    """A traceparent header is the parent of the server's span, whose own goes to the core."""
+    """A traceparent header is the parent of the server's span, whose own traceparent goes to the core."""
 
     async def main() -> None:
         telemetry = KeptTelemetry()
@@ -728,7 +728,7 @@ def test_unknown_paths_and_methods(tmp_path: Path) -> None:
 
 
 def test_a_large_head_is_refused_however_it_arrives(tmp_path: Path) -> None:
-    """A head of 70 KiB that arrives in one piece gets 431."""
+    """A head of 70 KiB in one piece gets 431."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -781,7 +781,7 @@ def test_a_malformed_chunk_size_gets_400(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def incomplete(stack: Stack, head: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """The answers on a connection that has sent this head and one byte of a body that never ends."""
+    """Return the responses on a connection with this head and one byte of an endless body."""
     port = stack.http.base_url.port
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head + b"1\r\n{\r\n")
@@ -835,7 +835,7 @@ def test_bodies_that_are_being_received_are_bounded_in_bytes(tmp_path: Path, mon
 
 
 def test_a_refused_client_cannot_hold_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection ends some seconds after an answer that came before the end of the body, also without credentials."""
+    """A connection ends some seconds after a response that preceded the end of the body, even without credentials."""
     monkeypatch.setattr(server, "LINGER_S", 0.01)
 
     async def main() -> None:
@@ -849,7 +849,7 @@ def test_a_refused_client_cannot_hold_its_connection(tmp_path: Path, monkeypatch
 
 
 def test_connections_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections beyond the share of an address are closed at once; later ones are served when some have ended."""
+    """Connections beyond an address's share are closed at once; later ones are served when some have ended."""
     monkeypatch.setattr(frontend, "_max_connections", lambda: 9)
 
     async def main() -> None:

@@ -22,7 +22,7 @@ def test_the_pieces_are_the_json_text(value: object) -> None:
 
 
 def test_each_piece_of_a_large_value_is_short() -> None:
-    """Long lists are cut, of scalars as well as of objects."""
+    """Long lists are split, whether they contain scalars or objects."""
     vectors = [[0.5] * 10_000, [{"token": "x", "top": {"a": -1.0}}] * 10_000]
 
     pieces = list(json_pieces({"data": vectors}))

@@ -16,7 +16,7 @@ CUTS = st.lists(st.integers(1, 4), max_size=40)
 
 
 def offsets_of(tokenizer: Tokenizer, ids: list[int], cuts: list[int], *, echoed: str = "") -> list[int]:
-    """The offsets that a completion has for these tokens, sent in messages of the given sizes (then of one)."""
+    """Return a completion's offsets for these tokens, sent in messages of the given sizes (then of one)."""
     make = detokenizer_factory(tokenizer)
     logprobs = Logprobs(0, False, token_reader(tokenizer), lambda: make(True))
     answer = Answer(chat=False, id="", model="", n=1, prompts=1, logprobs=logprobs, echo=bool(echoed))
@@ -55,7 +55,7 @@ def test_a_token_begins_behind_the_characters_completed_before_it(
 
 @pytest.mark.parametrize("cuts", [[], [99]], ids=["alone", "together"])
 def test_tokens_of_one_character_begin_where_it_does(cuts: list[int]) -> None:
-    """The second half of an é is at the é, whether or not it comes with the first; what follows is behind it."""
+    """The second half of an é has the é's offset, whether or not both come together; later tokens follow."""
     first, second = (byte_level().token_to_id(half) for half in "Ã©")
     assert first is not None
     assert second is not None
@@ -66,7 +66,7 @@ def test_tokens_of_one_character_begin_where_it_does(cuts: list[int]) -> None:
 
 @given(cuts=CUTS)
 def test_a_text_may_lack_the_space_of_its_first_token(cuts: list[int]) -> None:
-    """Some tokenizers drop it; that shifts nothing that follows."""
+    """Some tokenizers drop the space; this does not shift later tokens."""
     text = "the quick brown fox é 🙂 the sea"
     ids = sentencepiece_style().encode(text, add_special_tokens=False).ids
     read = token_reader(sentencepiece_style())

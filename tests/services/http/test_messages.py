@@ -41,7 +41,7 @@ def answered(text: str, end: v1.Finished, cut: int = 7) -> tuple[list[dict[str, 
 
 
 def test_an_output_becomes_blocks() -> None:
-    """Thinking, text and uses of tools are blocks; their events come in Anthropic's order."""
+    """Thinking, text and tool uses are blocks; their events come in Anthropic's order."""
     usage = v1.Usage(completion_tokens=4, cached_prompt_tokens=2)
     events, message = answered(OUTPUT, v1.Finished(reason=v1.FINISH_REASON_STOP, usage=usage))
 
@@ -80,7 +80,7 @@ def test_a_message_says_why_it_stopped(end: v1.Finished, reason: str, sequence: 
 
 @pytest.mark.parametrize("arguments", ['{"a": ', '{"a": NaN}', '{"a": 1e999}', '{"a": ' + "[" * 5000])
 def test_arguments_that_are_no_json_are_shown_as_text(arguments: str) -> None:
-    """A tool use that is cut off, or whose arguments are not JSON, has what there is of them."""
+    """A truncated tool use, or one whose arguments are not JSON, has the existing text."""
     end = v1.Finished(reason=v1.FINISH_REASON_LENGTH)
     _, message = answered('<tool_call>\n{"name": "f", "arguments": ' + arguments, end)
 
@@ -89,7 +89,7 @@ def test_arguments_that_are_no_json_are_shown_as_text(arguments: str) -> None:
 
 
 def test_blocks_become_turns() -> None:
-    """Results of tools are turns of their own, before the text beside them; thinking is left out."""
+    """Tool results are separate turns, before accompanying text; thinking is omitted."""
     blocks = [
         {"type": "thinking", "thinking": "x", "signature": "y"},
         {"type": "text", "text": "ok"},
@@ -120,7 +120,7 @@ def test_blocks_become_turns() -> None:
 
 
 def test_what_claude_code_sends_is_understood() -> None:
-    """Its billing block, whose hash differs between requests, is no part of the prompt; server tools are left out."""
+    """Its billing block, whose hash differs between requests, is not part of the prompt; server tools are omitted."""
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=0f3a;"},
         {"type": "text", "text": "Rules.", "cache_control": {"type": "ephemeral"}},
@@ -248,7 +248,7 @@ def test_options_of_the_scheduler_are_those_of_chat(tmp_path: Path) -> None:
 
 
 def test_models_have_the_fields_of_anthropic_s_clients(tmp_path: Path) -> None:
-    """A model of /v1/models has a type, a name to display and the time of its creation."""
+    """A model in /v1/models has a type, a display name and its creation time."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

@@ -75,7 +75,7 @@ def test_an_output_becomes_items() -> None:
 
 
 def test_a_client_that_requests_a_summary_reads_the_reasoning_there() -> None:
-    """Events and item have OpenAI's form of a summary; its text is the whole reasoning."""
+    """Events and item have OpenAI's summary format; the summary's text is the whole reasoning."""
     events, response = answered(OUTPUT, v1.FINISH_REASON_STOP, reasoning={"summary": "auto"})
 
     reasoning = response["output"][0]
@@ -106,7 +106,7 @@ def test_an_output_that_reaches_its_limit_is_incomplete() -> None:
 
 
 def test_items_become_turns() -> None:
-    """Instructions come first, parts are joined, calls of one turn are one message, reasoning is left out."""
+    """Instructions come first, parts are joined, one turn's calls are one message, reasoning is omitted."""
     items = [
         {"role": "developer", "content": "Be short."},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -142,7 +142,7 @@ TEAM = {"type": "namespace", "name": "team", "description": "d", "tools": [FUNCT
 
 
 def test_custom_tools_and_namespaces_are_functions_of_the_chat() -> None:
-    """A chat knows functions only; history and tool_choice name them in the same way."""
+    """A chat has only functions; history and tool_choice name them in the same way."""
     items = [
         {"role": "user", "content": "go"},
         {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"'},
@@ -174,7 +174,7 @@ def test_custom_tools_and_namespaces_are_functions_of_the_chat() -> None:
 
 
 def test_allowed_tools_and_strict_reach_the_chat() -> None:
-    """The choice names functions of the chat; a function is strict if the client says so."""
+    """The choice names chat functions; a function is strict if the client requests it."""
     tools = [FUNCTION | {"strict": True}, TEAM, PATCH]
     named = [{"type": "function", "name": "ask", "namespace": "team"}, {"type": "custom", "name": "patch"}]
     choice = {"type": "allowed_tools", "mode": "required", "tools": named}
@@ -197,7 +197,7 @@ def test_allowed_tools_and_strict_reach_the_chat() -> None:
     ],
 )
 def test_a_call_of_a_custom_tool_has_text(arguments: str, text: str) -> None:
-    """The client gets the text of the only argument, also a cut one; other arguments are shown as they are."""
+    """The client gets the only argument's text, even if truncated; other arguments are shown unchanged."""
     output = '<tool_call>\n{"name": "patch", "arguments": ' + arguments
     events, response = answered(output, v1.FINISH_REASON_LENGTH, tools=[PATCH])
 
@@ -277,7 +277,7 @@ def test_a_principal_evicts_its_own_responses() -> None:
 
 
 def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> None:
-    """A stored response is the beginning of the next one; one that is not stored is not found."""
+    """The next response can continue a stored one; a response that is not stored is not found."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -305,7 +305,7 @@ def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> Non
 
 
 def test_log_probabilities_of_the_text(tmp_path: Path) -> None:
-    """`include` or `top_logprobs` requests them; those of the deltas together are those of the part."""
+    """`include` or `top_logprobs` requests them; those of all deltas together equal those of the part."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -330,7 +330,7 @@ def test_log_probabilities_of_the_text(tmp_path: Path) -> None:
 
 
 def test_the_tokens_of_an_input_are_counted(tmp_path: Path) -> None:
-    """The count is that of the usage, also when a response is continued; nothing is generated."""
+    """The count equals the usage, even when a response is continued; nothing is generated."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -348,7 +348,7 @@ def test_the_tokens_of_an_input_are_counted(tmp_path: Path) -> None:
 
 
 def test_items_of_stored_responses_can_be_referred_to(tmp_path: Path) -> None:
-    """A reference, as the AI SDK sends it, stands for the item; a deleted or foreign one is named."""
+    """A reference, as sent by the AI SDK, stands for the item; a deleted or foreign reference is named."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:

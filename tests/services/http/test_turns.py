@@ -1,4 +1,4 @@
-"""Conversations of agents and templates that prescribe the order of roles."""
+"""Agents' conversations, and templates that prescribe the order of roles."""
 
 import pytest
 

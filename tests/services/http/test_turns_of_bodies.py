@@ -22,7 +22,7 @@ async def received(
     leaves: asyncio.Event | None = None,
     waits: asyncio.Event | None = None,
 ) -> CompletionBody:
-    """Read and parse a body that has arrived; `waits` is set when it waits for its turn. Its client may leave."""
+    """Read and parse a received body; set `waits` when it waits for its turn. Its client may disconnect."""
     leaves, waits = leaves or asyncio.Event(), waits or asyncio.Event()
 
     messages: list[dict[str, object]] = [{"type": "http.request", "body": body}]
@@ -45,7 +45,7 @@ async def received(
 
 
 def test_principals_take_turns_with_large_bodies() -> None:
-    """A large body waits for one of each other principal, a small one for none. Bytes count until they are parsed."""
+    """A large body waits for one from each other principal, a small one for none. Bytes count until they are parsed."""
 
     async def main() -> tuple[list[str], int, int]:
         shares, order = make_shares(100, 100), []

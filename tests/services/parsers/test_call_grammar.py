@@ -1,4 +1,4 @@
-"""Grammars of calls: the reader of each family finds calls that follow their schemas in every output of the grammar."""
+"""Call grammars: in every permitted output, the family's parser finds calls that follow their schemas."""
 
 # ruff: noqa: RUF001  (DeepSeek writes its markers with these characters)
 
@@ -39,14 +39,14 @@ TEMPLATES = {
     "mistral": ("tools [TOOL_CALLS]", "tools [TOOL_CALLS] [ARGS] [THINK]"),
     "deepseek": ("tools <｜tool▁call▁begin｜>", "tools <｜tool▁call▁begin｜> ```json <think>"),
 }
-"""What templates of a family have that affects its form; by default, whether they have reasoning."""
+"""Contents of a family's templates that affect its format; by default, whether they have reasoning."""
 FORMATS = [
     (name, template, kind)
     for name in FAMILIES
     for template in TEMPLATES.get(name, ("tools", "tools <think>"))
     for kind in ("letters", "added", "special")
 ]
-"""Families with variants of their templates, and what their markers are: several tokens, or a token of their own."""
+"""Families with template variants, and whether their markers are single tokens or several."""
 ENDS = ('"', '"}', "}", "]", ")", '")', "\n", ", ", "1", "e", "</parameter>")
 """Texts that a random walk tries often, so that it ends."""
 
@@ -124,7 +124,7 @@ def _matcher(name: str, kind: str, grammar: str) -> LLMatcher:
 
 
 def _walk(name: str, kind: str, grammar: str, rng: random.Random) -> str | None:
-    """Return a random output of a grammar; None if it does not end soon."""
+    """Return a random output that a grammar permits; None if it does not end soon."""
     tokenizer = tokenizers(name, kind)[0]
     matcher = _matcher(name, kind, grammar)
     spelled = tokenizers("plain", "letters")[0]

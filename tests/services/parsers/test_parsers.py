@@ -210,7 +210,7 @@ def test_an_output_may_begin_within_reasoning(family: str, text: str, expected: 
     ],
 )
 def test_a_call_that_is_cut_off_keeps_its_arguments(family: str, text: str) -> None:
-    """A call that the output's end cuts off has its name and the arguments so far, and does not end."""
+    """If the output ends within a call, the call has its name and the arguments so far, and no end event."""
     assert read(family, text) == [CallBegun(0, "call_0", "f"), CallArguments(0, '{"s": "x')]
 
 
@@ -335,7 +335,7 @@ FRAGMENTS = [
 
 
 def _adversarial(rng: random.Random) -> str:
-    """Return a random text of fragments of all families, often begun or ended like a real output."""
+    """Return a random text with fragments from all families, often with the start or end of a real output."""
     real = rng.choice(WRITTEN)[1]
     head = real[: rng.randrange(len(real) + 1)] if rng.random() < 0.5 else ""
     tail = real[rng.randrange(len(real) + 1) :] if rng.random() < 0.3 else ""

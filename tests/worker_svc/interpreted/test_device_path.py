@@ -1,4 +1,4 @@
-"""The whole path of a GPU but the GPU: interpreted kernels, graphs and streams of a stand-in, two plans in flight."""
+"""The whole GPU path without a GPU: interpreted kernels, fake graphs and streams, two plans in flight."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ READ_BACK = {
     "aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero", "aten.masked_select",
     "aten.unique_dim", "aten._unique2", "aten.bincount", "aten.allclose", "aten.repeat_interleave.Tensor",
 }  # fmt: skip
-"""Operations that need values of a tensor on the host: on a GPU they wait for everything enqueued so far."""
+"""Operations that read a tensor's values on the host; on a GPU they wait for everything enqueued so far."""
 
 
 class NoReadBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class NoReadBack(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...]]]:
-    """Record what would be compiled of each kernel: Triton's key of every launch.
+    """Record what would be compiled for each kernel: Triton's key for every launch.
 
     Operations of the interpreter itself on tensors are not recorded.
     """
@@ -78,8 +78,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[tuple[object, ...
 def specialisation(kernel: _dispatch.Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[object, ...]:
     """Return Triton's key of a launch.
 
-    It contains the types, the values of compile-time parameters, whether an integer is 1 or divisible by 16, and
-    whether a pointer is aligned to 16 bytes. Arguments that vary are left out.
+    The key contains the types, the values of compile-time parameters, whether an integer is 1 or divisible by 16, and
+    whether a pointer is aligned to 16 bytes. Varying arguments are omitted.
     """
     key: list[object] = [tuple(sorted(options.items()))]
     for name, value in zip(kernel.function.arg_names, args, strict=False):
@@ -121,7 +121,7 @@ SAMPLINGS = (
 def test_tokens_are_the_oracles(tmp_path: Path) -> None:
     """Chunks, mixed steps and captured decode, two plans in flight, over kernels as they are written for a GPU.
 
-    No step reads a value back, those of a mixture of experts included.
+    No step reads a value back, including those with a mixture of experts.
     """
     folder = make_checkpoint("MixtralForCausalLM", tmp_path)
     device = FakeAccelerator()

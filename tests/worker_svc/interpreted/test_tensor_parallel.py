@@ -18,7 +18,7 @@ PROMPT = [7, 8, 9, 10]
 
 
 def test_two_plans_in_flight_on_two_ranks(tmp_path: Path) -> None:
-    """Rows with and without filters get the tokens of one process; followers repeat the order of rank 0."""
+    """Rows with and without filters get the same tokens as in one process; followers repeat rank 0's order."""
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
     settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
 
@@ -39,7 +39,7 @@ def test_two_plans_in_flight_on_two_ranks(tmp_path: Path) -> None:
 
 
 def in_two_flights(driver: LeadingDriver) -> None:
-    """Four steps; from the second on, the next one is launched before the last one is collected."""
+    """Four steps; from the second on, the next step is launched before the previous one is collected."""
     driver.launch()
     for _ in range(3):
         driver.launch()
