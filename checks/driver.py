@@ -123,8 +123,12 @@ class Driver:
         traceparent: str = "",
         blocks: Sequence[int] = (),
         computed: int = 0,
+        checkpoint: int | None = None,
     ) -> int:
-        """Admit a row. Its blocks already contain the KV of the first `computed` tokens; chunks compute the rest."""
+        """Admit a row. Its blocks already contain the KV of the first `computed` tokens; chunks compute the rest.
+
+        Its recurrent state after these tokens is in `checkpoint`.
+        """
         row = self.free_rows()[0] if row is None else row
         self._generations[row] = self._generations.get(row, 0) + 1
         self.rows[row] = Row(list(tokens), len(tokens), computed, list(blocks))
@@ -139,9 +143,16 @@ class Driver:
                 sampling=sampling.SerializeToString(),
                 request_id=f"request-{row}",
                 traceparent=traceparent,
+                checkpoint=checkpoint,
             )
         )
         return row
+
+    def save(self, row: int, length: int, checkpoint: int) -> None:
+        """Save the recurrent state of a row after `length` tokens."""
+        self.plan.save_rows += to_column([row])
+        self.plan.save_lengths += to_column([length])
+        self.plan.save_checkpoints += to_column([checkpoint])
 
     def take_block(self) -> int:
         """Take an unused block."""

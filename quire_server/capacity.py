@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.config import ConfigError
-from shared.kv_sizes import KV_TYPES, count_blocks, kv_bytes_per_token
+from shared.kv_sizes import KV_TYPES, count_blocks, default_checkpoints, kv_bytes_per_token
 from worker_svc.interface.limits import Limits
 
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -87,6 +87,8 @@ class Serving:
     max_model_len: int = 0
     """Longest sequence in tokens; 0 for the model's positions."""
     max_rows: int = 256
+    num_checkpoints: int = 0
+    """Checkpoints of recurrent states."""
     max_tokens_per_step: int = 8192
     tensor_parallel_size: int = 1
 
@@ -98,7 +100,7 @@ class Memory:
     weights: int
     step: int
     state: int
-    """Recurrent state of all rows."""
+    """Recurrent states of all rows and checkpoints."""
     kv: int
     num_blocks: int
     """Number of KV blocks. With tensor parallelism, a block holds one card's share of the heads."""
@@ -362,19 +364,21 @@ def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
     return max(activations, logits + serving.max_rows * sizes.vocab_size * (element + _RULES_BYTES))
 
 
-def with_default_rows(serving: Serving, sizes: ModelSizes, memory: int) -> Serving:
-    """Return `serving` with fewer rows if their recurrent states would take more than half of the memory.
-
-    A worker without `--max-num-seqs` reduces its rows in the same way.
+def with_states(serving: Serving, sizes: ModelSizes, memory: int, *, default_rows: bool) -> Serving:
+    """Return `serving` with the recurrent states that a worker allocates.
 
     Args:
-        serving: worker settings with the default number of rows.
+        serving: worker settings.
         sizes: the model.
         memory: bytes that states and KV may use.
+        default_rows: whether the number of rows is the default, which is reduced until states take half of the memory.
     """
     if not sizes.state_bytes:
         return serving
-    return replace(serving, max_rows=max(1, min(serving.max_rows, memory // 2 // sizes.state_bytes)))
+    rows = min(serving.max_rows, memory // 2 // sizes.state_bytes) if default_rows else serving.max_rows
+    rows = max(1, rows)
+    checkpoints = default_checkpoints(rows, sizes.state_bytes, memory, has_kv=sizes.num_layers > 0)
+    return replace(serving, max_rows=rows, num_checkpoints=checkpoints)
 
 
 def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step: int) -> Memory:
@@ -390,7 +394,7 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
     Raises:
         ConfigError: no block of KV fits.
     """
-    state = serving.max_rows * sizes.state_bytes
+    state = (serving.max_rows + serving.num_checkpoints) * sizes.state_bytes
     kv = card_bytes - weights - step - state
     block = serving.block_size * kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size)
     longest = serving.max_model_len or sizes.max_positions or 1 << 30
@@ -422,10 +426,8 @@ def concurrency(
         shared_prefix: number of leading prompt tokens that all requests share. Only full blocks are shared.
 
     Raises:
-        ConfigError: an argument is out of range, or a prefix is shared by rows with recurrent state.
+        ConfigError: an argument is out of range.
     """
-    if shared_prefix and sizes.state_bytes:
-        raise ConfigError("--shared-prefix: rows with recurrent state share no prefix; use 0")
     longest = serving.max_model_len or sizes.max_positions
     if longest and context > longest:
         raise ConfigError(f"--context: {context} exceeds the model's {longest} positions; lower it")

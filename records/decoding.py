@@ -276,6 +276,7 @@ class Decoder:
                     num_computed_tokens=each.num_computed,
                     attempt=each.attempt,
                     blocks=_sums(each.blocks),
+                    checkpoint=each.checkpoint if each.HasField("checkpoint") else None,
                 )
                 for each in message.admissions
             ],
@@ -291,6 +292,9 @@ class Decoder:
             copy_targets=_sums(message.copy_targets),
             draft_rows=list(message.draft_rows),
             draft_limits=list(message.draft_limits),
+            save_rows=list(message.save_rows),
+            save_lengths=list(message.save_lengths),
+            save_checkpoints=list(message.save_checkpoints),
         )
 
     def _step_done(self, message: pb.StepDone) -> ev.StepDone:

@@ -35,6 +35,8 @@ class AdmissionDigest:
     attempt: int
     """Number of earlier attempts to run the request."""
     blocks: list[int]
+    checkpoint: int | None = None
+    """Checkpoint that the row's recurrent state is restored from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,10 @@ class PlanDigest:
     draft_rows: list[int]
     """Rows whose draft limit changes with this step."""
     draft_limits: list[int]
+    save_rows: list[int]
+    """Rows whose recurrent state is saved."""
+    save_lengths: list[int]
+    save_checkpoints: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +138,7 @@ def digest(plan: Plan) -> PlanDigest:
                 num_computed_tokens=admission.num_computed_tokens,
                 attempt=admission.attempt,
                 blocks=admission.blocks.tolist(),
+                checkpoint=admission.checkpoint,
             )
             for admission in plan.admissions
         ],
@@ -147,6 +154,9 @@ def digest(plan: Plan) -> PlanDigest:
         copy_targets=_list(plan.copy_targets),
         draft_rows=_list(plan.draft_rows),
         draft_limits=_list(plan.draft_limits),
+        save_rows=_list(plan.save_rows),
+        save_lengths=_list(plan.save_lengths),
+        save_checkpoints=_list(plan.save_checkpoints),
     )
 
 

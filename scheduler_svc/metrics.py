@@ -241,6 +241,7 @@ def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.Me
         (names.HOST_BLOCKS_HELD, lambda w: w.host_blocks_held),
         (names.SWAPPED_OUT, lambda w: w.swapped_out_blocks),
         (names.SWAPPED_IN, lambda w: w.swapped_in_blocks),
+        (names.STATES_EVICTED, lambda w: w.checkpoints.evicted),
     )
     multiple: tuple[tuple[names.Metric, Callable[[WorkerStats], dict[str, int]]], ...] = (
         (
@@ -259,6 +260,8 @@ def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.Me
                 "decode": w.counters.decode_rows,
             },
         ),
+        (names.STATE_CHECKPOINTS, lambda w: {"used": w.checkpoints.used, "total": w.checkpoints.total}),
+        (names.STATE_COPIES, lambda w: {"save": w.checkpoints.saved, "restore": w.checkpoints.restored}),
         (names.SCHEDULED_ROWS, lambda w: {"prefill": w.counters.chunks, "decode": w.counters.decode_rows}),
         (
             names.PREFIX_HIT_TOKENS,

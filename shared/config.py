@@ -264,6 +264,13 @@ class WorkerConfig(_Checked):
     swap_space: str = _option(
         "0", "host memory for the KV cache of preempted requests, for example 4GiB; 0: recompute it", is_size=True
     )
+    state_checkpoints: int = _option(
+        -1,
+        "recurrent states that are saved for requests with the same prefix, for models with such states; -1: two per"
+        " row, in at most a quarter of the memory for the KV cache; 0: none",
+        least=-1,
+        most=1 << 20,
+    )
     kv_cache_dtype: str = _option(
         "auto",
         "data type of the KV cache; 'auto': that of the weights; 'int8' and 'fp8' (e4m3): with a scale per token and"

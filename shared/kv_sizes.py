@@ -56,6 +56,22 @@ def kv_bytes_per_token(layers: Iterable[tuple[int, tuple[int, int]]], kv_type: s
     return sum(num_kv_heads * sum(map(chosen.vector_bytes, widths)) for num_kv_heads, widths in layers)
 
 
+def default_checkpoints(rows: int, state_bytes: int, memory: int, *, has_kv: bool) -> int:
+    """Return the default number of checkpoints of recurrent states: two per row, if memory suffices.
+
+    They take at most a quarter of the memory, and at most half of what the states of the rows leave.
+
+    Args:
+        rows: number of rows.
+        state_bytes: bytes of a row's state.
+        memory: bytes for states and KV.
+        has_kv: whether the model also has keys and values.
+    """
+    left = memory - rows * state_bytes
+    share = min(memory // 4, left // 2) if has_kv else left
+    return max(0, min(2 * rows, share // state_bytes))
+
+
 def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:
     """Return the number of blocks to allocate: as many as fit into `memory` bytes, at most `most_usable`.
 

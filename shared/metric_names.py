@@ -401,6 +401,15 @@ HOST_BLOCKS = Metric("quire.host_blocks", _G, "Host KV blocks for swapping", _WO
 HOST_BLOCKS_HELD = Metric("quire.host_blocks_held", _G, "Host KV blocks in use", _WORKER)
 SWAPPED_OUT = Metric("quire.swapped_out_blocks", _C, "Blocks copied to the host", _WORKER)
 SWAPPED_IN = Metric("quire.swapped_in_blocks", _C, "Blocks copied back", _WORKER)
+STATE_CHECKPOINTS = Metric(
+    "quire.state_checkpoints", _G, "Checkpoints of recurrent states, by state: used or total", ("worker", "state")
+)
+STATE_COPIES = Metric(
+    "quire.state_copies", _C, "Recurrent states saved to or restored from checkpoints", ("worker", "direction")
+)
+STATES_EVICTED = Metric(
+    "quire.state_checkpoints_evicted", _C, "Checkpoints of recurrent states replaced by newer ones", _WORKER
+)
 JOURNAL_WRITES = Metric("quire.journal_writes", _G, "1 while the journal can be written, else 0")
 JOURNAL_FAILURES = Metric("quire.journal_failures", _C, "Writes to the journal that failed")
 JOURNAL_FORGOTTEN = Metric("quire.journal_forgotten", _C, "Requests dropped from the journal because it is full")

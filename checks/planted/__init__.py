@@ -1,13 +1,14 @@
 """Planted bugs: patches that break the core, one at a time, and the checks that must find them.
 
 * `bug`: the definition of a planted bug
-* `memory`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`, `hosts`,
-  `suspects`, `urgency`, `resumption`, `holding`, `purposes`: the bugs, by affected area; importing a module
+* `memory`, `checkpoints`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`,
+  `hosts`, `suspects`, `urgency`, `resumption`, `holding`, `purposes`: the bugs, by affected area; importing a module
   registers its bugs
 """
 
 from checks.planted import (
     charging,
+    checkpoints,
     fates,
     growth,
     holding,
@@ -29,6 +30,7 @@ __all__ = [
     "BUGS",
     "PlantedBug",
     "charging",
+    "checkpoints",
     "fates",
     "growth",
     "holding",

@@ -121,6 +121,11 @@ def with_state(scenario: Scenario) -> Scenario:
     return dataclasses.replace(scenario, workers=tuple(sizes), state_bytes=64)
 
 
+def with_checkpoints(number: int) -> Aim:
+    """Return an adaptation: repetitive prompts, and workers that save this many recurrent states."""
+    return lambda scenario: dataclasses.replace(with_state(with_few_words(scenario)), num_checkpoints=number)
+
+
 def with_few_words(scenario: Scenario) -> Scenario:
     """Use repetitive prompts and a prefix cache."""
     return dataclasses.replace(
@@ -457,6 +462,11 @@ AIMS: tuple[tuple[str, Aim], ...] = (
     ("swaps", both(with_swaps, with_faults(Fault.CRASH, Fault.FAILED_ROW, Fault.CANCEL, per_step=0.02))),
     ("recurrent state", both(with_few_words, with_state, with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
     ("recurrent state and little memory", both(with_swaps, with_state)),
+    (
+        "checkpoints",
+        both(with_checkpoints(40), with_faults(Fault.CRASH, Fault.CANCEL, Fault.FAILED_ROW, Fault.SPOILT_ROW)),
+    ),
+    ("few checkpoints", both(with_checkpoints(3), with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
     ("urgent requests", with_little_memory),
     ("few words", with_few_words),
     ("parts of blocks", both(with_few_words, with_limits(prefix_cache="radix"))),

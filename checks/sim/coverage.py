@@ -40,6 +40,7 @@ class Limit(enum.Enum):
     SHARED = "prefix found in the cache"
     FOUND_AFTER_EVICTION = "prefix found after others were evicted"
     COPIED = "part of a block copied"
+    RESTORED = "recurrent state restored from a checkpoint"
     INNOCENT = "row failed by another row's spoilt prefix"
     MODEL = "model changed"
     BUCKET = "a request starts under a token rate"

@@ -114,11 +114,13 @@ class Scenario:
     """Whether pairs of simulations with this seed are compared too; see `twins`."""
     state_bytes: int = 0
     """Size of a row's recurrent state; 0 if the model has only KV."""
+    num_checkpoints: int = 0
+    """Number of recurrent states that each worker can save."""
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether rows may begin with computed tokens of other rows."""
-        return self.config.prefix_cache != "off" and not self.state_bytes
+        return self.config.prefix_cache != "off" and (not self.state_bytes or self.num_checkpoints > 0)
 
 
 def draw(seed: int, *, faults: bool = True) -> Scenario:
@@ -146,6 +148,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         faults=_with_poison(draw_rates(rng, step), seed) if faults else FaultRates((), 0.0, (), 0.0, {}),
         check_every=rng.choice((32, 64, 128)),
         state_bytes=_draw_state(seed),
+        num_checkpoints=_draw_checkpoints(seed, max_num_seqs),
     )
     compares = random.Random(f"twins of {seed}").random() < _COMPARED_SHARE
     return replace(_with_thresholds(_with_target(_with_room(scenario, context))), compares=compares)
@@ -154,6 +157,12 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
 def _draw_state(seed: int) -> int:
     """Draw the recurrent state of the model. One world in eight has some."""
     return 64 if random.Random(f"state of {seed}").random() < 1 / 8 else 0
+
+
+def _draw_checkpoints(seed: int, max_num_seqs: int) -> int:
+    """Draw the number of recurrent states that a worker can save: none, few, or enough for all rows."""
+    rng = random.Random(f"checkpoints of {seed}")
+    return rng.choice((0, 1, 2, rng.randint(2, 8), max_num_seqs, 4 * max_num_seqs, 4 * max_num_seqs))
 
 
 def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSize:

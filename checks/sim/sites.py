@@ -122,6 +122,7 @@ class Site:
             num_host_blocks=size.num_host_blocks,
             break_even_context=size.break_even_context,
             state_bytes=self._world.scenario.state_bytes,
+            num_checkpoints=self._world.scenario.num_checkpoints,
             max_draft_tokens=size.max_draft_tokens,
             rng=random.Random(f"drafts of {peer!r}"),
             copy_s=self._world.scenario.pace.copy,

@@ -124,6 +124,7 @@ def _hello(event: ev.WorkerHello) -> plan_pb2.Hello:
         max_rows=event.max_rows,
         max_tokens_per_step=event.max_tokens_per_step,
         num_host_blocks=event.num_host_blocks,
+        num_checkpoints=event.num_checkpoints,
         max_draft_tokens=event.max_draft_tokens,
         num_kv_groups=1,
         reason=_REASONS[event.reason],
@@ -301,6 +302,9 @@ def planned(plan: Plan) -> Plan:
         copy_targets=_column(sent.copy_targets),
         draft_rows=_column(sent.draft_rows),
         draft_limits=_column(sent.draft_limits),
+        save_rows=_column(sent.save_rows),
+        save_lengths=_column(sent.save_lengths),
+        save_checkpoints=_column(sent.save_checkpoints),
         num_decodes=plan.num_decodes,
         num_tokens=plan.num_tokens,
         traced_rows=plan.traced_rows,
@@ -329,6 +333,7 @@ def _admission(own: RowAdmission, sent: plan_pb2.Admission) -> RowAdmission:
         stream=own.stream,
         attempt=own.attempt,
         queued_since=own.queued_since,
+        checkpoint=sent.checkpoint if sent.HasField("checkpoint") else None,
     )
 
 

@@ -71,7 +71,7 @@ def run(options: Namespace) -> int:
         kv_formula,
         step_bytes,
         weights_bytes,
-        with_default_rows,
+        with_states,
     )
     from shared.config import parse_bytes
     from shared.kv_sizes import KV_TYPES
@@ -119,8 +119,7 @@ def run(options: Namespace) -> int:
         own = weights_bytes(sizes, serving.quantization, longest, serving.tensor_parallel_size)
     else:
         raise CommandError("--gpu-memory is missing; add for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
-    if is_default:
-        serving = with_default_rows(serving, sizes, usable - own)
+    serving = with_states(serving, sizes, usable - own, default_rows=is_default)
     memory = fit(usable, sizes, serving, weights=own, step=step)
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
@@ -195,7 +194,7 @@ def _page(
     cards = serving.tensor_parallel_size
     lines = [f"KV per token   {size_text(per_token)} = {kv_formula(sizes, serving.kv_type)}"]
     if sizes.state_bytes:
-        each = f"{serving.max_rows} rows x {sizes.state_bytes:,} bytes"
+        each = f"({serving.max_rows} rows + {serving.num_checkpoints} checkpoints) x {sizes.state_bytes:,} bytes"
         lines.append(f"State          {size_text(memory.state)} = {each}")
     if sizes.num_heads > sizes.num_kv_heads:
         factor = sizes.num_heads / sizes.num_kv_heads

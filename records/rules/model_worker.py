@@ -16,7 +16,9 @@ With `max_draft_tokens`, decode rows also verify drafts. The generator decides h
 of them equal the row's next tokens. The KV of a rejected draft is invalid, and must be written again before it is read.
 
 With `state_bytes`, a row also has a recurrent state, which is a value for the sequence up to its newest computed token.
-Each token of a row reads and replaces this state. The state remains in the slot when the request leaves the row.
+Each token of a row reads and replaces this state. The state remains in the slot when the request leaves the row. With
+`num_checkpoints`, plans save states to checkpoints, and rows begin with the state of a checkpoint. A row that begins
+with computed tokens needs a checkpoint.
 
 Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails too. Without
 `spoil`, only their sampling fails. Once the scheduler knows of a failure with NaN, no row may get KV that the failed
@@ -24,8 +26,8 @@ row wrote.
 """
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -75,6 +77,8 @@ class Row:
     """The last step in which the row may have verified drafts."""
     fails: bool = False
     spoil: Spoil | None = None
+    failed_at: int | None = None
+    """Number of tokens that the scheduler knows if the row has failed."""
     reported_step: int | None = None
     """The first step whose result reported that the row failed with NaN."""
     scored: bool = False
@@ -86,6 +90,15 @@ class Row:
         """Append a sampled token."""
         self.values.append(extend(self.values[-1], token, len(self.tokens)))
         self.tokens.append(token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """A saved recurrent state."""
+
+    state: tuple[int, int]
+    """Number of tokens, and the value of the sequence up to them."""
+    writer: Row
 
 
 @dataclass(slots=True)
@@ -101,6 +114,7 @@ class ModelWorker:
     fingerprint: str = "f"
     break_even_context: int = 0
     state_bytes: int = 0
+    num_checkpoints: int = 0
     epoch: int = 0
     last_step: int = 0
     answered_step: int = 0
@@ -130,6 +144,8 @@ class ModelWorker:
     """Blocks with an invalid slot; host blocks are numbered after the device blocks."""
     _states: dict[int, tuple[int, int]] = field(default_factory=dict)
     """For each row index, the number of tokens in the recurrent state, and the state's value for them."""
+    _checkpoints: dict[int, _Checkpoint] = field(default_factory=dict)
+    """By checkpoint: its content."""
 
     def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
         """Return the worker's first message."""
@@ -153,6 +169,7 @@ class ModelWorker:
             max_rows=self.max_rows,
             max_tokens_per_step=self.max_tokens_per_step,
             num_host_blocks=self.num_host_blocks,
+            num_checkpoints=self.num_checkpoints,
             max_draft_tokens=self.max_draft_tokens,
             reason=reason,
         )
@@ -164,6 +181,7 @@ class ModelWorker:
         self._generations.clear()
         self._spoils.clear()
         self._states.clear()
+        self._checkpoints.clear()
         # Host blocks are numbered after all device blocks.
         num_all = self.num_blocks + self.num_host_blocks
         self._values = [_NOTHING] * (num_all * self.block_size)
@@ -232,6 +250,8 @@ class ModelWorker:
             owner = next((row for row, _ in admitted if row.blocks[: len(targets)] == targets), None)
             for block in targets if owner is not None else ():
                 self._writer[block] = owner
+        for admission in plan.admissions:
+            self._restore(admission)
         return self._forward(plan, admitted)
 
     # ---------------------------------------------------------------- rows and tables
@@ -368,22 +388,81 @@ class ModelWorker:
             raise ViolationError("plan.tokens", f"{num_tokens} tokens and {num_drafts} drafts in a step")
         if not num_tokens and not plan.swap_outs and not len(plan.leaves):
             raise ViolationError("plan.tokens", "a plan without work")
+        saves = self._check_saves(plan, {row.index: (row.computed, row.computed + length) for row, length in work})
+        for index, num_tokens, checkpoint in saves:
+            if num_tokens == self.rows[index].computed:
+                self._save(index, num_tokens, checkpoint)
         # As in every layer of a real model, all KV of the batch is written before any of it is read.
         for row, length in work:
-            self._write(row, length)
+            self._write(row, length, [each for each in saves if each[0] == row.index])
         for row, given in admitted:
             self._read_prefix(row, given)
         self.step_rows = [row for row, _ in work]
         return self._sample(plan, [row for row in self.step_rows if row.computed == len(row.tokens)])
 
-    def _write(self, row: Row, length: int) -> None:
+    def _restore(self, admission: RowAdmission) -> None:
+        """Give an admitted row the recurrent state of its checkpoint."""
+        row, checkpoint = self.rows[admission.row], admission.checkpoint
+        needs_one = bool(self.state_bytes and admission.num_computed_tokens)
+        if needs_one != (checkpoint is not None):
+            what = f"row {row.index} begins with {row.num_given} computed tokens and checkpoint {checkpoint}"
+            raise ViolationError("state.prefix", what, row.name)
+        if checkpoint is None:
+            return
+        found = self._checkpoints.get(checkpoint)
+        if found is None:
+            raise ViolationError("state.prefix", f"checkpoint {checkpoint} was never saved", row.name)
+        self._states[row.index] = found.state
+        num_tokens, value = found.state
+        if value != _SPOILT:
+            return
+        writer = found.writer
+        if writer.reported_step is not None and writer.reported_step <= self.answered_step:
+            what = f"checkpoint {checkpoint} was spoilt by a row that failed in step {writer.reported_step}"
+            raise ViolationError("state.spoilt", what, row.name)
+        row.fails, row.spoil = True, writer.spoil
+        self._states[row.index] = num_tokens, row.values[num_tokens - 1]
+
+    def _check_saves(self, plan: Plan, computed: dict[int, tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """Return the plan's saves as (row, number of tokens, checkpoint).
+
+        Args:
+            plan: the plan.
+            computed: by row in the step, its computed tokens before and after it.
+        """
+        columns = plan.save_rows.tolist(), plan.save_lengths.tolist(), plan.save_checkpoints.tolist()
+        saves = list(zip(*columns, strict=True))
+        checkpoints = columns[2]
+        is_known = all(0 <= each < self.num_checkpoints for each in checkpoints)
+        if not is_known or len(set(checkpoints)) < len(checkpoints):
+            raise ViolationError("plan.save", f"states are saved to checkpoints {checkpoints}")
+        for index, num_tokens, _ in saves:
+            first, last = computed.get(index, (0, -1))
+            if not num_tokens > 0 or not first <= num_tokens <= last or num_tokens % self.block_size:
+                raise ViolationError("plan.save", f"the state of row {index} after {num_tokens} tokens is saved")
+        return saves
+
+    def _save(self, index: int, num_tokens: int, checkpoint: int) -> None:
+        """Save the present state of a row, which must have `num_tokens` tokens unless the row has failed."""
+        row = self.rows[index]
+        state = self._states.get(index, (0, EMPTY))
+        if state[0] != num_tokens:
+            what = f"the state of row {index} has {state[0]} tokens instead of the {num_tokens} to be saved"
+            raise ViolationError("state.prefix", what, row.name)
+        if row.failed_at is not None and num_tokens > row.failed_at:
+            state = num_tokens, _NOTHING  # A real worker does not compute a failed row.
+        elif row.spoil is not None:
+            state = num_tokens, _SPOILT
+        self._checkpoints[checkpoint] = _Checkpoint(state, row)
+
+    def _write(self, row: Row, length: int, saves: Sequence[tuple[int, int, int]] = ()) -> None:
         size = self.block_size
         position = row.computed
         row.computed += length
         if row.computed > self.max_model_len:
             raise ViolationError("plan.length", f"token {row.computed} of at most {self.max_model_len}", row.name)
         if self.state_bytes:
-            self._advance_state(row, position)
+            self._advance_state(row, position, saves)
         while position < row.computed:
             number, offset = divmod(position, size)
             if number >= len(row.blocks):
@@ -402,8 +481,14 @@ class ModelWorker:
                 self._spoils[block] = row.spoil
             position += count
 
-    def _advance_state(self, row: Row, start: int) -> None:
-        """Compute the row's recurrent state for its tokens from `start`; a new row has no state yet."""
+    def _advance_state(self, row: Row, start: int, saves: Sequence[tuple[int, int, int]]) -> None:
+        """Compute the row's recurrent state for its tokens from `start`; a new row has no state yet.
+
+        Args:
+            row: the row.
+            start: the first of the tokens.
+            saves: (row, number of tokens, checkpoint) of states to save in between.
+        """
         expected = (start, row.values[start - 1])
         if start and self._states.get(row.index) != expected:
             num_tokens = self._states.get(row.index, (0, EMPTY))[0]
@@ -412,6 +497,10 @@ class ModelWorker:
                 f"the state of row {row.index} is not that of its first {start} tokens; it has {num_tokens} tokens",
                 row.name,
             )
+        for index, num_tokens, checkpoint in saves:
+            if num_tokens > start:
+                self._states[index] = num_tokens, row.values[num_tokens - 1]
+                self._save(index, num_tokens, checkpoint)
         self._states[row.index] = (row.computed, row.values[row.computed - 1])
 
     def _next_token(self, row: Row) -> int:
@@ -471,6 +560,9 @@ class ModelWorker:
                 own = row.blocks[position // size]
                 self._values[own * size + position % size] = _SPOILT
                 self._spoils[own] = spoil
+            for checkpoint, found in self._checkpoints.items():
+                if found.writer is row:
+                    self._checkpoints[checkpoint] = replace(found, state=(found.state[0], _SPOILT))
             return
 
     @staticmethod
@@ -498,6 +590,7 @@ class ModelWorker:
             row.decoding = row.pooling is Pooling.NONE
             token = self._next_token(row)
             if row.fails:
+                row.failed_at = len(row.tokens) if row.failed_at is None else row.failed_at
                 kind = ev.FailureKind.INTERNAL if row.spoil is None else ev.FailureKind.NOT_FINITE
                 failures.append(ev.FailedRow(row=row.index, generation=row.generation, kind=kind, reason=kind.name))
                 if row.spoil is not None:

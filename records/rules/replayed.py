@@ -191,6 +191,7 @@ def _model(hello: ev.WorkerHello, config: CoreConfig) -> _Follower:
         num_host_blocks=hello.num_host_blocks,
         max_draft_tokens=hello.max_draft_tokens,
         state_bytes=hello.model.state_bytes,
+        num_checkpoints=hello.num_checkpoints,
     )
     if config.max_tokens_in_paged_kv_cache:
         most = max(1, config.max_tokens_in_paged_kv_cache // hello.block_size)

@@ -40,7 +40,7 @@ from scheduler_svc.core.planning.batch_selection import grammars_to_compile
 from scheduler_svc.core.planning.delivery import Frontends
 from scheduler_svc.core.planning.planner import Planner
 from scheduler_svc.core.planning.results import Settled, settle
-from scheduler_svc.core.planning.row_failures import END_REASONS, FailedRequest, judge, lost_prefix
+from scheduler_svc.core.planning.row_failures import END_REASONS, FailedRequest, distrust_states, judge, lost_prefix
 from scheduler_svc.core.planning.steady import plan_steady
 from scheduler_svc.core.queueing.placement import Placement
 from scheduler_svc.core.requests.history import Story
@@ -519,6 +519,8 @@ class Scheduler:
         # Mark the blocks last, because a request that leaves its row adds the row's blocks to the cache.
         worker.pool.cache.doubt(verdict.in_doubt)
         worker.pool.distrust(verdict.invalid)
+        if worker.checkpoints is not None:
+            distrust_states(worker.checkpoints, settled.failed)
 
     def _compute_again(self, worker: Worker, failed: FailedRequest, now: float, *, alone: bool) -> None:
         """Requeue a request that failed because of other requests' KV; with `alone`, it no longer shares KV."""

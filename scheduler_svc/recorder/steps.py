@@ -73,7 +73,7 @@ def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Cal
             rows.pop(row, None)
     for admission in plan.admissions:
         num_tokens = len(admission.token_ids)
-        message.admissions.add(
+        recorded = message.admissions.add(
             row=admission.row,
             generation=admission.generation,
             frontend=number_of(admission.frontend),
@@ -83,6 +83,8 @@ def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Cal
             attempt=admission.attempt,
             blocks=_differences(admission.blocks),
         )
+        if admission.checkpoint is not None:
+            recorded.checkpoint = admission.checkpoint
         rows[admission.row] = Row(
             admission.generation, admission.frontend, admission.stream, num_tokens - admission.num_computed_tokens
         )
@@ -112,6 +114,10 @@ def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Cal
     if len(plan.draft_rows):
         message.draft_rows.extend(plan.draft_rows.tolist())
         message.draft_limits.extend(plan.draft_limits.tolist())
+    if len(plan.save_rows):
+        message.save_rows.extend(plan.save_rows.tolist())
+        message.save_lengths.extend(plan.save_lengths.tolist())
+        message.save_checkpoints.extend(plan.save_checkpoints.tolist())
 
 
 def write_answer(

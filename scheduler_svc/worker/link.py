@@ -108,6 +108,9 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
         message.copy_sources, message.copy_targets = to_column(plan.copy_sources), to_column(plan.copy_targets)
     if len(plan.draft_rows):
         message.draft_rows, message.draft_limits = to_column(plan.draft_rows), to_column(plan.draft_limits)
+    if len(plan.save_rows):
+        message.save_rows, message.save_lengths = to_column(plan.save_rows), to_column(plan.save_lengths)
+        message.save_checkpoints = to_column(plan.save_checkpoints)
     if plan.swap_outs or plan.swap_ins:
         message.swap_out_blocks, message.swap_out_host_blocks = map(to_column, joined(plan.swap_outs))
         message.swap_in_host_blocks, message.swap_in_blocks = map(to_column, joined(plan.swap_ins))
@@ -169,6 +172,8 @@ def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, trac
     message.pooling = plan_pb2.Pooling.ValueType(spec.pooling)
     message.request_id = spec.request_id
     message.traceparent = traceparent
+    if admission.checkpoint is not None:
+        message.checkpoint = admission.checkpoint
 
 
 def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> tuple[ev.StepDone, plan_pb2.StepTimings]:
@@ -300,6 +305,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         max_rows=hello.max_rows,
         max_tokens_per_step=hello.max_tokens_per_step,
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
+        num_checkpoints=min(hello.num_checkpoints, _MAX_BLOCKS),
         max_draft_tokens=hello.max_draft_tokens,
         device=" ".join(hello.device.split())[:_MAX_DEVICE],
         pid=hello.pid,

@@ -72,22 +72,42 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, block_size: 
     assert sum(answer.finished.usage.preemptions for answer in answers if answer.finished) > 0
 
 
-def test_turns_of_a_conversation_with_recurrent_state(tmp_path: Path) -> None:
-    """Requests with the same prompt, and their next turns, have the reference's tokens and no cached prompt tokens."""
-    checkpoint = make_checkpoint("Lfm2ForCausalLM", tmp_path / "model")
+@pytest.mark.parametrize("architecture", ["Lfm2ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize("num_checkpoints", [0, 12])
+def test_turns_of_a_conversation_with_recurrent_state(tmp_path: Path, architecture: str, num_checkpoints: int) -> None:
+    """Turns and forks have the reference's tokens, and begin at most a block before the end of the common prefix.
+
+    The first request of a fork begins earlier. Without checkpoints no prompt tokens are cached.
+    """
+    checkpoint = make_checkpoint(architecture, tmp_path / "model")
     oracle = Oracle(checkpoint)
     first, *others = draw_prompts((70, 5, 33), oracle.vocab_size)
     prompts = [first, first, *others]
-    with serve(checkpoint, "--max-num-batched-tokens=48", "--max-num-seqs=3", "--dtype=float32") as served:
-        answers = generate_all(served.grpc, prompts, [20] * len(prompts))
+    answers, least = [], []
+    with serve(
+        checkpoint, "--max-num-batched-tokens=48", "--max-num-seqs=3", "--dtype=float32",
+        f"--state-checkpoints={num_checkpoints}",
+    ) as served:  # fmt: skip
+        answers += generate_all(served.grpc, prompts, [20] * len(prompts))
         turns = [[*answer.prompt, *answer.tokens, 20, 21] for answer in answers]
-        answers += generate_all(served.grpc, turns, [20] * len(turns))
+        again = generate_all(served.grpc, turns, [20] * len(turns))
+        least += [0, 0, 0, 0, *((len(turn) - 3) // 16 * 16 - 16 for turn in turns)]
+        # The first one saves the state at the fork, and the others begin there.
+        forks = [[*first[:50], number, *first[:20]] for number in (3, 4, 5)]
+        for fork in forks:
+            again += generate_all(served.grpc, [fork], [20])
+        least += [0, 48, 48]
     tally = Tally()
+    answers += again
+    cached = [answer.finished.usage.cached_prompt_tokens for answer in answers if answer.finished is not None]
     for answer in answers:
-        assert answer.finished is not None
-        assert answer.finished.usage.cached_prompt_tokens == 0
         oracle.check_greedy(answer.prompt, answer.tokens, tally)
-    assert tally.near_ties * 1000 < tally.tokens == 20 * len(answers)
+    if num_checkpoints:
+        assert sorted(cached[:2]) == [0, 64]  # one of the two equal prompts waits for the other one
+        assert all(found >= needed for found, needed in zip(cached, least, strict=True))
+    else:
+        assert not any(cached)
+    assert tally.near_ties * 1000 < tally.tokens == 20 * len(least)
 
 
 def test_preempted_requests_with_recurrent_state(tmp_path: Path) -> None:
@@ -103,6 +123,7 @@ def test_preempted_requests_with_recurrent_state(tmp_path: Path) -> None:
         "--max-model-len=256",
         "--max-num-batched-tokens=48",
         "--max-num-seqs=6",
+        "--state-checkpoints=0",
         "--dtype=float32",
     ) as served:
         answers = generate_all(served.grpc, prompts, [60] * len(prompts))

@@ -82,7 +82,6 @@ def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
         (["--model", "demo", "--gpu-memory", "1GB", "--context", "100"], "--output: 256 is not between 0 and"),
         (["--model", "demo", "--gpu-memory", "1GB", "--gpu-memory-utilization", "90"], "90 is not a share"),
         (["--model", "demo", "--gpu-memory", "1GB", "--tensor-parallel-size", "3"], "does not divide"),
-        (["--params", _RECURRENT, "--kv-cache-memory", "7GB", "--shared-prefix", "9"], "recurrent state share no"),
         (
             ["--params", _RECURRENT, "--kv-cache-memory", "6GB", "--max-num-seqs", "64"],
             "recurrent state 6,400,000,000: 0 bytes remain",
@@ -99,24 +98,24 @@ def test_what_is_wrong_is_said_in_one_line(flags: list[str], message: str, capsy
 
 
 def test_recurrent_state_takes_memory_in_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """64 rows of 100 MB leave 0.6 of 7 GB for KV; with 20 MB each, rows limit the number of short requests."""
+    """64 rows and 3 checkpoints of 100 MB leave 0.3 of 7 GB for KV; with 20 MB each, rows limit short requests."""
     flags = ("--kv-cache-memory=7GB", "--context=1024,4096", "--output=0", "--max-num-seqs=64")
     large = _max_concurrent(tmp_path, *flags, f"--params={_RECURRENT}")
     small = _max_concurrent(tmp_path, *flags, f"--params={_RECURRENT.replace('1e8', '2e7')}")
 
-    assert large == {"1024": 600_000_000 // (1024 * 20480), "4096": 600_000_000 // (4096 * 20480)}
-    assert small == {"1024": 64, "4096": 64}
-    assert "64 rows x 100,000,000 bytes" in capsys.readouterr().out
+    assert large == {"1024": 300_000_000 // (1024 * 20480), "4096": 300_000_000 // (4096 * 20480)}
+    assert small == {"1024": 64, "4096": (7_000_000_000 - 151 * 20_000_000) // (4096 * 20480)}
+    assert "(64 rows + 3 checkpoints) x 100,000,000 bytes" in capsys.readouterr().out
 
 
 def test_states_of_default_rows_take_at_most_half_of_the_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """35 rows of 100 MB leave 3.5 of 7 GB for KV, as in a worker without --max-num-seqs."""
+    """35 rows and 17 checkpoints of 100 MB leave 1.8 of 7 GB, as in a worker without --max-num-seqs."""
     flags = ("--kv-cache-memory=7GB", "--context=4096", "--output=0", f"--params={_RECURRENT}")
 
-    assert _max_concurrent(tmp_path, *flags) == {"4096": min(35, 3_500_000_000 // (4096 * 20480))}
-    assert "35 rows x 100,000,000 bytes" in capsys.readouterr().out
+    assert _max_concurrent(tmp_path, *flags) == {"4096": min(35, 1_800_000_000 // (4096 * 20480))}
+    assert "(35 rows + 17 checkpoints) x 100,000,000 bytes" in capsys.readouterr().out
 
 
 def test_the_size_of_a_state_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,63 @@ def test_a_row_with_computed_tokens_is_refused(checkpoint: Path) -> None:
     row = driver.admit(PROMPT, blocks=blocks, computed=16)
     driver.chunk(row, len(PROMPT) - 16)
 
-    with pytest.raises(PlanError, match="recurrent state begins with the first token"):
+    with pytest.raises(PlanError, match="recurrent state begins with the first token or with a checkpoint"):
+        driver.step()
+
+
+def test_a_row_continues_from_a_checkpoint(checkpoint: Path, oracle: Oracle) -> None:
+    """A row that shares blocks and begins with a state, saved in a chunk or while decoding, gives its own tokens."""
+    driver = _engine(checkpoint)
+    first = driver.admit(PROMPT)
+    driver.chunk(first, len(PROMPT))
+    driver.save(first, 16, 0)
+    driver.save(first, 32, 2)
+    while driver.rows[first].computed < 48:
+        driver.step()
+    driver.save(first, 48, 1)  # before the step computes the next token
+    driver.step()
+    tokens, blocks = driver.rows[first].tokens, driver.rows[first].blocks
+    turn = [*tokens[:48], 7, 8, 9]
+
+    rows = {
+        driver.admit(turn, blocks=blocks[:3], computed=48, checkpoint=1): turn,
+        driver.admit([*PROMPT[:16], 3, 4], blocks=blocks[:1], computed=16, checkpoint=0): [*PROMPT[:16], 3, 4],
+    }
+    _decode(driver, rows)
+    driver.leave(first)
+    again = driver.admit(PROMPT, row=first, blocks=blocks[:2], computed=32, checkpoint=2)
+    rows[again] = PROMPT
+    _decode(driver, rows)
+
+    for row, prompt in rows.items():
+        _check(oracle, prompt, driver.rows[row].tokens[len(prompt) :][:COUNT])
+
+
+def test_a_slotof_another_length_is_not_restored(checkpoint: Path) -> None:
+    """The step fails rather than compute tokens from the wrong state."""
+    driver = _engine(checkpoint)
+    row = driver.admit(PROMPT)
+    driver.chunk(row, len(PROMPT))
+    driver.save(row, 16, 1)
+    driver.step()
+    driver.admit(PROMPT, blocks=driver.rows[row].blocks[:2], computed=32, checkpoint=1)
+
+    with pytest.raises(RuntimeError, match="the state after 16 tokens, but the plan copies the state after 32"):
+        driver.step()
+
+
+@pytest.mark.parametrize(
+    ("row", "length", "slot", "message"),
+    [(0, 16, 9, r"outside \[0, 6\)"), (0, 0, 1, "a state without tokens"), (7, 16, 1, "save: a row is outside")],
+)
+def test_a_save_out_of_range_is_refused(checkpoint: Path, row: int, length: int, slot: int, message: str) -> None:
+    """The plan violates the protocol."""
+    driver = _engine(checkpoint)
+    driver.admit(PROMPT)
+    driver.chunk(0, 20)
+    driver.save(row, length, slot)
+
+    with pytest.raises(PlanError, match=message):
         driver.step()
 
 
@@ -128,8 +184,11 @@ def test_states_are_counted_in_the_memory(checkpoint: Path) -> None:
     share = 2 if model.kv_shapes else 1
     engine = make_engine(checkpoint, kv_cache_memory=str(5 * state * share), block_size=2, max_model_len=8)
     assert engine.limits.max_rows == 5
+    assert engine.limits.num_checkpoints == 2 * (share - 1)
     kv = sum(tensor.nbytes for pair in engine._caches for tensor in pair)
-    assert kv <= 5 * state * (share - 1)
+    assert kv <= 3 * state * (share - 1)
+    with pytest.raises(ConfigError, match=f"state_checkpoints: 3 take {3 * state:,} bytes"):
+        make_engine(checkpoint, max_num_seqs=3, state_checkpoints=3, kv_cache_memory=str(5 * state))
 
 
 def test_a_state_at_another_token_is_not_read() -> None:

@@ -9,7 +9,7 @@ from opentelemetry.trace import Tracer
 from shared.config import ConfigError, WorkerConfig, parse_bytes
 from shared.frames import MAX_STEP_TOKENS
 from shared.grammars import GrammarError, GrammarTokenizer
-from shared.kv_sizes import count_blocks
+from shared.kv_sizes import count_blocks, default_checkpoints
 from shared.logging import get_logger
 from shared.model_path import draft_of
 from worker_svc.device.accelerator import Accelerator
@@ -59,10 +59,11 @@ def build_engine(
     num_weights = description.weights_per_layer * num_layers
     # A step includes every running request, so a small token limit also lowers the default number of rows.
     max_rows = config.max_num_seqs or min(default_rows(gpu), config.max_num_batched_tokens or MAX_STEP_TOKENS)
+    num_checkpoints = 0
     if model.state_bytes:
         _check_recurrent(config)
-        max_rows = _rows_with_state(config, model, max_rows, device)
-        model.allocate_states(max_rows)
+        max_rows, num_checkpoints = _count_states(config, model, max_rows, device)
+        model.allocate_states(max_rows, num_checkpoints)
     max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, max_rows)
     limits = Limits(
         max_rows=max_rows,
@@ -74,6 +75,7 @@ def build_engine(
         hidden_size=model.hidden_size,
         max_draft_tokens=0 if config.speculation == "off" else config.speculative_tokens,
         state_bytes=model.state_bytes,
+        num_checkpoints=num_checkpoints,
     )
     group = group or Group()
     draft_model = _load_draft_model(config, description, device, group)
@@ -88,7 +90,9 @@ def build_engine(
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
     bytes_per_block = block_bytes(kv_shapes, limits.block_size, description.kv_dtype)
     memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, decode, mixed)
-    num_blocks = count_blocks(memory, bytes_per_block, limits.max_rows * limits.max_blocks_per_row, setting)
+    # Blocks without keys and values take no memory, so there are enough to find every checkpoint.
+    num_sequences = limits.max_rows + (0 if bytes_per_block else limits.num_checkpoints)
+    num_blocks = count_blocks(memory, bytes_per_block, num_sequences * limits.max_blocks_per_row, setting)
     if bytes_per_block and num_blocks < memory // bytes_per_block:
         get_logger().info(
             "KV cache smaller than its memory allows: more blocks than all rows at full length can use are not needed",
@@ -119,7 +123,7 @@ def build_engine(
 
 
 def _check_recurrent(config: WorkerConfig) -> None:
-    """Check that the settings do not need to go back to an earlier state, or to copy one.
+    """Check that the settings do not need to go back to an earlier state, or to copy one to the host.
 
     Raises:
         ConfigError: a setting does.
@@ -128,17 +132,17 @@ def _check_recurrent(config: WorkerConfig) -> None:
     for setting in (name for name, is_used in used.items() if is_used):
         raise ConfigError(
             f"{setting}: {getattr(config, setting)} is not supported for models with recurrent state, which is not"
-            f" copied; use {WorkerConfig.__dataclass_fields__[setting].default}"
+            f" rolled back or copied to the host; use {WorkerConfig.__dataclass_fields__[setting].default}"
         )
 
 
-def _rows_with_state(config: WorkerConfig, model: Model, max_rows: int, device: torch.device) -> int:
-    """Return the number of rows whose recurrent states fit into memory.
+def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: torch.device) -> tuple[int, int]:
+    """Return the number of rows whose recurrent states fit into memory, and the number of checkpoints.
 
-    The default number of rows is reduced until the states take at most half of the memory for KV.
+    The default number of rows is reduced until their states take at most half of the memory for KV.
 
     Raises:
-        ConfigError: the states of the configured rows do not fit.
+        ConfigError: the states of the configured rows and checkpoints do not fit.
     """
     if device.type == "cpu":
         setting, memory = "kv_cache_memory", parse_bytes(config.kv_cache_memory)
@@ -154,13 +158,23 @@ def _rows_with_state(config: WorkerConfig, model: Model, max_rows: int, device: 
             f" {share:,} for it; raise it{', or lower max_num_seqs' if config.max_num_seqs else ''}"
         )
     rows = min(max_rows, fitting)
+    left = memory - rows * model.state_bytes
+    checkpoints = config.state_checkpoints
+    if checkpoints < 0:
+        checkpoints = default_checkpoints(rows, model.state_bytes, memory, has_kv=bool(model.kv_shapes))
+    elif checkpoints * model.state_bytes > left:
+        raise ConfigError(
+            f"state_checkpoints: {checkpoints} take {checkpoints * model.state_bytes:,} bytes, but"
+            f" {setting} leaves {max(0, left):,} beside the states of {rows} rows; lower one of them"
+        )
     get_logger().info(
-        "rows have recurrent state: prefixes are not cached, and preempted requests are computed again",
+        "rows have recurrent state",
         state_bytes=model.state_bytes,
         rows=rows,
+        checkpoints=checkpoints,
         setting=setting,
     )
-    return rows
+    return rows, checkpoints
 
 
 def _load_draft_model(
@@ -223,7 +237,8 @@ def _memory_for_kv(
 ) -> int:
     """Return the bytes for KV; `decode` and `mixed` are the sizes of the graphs."""
     if device.type == "cpu":
-        return parse_bytes(config.kv_cache_memory) - limits.max_rows * limits.state_bytes
+        num_states = limits.max_rows + limits.num_checkpoints
+        return parse_bytes(config.kv_cache_memory) - num_states * limits.state_bytes
     captured = dataclasses.replace(limits, max_tokens_per_step=max((1, *decode, *mixed)))
     return cuda_memory_for_kv(
         device,

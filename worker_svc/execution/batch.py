@@ -20,6 +20,7 @@ from worker_svc.execution.decode_graphs import DecodeLanes
 from worker_svc.interface.arrays import NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
 from worker_svc.model.base import AttentionInputs
+from worker_svc.model.recurrent import StateSave
 from worker_svc.outputs.pooling import PooledPart
 from worker_svc.outputs.scores import PromptPart
 from worker_svc.rows.table import RowTable
@@ -113,7 +114,13 @@ class BatchBuilder:
         self._rows_on_device = torch.zeros(0, dtype=torch.int64, device=device)
         self._query_start = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def build(self, chunk_rows: IntArray, chunk_lengths: IntArray, drafts: Drafts | None = None) -> StepBatch | None:
+    def build(
+        self,
+        chunk_rows: IntArray,
+        chunk_lengths: IntArray,
+        drafts: Drafts | None = None,
+        saves: tuple[StateSave, ...] = (),
+    ) -> StepBatch | None:
         """Build the batch of all decode rows and the given chunks; return None if there is nothing to compute.
 
         The row table then counts the tokens of the batch as computed, except the drafts.
@@ -142,7 +149,7 @@ class BatchBuilder:
                 return self._captured(self._lanes, decode_rows, bucket)
         table.publish()
         if len(chunk_rows):
-            return self._mixed(decode_rows, chunk_rows, chunk_lengths, drafts or NO_DRAFTS)
+            return self._mixed(decode_rows, chunk_rows, chunk_lengths, drafts or NO_DRAFTS, saves)
         return self._decode_only(decode_rows) if drafts is None else self._verifying(decode_rows, drafts)
 
     def _captured(self, lanes: DecodeLanes, rows: IntArray, bucket: int) -> StepBatch:
@@ -247,7 +254,14 @@ class BatchBuilder:
             verification=_verification(drafts, sampled),
         )
 
-    def _mixed(self, decode_rows: IntArray, chunk_rows: IntArray, chunk_lengths: IntArray, drafts: Drafts) -> StepBatch:
+    def _mixed(
+        self,
+        decode_rows: IntArray,
+        chunk_rows: IntArray,
+        chunk_lengths: IntArray,
+        drafts: Drafts,
+        saves: tuple[StateSave, ...],
+    ) -> StepBatch:
         table = self._table
         decode_rows = self._without_drafts(decode_rows, drafts)
         num_singles = len(decode_rows)
@@ -303,7 +317,9 @@ class BatchBuilder:
         return StepBatch(
             input_ids=torch.cat((table.last_token.index_select(0, rows_[:num_singles]), known_ids_)),
             positions=positions_,
-            attention=self._attention(rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
+            attention=self._attention(
+                rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles, saves
+            ),
             logits_index=logits_index,
             sample_rows=sample_rows,
             sample_rows_on_device=sample_rows_,
@@ -329,6 +345,7 @@ class BatchBuilder:
         lengths: IntArray,
         ends: IntArray,
         num_singles: int,
+        saves: tuple[StateSave, ...] = (),
     ) -> AttentionInputs:
         """Return the inputs for rows with `lengths[i]` tokens up to position `ends[i]`; one-token rows come first."""
         return AttentionInputs(
@@ -340,6 +357,7 @@ class BatchBuilder:
             min_query_len=int(lengths.min()),
             num_leading_decodes=num_singles,
             rows=rows,
+            saves=saves,
         )
 
     def _without_drafts(self, decode_rows: IntArray, drafts: Drafts) -> IntArray:

@@ -41,6 +41,7 @@ from worker_svc.interface.result import FailureKind, RowFailure, StepResult, Ste
 from worker_svc.memory.block_copies import make_copies
 from worker_svc.memory.swap import Copies, HostPool
 from worker_svc.model.base import KVCache, Model
+from worker_svc.model.recurrent import StateSave
 from worker_svc.outputs import pooling
 from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.outputs.scores import PromptPart, Wanted, sections
@@ -194,12 +195,13 @@ class Engine:
             make_copies(plan.block_copies, self._pool)
         self._rows.change(plan)
         swapped_in = self._host_pool.swap_in(plan)
+        saves = self._copy_states(plan)
         self._tracing.rows_admitted(plan, began_unix_ns)
         failed_rows = self._rows.failed_rows()
         drafts = None
         if self._proposer is not None and self._rows.speculates:
             drafts = propose(self._rows, self._proposer, int(plan.chunk_lengths.sum()))
-        batch = self._batches.build(plan.chunk_rows, plan.chunk_lengths, drafts)
+        batch = self._batches.build(plan.chunk_rows, plan.chunk_lengths, drafts, saves)
         if self._proposer is not None and len(plan.chunk_rows):
             self._proposer.prefill(plan.chunk_rows, plan.chunk_lengths)
         prepare_ns = time.perf_counter_ns() - began
@@ -296,6 +298,26 @@ class Engine:
         if self.grammars is not None:
             self.grammars.forget_reports()
         self._failures.clear()
+
+    def _copy_states(self, plan: Plan) -> tuple[StateSave, ...]:
+        """Restore the states of admitted rows, and save present states; return the saves within the step."""
+        states = self._model.states
+        if states is None:
+            return ()
+        for admission in plan.admissions:
+            if admission.checkpoint is not None:
+                states.restore(admission.row, admission.num_computed_tokens, admission.checkpoint)
+        if plan.state_saves is None:
+            return ()
+        later = []
+        for row, length, checkpoint in zip(*map(np.ndarray.tolist, plan.state_saves.columns), strict=True):
+            save = StateSave(row, length, checkpoint)
+            if states.has(row, length):
+                # This also holds for a row that has just failed, which the step does not compute.
+                states.save(save)
+            else:
+                later.append(save)
+        return tuple(later)
 
     def _settle(self, plan: Plan) -> None:
         """Pass the tokens of the steps in flight to the row table if the next step depends on them.

@@ -21,6 +21,8 @@ class Limits:
     """Most draft tokens per row and step; 0 if the worker does not speculate."""
     state_bytes: int = 0
     """Bytes per row of recurrent state; 0 if a row has only keys and values."""
+    num_checkpoints: int = 0
+    """Number of checkpoints of recurrent states."""
 
     @property
     def max_blocks_per_row(self) -> int:

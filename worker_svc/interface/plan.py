@@ -74,6 +74,8 @@ class Admission:
     num_computed_tokens: int
     block_tables: tuple[Int32Array, ...]
     """One per KV group."""
+    checkpoint: int | None
+    """Checkpoint with the recurrent state after `num_computed_tokens` tokens; None: the state begins empty."""
     sampling: SamplingParams
     sampling_fault: str
     """Why the sampling parameters are invalid, so that the row fails; empty if they are valid."""
@@ -102,6 +104,21 @@ class BlockCopies:
 
     sources: Int32Array
     targets: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class StateSaves:
+    """Recurrent states to save; not empty. A row may occur several times, a checkpoint once."""
+
+    rows: IntArray
+    lengths: IntArray
+    """Number of tokens of each state."""
+    checkpoints: IntArray
+
+    @property
+    def columns(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Rows, lengths and checkpoints."""
+        return self.rows, self.lengths, self.checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,3 +150,4 @@ class Plan:
     """Rows whose draft limit changes."""
     draft_limits: IntArray
     """Most draft tokens that each of `draft_rows` verifies per decode step, from this step on."""
+    state_saves: StateSaves | None = None

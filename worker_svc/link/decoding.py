@@ -17,7 +17,16 @@ from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.grammar import Grammar, GrammarRequest
 from worker_svc.interface.limits import Limits
-from worker_svc.interface.plan import NO_LOGPROBS, Admission, BlockCopies, Plan, Pooling, Rules, SamplingParams
+from worker_svc.interface.plan import (
+    NO_LOGPROBS,
+    Admission,
+    BlockCopies,
+    Plan,
+    Pooling,
+    Rules,
+    SamplingParams,
+    StateSaves,
+)
 
 _INT32_MAX = 0x7FFFFFFF
 
@@ -50,6 +59,7 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
             copy_ids=_ids(message.copy_ids),
             draft_rows=draft_rows,
             draft_limits=draft_limits,
+            state_saves=_state_saves(message, limits),
         )
     except MalformedColumnError as error:
         raise PlanError(str(error)) from None
@@ -164,6 +174,19 @@ def _block_copies(message: plan_pb2.Plan, limits: Limits) -> BlockCopies | None:
     return BlockCopies(sources, targets)
 
 
+def _state_saves(message: plan_pb2.Plan, limits: Limits) -> StateSaves | None:
+    if not (message.save_rows or message.save_lengths or message.save_checkpoints):
+        return None
+    rows, lengths = from_columns(message.save_rows, message.save_lengths)
+    checkpoints = from_columns(message.save_rows, message.save_checkpoints)[1]
+    _check_rows(rows, "save", limits)
+    if _outside(checkpoints, limits.num_checkpoints) or len(np.unique(checkpoints)) < len(checkpoints):
+        raise PlanError(f"save: a checkpoint is outside [0, {limits.num_checkpoints}), or occurs twice")
+    if int(lengths.min()) < 1:
+        raise PlanError("save: a state without tokens is saved")
+    return StateSaves(rows.astype(np.int64), lengths.astype(np.int64), checkpoints.astype(np.int64))
+
+
 def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
     row = message.row
     if row >= limits.max_rows:
@@ -177,8 +200,14 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
         raise PlanError("admission: the prompt is longer than the tokens sent")
     if message.num_computed_tokens >= len(tokens):
         raise PlanError("admission: all tokens are computed already; at least one must remain")
-    if message.num_computed_tokens and limits.state_bytes:
-        raise PlanError("admission: recurrent state begins with the first token, but some tokens are computed already")
+    checkpoint = message.checkpoint if message.HasField("checkpoint") else None
+    if checkpoint is not None and checkpoint >= limits.num_checkpoints:
+        raise PlanError(f"admission: checkpoint {checkpoint} is outside [0, {limits.num_checkpoints})")
+    if limits.state_bytes and (checkpoint is None) == (message.num_computed_tokens > 0):
+        raise PlanError(
+            "admission: recurrent state begins with the first token or with a checkpoint, but"
+            f" {message.num_computed_tokens} tokens are computed already, with checkpoint {checkpoint}"
+        )
     sampling, fault = _sampling(message.sampling, limits)
     return Admission(
         row=row,
@@ -187,6 +216,7 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
         block_tables=_block_tables(message, limits),
+        checkpoint=checkpoint,
         sampling=sampling,
         sampling_fault=fault,
         request_id=message.request_id,

@@ -40,6 +40,7 @@ def encode_hello(identity: Identity, incarnation: int, reason: HelloReason) -> p
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
         num_host_blocks=limits.num_host_blocks,
+        num_checkpoints=limits.num_checkpoints,
         max_rows=limits.max_rows,
         max_tokens_per_step=limits.max_tokens_per_step,
         num_kv_groups=limits.num_kv_groups,

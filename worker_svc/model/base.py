@@ -13,6 +13,7 @@ import torch
 
 from kernels.paged_attention import DecodeSchedule, schedule_decode
 from worker_svc.interface.arrays import IntArray
+from worker_svc.model.recurrent import RowStates, StateSave
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, width]`."""
@@ -57,6 +58,8 @@ class AttentionInputs:
 
     None for rows without a state in a trial or a profile, which begin with their first token.
     """
+    saves: tuple[StateSave, ...] = ()
+    """Recurrent states to save within the step."""
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
         """Return the split of decode rows' keys among GPU programs, for all layers with these parameters.
@@ -86,8 +89,13 @@ class Model(Protocol):
         """
         ...
 
-    def allocate_states(self, num_rows: int) -> None:
-        """Allocate the recurrent states for a worker's rows. Without `state_bytes`, do nothing."""
+    def allocate_states(self, num_rows: int, num_checkpoints: int = 0) -> None:
+        """Allocate the recurrent states for a worker's rows and checkpoints. Without `state_bytes`, do nothing."""
+        ...
+
+    @property
+    def states(self) -> RowStates | None:
+        """The allocated recurrent states; None without any."""
         ...
 
     @property

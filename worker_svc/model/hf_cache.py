@@ -30,7 +30,7 @@ from kernels.kv_cache import read_kv, write_kv_reference
 from worker_svc.model import hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.hf_model import TransformersModel, UnsuitableError
-from worker_svc.model.recurrent import RowStates, StateShape
+from worker_svc.model.recurrent import RowStates, StateSave, StateShape
 
 
 class CacheModel(TransformersModel):
@@ -62,15 +62,20 @@ class CacheModel(TransformersModel):
     def state_bytes(self) -> int:
         return sum(shape.num_bytes for shape in self._state_shapes)
 
-    def allocate_states(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
+    def allocate_states(self, num_rows: int, num_checkpoints: int = 0, dtype: torch.dtype | None = None) -> None:
         """See `Model.allocate_states`.
 
         Args:
             num_rows: number of rows.
+            num_checkpoints: number of checkpoints.
             dtype: type of the states; None for the class's type.
         """
         if self._state_shapes:
-            self._states = RowStates(self._state_shapes, num_rows, self._decoder.device, dtype)
+            self._states = RowStates(self._state_shapes, num_rows, self._decoder.device, dtype, num_checkpoints)
+
+    @property
+    def states(self) -> RowStates | None:
+        return self._states
 
     def _run(
         self,
@@ -97,6 +102,9 @@ class CacheModel(TransformersModel):
                 **kept,
             ).logits
             self._store_states(batch, cache)
+            if self._states is not None:
+                for save in batch.saves:
+                    self._states.save(save)
             logits.append(output.flatten(0, 1))
             tokens_of_logits.append(batch.tokens[:, -output.shape[1] :].flatten())
             last_hidden = self._take_hidden()
@@ -134,6 +142,7 @@ class CacheModel(TransformersModel):
                 rows=None if attention.rows is None else attention.rows[places].tolist(),
                 ends=ends,
                 has_state=has_state,
+                saves=[save for span in spans for save in span.saves],
             )
 
     def _spans(self, attention: AttentionInputs) -> Iterator["_Span"]:
@@ -142,11 +151,25 @@ class CacheModel(TransformersModel):
         for place, (start, end, context) in enumerate(zip(starts, starts[1:], contexts, strict=False)):
             if not context or end == start:  # This row is padding in a captured graph.
                 continue
-            if self._by_token and context > end - start:
-                for turn, first in enumerate(range(start, end)):
-                    yield _Span(turn, place, first, 1, context - (end - first) + 1)
-            else:
-                yield _Span(0, place, start, end - start, context)
+            saves = self._saves_of(attention, place)
+            num_before = context - (end - start)
+            turn, first = 0, start
+            for last in [*(start + save.length - num_before for save in saves if save.length < context), end]:
+                by_token = self._by_token and num_before + first - start > 0
+                for begin in range(first, last) if by_token else (first,):
+                    stop = begin + 1 if by_token else last
+                    length = num_before + stop - start
+                    due = tuple(save for save in saves if save.length == length)
+                    yield _Span(turn, place, begin, stop - begin, length, due)
+                    turn += 1
+                first = last
+
+    def _saves_of(self, attention: AttentionInputs, place: int) -> list[StateSave]:
+        """Return the saves of a row within the step, ascending by length."""
+        if not attention.saves or attention.rows is None:
+            return []
+        row = int(attention.rows[place])
+        return sorted((save for save in attention.saves if save.row == row), key=lambda save: save.length)
 
     def _views(self, batch: "_Batch", caches: Sequence[KVCache]) -> list[Any]:
         stored = iter(caches)
@@ -195,6 +218,8 @@ class _Span:
     num_tokens: int
     end: int
     """Length of the row's context up to this span's last token."""
+    saves: tuple[StateSave, ...] = ()
+    """Saves of the row's state after the span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +243,8 @@ class _Batch:
     """Length of each context."""
     has_state: bool
     """Whether the rows have a state: the model has one, and the tokens are not the first ones."""
+    saves: list[StateSave]
+    """States to save after the forward pass."""
 
 
 def _context(

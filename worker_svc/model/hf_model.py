@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model.recurrent import RowStates
 
 
 class UnsuitableError(Exception):
@@ -46,9 +47,13 @@ class TransformersModel(ABC):
     def state_bytes(self) -> int:
         return 0
 
-    def allocate_states(self, num_rows: int, dtype: torch.dtype | None = None) -> None:
+    def allocate_states(self, num_rows: int, num_checkpoints: int = 0, dtype: torch.dtype | None = None) -> None:
         """See `Model.allocate_states`; only a model with recurrent state has a type of it."""
         assert not self.state_bytes, "a model with recurrent state allocates it"
+
+    @property
+    def states(self) -> RowStates | None:
+        return None
 
     @property
     def capturable(self) -> bool:

@@ -48,7 +48,7 @@ def distance(decoder: PreTrainedModel, model: TransformersModel, device: torch.d
     tokens, positions = _rows(decoder, device, num_positions)
     with InFloat32():  # type: ignore[no-untyped-call]
         decoder.set_attn_implementation(model.attention)
-        model.allocate_states(len(_LENGTHS), torch.float32)
+        model.allocate_states(len(_LENGTHS), dtype=torch.float32)
         paged = _paged_logits(model, tokens, positions, device)
         decoder.set_attn_implementation("eager")
         first, last = (slice(row, row + 1) for row in range(2))

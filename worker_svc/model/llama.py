@@ -31,6 +31,7 @@ from worker_svc.model.decoder_config import DecoderConfig
 from worker_svc.model.families import FAMILIES, Experts, Family, has_bias, head_dim, mixture_layers, mlps, windows
 from worker_svc.model.llama_layer import Layer, Linear, Mixture, Mlp
 from worker_svc.model.quantised import StoredWeights, log_form
+from worker_svc.model.recurrent import RowStates
 from worker_svc.model.rope import rope_tables
 from worker_svc.model.weights import copy_weights, holds_different, tensor_names
 from worker_svc.ranks.group import Group
@@ -93,8 +94,12 @@ class LlamaModel:
     def state_bytes(self) -> int:
         return 0
 
-    def allocate_states(self, num_rows: int) -> None:
+    def allocate_states(self, num_rows: int, num_checkpoints: int = 0) -> None:
         """Do nothing: a row has only keys and values."""
+
+    @property
+    def states(self) -> RowStates | None:
+        return None
 
     @property
     def capturable(self) -> bool:

@@ -59,7 +59,8 @@ class PrefixesAreShared(Promise):
     """Cached tokens are used as the configuration says, and only those computed under the same salt."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
-        copies = self.world.scenario.shares_prefixes and self.config.prefix_cache == "radix"
+        scenario = self.world.scenario
+        copies = scenario.shares_prefixes and not scenario.state_bytes and self.config.prefix_cache == "radix"
         if len(plan.copy_sources) and not copies:
             raise ViolationError("prefix.copy", f"blocks are copied under {self.config.prefix_cache}")
 
@@ -72,6 +73,8 @@ class PrefixesAreShared(Promise):
         self.seen(Limit.SHARED)
         if not self.world.scenario.shares_prefixes and not plan.swap_ins:
             raise ViolationError("prefix.off", f"{num_cached} cached tokens", stream.name)
+        if admission.checkpoint is not None:
+            self.seen(Limit.RESTORED)
         # A copy may span a whole block, because a request that was waiting during a model change has keys of the
         # previous model.
         num_blocks = -(-num_cached // epoch.model.block_size)

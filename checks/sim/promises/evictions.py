@@ -83,7 +83,9 @@ class LeastRecentlyUsedGoFirst(Promise):
 
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
-        self._applies = self.world.scenario.shares_prefixes and self.config.prefix_cache == "hash"
+        scenario = self.world.scenario
+        # With recurrent state, a block is found only through a checkpoint, which may be evicted before the block.
+        self._applies = scenario.shares_prefixes and not scenario.state_bytes and self.config.prefix_cache == "hash"
         self._blocks: dict[Epoch, _Blocks] = {}
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:

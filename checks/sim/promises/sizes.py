@@ -46,6 +46,8 @@ _HAS_OWN_LIMIT = frozenset({"Forecast._admissions", "History._ended", "KeptLogs.
 """Containers with limits that a simulation does not reach. Their contents are not examined."""
 _BY_BLOCK = ("BlockPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.", "_Group.", "_Node.")
 """Containers with at most a few entries for each block of a worker."""
+_BY_CHECKPOINT = ("StateCheckpoints.",)
+"""Containers with at most a few entries for each checkpoint of a worker."""
 
 _CONTAINERS = (dict, list, set, frozenset, deque, tuple, array)
 _PLAIN = (str, bytes, int, float, type(None), enum.Enum)
@@ -84,6 +86,8 @@ class MemoryIsBounded(Promise):
             most = _PER_LIVE * live + (_LAZY if path in _IS_LAZY else _TABLE if path in _IS_TABLE else _ALWAYS)
             if path.startswith(_BY_BLOCK):
                 most += _PER_LIVE * blocks
+            if path.startswith(_BY_CHECKPOINT):
+                most += _PER_LIVE * sum(model.num_checkpoints for model in models)
             if size > most:
                 raise ViolationError("size", f"{path} has {size} entries beside {live} things that are live")
 

@@ -107,7 +107,8 @@ class ModelFacts:
     state_bytes: int = 0
     """Size of a row's recurrent state in bytes; 0 if a row has only KV.
 
-    The state exists only at the row's newest computed token, so no row can begin with computed tokens or go back.
+    The state exists only at the row's newest computed token, so a row cannot go back. It can begin with computed tokens
+    only from a checkpoint.
     """
 
 
@@ -132,6 +133,8 @@ class WorkerHello:
     max_rows: int
     max_tokens_per_step: int
     num_host_blocks: int = 0
+    num_checkpoints: int = 0
+    """Number of checkpoints of recurrent states that it can hold."""
     max_draft_tokens: int = 0
     """Maximum draft tokens that it verifies per row and step; 0 if it does not speculate."""
     protocol_version: int = 0

@@ -32,6 +32,8 @@ class RowAdmission:
     """Number of leading tokens whose KV is already in the given blocks, or is copied there by this plan."""
     blocks: IndexArray
     """Block table of KV group 0, `[num_blocks]`."""
+    checkpoint: int | None = None
+    """Checkpoint that the row's recurrent state is restored from, before the forward pass."""
     frontend: Peer
     stream: int
     attempt: int
@@ -66,6 +68,12 @@ class Plan:
     """Rows whose draft limit changes with this step."""
     draft_limits: IndexArray = field(default_factory=lambda: NO_INDICES)
     """Their new draft limits."""
+    save_rows: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Rows whose recurrent state is saved; a row may occur several times."""
+    save_lengths: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Number of tokens of each saved state, from the row's computed tokens before this step to those after it."""
+    save_checkpoints: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Checkpoints that the states are saved to; distinct."""
     num_decodes: int
     """Number of decode rows in the step."""
     num_tokens: int

@@ -1,12 +1,24 @@
 """The core's state in numbers, for metrics and operators."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.lifecycle.states import WAITING
+from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Worker, WorkerCounters
+
+
+class CheckpointStats(NamedTuple):
+    """Checkpoints of a worker's recurrent states; all 0 for a model without such states."""
+
+    total: int = 0
+    used: int = 0
+    saved: int = 0
+    restored: int = 0
+    evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,7 @@ class WorkerStats:
     step_costs: dict[str, float]
     """Learned step times of the worker by part, s."""
     counters: WorkerCounters
+    checkpoints: CheckpointStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +145,17 @@ def worker_stats(worker: Worker) -> WorkerStats:
         last_step_tokens=worker.last_tokens,
         step_costs=worker.costs.parts(),
         counters=worker.counters,
+        checkpoints=_checkpoint_stats(worker.checkpoints),
+    )
+
+
+def _checkpoint_stats(table: StateCheckpoints | None) -> CheckpointStats:
+    if table is None:
+        return CheckpointStats()
+    return CheckpointStats(
+        total=table.num_slots,
+        used=table.num_used,
+        saved=table.num_saved,
+        restored=table.num_restored,
+        evicted=table.num_evicted,
     )

@@ -21,6 +21,7 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, any_of
 from scheduler_svc.core.memory.partial_blocks import PartialBlocks, PartialMatch, num_common
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
+from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES, BlockKey
@@ -66,6 +67,7 @@ class PrefixCache:
         directory: PrefixDirectory | None = None,
         epoch: int = 0,
         facts: TokenFacts | None = None,
+        checkpoints: StateCheckpoints | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -75,7 +77,9 @@ class PrefixCache:
             directory: gets the keys of first blocks, under `epoch`.
             epoch: the worker's epoch.
             facts: gets every partial match.
+            checkpoints: states after blocks, which are dropped with their blocks; None if the model has no state.
         """
+        self._checkpoints = checkpoints
         self._facts = facts if facts is not None else TokenFacts()
         self._directory = directory
         self._epoch = epoch
@@ -172,6 +176,8 @@ class PrefixCache:
         forgotten = gone[0] if len(gone) == 1 else np.concatenate(gone)
         if self.partial is not None:
             self.partial.forget(forgotten)
+        if self._checkpoints is not None:
+            self._checkpoints.forget(forgotten)
         return forgotten
 
     def prove(self, root: BlockKey, keys: bytes, tokens: bytes, blocks: IndexArray) -> None:

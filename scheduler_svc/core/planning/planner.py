@@ -30,6 +30,7 @@ from scheduler_svc.core.interface.records import NoteKind, WaitReason
 from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victim_for_tenant, victims_for_urgent
 from scheduler_svc.core.planning.block_allocation import BlockAllocation, Preemption
 from scheduler_svc.core.planning.prompt_chunks import StepChunks, short_part
+from scheduler_svc.core.planning.state_saves import save_states
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.placement import Placement, Room
@@ -465,6 +466,10 @@ class Planner:
             num_shared=len(room.cached),
             rank=self._policy.rank(request),
         )
+        checkpoint = None
+        if self._worker.checkpoints is not None:
+            checkpoint = self._worker.checkpoints.restore(int(room.cached[-1])) if len(room.cached) else None
+            self._worker.want_checkpoints(row, len(room.cached))
         self._worker.prefilling.append(row)
         self._worker.capacity.is_growing = True
         self._worker.grammars.occupied(request.grammar_key)
@@ -488,6 +493,7 @@ class Planner:
             stream=request.key.stream,
             attempt=request.attempts,
             queued_since=request.wait.since,
+            checkpoint=checkpoint,
         )
 
     def _issue(self, decodes: IndexArray) -> Plan:
@@ -502,6 +508,8 @@ class Planner:
         if self._draft_limits is not None:
             draft_rows, draft_limits = self._set_draft_limits(decodes, *self._draft_limits)
         prefilled, pooled = self._advance_prefills()
+        append_rows = _joined(self._allocation.appended_rows)
+        saves = save_states(worker, append_rows, self._chunks.rows)
         sampling, chunk_rows = decodes, _indices(self._chunks.rows)
         if prefilled:
             sampling = np.concatenate((decodes, np.array(prefilled, np.intp)))
@@ -547,7 +555,7 @@ class Planner:
             step=worker.last_step,
             leaves=_indices(leaves),
             admissions=tuple(admission for _, admission in self._outcome.admitted),
-            append_rows=_joined(self._allocation.appended_rows),
+            append_rows=append_rows,
             append_blocks=_joined(self._allocation.appended_blocks),
             chunk_rows=chunk_rows,
             chunk_lengths=_indices(self._chunks.lengths),
@@ -559,6 +567,9 @@ class Planner:
             copy_targets=_indices(self._copy_targets),
             draft_rows=draft_rows,
             draft_limits=draft_limits,
+            save_rows=saves.rows,
+            save_lengths=saves.lengths,
+            save_checkpoints=saves.checkpoints,
             num_decodes=len(decodes),
             num_tokens=num_tokens,
             traced_rows=self._traced() if rows.traced else (),

@@ -13,7 +13,10 @@ result together, in one pass over the rows and their blocks:
 * Invalid blocks leave the prefix cache. Every request that shares an invalid block is recomputed, whether it has failed
   or not.
 * A failed request that has shared blocks which are neither sound nor invalid is recomputed without sharing.
-* Any other failed request has failed because of its own KV, and ends.
+* A failed request that began with a checkpoint of recurrent state is recomputed without sharing, because sound blocks
+  do not prove the state. The checkpoint is dropped.
+* Any other failed request has failed because of its own KV, and ends. The checkpoints that a failed request has saved
+  are dropped.
 
 Consequences: a faulty request ends at its second attempt at the latest, and the other requests of the step continue to
 decode. A bad block leaves the cache after at most two requests have shared it, even if its writer ended long ago. A
@@ -29,6 +32,7 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import NO_INDICES, BoolArray, IndexArray, any_of, where
 from scheduler_svc.core.interface.events import FailedRow, FailureKind
 from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.rows import FREE
 from scheduler_svc.core.workers.worker import Worker
@@ -109,7 +113,7 @@ def judge(worker: Worker, failed: Sequence[FailedRequest], healthy: IndexArray) 
     for each, blocks in zip(nonfinite, reads, strict=True):
         if any_of(is_invalid[blocks]):
             verdict.again.append(each)
-        elif len(blocks):
+        elif len(blocks) or (worker.checkpoints is not None and each.num_shared):
             verdict.alone.append(each)
         else:
             verdict.ends.append(each)
@@ -127,6 +131,14 @@ def lost_prefix(request: Request, *, alone: bool) -> None:
     request.faults.lost_prefixes += 1
     if alone or request.faults.lost_prefixes >= MAX_LOST_PREFIXES:
         request.computes_whole_prompt = True
+
+
+def distrust_states(checkpoints: StateCheckpoints, failed: Sequence[FailedRequest]) -> None:
+    """Drop the checkpoints that rows with non-finite logits have saved, and those that they began with."""
+    for each in failed:
+        if each.failure.kind is FailureKind.NOT_FINITE:
+            checkpoints.distrust(each.failure.row, each.failure.generation)
+            checkpoints.forget(each.blocks[max(0, each.num_shared - 1) : each.num_shared])
 
 
 def _without(blocks: IndexArray, excluded: BoolArray) -> IndexArray:

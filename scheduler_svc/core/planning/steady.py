@@ -6,6 +6,7 @@ has to be chosen, and what does not change is known from earlier plans (`steady_
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, NO_NUMBERS
 from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.planning.state_saves import save_states
 from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.worker import StepInFlight, Worker
 
@@ -46,6 +47,7 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
         blocks = worker.pool.take(len(needy))
         worker.capacity.grew(len(needy))
     rows.plan_steady(needy, blocks)
+    saves = save_states(worker, needy, [])
     steady = rows.steady or rows.gather()
     shape = StepShape(num_rows, 0, worker.decoded(decodes))
     least_s, expected_s, allowance = worker.costs.bounds(shape, step_deadline_s)
@@ -93,6 +95,9 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
         copy_targets=NO_INDICES,
         draft_rows=NO_INDICES,
         draft_limits=NO_INDICES,
+        save_rows=saves.rows,
+        save_lengths=saves.lengths,
+        save_checkpoints=saves.checkpoints,
         num_decodes=num_rows,
         num_tokens=num_rows,
         traced_rows=steady.traced,

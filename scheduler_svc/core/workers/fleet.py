@@ -21,6 +21,7 @@ from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.partial_blocks import PartialBlocks
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
+from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.requests.request import Request, RequestState
@@ -165,11 +166,14 @@ class Fleet:
         self._model = hello.model
         self._block_size = hello.block_size
         max_model_len = min(hello.model.max_model_len, num_blocks * hello.block_size, MAX_SERVED_SEQUENCE)
-        # A recurrent state cannot be shared, copied or rolled back. Such a row is always computed from its first token.
+        # A recurrent state cannot be rolled back, and a row begins with computed tokens only from a checkpoint.
         is_recurrent = hello.model.state_bytes > 0
-        shares_prefixes = config.prefix_cache != "off" and not is_recurrent
-        copies_parts = shares_prefixes and config.prefix_cache == "radix"
+        num_slots = hello.num_checkpoints if is_recurrent and config.prefix_cache != "off" else 0
+        checkpoints = StateCheckpoints(num_slots, num_blocks) if num_slots else None
+        shares_prefixes = config.prefix_cache != "off" and (not is_recurrent or checkpoints is not None)
+        copies_parts = shares_prefixes and config.prefix_cache == "radix" and not is_recurrent
         partial = PartialBlocks(num_blocks, hello.block_size) if copies_parts else None
+        cache = PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts, checkpoints)
         costs = CostModel()
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,
@@ -179,7 +183,7 @@ class Fleet:
             max_tokens_per_step=hello.max_tokens_per_step,
             max_model_len=max_model_len,
             rows=RowTable(hello.max_rows, hello.block_size, -(-max_model_len // hello.block_size)),
-            pool=BlockPool(num_blocks, PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts)),
+            pool=BlockPool(num_blocks, cache),
             costs=costs,
             timing=PlanTiming(),
             speculation=Speculation(0 if is_recurrent else hello.max_draft_tokens, costs),
@@ -191,6 +195,7 @@ class Fleet:
             device=hello.device,
             pid=hello.pid,
             facts=self._facts,
+            checkpoints=checkpoints,
         )
         was_drained = hello.worker_id in self._drained
         self._drained.pop(hello.worker_id, None)

@@ -19,6 +19,7 @@ from scheduler_svc.core.interface.plan import BlockCopy
 from scheduler_svc.core.interface.records import Peer, WaitReason
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
+from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.requests.request import Request, RequestState
@@ -109,7 +110,10 @@ class Match(NamedTuple):
     swapped: SwappedKV | None = None
     """The whole KV in the worker's host memory. If it is present, the other fields are ignored."""
     next_key: BlockKey = b""
-    """Key of the first missing full block; empty if no further block can be cached."""
+    """Key of the first missing full block; empty if no further block can be cached.
+
+    With recurrent state: key of the last block before the longest checkpoint that is being computed and can be used.
+    """
 
 
 @dataclass(slots=True)
@@ -167,6 +171,8 @@ class Worker:
     pid: int
     """Process ID as reported by the worker; for operators only."""
     facts: TokenFacts
+    checkpoints: StateCheckpoints | None = None
+    """Checkpoints of recurrent states; None if the model has no such state, or the worker no room for checkpoints."""
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
     prefilling: list[int] = field(default_factory=list)
@@ -265,6 +271,8 @@ class Worker:
             self._publish(row, request, blocks, num_tokens)
             if is_proven:
                 self._prove(request, blocks, num_tokens)
+            if self.checkpoints is not None:
+                self._publish_checkpoint(self.checkpoints, row, request, num_tokens)
         self.pool.release(blocks, last_step=last_step, answered_step=self.answered_step)
         self.pending_leaves.append(row)
         if self.in_flight:
@@ -284,7 +292,7 @@ class Worker:
 
     def cached_tokens(self, request: Request) -> int:
         """Return how many of the request's tokens need no computation on this worker."""
-        if request.swapped is None and self.pool.cache.partial is None:
+        if request.swapped is None and self.pool.cache.partial is None and self.checkpoints is None:
             # Count the blocks without building a list, because every arrival looks up its prompt.
             return self.pool.cache.count(self.shareable_keys(request)) * self.rows.block_size
         return self.num_cached(self.match(request))
@@ -303,6 +311,9 @@ class Worker:
             return Match(NO_INDICES, swapped=swapped)
         cache, keys = self.pool.cache, self.shareable_keys(request)
         blocks = cache.match(keys)
+        if self.checkpoints is not None:
+            blocks = blocks[: self.checkpoints.reach(blocks)]
+            return Match(blocks, next_key=self.checkpoints.awaited(keys, len(blocks)))
         next_key = keys[KEY_BYTES * len(blocks) : KEY_BYTES * (len(blocks) + 1)]
         if cache.partial is None or request.computes_whole_prompt:
             return Match(blocks, next_key=next_key)
@@ -324,9 +335,61 @@ class Worker:
         request = self.rows.requests[row]
         assert request is not None
         self._publish(row, request, self.rows.blocks(row), num_computed)
+        if self.checkpoints is not None:
+            return  # Other requests wait for checkpoints, see `want_checkpoints`.
         start = KEY_BYTES * (num_computed // self.rows.block_size)
         is_complete = num_computed == len(request.tokens)
         self.pool.cache.computes_next(row, b"" if is_complete else self._keys(request)[start : start + KEY_BYTES])
+
+    def want_checkpoints(self, row: int, num_shared: int) -> None:
+        """Choose where a row in prefill saves its recurrent state, so that other requests wait for it.
+
+        Args:
+            row: the row.
+            num_shared: leading blocks that it shares with other rows.
+        """
+        request = self.rows.requests[row]
+        if self.checkpoints is None or request is None:
+            return
+        fork = self.pool.cache.count(self.shareable_keys(request))
+        end = (len(request.tokens) - 1) // self.rows.block_size
+        counts = sorted({count for count in (fork, end) if count > num_shared})
+        self.pool.cache.computes_next(row, self.checkpoints.want(row, self._keys(request), counts))
+
+    def save_prompt(self, row: int, num_computed: int) -> list[tuple[int, int]]:
+        """Return the saves of a row whose prompt is computed up to `num_computed` by the plan being made.
+
+        Returns:
+            (number of tokens, checkpoint), ascending.
+        """
+        request, saves = self.rows.requests[row], []
+        assert request is not None
+        assert self.checkpoints is not None
+        for num_blocks in self.checkpoints.reached(row, num_computed // self.rows.block_size):
+            block = self._cached_block(request, num_blocks)
+            if block is None:
+                continue
+            slot = self.checkpoints.save(row, self.rows.generation.item(row), block)
+            if slot is not None:
+                saves.append((num_blocks * self.rows.block_size, slot))
+        self.pool.cache.computes_next(row, self.checkpoints.next_key(row))
+        return saves
+
+    def _publish_checkpoint(self, checkpoints: StateCheckpoints, row: int, request: Request, num_known: int) -> None:
+        """Make the newest state of a row that leaves available, if its blocks are in the cache."""
+        num_tokens = checkpoints.leave(row, num_known)
+        if not num_tokens:
+            return
+        block = self._cached_block(request, num_tokens // self.rows.block_size)
+        if block is None:
+            checkpoints.discard(row)
+        else:
+            checkpoints.publish(row, block)
+
+    def _cached_block(self, request: Request, num_blocks: int) -> int | None:
+        """Return the last of a request's first `num_blocks` blocks in the cache; None if one of them is not cached."""
+        blocks = self.pool.cache.match(self._keys(request)[: KEY_BYTES * num_blocks])
+        return int(blocks[-1]) if 0 < len(blocks) == num_blocks else None
 
     def prove_prefilled(self, rows: IndexArray) -> None:
         """Mark the published blocks of these rows as proven, so that others can copy from them.
@@ -483,3 +546,5 @@ class Worker:
         drafts[self.rows.state != DECODE] = 0
         assert drafts.tolist() == self.rows.drafts.tolist(), "drafts of rows differ from those of the steps in flight"
         assert int(self.rows.draft_limit.max(initial=0)) <= self.speculation.max_drafts
+        if self.checkpoints is not None:
+            self.checkpoints.validate()

@@ -20,7 +20,12 @@ A draft is accepted if it equals the token sampled at its place; the row advance
 token more. A prefill row is computed only in steps whose plan has a chunk for it. A row that *pools* does not
 sample: when all its tokens are computed, the step's result has its vector, and later steps ignore the row.
 
-Order inside a plan: leaves, swap-outs, copies, admissions, appends, holds and releases, swap-ins, forward, sample.
+Order inside a plan: leaves, swap-outs, copies, admissions with restored states, appends, holds and releases, swap-ins,
+forward with saves of states, sample.
+
+Checkpoints: a worker whose model has recurrent state may have places for copies of states. A plan saves the state of a
+row to a checkpoint, and admits rows whose state is a copy of a checkpoint. Plans run in order, so a checkpoint may be
+written again in any plan after the one that reads it, and also in the same plan, which reads first.
 
 Reuse: a row may be admitted again in the plan in which it leaves; its generation distinguishes the uses. A block that
 no row holds any more, on the device or on the host, is allocated again only when all steps that may read or write it
@@ -292,6 +297,7 @@ class Hello(_message.Message):
     NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     RETAINED_FIELD_NUMBER: _builtins.int
+    NUM_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Oldest version of this protocol that the worker supports. The scheduler picks the newest common version; without
     one it refuses the worker, with the reason.
@@ -328,6 +334,10 @@ class Hello(_message.Message):
     """Why the worker sends Hello. The scheduler uses it to decide whether a request may be the cause, and whether an
     operator's drain still applies.
     """
+    num_checkpoints: _builtins.int
+    """Checkpoints of recurrent states that the worker can hold, ids [0, num_checkpoints). 0: none, so that all rows are
+    computed from their first token.
+    """
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The loaded model."""
@@ -356,10 +366,11 @@ class Hello(_message.Message):
         newest_protocol_version: _builtins.int = ...,
         reason: Global___HelloReason.ValueType = ...,
         retained: _abc.Iterable[Global___RetainedSequence] | None = ...,
+        num_checkpoints: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -437,7 +448,7 @@ class ModelInfo(_message.Message):
     """
     state_bytes: _builtins.int
     """Bytes of a row's recurrent state, which exists only at the row's newest computed token. 0: a row has only KV. Above
-    0, a row is admitted without computed tokens, and it verifies no drafts.
+    0, a row with computed tokens is admitted with a checkpoint, and no row verifies drafts.
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -732,6 +743,9 @@ class Plan(_message.Message):
     COPY_TARGETS_FIELD_NUMBER: _builtins.int
     DRAFT_ROWS_FIELD_NUMBER: _builtins.int
     DRAFT_LIMITS_FIELD_NUMBER: _builtins.int
+    SAVE_ROWS_FIELD_NUMBER: _builtins.int
+    SAVE_LENGTHS_FIELD_NUMBER: _builtins.int
+    SAVE_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the step within the epoch, from 1 without gaps."""
     leaves: _builtins.bytes
@@ -775,6 +789,14 @@ class Plan(_message.Message):
     """
     draft_limits: _builtins.bytes
     """See draft_rows."""
+    save_rows: _builtins.bytes
+    """Columns of recurrent states that are saved: row, number of tokens of the state, checkpoint. The number of tokens is
+    between those computed before and after this step, both included. A row may occur several times, a checkpoint once.
+    """
+    save_lengths: _builtins.bytes
+    """See save_rows."""
+    save_checkpoints: _builtins.bytes
+    """See save_rows."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]:
         """Admitted rows."""
@@ -802,10 +824,13 @@ class Plan(_message.Message):
         copy_targets: _builtins.bytes = ...,
         draft_rows: _builtins.bytes = ...,
         draft_limits: _builtins.bytes = ...,
+        save_rows: _builtins.bytes = ...,
+        save_lengths: _builtins.bytes = ...,
+        save_checkpoints: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -829,6 +854,7 @@ class Admission(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     PREFIX_ROOT_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """The row."""
     generation: _builtins.int
@@ -853,6 +879,8 @@ class Admission(_message.Message):
     """Key before the first block of the sequence in the scheduler's prefix cache. Empty: the KV must not be shared, so the
     worker does not report the sequence in Hello.
     """
+    checkpoint: _builtins.int
+    """Checkpoint with the recurrent state after `num_computed_tokens` tokens. Absent: the state begins empty."""
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Column of block ids per KV group, in order of position."""
@@ -872,12 +900,15 @@ class Admission(_message.Message):
         grammar: _builtins.bytes = ...,
         pooling: Global___Pooling.ValueType = ...,
         prefix_root: _builtins.bytes = ...,
+        checkpoint: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tables", b"block_tables", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prefix_root", b"prefix_root", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "block_tables", b"block_tables", "checkpoint", b"checkpoint", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prefix_root", b"prefix_root", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checkpoint: _TypeAlias = _typing.Literal["checkpoint"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint) -> _WhichOneofReturnType__checkpoint | None: ...
 
 Global___Admission: _TypeAlias = Admission  # noqa: Y015
 

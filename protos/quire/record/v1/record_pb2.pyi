@@ -454,6 +454,9 @@ class Plan(_message.Message):
     COPY_TARGETS_FIELD_NUMBER: _builtins.int
     DRAFT_ROWS_FIELD_NUMBER: _builtins.int
     DRAFT_LIMITS_FIELD_NUMBER: _builtins.int
+    SAVE_ROWS_FIELD_NUMBER: _builtins.int
+    SAVE_LENGTHS_FIELD_NUMBER: _builtins.int
+    SAVE_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """Peer index of the worker."""
@@ -511,6 +514,18 @@ class Plan(_message.Message):
     def draft_limits(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See draft_rows."""
 
+    @_builtins.property
+    def save_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Recurrent states that are saved: rows, numbers of tokens, and checkpoints."""
+
+    @_builtins.property
+    def save_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See save_rows."""
+
+    @_builtins.property
+    def save_checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See save_rows."""
+
     def __init__(
         self,
         *,
@@ -531,11 +546,14 @@ class Plan(_message.Message):
         copy_targets: _builtins.bytes = ...,
         draft_rows: _abc.Iterable[_builtins.int] | None = ...,
         draft_limits: _abc.Iterable[_builtins.int] | None = ...,
+        save_rows: _abc.Iterable[_builtins.int] | None = ...,
+        save_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        save_checkpoints: _abc.Iterable[_builtins.int] | None = ...,
         epoch: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decodes_change", b"decodes_change", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "step_jump", b"step_jump", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decodes_change", b"decodes_change", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step_jump", b"step_jump", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epoch: _TypeAlias = _typing.Literal["epoch"]  # noqa: Y015
     _WhichOneofArgType__epoch: _TypeAlias = _typing.Literal["_epoch", b"_epoch"]  # noqa: Y015
@@ -557,6 +575,7 @@ class Admission(_message.Message):
     NUM_COMPUTED_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """Row and generation."""
     generation: _builtins.int
@@ -573,6 +592,8 @@ class Admission(_message.Message):
     """Earlier attempts."""
     blocks: _builtins.bytes
     """Block table, as a column of differences."""
+    checkpoint: _builtins.int
+    """Checkpoint that the row's recurrent state is restored from."""
     def __init__(
         self,
         *,
@@ -584,12 +605,15 @@ class Admission(_message.Message):
         num_computed: _builtins.int = ...,
         attempt: _builtins.int = ...,
         blocks: _builtins.bytes = ...,
+        checkpoint: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks", b"blocks", "frontend", b"frontend", "generation", b"generation", "num_computed", b"num_computed", "num_tokens", b"num_tokens", "row", b"row", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "attempt", b"attempt", "blocks", b"blocks", "checkpoint", b"checkpoint", "frontend", b"frontend", "generation", b"generation", "num_computed", b"num_computed", "num_tokens", b"num_tokens", "row", b"row", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checkpoint: _TypeAlias = _typing.Literal["checkpoint"]  # noqa: Y015
+    _WhichOneofArgType__checkpoint: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint) -> _WhichOneofReturnType__checkpoint | None: ...
 
 Global___Admission: _TypeAlias = Admission  # noqa: Y015
 

@@ -1,0 +1,47 @@
+"""State saves: the recurrent states that a plan copies to checkpoints (see `state_checkpoints`)."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.workers.worker import Worker
+
+
+class StateSaves(NamedTuple):
+    """The saves of one plan, as its columns."""
+
+    rows: IndexArray = NO_INDICES
+    lengths: IndexArray = NO_INDICES
+    checkpoints: IndexArray = NO_INDICES
+
+
+NO_SAVES = StateSaves()
+
+
+def save_states(worker: Worker, appended: IndexArray, prefilling: list[int]) -> StateSaves:
+    """Choose the checkpoints of a plan. Call this once per plan, when its chunks are counted as computed.
+
+    A generating row gets a block when its blocks are full. Its state is then at a block boundary, and is saved before
+    the step overwrites it.
+
+    Args:
+        worker: the worker.
+        appended: the decode rows that get a block in this plan.
+        prefilling: the rows with a chunk in this plan.
+    """
+    checkpoints, rows = worker.checkpoints, worker.rows
+    if checkpoints is None or not (len(appended) or prefilling):
+        return NO_SAVES
+    saves: list[tuple[int, int, int]] = []
+    for row in appended.tolist():
+        num_tokens = rows.capacity.item(row) - rows.block_size
+        slot = checkpoints.save_private(row, rows.generation.item(row), num_tokens, rows.committed.item(row))
+        if slot is not None:
+            saves.append((row, num_tokens, slot))
+    for row in prefilling:
+        saves += ((row, *save) for save in worker.save_prompt(row, rows.num_computed(row)))
+    checkpoints.plan_made()
+    if not saves:
+        return NO_SAVES
+    return StateSaves(*np.array(saves, np.intp).T)
