@@ -967,6 +967,7 @@ class StreamEnd(_message.Message):
     FIELD_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ENERGY_J_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """The stream."""
     reason: Global___EndReason.ValueType
@@ -993,6 +994,8 @@ class StreamEnd(_message.Message):
     """Draft tokens that were verified."""
     accepted_draft_tokens: _builtins.int
     """Those of them that were accepted."""
+    energy_j: _builtins.float
+    """Energy that the request's share of its steps used, joules. 0: not known."""
     def __init__(
         self,
         *,
@@ -1009,10 +1012,11 @@ class StreamEnd(_message.Message):
         field: _builtins.str = ...,
         draft_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
+        energy_j: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "embedding", b"embedding", "field", b"field", "message", b"message", "preemptions", b"preemptions", "queued_ns", b"queued_ns", "reason", b"reason", "retry_ms", b"retry_ms", "stop_token_id", b"stop_token_id", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "embedding", b"embedding", "energy_j", b"energy_j", "field", b"field", "message", b"message", "preemptions", b"preemptions", "queued_ns", b"queued_ns", "reason", b"reason", "retry_ms", b"retry_ms", "stop_token_id", b"stop_token_id", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

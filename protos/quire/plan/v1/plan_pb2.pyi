@@ -1234,6 +1234,9 @@ class StepTimings(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     COPIED_BLOCKS_FIELD_NUMBER: _builtins.int
     COPY_NS_FIELD_NUMBER: _builtins.int
+    ENERGY_UJ_FIELD_NUMBER: _builtins.int
+    IDLE_ENERGY_UJ_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     received_unix_ns: _builtins.int
     """The plan was read from the socket, nanoseconds."""
     started_unix_ns: _builtins.int
@@ -1252,6 +1255,14 @@ class StepTimings(_message.Message):
     """Blocks swapped in and out."""
     copy_ns: _builtins.int
     """Duration of copying them, nanoseconds."""
+    energy_uj: _builtins.int
+    """Energy that the device used for the step, microjoules. 0: not known."""
+    idle_energy_uj: _builtins.int
+    """The same for the time between the previous step and this one."""
+    @_builtins.property
+    def device(self) -> Global___DeviceReadings:
+        """Newest readings of the device, about once a second. Absent: they cannot be read."""
+
     def __init__(
         self,
         *,
@@ -1264,11 +1275,79 @@ class StepTimings(_message.Message):
         num_tokens: _builtins.int = ...,
         copied_blocks: _builtins.int = ...,
         copy_ns: _builtins.int = ...,
+        energy_uj: _builtins.int = ...,
+        idle_energy_uj: _builtins.int = ...,
+        device: Global___DeviceReadings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_blocks", b"copied_blocks", "copy_ns", b"copy_ns", "forward_ns", b"forward_ns", "idle_before_ns", b"idle_before_ns", "num_tokens", b"num_tokens", "prepare_ns", b"prepare_ns", "received_unix_ns", b"received_unix_ns", "sample_ns", b"sample_ns", "started_unix_ns", b"started_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_blocks", b"copied_blocks", "copy_ns", b"copy_ns", "device", b"device", "energy_uj", b"energy_uj", "forward_ns", b"forward_ns", "idle_before_ns", b"idle_before_ns", "idle_energy_uj", b"idle_energy_uj", "num_tokens", b"num_tokens", "prepare_ns", b"prepare_ns", "received_unix_ns", b"received_unix_ns", "sample_ns", b"sample_ns", "started_unix_ns", b"started_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepTimings: _TypeAlias = StepTimings  # noqa: Y015
+
+@_typing.final
+class DeviceReadings(_message.Message):
+    """Readings of the device's own sensors. An absent field cannot be read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UTILISATION_FIELD_NUMBER: _builtins.int
+    MEMORY_USED_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_FIELD_NUMBER: _builtins.int
+    POWER_FIELD_NUMBER: _builtins.int
+    PROCESSOR_CLOCK_FIELD_NUMBER: _builtins.int
+    MEMORY_CLOCK_FIELD_NUMBER: _builtins.int
+    utilisation: _builtins.float
+    """Share of the time in which the device computed, 0 to 1."""
+    memory_used: _builtins.int
+    """Device memory in use by all processes, bytes."""
+    memory_total: _builtins.int
+    """Device memory, bytes."""
+    power: _builtins.float
+    """Power draw, watts."""
+    processor_clock: _builtins.float
+    """Clock of the processors, hertz."""
+    memory_clock: _builtins.float
+    """Clock of the memory, hertz."""
+    def __init__(
+        self,
+        *,
+        utilisation: _builtins.float | None = ...,
+        memory_used: _builtins.int | None = ...,
+        memory_total: _builtins.int | None = ...,
+        power: _builtins.float | None = ...,
+        processor_clock: _builtins.float | None = ...,
+        memory_clock: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_clock", b"_memory_clock", "_memory_total", b"_memory_total", "_memory_used", b"_memory_used", "_power", b"_power", "_processor_clock", b"_processor_clock", "_utilisation", b"_utilisation", "memory_clock", b"memory_clock", "memory_total", b"memory_total", "memory_used", b"memory_used", "power", b"power", "processor_clock", b"processor_clock", "utilisation", b"utilisation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_clock", b"_memory_clock", "_memory_total", b"_memory_total", "_memory_used", b"_memory_used", "_power", b"_power", "_processor_clock", b"_processor_clock", "_utilisation", b"_utilisation", "memory_clock", b"memory_clock", "memory_total", b"memory_total", "memory_used", b"memory_used", "power", b"power", "processor_clock", b"processor_clock", "utilisation", b"utilisation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__memory_clock: _TypeAlias = _typing.Literal["memory_clock"]  # noqa: Y015
+    _WhichOneofArgType__memory_clock: _TypeAlias = _typing.Literal["_memory_clock", b"_memory_clock"]  # noqa: Y015
+    _WhichOneofReturnType__memory_total: _TypeAlias = _typing.Literal["memory_total"]  # noqa: Y015
+    _WhichOneofArgType__memory_total: _TypeAlias = _typing.Literal["_memory_total", b"_memory_total"]  # noqa: Y015
+    _WhichOneofReturnType__memory_used: _TypeAlias = _typing.Literal["memory_used"]  # noqa: Y015
+    _WhichOneofArgType__memory_used: _TypeAlias = _typing.Literal["_memory_used", b"_memory_used"]  # noqa: Y015
+    _WhichOneofReturnType__power: _TypeAlias = _typing.Literal["power"]  # noqa: Y015
+    _WhichOneofArgType__power: _TypeAlias = _typing.Literal["_power", b"_power"]  # noqa: Y015
+    _WhichOneofReturnType__processor_clock: _TypeAlias = _typing.Literal["processor_clock"]  # noqa: Y015
+    _WhichOneofArgType__processor_clock: _TypeAlias = _typing.Literal["_processor_clock", b"_processor_clock"]  # noqa: Y015
+    _WhichOneofReturnType__utilisation: _TypeAlias = _typing.Literal["utilisation"]  # noqa: Y015
+    _WhichOneofArgType__utilisation: _TypeAlias = _typing.Literal["_utilisation", b"_utilisation"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_clock) -> _WhichOneofReturnType__memory_clock | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_total) -> _WhichOneofReturnType__memory_total | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used) -> _WhichOneofReturnType__memory_used | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power) -> _WhichOneofReturnType__power | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__processor_clock) -> _WhichOneofReturnType__processor_clock | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilisation) -> _WhichOneofReturnType__utilisation | None: ...
+
+Global___DeviceReadings: _TypeAlias = DeviceReadings  # noqa: Y015

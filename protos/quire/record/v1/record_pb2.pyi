@@ -1481,6 +1481,7 @@ class RequestEnded(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     RETRY_MS_FIELD_NUMBER: _builtins.int
+    ENERGY_J_FIELD_NUMBER: _builtins.int
     frontend: _builtins.int
     """Peer index of the front end."""
     stream: _builtins.int
@@ -1501,6 +1502,8 @@ class RequestEnded(_message.Message):
     """See draft_tokens."""
     retry_ms: _builtins.int
     """Time after which its client should try again, milliseconds."""
+    energy_j: _builtins.float
+    """Energy that its share of its steps used, joules. 0: not known."""
     def __init__(
         self,
         *,
@@ -1514,10 +1517,11 @@ class RequestEnded(_message.Message):
         draft_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
         retry_ms: _builtins.int = ...,
+        energy_j: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "frontend", b"frontend", "preemptions", b"preemptions", "queued_s", b"queued_s", "reason", b"reason", "retry_ms", b"retry_ms", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "draft_tokens", b"draft_tokens", "energy_j", b"energy_j", "frontend", b"frontend", "preemptions", b"preemptions", "queued_s", b"queued_s", "reason", b"reason", "retry_ms", b"retry_ms", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
