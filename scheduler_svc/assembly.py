@@ -105,7 +105,7 @@ def open_journal(config: SchedulerConfig) -> Journal | None:
 
 
 def open_recorder(config: SchedulerConfig, core: CoreConfig, incarnation: int) -> Recorder | None:
-    """Start the flight recorder; return None if it is off. Log a warning and return None if its folder is unusable."""
+    """Start the flight recorder; return None if it is off, or, with a logged warning, if its folder is unusable."""
     if config.record_dir in ("", "off"):
         return None
     folders = [Path(config.record_dir)]

@@ -1,12 +1,12 @@
 """Cache changes: blocks that were added to or removed from the workers' prefix caches, for endpoint pickers.
 
-An endpoint picker routes a request to the service that has most of its prompt in cache. Events for endpoint pickers
-contain tokens, so this module reports only blocks of the shared scope. Prompts of principals, and of requests with a
+An endpoint picker routes a request to the service that has cached the most of its prompt. Events for endpoint pickers
+contain tokens, so this module reports only blocks in the shared scope. Prompts of principals, and of requests with a
 separate scope, are never reported. A block on several workers counts once.
 
 This module only reads the core. `observe` reads a worker's rows after a plan, and `collect` finds blocks that have left
-the caches. Both take time proportional to the number of changes. In addition, `collect` checks all reported blocks
-once.
+the caches. Both take time proportional to the number of changes. In addition, each call to `collect` checks every
+reported block once.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ class _Cache:
 
     worker: Worker
     rows: dict[int, tuple[Request, int]] = field(default_factory=dict)
-    """Request and number of blocks of each row at the last check, by row."""
+    """For each row, its request and number of blocks at the last check."""
     keys: dict[int, BlockKey] = field(default_factory=dict)
     """Reported key of each block, by block."""
 
@@ -113,7 +113,10 @@ class CacheChanges:
         return iter(self._stored.values())
 
     def _look_at_ended(self, known: _Cache) -> None:
-        """Report the blocks of requests that have left their rows. Leaving a row publishes the last blocks."""
+        """Report the blocks of requests that have left their rows.
+
+        When a request leaves, its last blocks enter the cache.
+        """
         requests = known.worker.rows.requests
         for row, (request, seen) in list(known.rows.items()):
             if requests[row] is not request:
@@ -146,7 +149,7 @@ class CacheChanges:
         self._changes += _joined(self._stored[key] for key in fresh)
 
     def _release(self, known: _Cache, blocks: list[int]) -> list[BlockKey]:
-        """Drop blocks of a cache; return the keys that are no longer in any cache."""
+        """Drop blocks from a cache; return the keys that are no longer in any cache."""
         gone = []
         for block in blocks:
             key = known.keys.pop(block, None)

@@ -1,8 +1,8 @@
 """Answers operators' questions about the recording of a running service: explanations and comparisons of strategies.
 
 Reading a recording takes seconds, so a short-lived process with low priority reads it (`records.answer`). The process
-gets the question as an argument and writes the reply to a file. The loop only starts the process, and wakes up when it
-has exited. The process is killed when its caller leaves.
+gets the query as an argument and writes the reply to a file. The loop only starts the process, and wakes up when it has
+exited. The process is killed when its caller disconnects.
 """
 
 import base64

@@ -1,10 +1,10 @@
 """KV events: reports changes of the prefix caches to endpoint pickers, in the format of vLLM's `kv_events`.
 
 A PUB socket connects to the endpoint picker's SUB socket. A message has three frames: the topic `kv@FRONTEND@MODEL`, a
-sequence number (8 bytes, big-endian), and a batch in msgpack. To an endpoint picker, every front end of the cell is an
-endpoint, so all events are sent under the name of each front end. For a new front end, and for all front ends when an
-endpoint picker subscribes, the events begin with AllBlocksCleared and all cached blocks. Hashes are the last 8 bytes of
-the block's key.
+sequence number (8 bytes, big-endian), and a batch in msgpack. Because every front end of the cell is an endpoint for
+the endpoint picker, all events are sent under each front end's name. For a new front end, and for all front ends when
+an endpoint picker subscribes, the events begin with AllBlocksCleared and all cached blocks. Hashes are the last 8 bytes
+of the block's key.
 """
 
 import time

@@ -26,7 +26,7 @@ _MOST_BYTES = 4096
 _CONTENT = re.compile(r"[^/\s]+/[^/\s]+/\d+/\d+\n.*\n")
 """Content of the file: a process as named by `shared.process_watch`, and addresses."""
 _END_TIMEOUT_S = 10.0
-"""Maximum wait for the end of the last leader's process after it has lost the lease, in seconds."""
+"""Maximum wait until the last leader's process exits after it has lost the lease, in seconds."""
 
 log = get_logger()
 
@@ -132,7 +132,7 @@ class LeaderLease:
 
 
 def _await_end(process: str) -> None:
-    """Wait for the end of a process with a name of `shared.process_watch`."""
+    """Wait until a process named as in `shared.process_watch` exits."""
     watch = ProcessWatch.open(process)
     if watch is None:
         return

@@ -1,8 +1,8 @@
 """Live views: streams of the recorded steps to watching operators, in parts.
 
 The recorder's thread builds the parts, and the loop forwards them at its ticks together with the current load. If a
-front end is slow, the part is dropped; the next part contains the number of dropped steps. Without views, no parts are
-built.
+front end is slow, the part is dropped, and the next part contains the number of dropped steps. Without views, no parts
+are built.
 
 Queues and KV blocks belong to the core, so the loop takes bounded snapshots of them, twice per second and only for
 views that requested them.

@@ -28,7 +28,7 @@ def run(config: SchedulerConfig) -> int:
     """Run the scheduler until SIGTERM or SIGINT; return the exit code.
 
     With a leader lease, the scheduler is a standby until it holds the lease. With `standby_of`, it is a standby until
-    an operator commands it to lead, and again when another scheduler has taken over. A standby listens only on its
+    an operator commands it to lead, and again after another scheduler has taken over. A standby listens only on its
     `standby_address`, and writes only its journal.
     """
     configure_logging("quire-scheduler")
@@ -69,7 +69,7 @@ def _number_file(config: SchedulerConfig) -> NumberFile | None:
 
 
 def _await_leadership(config: SchedulerConfig, numbers: NumberFile | None, lease: LeaderLease | None) -> int | None:
-    """Wait until this scheduler must lead; return its leader number, or None if it must exit before."""
+    """Wait until this scheduler must lead; return its leader number, or None if it must exit before that."""
     if numbers is None:
         if lease is not None:
             with _on_signals(lease.cancel):

@@ -1,4 +1,4 @@
-"""Metrics of the scheduler service: statistics of the core and timings of the workers, as Prometheus families.
+"""Scheduler service metrics: core statistics and worker timings, as Prometheus families.
 
 Series with a worker label exist while the worker is connected, and their counters restart at 0 when it returns. Totals
 over workers must therefore be sums of rates (`sum(rate(...))`), not rates of sums.

@@ -158,7 +158,7 @@ class Operator:
 
 
 def _unpacked(call: AnyMessage) -> Message:
-    """Return the request of a call; an empty message if this version does not know its type."""
+    """Return a call's request; an empty message if this version does not know its type."""
     request_type = _REQUESTS.get(call.TypeName(), Empty)
     try:
         return request_type.FromString(call.value)

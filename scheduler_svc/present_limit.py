@@ -16,9 +16,9 @@ from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.lifecycle.pressure import Pressure, WorkerPressure
 
 _MUCH_MEMORY = 0.8
-"""Share of the KV memory above which more rows would soon lack memory."""
+"""Fraction of the KV memory above which more rows would soon lack memory."""
 _SAFE_MEMORY = 0.9
-"""Share of the KV memory that an estimate of possible rows may fill."""
+"""Fraction of the KV memory that an estimate of possible rows may fill."""
 
 
 class LimitKind(enum.Enum):
@@ -65,7 +65,7 @@ def present_limit(found: Pressure, itl_s: float = 0.0) -> Limit:
 
     Args:
         found: the pressure on the service.
-        itl_s: the present time between two tokens of a request, s; 0 if unknown.
+        itl_s: current time between two tokens of a request, s; 0 if unknown.
     """
     kind = _kind(found)
     state, remedy = _words(kind, found, itl_s)

@@ -1,4 +1,4 @@
-"""State machine of the scheduler: `handle` takes events, `plan` returns the next step of a worker.
+"""The scheduler's state machine: `handle` takes events, and `plan` returns a worker's next step.
 
 `Scheduler` only routes events to the modules that own the state:
 
@@ -59,9 +59,9 @@ class Scheduler:
     Args:
         config: limits and policies.
         incarnation: a random 64-bit number that no earlier core had.
-        facts: computes what decisions need to know about token ids; None for the default.
-        notes: receives every note of every request's history and of every queue, in order; the caller empties it. None
-            if not needed.
+        facts: computes the values that decisions need from token ids; None for the default.
+        notes: receives every note for every request's history and every queue, in order; the caller empties it. None if
+            not needed.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         self._schedule = PlanSchedule(config.max_plans_in_flight, collects=config.batching.mode != "continuous")
         self._quarantine = Quarantine()
         self._untidy: list[tuple[Worker, list[int]]] = []
-        """Workers that got a plan since the last call of `tidy`, with the rows whose requests end with this plan."""
+        """Workers that got a plan since the last call to `tidy`, with the rows whose requests end with this plan."""
 
     # ---------------------------------------------------------------- the two entry points
 
@@ -97,7 +97,7 @@ class Scheduler:
     def plan(self, peer: ev.Peer, now: float) -> tuple[Plan | None, list[Effect]]:
         """Return the next plan for a worker, and the effects to execute before it is sent.
 
-        The plan is None if there is nothing to do, if it is too early, or if enough plans are in flight. Effects are,
+        The plan is None if there is nothing to do, if it is too early, or if enough plans are in flight. An effect is,
         for example, the end of a request that can never run. Call `tidy` after sending the plan.
         """
         worker = self._fleet.get(peer)
@@ -176,11 +176,11 @@ class Scheduler:
         self._untidy.append((worker, ending))
 
     def tidy(self) -> None:
-        """Do the work that was deferred from the last plan so that the worker does not wait for it.
+        """Do the work deferred from the last plan, for which the worker need not wait.
 
-        Requests whose last step was planned leave their rows, which publishes their blocks. Cached blocks that the next
-        plan may need are evicted. The time of the call does not affect results, because the next event or plan calls it
-        first.
+        Requests whose last step was planned leave their rows, and their blocks enter the cache. Cached blocks that the
+        next plan may need are evicted. The time of this call does not affect results, because the next event or plan
+        calls it first.
         """
         while self._untidy:
             worker, rows = self._untidy.pop()
@@ -246,7 +246,7 @@ class Scheduler:
         return tables(self._fleet, self._requests.backlog, self._requests)
 
     def story(self, frontend: ev.Peer, stream: int) -> Story | None:
-        """Return the history of a stream's request, live or ended recently; None if unknown."""
+        """Return the history of a stream's request, live or recently ended; None if unknown."""
         return self._requests.story(frontend, stream)
 
     def stories(self, request_id: str) -> list[Story]:
@@ -496,7 +496,7 @@ class Scheduler:
         self._requests.displace(request, "moved", f"filled the context of {worker.worker_id}", now)
 
     def _rows_failed(self, worker: Worker, settled: Settled, now: float) -> None:
-        """End or requeue the requests whose rows failed, and requeue those that share invalid KV with them."""
+        """End or requeue the requests whose rows failed, and requeue those that share their invalid KV."""
         verdict = judge(worker, settled.failed, settled.rows)
         left = [(each.failure.row, each.failure.generation) for each in settled.failed]
         for failed in verdict.ends:

@@ -24,7 +24,7 @@ MAX_BACKLOG = 64 << 20
 """Maximum backlog of a front end in bytes. Tokens alone cannot reach it, because streams have credit."""
 
 MAX_VIEW_BYTES = 4 << 20
-"""Maximum bytes of live views that a front end gets between two of its frames, which arrive about once per second."""
+"""Maximum live-view bytes that a front end gets between two of its own frames, which arrive about once per second."""
 _MAX_VIEW_BACKLOG = 1 << 20
 """Backlog in bytes above which a front end gets no live views."""
 
@@ -48,7 +48,7 @@ class _Frontend:
 
 
 class FrontendHub:
-    """ROUTER socket that front ends connect to, and the state of each front end."""
+    """ROUTER socket to which front ends connect, and each front end's state."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class FrontendHub:
         return len(self._frontends)
 
     def heard(self, peer: ev.Peer, now: float, *, version: int = 0) -> bool:
-        """Renew the lease of a front end; return whether it is known.
+        """Renew a front end's lease; return whether the front end is known.
 
         A Hello adds the front end; `version` is then the negotiated protocol version.
         """
@@ -147,7 +147,7 @@ class FrontendHub:
             yield from frontend.report.families
 
     def flush(self, written: int = 0, durable: float = math.inf) -> dict[ev.Peer, str]:
-        """Send the messages of this turn; return the lost front ends and the reasons.
+        """Send this turn's messages; return the lost front ends and the reasons.
 
         Args:
             written: journal position that must be durable before the messages of this turn are sent.

@@ -69,7 +69,7 @@ class Incoming:
     ended_orders: tuple[int, ...] = ()
     """Numbers of operator requests whose callers have left."""
     goodbye: bool = False
-    """Whether this is the last frame from a front end that shuts down."""
+    """Whether this is the last frame from a front end that is shutting down."""
 
 
 def decode(peer: ev.Peer, payload: bytes, now: float) -> Incoming:
@@ -336,7 +336,7 @@ def _counts(effect: ef.TokensReady) -> Int32Array:
 
 
 def _is_part(size: int, what: str) -> bool:
-    """Return whether a part fits into a frame; if not, log which part."""
+    """Return whether a part fits into a frame; if not, log which part it is."""
     try:
         check_part(size, what)
     except FrameTooLargeError as error:

@@ -1,8 +1,8 @@
 """Book: the state of the journal, built from its batches: resumable requests and their generated tokens.
 
-The module is pure: batches in, entries out. A batch that contradicts the state does not change its request. Tokens
-after a gap are ignored, and so is an end that depends on them. The client then gets fewer tokens, but never wrong
-tokens.
+The module is pure: batches in, entries out. A batch that contradicts a request's state does not change the request.
+Tokens after a gap are ignored, and so is an end that depends on them. The client then gets fewer tokens, but never
+wrong tokens.
 """
 
 from array import array
@@ -18,7 +18,7 @@ from shared.frames import TOKEN_BYTES
 _OVERHEAD = 256
 """Approximate overhead of an entry, in bytes."""
 _SCORES_OVERHEAD = 16
-"""Approximate overhead of the log-probabilities of one token, in bytes."""
+"""Approximate overhead of one token's log-probabilities, in bytes."""
 
 
 @dataclass(slots=True)
@@ -40,10 +40,10 @@ class Entry:
     end: bytes = b""
     """Serialised StreamEnd if the request ended normally; empty otherwise."""
     ended_ms: int = 0
-    """End of the request, in ms since 1970; 0 while it is live."""
+    """When the request ended, in ms since 1970; 0 while it is live."""
     model: str = ""
     segment: int = 0
-    """Segment in which the whole entry was last written; used by the writer."""
+    """Segment to which the whole entry was last written; used by the writer."""
 
     @property
     def num_generated(self) -> int:
@@ -51,7 +51,7 @@ class Entry:
         return len(self.tokens) - self.num_prompt_tokens
 
     def add_scores(self, index: int, scores: bytes) -> int:
-        """Add log-probabilities of generated tokens; return the increase of `size` in bytes."""
+        """Add log-probabilities for generated tokens; return the increase of `size` in bytes."""
         self.scores.append((index, scores))
         grown = len(scores) + _SCORES_OVERHEAD
         self.score_bytes += grown

@@ -1,6 +1,6 @@
 """Journal writer: receives every effect, and commits once per turn, before messages are sent to front ends.
 
-The records of a turn are one frame and one write. `fsync` sets when messages may be sent. With "none" and "interval"
+One turn's records are one frame and one write. `fsync` determines when messages may be sent. With "none" and "interval"
 they are sent after the write, which survives a crash of the processes. With "step" they are sent when `durable` shows
 that the disk has the data, which survives a crash of the machine.
 
@@ -68,7 +68,7 @@ class Journal:
     Args:
         path: the folder; created if it does not exist.
         max_bytes: approximate limit of the size on disk, in bytes.
-        keep_s: time for which the core keeps an ended request for its client, in seconds.
+        keep_s: time for which the core retains an ended request for its client, in seconds.
         fsync: one of FSYNC_MODES.
         clock_ms: returns the time in ms since 1970.
         reports: whether to log what the folder holds.
@@ -89,7 +89,7 @@ class Journal:
     ) -> None:
         self.stats = JournalStats()
         self.written = 0
-        """Bytes written by this process; the position after the last commit."""
+        """Number of bytes written by this process, which is the position after the last commit."""
         self._max_bytes = max_bytes
         self._keep_ms = int(keep_s * 1000)
         self._fsync = fsync
@@ -100,7 +100,7 @@ class Journal:
             if reports:
                 found.report()
             self.restored = to_event(found.book, clock_ms())
-            """Event with the requests of the last process; the first event for the core."""
+            """Event with the previous process's requests; the core's first event."""
             self._book = _as_restored(found.book)
             self._segments: dict[int, _Segment] = {
                 segment.number: _Segment(segment.size, 0) for segment in found.segments

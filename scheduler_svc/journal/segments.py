@@ -1,4 +1,4 @@
-"""Segments of the journal: files of batches, one batch per frame.
+"""Journal segments: files of batches, one batch per frame.
 
 The reader ignores the rest of a file from the first incomplete frame on.
 """
@@ -12,7 +12,7 @@ from protos.quire.journal.v1 import journal_pb2
 from scheduler_svc.segments import SegmentFolder, frames
 
 HEADER = b"QUIREJ\x00\x01"
-"""File header; its last byte is the version of the frame format. Frames contain Protobuf messages."""
+"""File header; its last byte is the frame format version. Frames contain Protobuf messages."""
 SUFFIX = ".journal"
 
 

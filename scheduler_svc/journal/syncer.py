@@ -34,8 +34,10 @@ class Syncer:
         self._ending = False
         self.woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.synced = 0
-        """Position up to which all data is on the disk. It does not advance between a failure and `start_over`, because
-        the kernel reports a lost write only once and the next fsync of the file succeeds.
+        """Position up to which all data is on the disk.
+
+        It does not advance between a failure and `start_over`, because the kernel reports a lost write only once and
+        the file's next fsync succeeds.
         """
         self.failure: OSError | None = None
         """First error since `start_over`."""

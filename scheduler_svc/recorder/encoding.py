@@ -1,4 +1,4 @@
-"""Encoding of a tape into the entries of one segment, as differences to earlier entries."""
+"""Encodes a tape into one segment's entries, as deltas to earlier entries."""
 
 import dataclasses
 import json

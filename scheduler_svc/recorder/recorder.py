@@ -1,10 +1,11 @@
-"""Recorder: the thread that writes the tape of a core into the ring of segments.
+"""Recorder: the thread that writes a core's tape into the ring of segments.
 
 The loop only appends to the tape. The thread wakes up twice per second, encodes the new items and writes one frame, so
 a killed process loses less than a second. When a segment is full, the loop forks a process, which writes its consistent
-copy of the core's state to a pipe. The thread copies this output into the new segment. A fork takes milliseconds, or
-longer if the state is large. After a fork that took too long, segments that begin while requests are live have no
-snapshot, and a new segment begins as soon as the core is idle.
+copy of the core's state to a pipe. The thread copies this output into the new segment.
+
+A fork takes milliseconds, or longer if the state is large. After a fork that took too long, segments that begin while
+requests are live have no snapshot, and a new segment begins as soon as the core is idle.
 
 Failures of the recorder never affect the service. While writes to the disk fail, calls are encoded and discarded, and
 the recorder tries to begin a new segment every minute. If the thread falls too far behind, recording stops until the
@@ -127,7 +128,7 @@ class Recorder:
         self._cut_asked = True
         """Whether the thread has requested a new segment that has not begun. Only the thread uses it."""
         self._full_at = self._ring.segment_bytes
-        """Size of the segment, without its snapshot, at which the next one begins."""
+        """Segment size, without its snapshot, at which the next segment begins."""
         self._snapshot_pid, self._snapshot_pipe = 0, -1
         self._fork_s = 0.0
         """CPU time of the last fork."""
@@ -151,7 +152,7 @@ class Recorder:
     # ---------------------------------------------------------------- called by the scheduling loop
 
     def turn(self, core: Scheduler, now: float) -> None:
-        """Begin a segment if one is due; call once per turn of the loop, between calls of the core."""
+        """Begin a segment if it is due; call once per turn of the loop, between calls to the core."""
         if self.tape.is_off:
             return
         if len(self.tape.items) > _MAX_BEHIND:

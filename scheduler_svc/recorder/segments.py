@@ -1,7 +1,7 @@
-"""Segments of the flight record, and the ring of them in a folder.
+"""Flight record segments, and their ring in a folder.
 
-The payloads of one segment form one compressed stream, so nothing after a damaged frame can be read. Later frames would
-be useless anyway, because their values are differences from earlier ones.
+A segment's payloads form one compressed stream, so nothing after a damaged frame can be read. Later frames would be
+useless anyway, because their values are deltas to earlier ones.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from scheduler_svc.segments import SegmentFile, SegmentFolder, files, frame, fra
 FORMAT_VERSION = 5
 SUFFIX = ".record"
 _HEADER = b"QUIREF\x00\x01"
-"""File header; its last byte is the version of the frame format."""
+"""File header; its last byte is the frame format version."""
 _LEVEL = 1
 _MAX_BATCH = 1 << 28
 """Largest batch that a reader decompresses, bytes."""
@@ -99,7 +99,7 @@ class SegmentReader:
 
 
 class Ring:
-    """Folder of segments, bounded in bytes; locked by one process.
+    """A folder of segments with limited total size; locked by one process.
 
     Raises:
         FolderInUseError: another process has the lock.

@@ -64,8 +64,8 @@ class Served:
         Args:
             num_prompt: tokens of prompts that it computed.
             num_outputs: tokens that it generated.
-            num_again: number of these tokens that were not the first of their requests.
-            gap_s: time since the end of the worker's previous step; 0 without one.
+            num_again: number of these tokens that were not their requests' first tokens.
+            gap_s: time since the worker's previous step ended; 0 without one.
         """
         self._rates.prompt_tokens += num_prompt
         self._rates.output_tokens += num_outputs

@@ -94,8 +94,7 @@ class _Writer:
         self._with_tokens = with_tokens
         self._numbers: dict[int, int] = {}
         self._found: list[tuple[Any, tuple[str, str]]] = []
-        """Objects in order of their numbers, with the class and field that hold them. The list keeps the objects alive.
-        """
+        """Objects ordered by number, with the class and field that hold them. The list keeps the objects alive."""
 
     def write(self, core: Scheduler) -> list[Any]:
         nodes = []

@@ -100,7 +100,7 @@ class StepView:
         self._served = Served()
 
     def planned(self, plan: Plan, worker_id: str, rows: Mapping[int, Row], now: float) -> None:
-        """Show a plan; `rows` are the worker's rows after it."""
+        """Show a plan; `rows` are the worker's rows after the plan."""
         worker = self._workers.get(plan.worker)
         if worker is None or worker.worker_id != worker_id:
             worker = self._workers[plan.worker] = _Worker(worker_id)

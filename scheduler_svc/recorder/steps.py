@@ -38,7 +38,7 @@ class WorkerState:
     answered_step: int = 0
     num_decodes: int = 0
     answered_rows: bytes = b""
-    """Column of the rows in its last result."""
+    """Row column of its last result."""
     received_us: int = 0
     rows: dict[int, Row] = field(default_factory=dict)
     obstacle: str = ""

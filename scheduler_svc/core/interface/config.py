@@ -7,7 +7,7 @@ from scheduler_svc.core.interface.errors import InvalidLimitsError
 
 POLICIES = ("balanced", "fcfs", "priority", "sjf", "edf", "slo", "fair", "lpm")
 BY_ARRIVAL = ("balanced", "fcfs")
-"""Policies that admit requests in order of arrival, for which the wait of a request can be forecast."""
+"""Policies that admit requests in arrival order, for which a request's wait can be forecast."""
 PREEMPTIVE_POLICIES = ("priority", "edf")
 """Policies under which a waiting request may preempt a running request of much lower rank."""
 PREFIX_CACHES = ("radix", "hash", "off")
@@ -72,13 +72,13 @@ class CoreConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     itl_target_s: float = 0.0
-    """Longest inter-token gap that prompts of other requests may cause, in seconds; 0 for no target."""
+    """Maximum inter-token gap that other requests' prompts may cause, in seconds; 0 for no target."""
     max_queued_requests: int = 4096
     max_queued_tokens: int = 1 << 24
     long_prefill_token_threshold: int = 0
     """Maximum prompt tokens per request and step; 0 for the whole budget."""
     max_tokens_in_paged_kv_cache: int = 0
-    """Maximum tokens in a worker's KV cache; 0 for as many as its memory holds."""
+    """Maximum number of tokens in a worker's KV cache; 0 for as many as fit into its memory."""
     tenant_limits: dict[str, TenantLimits] = field(default_factory=dict)
     """Limits by tenant. The entry "" applies to unlisted tenants."""
     max_plans_in_flight: int = 2

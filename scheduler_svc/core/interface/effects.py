@@ -24,7 +24,7 @@ class TokensReady:
     tokens: Int32Array
     """Tokens, grouped by stream in the order of `streams`, `[sum(counts)]`."""
     counts: Int32Array | None = None
-    """Number of tokens per stream, `[n]`; None for one each."""
+    """Number of tokens per stream, `[n]`; None if each stream gets one."""
 
     def each(self) -> tuple[Int32Array, Int32Array]:
         """Return the stream of each token, and the token's index among the stream's generated tokens."""
@@ -99,7 +99,7 @@ class ServiceChanged:
     max_call_requests: int
     """Maximum number of requests that one call can submit."""
     max_call_tokens: int
-    """Maximum number of prompt tokens that the requests of a call with several can have together."""
+    """Maximum number of prompt tokens in all requests of one call, if the call has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

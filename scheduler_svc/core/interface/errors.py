@@ -2,7 +2,7 @@
 
 
 class InvalidLimitsError(ValueError):
-    """Limits that contradict each other; the message names them and the remedy."""
+    """Contradictory limits; the message names them and the remedy."""
 
 
 class ProtocolViolationError(Exception):

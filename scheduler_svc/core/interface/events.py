@@ -1,7 +1,7 @@
 """Events: all inputs of the scheduler core.
 
-Events contain only values. The sender has validated their form, such as equal column lengths and the ranges of ids, but
-not their meaning. The core must handle a stale epoch, an unknown stream or an unexpected row.
+Events contain only values. The sender has validated their form, such as equal column lengths and id ranges, but not
+their meaning. The core must handle a stale epoch, an unknown stream or an unexpected row.
 
 Events, effects and plans are never modified after creation. Classes that are instantiated for every step or request are
 not frozen, because creating a frozen instance takes three times as long.
@@ -27,7 +27,7 @@ class FrontendJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendLost:
-    """A front end has left, its lease expired, or its connection is lost. The clients of its streams are gone."""
+    """A front end has left, its lease has expired, or its connection is lost. Its streams no longer have clients."""
 
     frontend: Peer
 
@@ -136,7 +136,7 @@ class WorkerHello:
     num_checkpoints: int = 0
     """Number of checkpoints of recurrent states that it can hold."""
     max_draft_tokens: int = 0
-    """Maximum draft tokens that it verifies per row and step; 0 if it does not speculate."""
+    """Maximum number of drafts that the worker verifies per row and step; 0 if it does not speculate."""
     protocol_version: int = 0
     """Version of the plan protocol to use with it."""
     device: str = ""
@@ -182,7 +182,7 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRow:
-    """A row that failed without affecting the rest of its step."""
+    """A failed row, which does not affect the rest of its step."""
 
     row: int
     generation: int
@@ -200,7 +200,7 @@ class GrammarReported:
     epoch: int
     key: bytes
     failure: GrammarFailure | None = None
-    """Reason why the worker cannot compile it; None if it is compiled."""
+    """Why the worker cannot compile the grammar; None if it is compiled."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -235,13 +235,13 @@ class StepDone:
     tokens: Int32Array
     """Tokens, grouped by row in the order of `rows`, `[sum(counts)]`."""
     counts: Int32Array | None = None
-    """Number of tokens per row, `[n]`; None for one each."""
+    """Number of tokens per row, `[n]`; None if each row gets one."""
     draft_counts: Int32Array | None = None
-    """Number of draft tokens that each row verified, `[n]`; None if there were none."""
+    """Number of drafts verified in each row, `[n]`; None if there were none."""
     failures: Sequence[FailedRow] = ()
     scores: Sequence[RowScores] = ()
     embeddings: Sequence[RowEmbedding] = ()
-    """Embeddings from pooling rows whose last chunk was in this step."""
+    """Embeddings from pooling rows with their last chunk in this step."""
     completed_copies: Sequence[int] = ()
     """Ids of the block copies that are done."""
     copied_blocks: int = 0

@@ -1,4 +1,4 @@
-"""Records of a request outside the core: its arrival, its end, its notes, and the log that is retained in between."""
+"""A request's records outside the core: its arrival, its end, its notes, and the log retained in between."""
 
 import enum
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from scheduler_svc.core.interface.arrays import Int32Array
 from shared.request_spec import RequestSpec
 
 Peer = bytes
-"""ZeroMQ routing id of one incarnation of a front end or worker."""
+"""ZeroMQ routing id for one incarnation of a front end or worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class RequestArrived:
     ttft_deadline: float | None = None
     """Core time by which the first token is wanted, s."""
     total_deadline: float | None = None
-    """Core time by which the last token is wanted, s. Unlike `deadline`, missing it does not end the request."""
+    """When the last token is due, in core time, s. Unlike `deadline`, missing this time does not end the request."""
     block_keys: bytes = b""
     """Joined keys of the leading full blocks of `block_size` tokens; empty if the front end has not computed them."""
     block_size: int = 0
@@ -86,7 +86,7 @@ class RequestEnded:
     embedding: bytes = b""
     """For EMBEDDED, a float32 column `[hidden_size]`."""
     field: str = ""
-    """For INVALID, the name of the wrong field in generation.proto; empty for the input."""
+    """For INVALID, the wrong field's name in generation.proto; empty for the input."""
 
 
 class WaitReason(enum.Enum):
@@ -159,7 +159,7 @@ class Note:
     text: str
     """The line for operators. For WAITS and HELD, the value of a `WaitReason`."""
     by: tuple[Peer, int] | None = None
-    """For PREEMPTED and SWAPPED, (front end, stream) of the request that needed the memory or the row."""
+    """For PREEMPTED and SWAPPED, (front end, stream) of the request that needed the memory or row."""
 
     @property
     def line(self) -> str:
@@ -177,7 +177,7 @@ class Note:
 class QueueNote:
     """Reason why a plan admits none of the requests that still compete for the worker.
 
-    A note applies to all of these requests until the next note for the same worker. The cost of planning therefore does
+    A note applies to all these requests until the next note for the same worker. The cost of planning therefore does
     not depend on the queue length.
     """
 
@@ -206,7 +206,7 @@ class Log:
     end: RequestEnded | None
     """The end of a completed request; None if the request can continue."""
     charged_tokens: int = 0
-    """Tokens that were deducted from its tenant's bucket; 0 if unknown."""
+    """Number of tokens deducted from the tenant's bucket; 0 if unknown."""
 
     @property
     def size(self) -> int:

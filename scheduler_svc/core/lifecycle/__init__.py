@@ -3,5 +3,5 @@
 * `admission_control` – which requests may wait.
 * `states` – the table of states and transitions, and the only module that writes a request's state.
 * `registry` – owns all live requests, decides which transition an event causes, and ends requests.
-* `timeouts` – the requests whose deadline has passed; `statistics` – metrics of requests and workers.
+* `timeouts` – finds requests whose deadline has passed; `statistics` – metrics about requests and workers.
 """

@@ -5,17 +5,17 @@ A request is refused if one of these conditions holds:
 * It has no prompt.
 * As many requests of its tenant wait as the admission file allows.
 * The queue is full.
-* Requests of its tenant wait, and with this one they would exceed the tenant's *share* of the queue.
+* Its tenant has waiting requests, which together with this one would exceed the tenant's *share* of the queue.
 * By forecast, it would miss its deadline with a probability of 95 percent.
 
-The requests and tokens of a tenant may be at most eight times the free room of the queue. A single tenant can therefore
-use 8/9 of the queue. Several overloading tenants converge to equal parts. The front end divides its resources by the
-same rule (`services/access/shares.py`). A queue of up to eight requests is too small to divide.
+A tenant's requests and tokens may be at most eight times the queue's free room. A single tenant can therefore use 8/9
+of the queue. With several overloading tenants, the parts converge to equal sizes. The front end divides its resources
+by the same rule (`services/access/shares.py`). A queue of up to eight requests is too small to divide.
 
-The retry time is the forecast wait. Requests that are held for their tenant's quota do not count, so the backlog of a
-tenant at its limit does not affect other tenants.
+The retry time is the forecast wait. Requests held for their tenant's quota do not count, so one tenant's backlog at its
+limit does not affect other tenants.
 
-A request that an earlier core accepted is not refused for lack of room or because of a forecast. After a restart, the
+A request accepted by an earlier core is not refused for lack of room or because of a forecast. After a restart, the
 queue may therefore exceed its limits by the requests that front ends resubmit. New requests are refused until the queue
 is within its limits again.
 """
@@ -32,7 +32,7 @@ from scheduler_svc.core.requests.request import Request
 _SHORTEST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 30.0
 _SHARE = 8
-"""Maximum ratio of a tenant's part of the queue to the free part."""
+"""Maximum size of a tenant's part of the queue, relative to the free part."""
 
 
 def largest_part(limit: int) -> int:
@@ -70,9 +70,9 @@ class AdmissionControl:
         """Return why a new request cannot wait, or None.
 
         Args:
-            request: the new request, which is not counted anywhere yet. It gets its forecasts unless there is no room.
+            request: the new request, which is not counted yet. It gets its forecasts unless there is no room.
             num_waiting: number of waiting requests.
-            num_competing: number of those that may start as soon as there is room.
+            num_competing: number of those requests that may start as soon as there is room.
             num_tokens: tokens of the waiting requests.
             now: the time, s.
         """
@@ -88,8 +88,8 @@ class AdmissionControl:
     def _forecast_retry_ms(self, request: Request, num_competing: int, now: float) -> int:
         """Return the time after which to retry a request for which there is no room, ms.
 
-        All requests that arrive at the same time share one forecast. Computing a forecast is most of the cost of a
-        refusal, and a front end may submit hundreds of such requests in one message.
+        All requests that arrive at the same time share one forecast. Computing it is most of the cost of a refusal, and
+        a front end may submit hundreds of such requests in one message.
         """
         if self._retry_at != now:
             self._predict(request, num_competing, now)

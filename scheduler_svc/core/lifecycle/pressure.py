@@ -1,4 +1,4 @@
-"""Pressure on the service at one time: the load of each worker and what the waiting requests lack.
+"""Pressure on the service at one time: each worker's load and what waiting requests lack.
 
 Reading the pressure changes nothing. It visits every waiting request, so call it only while an operator watches.
 """
@@ -41,7 +41,7 @@ class Pressure:
     workers: tuple[WorkerPressure, ...] = ()
     waiting: int = 0
     lacking: "Counter[WaitReason]"
-    """Waiting requests by what they lack. Requests that compete for a worker count as TURN."""
+    """Number of waiting requests by what they lack. Requests that compete for a worker count as TURN."""
     oldest_s: float = 0.0
     """Age of the oldest waiting request, s."""
     tenant: str = ""

@@ -41,7 +41,7 @@ _DUPLICATE = TurnedAway(EndReason.DUPLICATE, "request_id: in use by a live or re
 
 
 class RequestRegistry:
-    """Owns the live requests of one core; appends effects to `effects`."""
+    """Owns one core's live requests; appends effects to `effects`."""
 
     def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect], notes: Notes | None = None) -> None:
         self.policy = make_policy(config.policy, config.tenant_weights, config.classes)
@@ -75,7 +75,7 @@ class RequestRegistry:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over a copy of all live requests, so that they may end during the iteration."""
+        """Iterate over a copy of the live requests, so that they may end during the iteration."""
         return iter(list(self._requests.values()))
 
     def get(self, frontend: ev.Peer, stream: int) -> Request | None:
@@ -125,12 +125,12 @@ class RequestRegistry:
 
     @property
     def waiting_by_reason(self) -> dict[str, int]:
-        """Number of waiting requests by the reason of their wait."""
+        """Number of waiting requests by waiting reason."""
         return self._states.waiting_by_reason
 
     @property
     def models(self) -> set[str]:
-        """Model fingerprints of live requests; "" for requests that name no model."""
+        """Model fingerprints required by live requests; "" for requests that require no particular model."""
         return {request.spec.model for request in self._requests.values()}
 
     # ---------------------------------------------------------------- life
@@ -233,11 +233,11 @@ class RequestRegistry:
         self._doubtful_grammars |= dict.fromkeys(key for key in failed if key in self._by_grammar)
 
     def last_step_planned(self, request: Request) -> None:
-        """Record that the request has left its row and waits only for its last result."""
+        """Record that the request has left its row and only waits for its last result."""
         self._states.last_step_planned(request)
 
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
-        """Make a request wait for a worker; `outcome` is the reason why it left its previous worker."""
+        """Make a request wait for a worker; `outcome` is why it left its previous worker."""
         is_new = request.state is RequestState.ARRIVED
         uncached = request.wait.uncached if is_new else self.forecast.look_up(request)[1]
         wait = Wait(since=now, tokens=len(request.tokens), uncached=uncached)
@@ -327,7 +327,7 @@ class RequestRegistry:
             stop_token_id: the stop token that ended the request, if one did.
             keep: whether to keep a log of a request with an identity.
             embedding: the embedding as a float32 column.
-            field: the wrong field of the request; "" for none or for its input.
+            field: the request's wrong field; "" for none or for the input.
             event: the state event that ends it: END or REFUSE.
         """
         assert self._requests.pop(request.key) is request

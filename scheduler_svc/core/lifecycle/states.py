@@ -5,8 +5,8 @@
                  ▼  └─────QUEUE──────┴─────────────────────┘      every state ──END──► FINISHED
          STARVED, STRANDED
 
-A running request returns to QUEUED when it is preempted, its row failed, or its worker was lost. A STARVED request
-returns when its client grants credit, and a STRANDED request when a worker can serve it.
+A running request returns to QUEUED when it is preempted, its row fails, or its worker is lost. A STARVED request
+returns when its client grants credit, and a STRANDED request returns when a worker can serve it.
 
 `TRANSITIONS` lists every valid transition. Any other transition is a bug and fails an assertion. No other module writes
 the state of a request, or the fields that change only with the state.
@@ -19,7 +19,7 @@ A transition has two parts. First the request leaves its place by the action in 
 * RUNNING: in a row of a worker;
 * ENDING: without a row, until the result of its last step arrives.
 
-This module does not decide which event happens; `registry` does. It reads no row and knows no end reason.
+This module does not decide which event occurs; `registry` does. It reads no row and no end reason.
 """
 
 import enum
@@ -85,7 +85,7 @@ class RequestStates:
 
     @property
     def waiting_by_reason(self) -> dict[str, int]:
-        """Number of requests without a worker, by the reason of their wait."""
+        """Number of requests without a worker, by waiting reason."""
         return {**self._backlog.by_reason, "credit": len(self._starved), "worker": len(self._stranded)}
 
     @property
@@ -103,7 +103,7 @@ class RequestStates:
         """Move a request from any state to a waiting state.
 
         Args:
-            request: a request that has left its row, if it had one.
+            request: a request that is not in a row, or has left it.
             wait: the new wait.
             outcome: why its attempt ended, if it had a worker.
         """
@@ -145,7 +145,7 @@ class RequestStates:
         request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}")
 
     def last_step_planned(self, request: Request) -> None:
-        """Record that the request has left its row and waits only for its last result."""
+        """Record that the request has left its row and only waits for its last result."""
         self._apply(request, RequestEvent.LAST_STEP)
 
     def end(self, request: Request, event: RequestEvent, outcome: str, now: float) -> None:

@@ -119,7 +119,7 @@ def request_stats(request: Request, running: tuple[Worker, int] | None) -> Reque
 
 
 def forecast_stats(forecast: Forecast) -> list[ForecastStats]:
-    """Return the accuracy of each kind of forecast."""
+    """Return each forecast kind's accuracy."""
     kinds = (("wait", forecast.waits), ("first_token", forecast.first_tokens), ("end", forecast.ends))
     return [ForecastStats(of, each.count, each.within_median, each.within_p90) for of, each in kinds]
 

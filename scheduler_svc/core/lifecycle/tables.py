@@ -1,4 +1,4 @@
-"""Snapshot of the queues and of the KV blocks, for operators who watch.
+"""Snapshot of the queues and KV blocks for operators' views.
 
 A snapshot of a large service is bounded. It shows every n-th block and the first requests in long queues.
 """
@@ -23,7 +23,7 @@ MAX_QUEUED = 64
 """Maximum number of waiting requests shown per reason."""
 
 FREE_STATE, CACHED_STATE, RETIRED_STATE, HELD_STATE, SHARED_STATE = range(5)
-"""States of shown blocks. The last two refer to the first owner; each further owner adds 2 to both numbers."""
+"""Block states for display. The last two states refer to the first owner; each further owner adds 2 to both numbers."""
 
 
 @dataclass(frozen=True, slots=True)

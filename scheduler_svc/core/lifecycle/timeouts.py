@@ -1,7 +1,7 @@
 """Timeouts: deadlines that have passed, clients that do not read, and requests without a worker.
 
-Timeouts are checked a few times per second, not in every step. This module only finds the requests; the registry ends
-them.
+Timeouts are checked a few times per second instead of in every step. This module only finds the requests; the registry
+ends them.
 """
 
 import heapq
@@ -35,7 +35,7 @@ class Timeouts:
         self._requests = requests
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._stalling: dict[RequestKey, Request] = {}
-        """Requests that had no credit at the last check; some may have credit again."""
+        """Requests without credit at the last check; some may have credit again."""
 
     def watch_deadline(self, request: Request) -> None:
         """Watch the request's deadline, if it has one."""
@@ -51,7 +51,7 @@ class Timeouts:
         self._stalling[request.key] = request
 
     def overdue(self, waiting: Iterable[Request], stranded: Iterable[Request], now: float) -> Iterator[Overdue]:
-        """Yield the requests to end; the caller ends each request before it asks for the next.
+        """Yield the requests to end. The caller must end each request before it requests the next one.
 
         Args:
             waiting: requests that wait for a worker and have credit.

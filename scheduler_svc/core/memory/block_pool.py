@@ -4,17 +4,17 @@ A block is in exactly one of four states:
 
 * *free*;
 * *held* by block tables, with a reference count;
-* *retired*: no table holds it any more, but a plan in flight may still read or write it. (Freeing too early is the
-  classic bug of asynchronous scheduling.) The public count of held blocks includes retired blocks.
+* *retired*: no table contains the block any more, but a plan in flight may still read or write it. (Freeing too early
+  is the classic bug in asynchronous scheduling.) The public count of held blocks includes retired blocks.
 * *cached*: only the prefix cache refers to it. (A held block may be in the cache too.) When no free block is left, the
   least recently used cached block is reused. `keep_reserve` evicts the blocks that the next plan may need, at a time
   when no worker waits for a plan.
 
 Invariant: free + cached + retired + held == total.
 
-Prompts have hundreds of blocks, so every operation works on arrays of blocks. The state of a block is one number, its
-*claim*. Blocks that are retired together form one queue entry, and their claim is the number of this entry. If a block
-was reused since then, its claim no longer matches the entry. Cached blocks are queued by last use (`recency`).
+Prompts have hundreds of blocks, so every operation works on arrays of blocks. A block's state is one number, its
+*claim*. Blocks retired together form one queue entry, whose number is their claim. If a block was reused since then,
+its claim no longer matches the entry. Cached blocks are queued by last use (`recency`).
 """
 
 from collections import deque
@@ -66,7 +66,7 @@ class BlockPool:
         """By block in a table, the newest step without a result that copies from it, ordered by step."""
         self._cached = RecencyQueue(num_blocks)
         self._num_taken = 0
-        """Number of blocks taken since the last call of `keep_reserve`."""
+        """Number of blocks taken since the last call to `keep_reserve`."""
 
     @property
     def num_available(self) -> int:
@@ -134,10 +134,10 @@ class BlockPool:
             self._read_in[block] = last_step
 
     def release(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
-        """Drop one reference per block; retire unreferenced blocks until the result of `last_step` arrives.
+        """Drop one reference per block. Unreferenced blocks are retired until the result of `last_step` arrives.
 
         Args:
-            blocks: a block table or a part of one, in order of position; each block once.
+            blocks: a block table or a part of it, ordered by position; each block once.
             last_step: the last step that was sent to the worker.
             answered_step: the last step that was answered.
         """
@@ -180,7 +180,7 @@ class BlockPool:
             self._make_available(due)
 
     def distrust(self, blocks: IndexArray) -> None:
-        """Remove a block table, or a part of one, from the prefix cache, because the KV in these blocks is wrong."""
+        """Remove a block table, or a part of it, from the prefix cache, because its KV is wrong."""
         self._forget(blocks)
 
     def _still(self, claim: int, blocks: IndexArray) -> IndexArray:

@@ -1,23 +1,23 @@
 """Partial matches: cached blocks whose beginning is worth a copy (`--prefix-cache radix`).
 
 Prefixes are shared by full blocks (`prefix_cache`). This module adds sharing at token granularity. If a request's
-tokens diverge from the cached tokens in the middle of a block, the equal tokens are shared by a copy. Before the
-forward pass, the worker copies the cached block to a block of the request, and only the remaining tokens are computed.
-RadixAttention (SGLang, Zheng et al., NeurIPS 2024) shares at every token because its pages hold one token. Copying
-allows the same with the larger blocks that attention kernels need.
+tokens diverge from the cached tokens in the middle of a block, the equal tokens are shared through a copy. Before the
+forward pass, the worker copies the cached block to one of the request's blocks, and only the remaining tokens are
+computed. RadixAttention (SGLang, Zheng et al., NeurIPS 2024) shares at every token because its pages hold one token.
+Copying has the same effect with the larger blocks that attention kernels need.
 
-Within a run of the cache, only the run's next block can follow. At the end of a run, candidates are found by the key of
-their predecessor (for first blocks, the root's key). This key depends on all earlier tokens, the model and the scope,
-so a request of another scope matches nothing, not even a first token. Candidates with the same predecessor are sorted
+Within a run of the cache, only the run's next block can follow. At the end of a run, candidates are found by their
+predecessor's key (for first blocks, the root's key). This key depends on all earlier tokens, the model and the scope,
+so a request from another scope matches nothing, not even a first token. Candidates with the same predecessor are sorted
 by their tokens, so the longest match is next to the position of the searched tokens.
 
 In addition to full blocks, the cache retains the last, partly filled block of an ended sequence, the *tail*. A tail can
 be copied but not shared.
 
 Only *proven* blocks are copied. A block is proven if a token with finite logits was sampled from a sequence that
-contains the block; NaN in the block would have reached these logits. A copy therefore never spreads invalid KV, and
-need not be traced when a row fails. In addition, the result of the step that wrote a proven block has arrived before
-any copy is planned.
+contains it, because NaN in the block would have reached these logits. A copy therefore never spreads invalid KV, and
+need not be traced when a row fails. In addition, the step that wrote a proven block has returned its result before any
+copy is planned.
 """
 
 from bisect import bisect_left, insort
@@ -39,7 +39,7 @@ class PartialMatch(NamedTuple):
 
 
 class PartialBlocks:
-    """Index of one worker's proven blocks that begin runs, and of tails, by the key of the preceding block."""
+    """Index of one worker's proven blocks that begin runs, and of tails, by their predecessor's key."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.least_tokens = max(1, block_size // 4)
@@ -53,11 +53,11 @@ class PartialBlocks:
         self._entries: dict[int, tuple[BlockKey, bytes]] = {}
         """By block, the key of the preceding block, and its tokens."""
         self.proven = np.zeros(num_blocks, np.bool_)
-        """Blocks that can be copied from; do not write to it."""
+        """Blocks that can be copied from; read-only."""
         self.tails = np.zeros(num_blocks, np.bool_)
-        """Proven blocks that are not full; do not write to it."""
+        """Proven blocks that are not full; read-only."""
         self.listed = np.zeros(num_blocks, np.bool_)
-        """Proven blocks that `find` can return; do not write to it."""
+        """Proven blocks that `find` can return; read-only."""
 
     def find(self, before: BlockKey, tokens: bytes) -> PartialMatch | None:
         """Return the block after `before` that shares the most leading tokens (int32), or None if no copy pays."""
@@ -74,7 +74,7 @@ class PartialBlocks:
         self.proven[blocks] = True
 
     def add_tail(self, before: BlockKey, tokens: bytes, block: int) -> None:
-        """Add a tail, a block whose beginning contains the KV of `tokens`, so that it can be copied from."""
+        """Add a tail, which is a block whose first part contains the KV of `tokens`, so that it can be copied from."""
         self.proven[block] = self.tails[block] = True
         self.list(before, tokens, block)
 

@@ -1,16 +1,16 @@
 """Prefix cache: shares full blocks with hash-chained keys (as in vLLM), stored as a radix tree (as in SGLang).
 
-The key of a block identifies all tokens up to its end, so the cached keys form a tree. A node is a run of keys without
-a branch, with the blocks that hold their KV. Prompts have hundreds of blocks. A run needs one lookup and one `memcmp`,
+A block's key identifies all tokens up to its end, so the cached keys form a tree. A node is a run of keys without a
+branch, with the blocks that hold their KV. Prompts have hundreds of blocks. A run needs one lookup and one `memcmp`,
 and blocks have no Python objects.
 
 A block is shareable as soon as the step that writes it has been sent. Plans are executed in order, and within a step
-every layer writes the KV of the whole batch before it attends. A block without holders stays in the cache until its
-memory is needed. The least recently used block is evicted first, and the end of a chain before its beginning (see
-`BlockPool`). Blocks after an evicted block can no longer be found, so they are evicted too.
+every layer writes the whole batch's KV before it attends. A block without holders stays in the cache until its memory
+is needed. The least recently used block is evicted first, and a chain's end before its start (see `BlockPool`). Blocks
+after an evicted block can no longer be found, so they are evicted too.
 
 While a prompt is being computed, the key of the block that its row computes next is *pending*. A request with the same
-prefix finds all earlier blocks in the cache. It waits for the block with the pending key instead of computing this
+prefix finds all earlier blocks in the cache. It waits for the block with the pending key instead of computing that
 block again.
 """
 
@@ -33,7 +33,7 @@ _ROOT = 0
 
 
 class _Node:
-    """A run of joined keys and their blocks, and their tokens if parts of blocks are shared."""
+    """A run of joined keys and their blocks, with their tokens if parts of blocks are shared."""
 
     __slots__ = ("blocks", "children", "keys", "number", "parent", "tokens")
 
@@ -53,7 +53,7 @@ class _Node:
 _Place = tuple[_Node, int, int, list[IndexArray]]
 """Position of a chain of keys in the tree.
 
-The node of the last block found, the number of its blocks found, the number of all blocks found, and these blocks.
+The node of the last found block, the number of its found blocks, the number of all found blocks, and these blocks.
 """
 
 
@@ -73,7 +73,7 @@ class PrefixCache:
 
         Args:
             num_blocks: blocks of the worker.
-            partial: index of parts of blocks; None if only full blocks are shared.
+            partial: index of partial blocks; None if only full blocks are shared.
             directory: gets the keys of first blocks, under `epoch`.
             epoch: the worker's epoch.
             facts: gets every partial match.
@@ -91,11 +91,11 @@ class PrefixCache:
         self._unused: list[int] = []
         """Node numbers that are not in use."""
         self._places = np.zeros(num_blocks, np.int64)
-        """For blocks in this cache: the number of their node times `_RUN`, plus their index in it."""
+        """For blocks in this cache: their node's number times `_RUN`, plus their index in the node."""
         self._next_keys: dict[int, BlockKey] = {}
-        """By row in prefill, the key of the block that it computes next."""
+        """For each row in prefill, the key of the block that it computes next."""
         self._pending: dict[BlockKey, int] = {}
-        """By key, the number of rows in prefill that compute this block next."""
+        """For each key, the number of rows in prefill that compute this block next."""
         self.holds = np.zeros(num_blocks, np.bool_)
         """Whether a block is shareable, or is a tail to copy from; read-only."""
         self.doubted = np.zeros(num_blocks, np.bool_)
@@ -148,10 +148,10 @@ class PrefixCache:
         """Evict blocks because their memory is needed or their content is wrong.
 
         Args:
-            blocks: in any order; a chain preferably from its beginning.
+            blocks: in any order; preferably each chain from its start.
 
         Returns:
-            all blocks that left the cache: the given ones that were in it, and the blocks after them.
+            all blocks that left the cache: the given blocks that were in it, and the blocks after them.
         """
         gone: list[IndexArray] = []
         if self.partial is not None and any_of(tails := self.partial.tails[blocks]):
@@ -181,15 +181,15 @@ class PrefixCache:
         return forgotten
 
     def prove(self, root: BlockKey, keys: bytes, tokens: bytes, blocks: IndexArray) -> None:
-        """Mark the blocks of a sequence that begins with `tokens` as proven, so that others can copy from them.
+        """Mark the blocks of a sequence that starts with `tokens` as proven, so that others can copy from them.
 
         A token was sampled from the sequence, and was finite.
 
         Args:
             root: the key before first blocks.
             keys: the joined keys of all full blocks of `tokens`, or more.
-            tokens: int32. If the last block is not full it becomes a tail: the sequence has ended, and no other
-                sequence has that block.
+            tokens: int32. If the last block is not full, it becomes a tail. The sequence must have ended, and no other
+                sequence may have that block.
             blocks: the blocks of `tokens`, in order.
         """
         assert self.partial is not None
@@ -249,7 +249,7 @@ class PrefixCache:
         self.doubted[blocks[self.holds[blocks]]] = True
 
     def computes_next(self, row: int, key: BlockKey) -> None:
-        """Record the key of the block that the row computes next; empty if others cannot share the block."""
+        """Record the key of the block that the row computes next; empty if others cannot share this block."""
         known = self._next_keys.pop(row, b"")
         if known:
             count = self._pending.pop(known)
@@ -338,7 +338,7 @@ class PrefixCache:
             self._list(int(below.blocks[0]), b"")
 
     def _cut(self, node: _Node, offset: int, gone: list[IndexArray]) -> None:
-        """Remove all blocks from index `offset` of `node` on, with the nodes below; append them to `gone`.
+        """Remove all blocks from index `offset` of `node` on, and all nodes below; append them to `gone`.
 
         This is not recursive, because prompts that branch off a long prompt at every block make the tree as deep as the
         long prompt has blocks.
@@ -372,12 +372,12 @@ class PrefixCache:
 
 
 def _key_before(root: BlockKey, keys: bytes, number: int) -> BlockKey:
-    """Return the key of the block before block `number` of a sequence."""
+    """Return the key before block `number` of a sequence."""
     return keys[KEY_BYTES * (number - 1) : KEY_BYTES * number] if number else root
 
 
 def _common(run: bytes, keys: bytes, position: int) -> int:
-    """Return how many keys of `run` equal those of `keys` from byte `position` on.
+    """Return how many keys in `run` equal those in `keys` from byte `position` on.
 
     The first key is known to be equal.
     """

@@ -1,7 +1,7 @@
-"""Prefix directory: which workers have the beginning of a prompt in their prefix caches.
+"""Prefix directory: which workers have cached the start of a prompt.
 
-Each worker's cache registers the first block of every cached prompt. The scheduler can therefore find the workers that
-have the first block of a prompt without searching all workers.
+Each worker's cache registers the first block of every cached prompt. The scheduler can therefore find the workers with
+a prompt's first block without searching all workers.
 """
 
 from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 A request has hundreds of blocks, which are mostly used and evicted together. Blocks that were last used together
 therefore form one *group*, and each operation takes a few array operations per affected group. A block that is used
-again moves to a new group. When more than half of its blocks have moved, a group is compacted.
+again moves to a new group. A group is compacted when more than half of its blocks have moved.
 """
 
 from collections import OrderedDict
@@ -30,7 +30,7 @@ class RecencyQueue:
         self._groups: OrderedDict[int, _Group] = OrderedDict()
         """By number, least recently used first; no group is empty."""
         self._group_of = np.zeros(num_blocks, np.int64)
-        """By block: the number of its group; 0 if not in the queue."""
+        """For each block, its group's number; 0 if not in the queue."""
         self._last_group = 0
 
     def append(self, chain: IndexArray) -> None:
@@ -57,7 +57,7 @@ class RecencyQueue:
     def oldest(self, most: int) -> IndexArray:
         """Return some least recently used blocks, at least one and at most `most`; the queue is not empty.
 
-        The end of a chain comes before its beginning, because blocks after an evicted block can no longer be found.
+        A chain's end comes before its start, because blocks after an evicted block can no longer be found.
         """
         number, group = next(iter(self._groups.items()))
         return self._present(number, group)[-most:]

@@ -21,7 +21,7 @@ class SwappedKV:
     """A request's KV in host memory."""
 
     epoch: int
-    """Epoch of the worker that has the KV; the KV is unusable in other epochs."""
+    """Epoch of the worker with the KV, which is unusable in other epochs."""
     host_blocks: IndexArray
     num_tokens: int
     """Number of leading tokens that it holds."""

@@ -9,15 +9,15 @@ class TokenFacts:
     """Computes the facts from the tokens. A recorder notes them, and a replay returns recorded ones."""
 
     def following_keys(self, parent: BlockKey, tokens: bytes, block_size: int) -> bytes:
-        """Return the joined keys of the full blocks of `tokens` (int32) that follow `parent`."""
+        """Return the joined keys of the full blocks in `tokens` (int32) that follow `parent`."""
         return following_keys(parent, tokens, block_size)
 
     def partial(self, match: PartialMatch | None) -> PartialMatch | None:
-        """Return the longest match of a request's next tokens with the beginning of a proven block."""
+        """Return the longest match between a request's next tokens and the start of a proven block."""
         return match
 
     def stopped(self, positions: IndexArray) -> IndexArray:
-        """Return the positions of the rows of a step whose tokens are stop tokens."""
+        """Return the positions of a step's rows whose tokens are stop tokens."""
         return positions
 
     def holds(self, condition: bool) -> bool:

@@ -3,9 +3,9 @@
 `admission_control` decides earlier which requests may wait; `victims` chooses the rows to preempt.
 
 Smaller requests may overtake a request that lacks memory, but only `MAX_OVERTAKEN` times. After that, no request is
-admitted before it. A large request therefore neither blocks other requests forever nor starves. The same bound holds
-for a suspect, which waits to run alone. A request that cannot start for another reason is held separately (`backlog`);
-requests that are admitted in the meantime do not count as overtaking it.
+admitted before it. A large request therefore neither blocks others forever nor starves. The same bound holds for a
+suspect request, which waits to run alone. A request that cannot start for another reason is held separately
+(`backlog`), and is not overtaken by requests that are admitted in the meantime.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,9 @@ MAX_ADMITTED = 128
 MAX_OVERTAKEN = 16
 """Maximum number of later requests admitted before a request that lacks memory. Small requests count less."""
 SMALL = 32
-"""A request counts less if it has fewer than 1 / SMALL of the tokens of the overtaken request. All small requests that
-overtake a large request therefore take at most half of the memory that it needs.
+"""A request with fewer than 1 / SMALL of the overtaken request's tokens counts less.
+
+All small requests that overtake a large one therefore take at most half of the memory that it needs.
 """
 MAX_OVERTAKING_TRIES = 8
 """Maximum number of requests that lack memory and are skipped in one plan."""
@@ -49,9 +50,9 @@ MAX_LOOKED_PAST = 256
 MAX_LATE = 1024
 """Maximum number of requests that lose their place in one plan because they missed their targets."""
 ROWS_PER_ROW = 8
-"""Maximum ratio of the rows of two tenants under `fair` while the tenant with fewer rows waits for one."""
+"""Maximum ratio between two tenants' rows under `fair` while the tenant with fewer rows waits for one."""
 _RECOMPUTE_PAUSE = 8.0
-"""Interval between preemptions for rows of tenants, in units of the time to recompute the preempted request."""
+"""Interval between preemptions for tenants' rows, in units of the preempted request's recomputation time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,13 @@ class Admission:
         self._now = now
         self._max_running = min(config.max_num_seqs, worker.rows.max_rows)
         self._overtakable: list[Request] = []
-        """Requests that lack memory, and suspects; others may overtake them up to the bound."""
+        """Requests that lack memory, and suspect requests; others may overtake them up to the bound."""
         self._looked_past: list[Request] = []
         """Requests that cannot start now for another reason."""
         self._num_looked_past = 0
         """Number of requests in `_looked_past`, plus the held and assigned ones."""
         self._num_late = 0
-        """Number of requests that lost their place because their target was missed."""
+        """Number of requests that lost their place because they missed their target."""
         self._num_admitted = 0
         self._num_bytes = 0
         """Bytes that the admissions take in the plan's frame."""
@@ -119,7 +120,7 @@ class Admission:
         self._has_found_first = False
         """Whether the first requests were checked for memory, because shorter ones may overtake them."""
         self._first: Request | None = None
-        """The first request that has room. A shorter request overtakes it only if this room remains free."""
+        """The first request with room. A shorter request overtakes it only if this room remains free."""
 
     def next(self) -> tuple[Request, Room] | None:
         """Return the next request to admit and the room for its KV, or None.
@@ -133,11 +134,11 @@ class Admission:
         return self._next(lambda: self._backlog.take_ahead(self._worker, place), all_of_them=False)
 
     def next_short(self, rest: int | None) -> tuple[Request, Room] | None:
-        """Return the shortest request if it has fewer tokens than `rest`, and the memory for its KV; otherwise None.
+        """Return the shortest request and the memory for its KV if it has fewer tokens than `rest`; otherwise None.
 
-        If groups of requests take turns, the first request of the next group counts as the shortest. Otherwise, this
-        request overtakes requests that rank ahead. It must therefore leave a row and the memory that the first of
-        them needs. Requests that lack memory are determined first, because they must not be overtaken too often.
+        If groups of requests take turns, the next group's first request counts as the shortest. Otherwise, the shortest
+        request overtakes higher-ranked requests, so it must leave a row and the memory that the first of them needs.
+        Requests that lack memory are determined first, because they must not be overtaken too often.
         """
         is_half_full = self._num_admitted >= MAX_ADMITTED // 2 or self._num_bytes >= MAX_ADMITTED_BYTES // 2
         if is_half_full or self._worker.draining or self._worker.rows.num_running >= self._max_running:
@@ -167,7 +168,7 @@ class Admission:
         return request
 
     def _next(self, take: Callable[[], Request | None], *, all_of_them: bool = True) -> tuple[Request, Room] | None:
-        """Return the next request that `take` returns and that can start, and the memory for its KV; otherwise None.
+        """Return the next request from `take` that can start, and the memory for its KV; otherwise None.
 
         Args:
             take: takes a request out of the backlog.
@@ -225,7 +226,7 @@ class Admission:
         )
 
     def _take_first(self) -> Request | None:
-        """Take out the first request that has room, or return None; requests before it that lack memory wait."""
+        """Take the first request with room, or return None; requests before it that lack memory wait."""
         while self._may_look_further():
             request = self._backlog.take(self._worker, self._cached_tokens)
             if request is None:
@@ -261,7 +262,7 @@ class Admission:
         return fits(num_new=sum(whole) - sum(map(len, cached)), num_available=num_available - num_idle)
 
     def next_suspect(self) -> tuple[Request, Room] | None:
-        """Return a suspect that can start now and the memory for its KV; the other suspects keep their places.
+        """Return a suspect request that can start now and the memory for its KV; other suspects keep their places.
 
         The gate was open when the trial became due. In batch modes, a suspect forms a separate batch.
         """
@@ -336,7 +337,7 @@ class Admission:
         return bool(self._overtakable) and any(each.wait.overtaken >= MAX_OVERTAKEN for each in self._overtakable)
 
     def _is_eligible(self, request: Request) -> bool:
-        """Return whether a request may start if there is room; if not, move it to where it must wait."""
+        """Return whether a request may start if there is room; if not, move it to the place where it must wait."""
         if request.allowed <= len(request.tokens):
             self._backlog.withdraw(request)
             self.starved.append(request)
@@ -383,7 +384,7 @@ class Admission:
     def _room(self, request: Request) -> Room | None:
         """Return the memory for the request's KV, or None.
 
-        None means that it goes to another worker, waits for its prefix, or lacks memory.
+        None means that the request goes to another worker, waits for its prefix, or lacks memory.
         """
         worker = self._worker
         match = worker.match(request)
@@ -406,7 +407,10 @@ class Admission:
         return room
 
     def _look_for_suspects(self) -> None:
-        """Schedule a trial if a suspect fits now, so that the next plan contains it alone. Others may overtake it."""
+        """Schedule a trial if a suspect request fits now, so that the next plan contains it alone.
+
+        Others may overtake it.
+        """
         self._looked_for_suspects = True
         if self._worker.draining:
             return
@@ -472,7 +476,7 @@ class Admission:
         )
 
     def _not_served(self, request: Request) -> str:
-        """Return the message for a request that fits no worker of its model.
+        """Return the message for a request that fits on no worker with its model.
 
         Drained workers do not count: they may never take requests again.
         """
@@ -547,12 +551,12 @@ def _lacks_only_room(
 def victim_for_tenant(
     worker: Worker, backlog: Backlog, placement: Placement | None, tenants: Tenants, config: CoreConfig, now: float
 ) -> tuple[Request | None, list[int]]:
-    """Return the next waiting request under `fair` and the row to preempt for it; no row if it may get none this way.
+    """Return the next waiting request under `fair` and the row to preempt for it; no row if this is not permitted.
 
     The request lacks a row, and its tenant would still have at most an eighth of the rows of the victim's tenant. A
-    tenant with long requests therefore cannot hold all rows. After a preemption, tokens that are not in full cached
-    blocks must be recomputed. The pause after each preemption limits this cost to a ninth of the worker's time, as long
-    as the blocks stay cached.
+    tenant with long requests therefore cannot hold all rows. After a preemption, tokens outside full cached blocks must
+    be recomputed. The pause after each preemption limits this cost to a ninth of the worker's time, as long as the
+    blocks stay cached.
     """
     rows = worker.rows
     if not _may_preempt(worker, backlog, config) or now < worker.next_row_for_tenant:

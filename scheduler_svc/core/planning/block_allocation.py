@@ -1,6 +1,6 @@
 """Blocks for rows that continue to decode, and preemption when no block is free.
 
-If a pending result will free blocks, rows wait for these blocks. Otherwise the request that ranks last under the policy
+If a pending result will free blocks, rows wait for these blocks. Otherwise the lowest-ranked request
 is preempted: it releases its blocks, retains its tokens and its place in the queue, and continues later.
 """
 
@@ -17,7 +17,7 @@ from scheduler_svc.core.workers.worker import Worker
 
 
 class Preemption(NamedTuple):
-    """A request that has left its row, and the request that needed its row or blocks."""
+    """A request that has left its row, and the request that needed the row or blocks."""
 
     request: Request
     by: Request
@@ -50,8 +50,8 @@ class BlockAllocation:
     def append_by_rank(self, rows: IndexArray) -> None:
         """Add one block to each row, and preempt other rows if needed.
 
-        Rows are handled in order of rank, so a row that got a block here is never a later row's victim. Less urgent
-        rows may get no block, or be preempted.
+        Rows are handled in rank order, so a row that got a block here is never a later row's victim. Lower-ranked rows
+        may get no block, or be preempted.
         """
         rows = rows[np.lexsort((self._rows.sequence[rows], self._rows.rank[rows]))]
         for index, row in enumerate(rows.tolist()):
@@ -111,8 +111,8 @@ class BlockAllocation:
     def _victim_for(self, row: int) -> int | None:
         """Return the row to preempt so that `row` gets a block, or None.
 
-        Candidates are `row` itself and the rows behind it in rank; the last in rank is chosen. A row can be preempted
-        again only after it has generated a token since its last preemption. If there is no candidate, `row` waits. That
+        Candidates are `row` itself and all lower-ranked rows; the lowest-ranked one is chosen. A row can be preempted
+        again only after it has generated a token since its last preemption. Without a candidate, `row` waits. That
         happens only while steps are in flight, because every admitted row has the blocks for its next token.
         """
         rows = self._rows

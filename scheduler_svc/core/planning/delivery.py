@@ -1,4 +1,4 @@
-"""Front ends: the front-end number in each row, and the delivery of a step's tokens.
+"""Front ends: each row's front-end number, and the delivery of a step's tokens.
 
 A step may give tokens to thousands of rows from a few front ends. Each row stores its front end's number, so tokens are
 grouped with array operations into one batch per front end.
@@ -14,14 +14,14 @@ from scheduler_svc.core.workers.rows import RowTable
 
 
 class Frontends:
-    """The front ends of one core; appends its effects to `effects`."""
+    """One core's front ends; appends effects to `effects`."""
 
     def __init__(self, effects: list[Effect]) -> None:
         self.numbers: dict[Peer, int] = {}
         """Numbers of the connected front ends."""
         self._effects = effects
         self._peers: list[Peer | None] = []
-        """Front end by number; None after it has left."""
+        """For each number, its front end; None after it has left."""
 
     def __len__(self) -> int:
         return len(self.numbers)

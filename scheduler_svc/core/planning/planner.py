@@ -1,10 +1,11 @@
-"""Planner of the next step of one worker.
+"""Plans one worker's next step.
 
 A step has one token budget (Sarathi-Serve, OSDI 2024), spent in this order:
 
-* Every decode row that can continue gets one token, and the drafts that it may verify (`speculation`).
-* Prompts get chunks (`prompt_chunks`): first the shortest ones, up to a part of the remaining budget, then all in
-  policy order. Chunks take less than the rest of the budget if the step would exceed its target time (`chunks`).
+* Every decode row that can continue gets one token, plus the drafts that it may verify (`speculation`).
+* Prompts get chunks (`prompt_chunks`): first the shortest prompts, up to a part of the remaining budget, then all
+  prompts in policy order. Chunks leave part of the budget unused if the step would otherwise exceed its target time
+  (`chunks`).
 * Waiting requests are admitted in their turn while rows, blocks and budget last (iteration-level batching, Orca, OSDI
   2022).
 
@@ -14,9 +15,9 @@ A decode row is *held out* of a step when its credit is used up, or when it need
 (`block_allocation`). The row continues later. If another request lacks only a row, a request whose client does not read
 loses its row. It continues when its client reads again.
 
-The planner changes only the rows and blocks of its worker, and takes requests from the backlog. It does not write
-request states (see `states`) or apply results (see `results`). It may assign a request to another worker, which
-considers it in its own next plan (see `placement`).
+The planner changes only its worker's rows and blocks, and takes requests from the backlog. It does not write request
+states (see `states`) or apply results (see `results`). It may assign a request to another worker, which considers it in
+its own next plan (see `placement`).
 """
 
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Outcome:
 
 
 class Planner:
-    """Planner for one step of one worker. Use each object for one call of `run`."""
+    """Plans one step for one worker. Use each object for one call to `run`."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Planner:
         self._config = config
         self._frontends = frontends
         self._num_queued, self._queued_tokens = num_queued, queued_tokens
-        """The worker's share of the waiting requests and of their tokens."""
+        """The worker's share of the waiting requests and their tokens."""
         self._now = now
         budget = min(config.max_num_batched_tokens, worker.max_tokens_per_step)
         self._chunks = StepChunks(worker, budget, config.long_prefill_token_threshold or budget)
@@ -155,7 +156,7 @@ class Planner:
         return True
 
     def _schedule_trial(self) -> IndexArray:
-        """Continue the suspect's trial, or admit the next suspect; return the step's decode rows."""
+        """Continue the suspect request's trial, or admit the next suspect; return the step's decode rows."""
         worker, rows = self._worker, self._rows
         worker.trial_due = False
         self._spend_decodes(NO_INDICES)
@@ -217,9 +218,9 @@ class Planner:
     def _schedule_drafts(self, limits: Int32Array | None) -> IndexArray:
         """Like `_schedule_decodes`, while rows have draft limits or drafts in flight; also set the limits.
 
-        A row needs a block for its next token even if all drafts in flight are accepted. It gets blocks for the drafts
-        of this step only while many are available. Drafts preempt no request: when memory is short, all limits become
-        0, and a row whose steps in flight may or may not fill its blocks waits for their answers.
+        A row needs a block for its next token even if all drafts in flight are accepted. It gets blocks for this step's
+        drafts only while many are available. Drafts preempt no request. When memory is short, all limits become 0, and
+        a row waits for results if its steps in flight may fill its blocks.
         """
         rows, pool, worker = self._rows, self._pool, self._worker
         candidates = rows.decoding
@@ -266,7 +267,7 @@ class Planner:
         return decodes
 
     def _note_held(self, held: IndexArray, reason: WaitReason) -> None:
-        """Note the reason why rows are held out, once per row until the row gets credit or a block."""
+        """Record why rows are held out, once per row until the row gets credit or a block."""
         new = held[~self._rows.hold_noted[held]]
         for row in new.tolist():
             request = self._rows.requests[row]
@@ -307,7 +308,7 @@ class Planner:
         return [row for row in self._worker.prefilling if rows.length[row] < rows.allowed[row]]
 
     def _add_chunk(self, row: int, most: int | None = None) -> int:
-        """Compute more of a row's prompt in the step; return the budget tokens used."""
+        """Compute more of a row's prompt in this step; return the used budget tokens."""
         self._limit_chunks()
         return self._chunks.add(row, most)
 
@@ -316,7 +317,7 @@ class Planner:
 
         Args:
             under_way: rows in prefill whose readers have credit.
-            admission: the admissions of this plan; None if no request can be admitted.
+            admission: this plan's admissions; None if no request can be admitted.
         """
         if admission is None and len(under_way) <= 1:
             for row in under_way:
@@ -398,13 +399,13 @@ class Planner:
         return self._rows.rank.item(row), self._rows.sequence.item(row)
 
     def _admitted(self, request: Request, room: Room, most: int | None = None) -> int:
-        """Give a request its row and a chunk; return the budget tokens used."""
+        """Give a request its row and a chunk; return the used budget tokens."""
         admission = self._place(request, room)
         self._outcome.admitted.append((request, admission))
         return self._add_chunk(admission.row, most)
 
     def _note_obstacle(self, reason: WaitReason) -> None:
-        """Record the obstacle for the requests that compete for the worker, and note it for the first of them."""
+        """Record the obstacle for the requests that compete for the worker, and note it for the first one."""
         if self._worker.draining or not self._backlog.has_for(self._worker):
             return
         self._outcome.obstacle = reason
@@ -579,7 +580,7 @@ class Planner:
         return plan
 
     def _context(self, decodes: IndexArray, length: Int32Array) -> int:
-        """Return the total length of the decode rows, updated from the previous step if all of them decoded in it."""
+        """Return the decode rows' total length, updated from the previous step if all of them decoded in it."""
         worker = self._worker
         is_same = decodes is worker.decoded_rows and not worker.speculation.max_drafts
         return worker.decoded(decodes, None if is_same else length)
@@ -596,7 +597,7 @@ class Planner:
         return draft_rows, limits[changed].astype(np.intp)
 
     def _update_held(self, decodes: IndexArray) -> tuple[IndexArray, IndexArray]:
-        """Return the rows that this step begins to hold out, and the rows that it resumes."""
+        """Return the rows that this step starts to hold out, and the rows that it resumes."""
         rows = self._rows
         if len(decodes) == len(rows.decoding) and not any_of(rows.held):
             return NO_INDICES, NO_INDICES
@@ -615,7 +616,7 @@ class Planner:
         """Count the chunks as computed, and return the rows whose prompt is complete.
 
         Returns:
-            rows that have become decode rows, and rows that pool and have ended.
+            new decode rows, and pooling rows that have ended.
         """
         rows = self._rows
         prefilled: list[int] = []

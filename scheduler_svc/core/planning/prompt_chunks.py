@@ -1,4 +1,4 @@
-"""Prompt chunks in one step: which prompts it computes, and how many tokens of each.
+"""Prompt chunks in one step: which prompts are computed, and how many tokens of each.
 
 The prompt tokens of a step are shared in two parts:
 
@@ -6,9 +6,10 @@ The prompt tokens of a step are shared in two parts:
   time). So a short prompt starts with the next plan even if long prompts are in progress.
 * The rest, including the unused short part, goes in policy order.
 
-The short part is half of the tokens, and three quarters once the first started prompt in the policy's order has missed
-the target for its first token. Haste gains nothing for that prompt then, while shorter ones may still be in time. So a
-prompt gets its first token after at most k times the time for itself and all prompts before it, regardless of the short
+The short part is half of the tokens. It is three quarters once the first started prompt in policy order has missed its
+target for the first token, because haste gains nothing for that prompt, while shorter ones may still be in time. A
+prompt thus gets its first token after at most k times the time for itself and all prompts before it, regardless of the
+short
 prompts that arrive: k is 2 as long as the first prompts can be in time, and 4 after that.
 
 Under `fcfs` there is no short part: all prompt tokens go in order of arrival.
@@ -28,7 +29,7 @@ _FLOAT_BYTES = 4
 def short_part(budget: int, step: int, *, first_is_late: bool) -> int:
     """Return the budget tokens of the short part.
 
-    The remainder of the division goes to one part or the other, depending on the step. So both parts advance even if
+    The remainder of the division goes to one part or the other, depending on the step, so both parts advance even if
     each step has one token.
 
     Args:
@@ -58,7 +59,7 @@ class StepChunks:
         self._charged: list[int] = []
         """Budget tokens charged for each chunk."""
         self._pooled: set[int] = set()
-        """Rows whose embedding the step completes, or that wait for room in its result."""
+        """Rows whose embedding this step completes, or that wait for room in its result."""
         self.budget = budget
         """Budget tokens that are left."""
         self.rows: list[int] = []
@@ -75,7 +76,7 @@ class StepChunks:
         self.budget = min(self.budget, budget)
 
     def add(self, row: int, most: int | None = None) -> int:
-        """Compute more of a row's prompt in the step; return the budget tokens used.
+        """Compute more of a row's prompt in this step; return the used budget tokens.
 
         Args:
             row: a row in prefill.
@@ -124,7 +125,7 @@ class StepChunks:
         return rows.length.item(row) - rows.computed.item(row) - (0 if at is None else self.lengths[at])
 
     def _has_room_for_result(self, row: int) -> bool:
-        """Reserve space in the step's result for the embedding of a pooling row; return False if it is full."""
+        """Reserve space in the step's result for a pooling row's embedding; return False if the result is full."""
         request = self._worker.rows.requests[row]
         assert request is not None
         if request.spec.pooling == Pooling.NONE:

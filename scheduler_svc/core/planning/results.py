@@ -1,8 +1,8 @@
 """Applies a step result: appends tokens to each request, and finds the requests that have ended.
 
-Tokens of rows that their request still occupies are handled as arrays. A request that has left its row (because its
-last step was planned, it was preempted, or it ended) is found in the worker's departures. Tokens for an ended request
-are discarded and counted as a cost of planning ahead.
+Tokens of rows that still have the same request are handled as arrays. A request that has left its row (because its last
+step was planned, it was preempted, or it ended) is found among the worker's departures. Tokens for an ended request are
+discarded and counted as a cost of planning ahead.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ _COMPILED = 4.0
 time.
 """
 _CHUNKS_GAIN = 0.02
-"""Weight of the newest step in the mean of the chunks of a step."""
+"""Weight of the newest step in the mean number of chunk tokens per step."""
 _LEAST_CHUNKS = 0.01
 """A mean below this number of tokens counts as 0."""
 
@@ -42,13 +42,13 @@ class Settled:
     first_indices: Int32Array
     """Index of each row's first token here among the row's generated tokens."""
     counts: Int32Array | None = None
-    """Number of tokens per row; None for one each."""
+    """Number of tokens per row; None if each row has one."""
     streams: Int32Array | None = None
     """Streams of the rows, if they are known."""
     late: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, index, token) for requests that had left their row."""
     stopped: list[tuple[Request, int]] = field(default_factory=list)
-    """Requests whose newest token is one of their stop tokens, with that token."""
+    """Requests whose newest token is a stop token, with that token."""
     at_limit: list[Request] = field(default_factory=list)
     """Requests that have all tokens they may have on this worker."""
     ending: Sequence[int] = ()
@@ -305,7 +305,7 @@ def _settle_drafts(
 
 
 def _settle_late(worker: Worker, request: Request, token: int, settled: Settled, now: float) -> bool:
-    """Apply a token for a request that has left its row; return whether another token of the step may follow."""
+    """Apply a token for a request that has left its row; return whether another of the step's tokens may follow."""
     # Without drafts, a step may be planned before the worker's context is full and sample beyond it.
     if request.state is RequestState.FINISHED or len(request.tokens) >= worker.max_model_len:
         worker.counters.discarded_tokens += 1
@@ -350,7 +350,7 @@ def _settle_embeddings(worker: Worker, event: StepDone, settled: Settled) -> Non
 
 
 def _find(worker: Worker, scores: RowScores) -> tuple[Request, int] | None:
-    """Return the request of log-probabilities and the number of its generated tokens; None if it has ended."""
+    """Return the request for log-probabilities and its number of generated tokens; None if it has ended."""
     row = scores.row
     if 0 <= row < worker.rows.max_rows and worker.rows.generation[row] == scores.generation:
         request = worker.rows.requests[row]

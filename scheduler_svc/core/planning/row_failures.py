@@ -1,15 +1,15 @@
-"""Handling of failed rows: which requests end, which are recomputed, and which KV is invalid.
+"""Failed rows: which requests end, which are recomputed, and which KV is invalid.
 
-Most failures concern only one request, for example because its constraints allow no token or its grammar cannot be
+Most failures concern only one request, for example because its constraints permit no token or its grammar cannot be
 followed. The request ends. Its KV is valid, and no other request is affected.
 
 Non-finite logits come from non-finite KV, which other requests may share. `judge` examines all such failures in one
 result together, in one pass over the rows and their blocks:
 
-* A block is *sound* if a row that holds it got a token in the same step, because the token was computed from it.
+* A block is *sound* if a row with the block got a token in the same step, because that token was computed from it.
 * A block that is not sound is *invalid* if a failed request has written it. It is also invalid if two failed requests
-  have shared it and their failures have no other explanation. The first of these requests, perhaps in an earlier step,
-  puts the block in *doubt*.
+  have shared it and their failures have no other explanation. The first of them, perhaps in an earlier step, puts the
+  block in *doubt*.
 * Invalid blocks leave the prefix cache. Every request that shares an invalid block is recomputed, whether it has failed
   or not.
 * A failed request that has shared blocks which are neither sound nor invalid is recomputed without sharing.
@@ -18,7 +18,7 @@ result together, in one pass over the rows and their blocks:
 * Any other failed request has failed because of its own KV, and ends. The checkpoints that a failed request has saved
   are dropped.
 
-Consequences: a faulty request ends at its second attempt at the latest, and the other requests of the step continue to
+Consequences: a faulty request ends at its second attempt at the latest, and the step's other requests continue to
 decode. A bad block leaves the cache after at most two requests have shared it, even if its writer ended long ago. A
 request loses shared KV at most `MAX_LOST_PREFIXES` times. After that, it shares no blocks, so no other request can
 invalidate its KV.
@@ -79,7 +79,7 @@ class Verdict:
     sharers: list[int] = field(default_factory=list)
     """Rows that have not failed but share invalid blocks. Their requests are recomputed."""
     invalid: IndexArray = field(default_factory=lambda: NO_INDICES)
-    """Blocks that must leave the prefix cache, once all of these requests have left their rows."""
+    """Blocks to remove from the prefix cache, once all of these requests have left their rows."""
     in_doubt: IndexArray = field(default_factory=lambda: NO_INDICES)
     """Blocks that a failed request has read, to be doubted from now on."""
 

@@ -1,7 +1,7 @@
-"""Plans of steps in which the decode rows of a worker only continue.
+"""Plans steps in which a worker's decode rows only continue.
 
-Most plans of a busy worker are of this kind. They equal those of the planner, but take a fraction of its time. Nothing
-has to be chosen, and what does not change is known from earlier plans (`steady_rows`).
+Most plans for a busy worker are of this kind. They equal the planner's plans, but take a fraction of its time, because
+nothing has to be chosen and unchanged values are known from earlier plans (`steady_rows`).
 """
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, NO_NUMBERS
@@ -12,7 +12,7 @@ from scheduler_svc.core.workers.worker import StepInFlight, Worker
 
 
 def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | None:
-    """Plan the next step if the decode rows only continue in it; return None if the planner must make the plan.
+    """Plan the next step if its decode rows only continue; return None if the planner must plan it.
 
     Args:
         worker: a worker whose plan is due, and that no waiting request may join in this plan.

@@ -1,12 +1,12 @@
 """Victims: which running requests are preempted so that a more urgent one can run.
 
 The default rule, `fewest`, minimises the number of preemptions. Candidates are requests that rank behind the urgent one
-by more than the threshold. Of those
+by more than the threshold. Of these candidates,
 
-* only requests within the threshold of the last in rank are considered, so that a victim cannot preempt another
-  candidate in its turn;
-* one that alone frees enough is best. If only a row is missing, it is the one with the least computed tokens. If memory
-  is missing, it is the largest, because the rest of a small one would soon be needed too;
+* only those within the threshold of the lowest-ranked one are considered, so that a victim cannot preempt another
+  candidate in turn;
+* one that alone frees enough is preferred. If only a row is missing, it is the one with the fewest computed tokens. If
+  memory is missing, it is the largest, because the rest of a small one would soon be needed too;
 * if no single one frees enough, the largest of all are taken until it is enough.
 
 `youngest` (vLLM's recompute order) and `lowest_priority` select victims in the respective order until enough is freed.

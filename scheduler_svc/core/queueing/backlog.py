@@ -1,7 +1,7 @@
 """Backlog: all waiting requests that have credit: competing, held or assigned.
 
-A request *competes* while it may start as soon as there is room. It is then in a queue of the policy: usually in the
-common queue, or, if only some kinds of workers can serve it, in a queue that the other workers skip. A suspect competes
+A request *competes* while it may start as soon as there is room. It is then in a policy queue: usually in the common
+queue. If only some kinds of workers can serve it, it is in a queue that other workers skip. A suspect request competes
 to run alone (see `quarantine`).
 
 A request that cannot start even with enough room is *held* until an event:
@@ -10,12 +10,12 @@ A request that cannot start even with enough room is *held* until an event:
 * its grammar is being compiled: until a worker reports it;
 * another request computes its prefix: until that request has advanced.
 
-Plans do not consider held requests, and a held request blocks no other request. For `fair`, it does not count as
+Plans do not consider held requests, and a held request blocks no other request. Under `fair`, it does not count as
 waiting. Otherwise a tenant whose only request waits for its grammar would keep its low service, and returning tenants
-would be lifted only to this level.
+would be raised only to that level.
 
 If another worker can serve a request sooner, the request is *assigned* to this worker. It waits for the worker's next
-plan, which considers assigned requests first. Requests that the plan does not admit compete again.
+plan, which considers assigned requests first. Requests that this plan does not admit compete again.
 """
 
 import heapq
@@ -38,9 +38,9 @@ from shared.prefix_keys import BlockKey
 MAX_PREFIX_WAITS = 256
 """Maximum number of plans for which a request waits for a prefix that another request computes."""
 MAX_ASSIGNED_S = 0.25
-"""Maximum time that a request waits for the next plan of the worker that it is assigned to, s."""
+"""Maximum time that an assigned request waits for its worker's next plan, s."""
 _MAX_LOOKS = 16
-"""Maximum number of unsuccessful checks of grammars or prefixes per plan. The next plan continues after them."""
+"""Maximum number of unsuccessful grammar or prefix checks per plan. The next plan continues after them."""
 _REFILL_S = 0.01
 """Minimum time between two checks of a tenant's token rate, s."""
 
@@ -83,7 +83,7 @@ class Backlog:
         self._compiled: dict[Worker, dict[bytes, None]] = {}
         """By worker, keys of compiled grammars that requests wait for. Some have no requests left."""
         self._for_prefix: Holding[tuple[Worker, BlockKey]] = Holding(policy.rank)
-        """Requests by the worker that computes the prefix and the key of the block that it computes next."""
+        """For each worker and the key of the block that it computes next, the requests that wait for this prefix."""
         self._prefixes: dict[Worker, dict[BlockKey, None]] = {}
         """By worker, the keys that requests wait for there. Some keys have no requests left."""
         self._assigned: Holding[Worker] = Holding(policy.rank)
@@ -112,7 +112,7 @@ class Backlog:
 
     @property
     def by_reason(self) -> dict[str, int]:
-        """Number of requests by the reason of their wait."""
+        """Number of requests by waiting reason."""
         return {
             "room": len(self._competing),
             "tenant_limit": len(self._over_quota),
@@ -124,7 +124,7 @@ class Backlog:
     def first_by_reason(self, most: int) -> dict[str, list[Request]]:
         """Return the first requests that wait for each reason, at most `most` each.
 
-        Competing requests are in the order of the policy, after the suspects, which run alone. Held requests are in the
+        Competing requests are in policy order, after the suspect requests, which run alone. Held requests are in the
         order in which they were held.
         """
         queues = [self._common, *self._restricted.values()]
@@ -163,7 +163,7 @@ class Backlog:
 
     @property
     def num_startable(self) -> int:
-        """Number of requests that a plan may take: ready ones, and those that wait for a prefix on another worker."""
+        """Number of requests that a plan may take, including those that wait for a prefix on another worker."""
         return len(self._competing) + len(self._assigned) + len(self._for_prefix)
 
     @property
@@ -201,7 +201,7 @@ class Backlog:
         return self.kinds.serve(request) or self.returns_to(request) is not None
 
     def returns_to(self, request: Request) -> Worker | None:
-        """Return the draining worker that takes back the request, because it ran there and no other worker serves it.
+        """Return the draining worker that takes back the request because no other worker serves it.
 
         As a result, a request that is preempted on a draining worker is not lost.
         """
@@ -250,7 +250,7 @@ class Backlog:
         self._left(request)
 
     def missed_target(self, request: Request) -> None:
-        """Record that a taken request has missed its target, and put it back in its new place."""
+        """Record that a taken request has missed its target, and put it back at its new place."""
         self._late[request] = request.wait.tokens
         self.late_tokens += request.wait.tokens
         self.put_back(request)
@@ -308,8 +308,7 @@ class Backlog:
 
         Args:
             worker: a worker for which `prepare` was called for this plan.
-            cached: returns the number of a request's tokens in the worker's prefix cache; None if the worker has no
-                free row.
+            cached: returns how many of a request's tokens the worker has cached; None if the worker has no free row.
         """
         request = self._take_competing(worker, cached)
         if request is not None:
@@ -354,11 +353,11 @@ class Backlog:
         return request
 
     def put_back(self, request: Request) -> None:
-        """Put back a request that was taken; it keeps its place."""
+        """Put back a taken request, which keeps its place."""
         self._place(request)
 
     def first(self) -> Request | None:
-        """Return the first request of the common queue without taking it; None if its order depends on the worker."""
+        """Return the common queue's first request without taking it; None if the order depends on the worker."""
         return self._common.first() if isinstance(self._common, KeyedQueue) else None
 
     def prepare(self, worker: Worker, num_free_rows: int, now: float) -> None:
@@ -492,7 +491,7 @@ class Backlog:
         self._compete_again(self._for_grammar.release(key), now)
 
     def validate(self) -> None:
-        """Check that every request is in one place, and that the queues hold exactly the competing ones."""
+        """Check that every request is in one place, and that the queues hold exactly the competing requests."""
         assert None not in self._competing.values(), "an admission has not put a request back"
         queues = [self._common, *self._restricted.values(), self._suspects]
         assert sum(len(queue) for queue in queues) == len(self._competing)
@@ -516,7 +515,7 @@ class Backlog:
         self._await_refill(request.spec.tenant, now)
 
     def _await_refill(self, tenant: str, now: float) -> None:
-        """Schedule a check of a tenant's held requests for the time when its token rate may allow one.
+        """Schedule a check of a tenant's held requests for the time when its token rate may permit one.
 
         The check happens earlier if a running request ends with less output than it has reserved.
         """
@@ -585,7 +584,7 @@ class Backlog:
         return self.returns_to(request) if scope is None and self._draining else scope
 
     def _sort_again(self) -> None:
-        """Move requests whose workers have changed to their new queues; the others stay where they are."""
+        """Move requests whose workers have changed to their new queues; other requests stay in place."""
         left: dict[WaitingQueue, None] = {}
         moved = []
         for request, queue in self._competing.items():
@@ -661,7 +660,7 @@ class _GrammarTurns:
     """Round-robin over tenants for compilation, regardless of the number of grammars per tenant."""
 
     def __init__(self, waiting: Holding[bytes]) -> None:
-        """Start empty; `waiting` are the requests that wait for a grammar, by its key."""
+        """Start empty; `waiting` contains the requests that wait for a grammar, by the grammar's key."""
         self._waiting = waiting
         self._keys: OrderedDict[str, dict[bytes, None]] = OrderedDict()
         """By tenant, in turn: keys of grammars. Some tenants have no requests left."""
@@ -689,7 +688,7 @@ class _GrammarTurns:
         return None
 
     def _drop_unused(self, tenant: str, most: int) -> list[bytes]:
-        """Of a tenant's oldest `most` grammars, drop those that no request waits for; return the others."""
+        """Among a tenant's oldest `most` grammars, drop those without waiting requests; return the others."""
         keys, used = self._keys[tenant], []
         for key in list(islice(keys, most)):
             if self._waiting.count(key):

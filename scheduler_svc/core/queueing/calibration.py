@@ -1,10 +1,11 @@
 """Calibration: turns rough time estimates into quantiles with the correct coverage.
 
 An estimate from queue and costs is rough, because it ignores memory, other policies, and later requests. Therefore the
-quantiles of the ratio of actual time to estimate are tracked (stochastic approximation, Robbins and Monro, 1951). A
-quantile moves up if the actual time was above the forecast, and down otherwise. The steps are chosen such that, for any
-distribution, the right share of times is below their forecasts in the long run. The forecast as it was made counts, not
-the present quantile: in a burst, many requests arrive before the first result corrects the quantile, and all of these
+quantiles of the ratio between actual time and estimate are tracked (stochastic approximation, Robbins and Monro, 1951).
+A quantile moves up if the actual time was above the forecast, and down otherwise. For any distribution, the step sizes
+ensure in the long run that the right fraction of times is below the forecasts. The comparison uses the forecast as it
+was made, not
+the current quantile: in a burst, many requests arrive before the first result corrects the quantile, and all their
 forecasts may be wrong. Ratios are tracked separately for estimates of different size and for requests that must wait
 until others end (*regimes*).
 
@@ -20,17 +21,17 @@ _FIRST = (-1.1, 0.0, 0.7)
 """Logarithms of the ratios before the first measurement."""
 _GAIN = 0.05
 _EARLY = 15
-"""Number of requests in a regime after which its gain is constant and other regimes no longer start from its values."""
+"""Number of requests after which a regime's gain is constant and other regimes no longer start from its values."""
 _LEAST_DISTANCE, _MOST_DISTANCE = 0.01, 3.0
 _OFFSET_S = 0.001
 """Added to measured and estimated times, so that no ratio divides by zero."""
 _SHARES = tuple(enumerate(SHARES))
 _REGIMES = 8
-"""Sizes of estimates, each four times the one before; the smallest is 10 ms."""
+"""Number of estimate sizes, each four times the previous one; the smallest is 10 ms."""
 
 
 class _Ratios:
-    """Quantiles of the logarithm of true time / estimate in one regime."""
+    """Quantiles of the logarithm of actual time / estimate in one regime."""
 
     def __init__(self, values: Sequence[float], distances: Sequence[float]) -> None:
         self.values = list(values)
@@ -53,7 +54,7 @@ class _Ratios:
 
 
 class Calibration:
-    """Quantiles of one kind of time, and their accuracy."""
+    """Quantiles for one kind of time, and their accuracy."""
 
     def __init__(self) -> None:
         """Start without measurements."""

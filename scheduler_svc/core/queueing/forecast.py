@@ -1,12 +1,12 @@
 """Forecast: the times of a request's start, first token and end, and its computing time.
 
 Times are estimated with the workers' cost models, and lengths from similar finished requests (`output_lengths`). Only
-uncached tokens and competing requests count; requests that are held for their tenant's quota delay no other request.
-The estimates are corrected by the errors of earlier estimates (`calibration`).
+uncached tokens and competing requests count, because requests held for their tenant's quota delay no other request.
+Errors of earlier estimates correct later ones (`calibration`).
 
-If a request must wait until others end, its wait is the number of requests before it divided by the rate at which
-blocked requests were admitted in the last `_WINDOW_S`. Initially, this rate is the number of running requests divided
-by the time of a request.
+If a request must wait until others end, its wait is estimated as the number of requests before it, divided by the rate
+at which blocked requests were admitted in the last `_WINDOW_S`. Initially, this rate is the number of running requests
+divided by one request's duration.
 
 Before the first measurement, times are 0 and lengths are unknown. `max_tokens` is not used as a forecast, because most
 clients do not set it and the limit is then the rest of the context. No request is therefore rejected because of
@@ -86,7 +86,7 @@ class Forecast:
         return uncached * worker.costs.prompt_token_s + num_outputs * worker.decode_step_s
 
     def must_start(self, request: Request, uncached: int) -> float | None:
-        """Return the latest start at which the request may complete by the client's deadline; None without one.
+        """Return the latest start at which the request may meet the client's deadline; None without a deadline.
 
         The estimate is optimistic: nearly all similar requests take longer and generate more tokens.
         """
@@ -117,7 +117,7 @@ class Forecast:
         competing_tokens: int,
         now: float,
     ) -> Prediction | None:
-        """Return the times of a request that arrives now; None before the first measurement.
+        """Return the forecast times for a request that arrives now; None before the first measurement.
 
         Args:
             request: the request, which does not compete yet.
@@ -197,7 +197,7 @@ class Forecast:
     # ----------------------------------------------------------------
 
     def _likely(self, request: Request) -> Iterable[Worker]:
-        """Return a few workers that may run the request, first those that have the beginning of its prompt cached."""
+        """Return a few workers that may run the request, first those that have cached the start of its prompt."""
         workers = self._fleet.open
         if len(workers) <= _MAX_LOOKS:
             return workers.values()
@@ -207,7 +207,7 @@ class Forecast:
         return islice(chain(first, others), _MAX_LOOKS)
 
     def _like(self, request: Request) -> Sequence[int]:
-        """Return the lengths of similar finished requests that have more tokens; empty if the length needs none."""
+        """Return the lengths of similar finished requests with more tokens; empty if the estimate needs none."""
         if request.spec.pooling or request.spec.expected_output_tokens:
             return ()
         return self.lengths.like(request, request.num_generated)
@@ -255,7 +255,7 @@ def _mean(request: Request, like: Sequence[int]) -> float:
 
 
 def _quantiles(request: Request, like: Sequence[int]) -> tuple[float, float, float] | None:
-    """Return the 5th, 50th and 90th percentile of the output length; None if it is unknown.
+    """Return the 5th, 50th and 90th percentile of the output length; None if unknown.
 
     Args:
         request: the request, which may have a hint.

@@ -53,7 +53,7 @@ class OutputLengths:
 
         Args:
             request: the request.
-            num_generated: tokens that it has generated; only longer outputs are returned.
+            num_generated: number of tokens that it has generated; only longer outputs are returned.
         """
         few: list[int] = []
         for key in _likenesses(request):

@@ -1,15 +1,15 @@
 """Placement: on which worker a waiting request runs.
 
-A worker takes requests from the backlog when its next plan is made. The request is assigned to another worker if that
-worker has room too and a lower cost. The cost of a worker is a number of prompt tokens:
+A worker takes requests from the backlog when its next plan is made. If another worker has room too and a lower cost,
+the request is assigned to that worker. A worker's cost is a number of prompt tokens:
 
 * the part of the prompt that is not in its prefix cache,
 * the prompts under way there,
 * `DECODE_COST` for every running request.
 
 Requests therefore go to the worker with their cached prefix until its additional load exceeds the saving, which limits
-hot spots (the cost model of Preble, ICLR 2025, in tokens). If more requests wait than all other workers have rows,
-every row will be used, so only prefixes are compared.
+hot spots (Preble's cost model, ICLR 2025, in tokens). If more requests wait than all other workers have rows, every row
+will be used, so only prefixes are compared.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ from scheduler_svc.core.workers.worker import Match, Worker
 from shared.prefix_keys import KEY_BYTES
 
 DECODE_COST = 512
-"""Cost of one running request, in prompt tokens. A running request lengthens several hundred steps by about the time of
-one prompt token each. In the arena with 16 devices, 32 packs requests onto few devices and 2,048 scatters common
-prefixes.
+"""Cost of one running request, in prompt tokens.
+
+A running request lengthens several hundred steps by about the time of one prompt token each. In the arena with 16
+devices, a value of 32 packs requests onto few devices, and 2,048 scatters common prefixes.
 """
 MAX_ASSIGNED = 4
 """Number of failed assignments after which any worker takes a request."""
@@ -76,7 +77,7 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
 
 
 class Placement:
-    """Loads of the workers that take requests; used only if there are at least two.
+    """Loads of the workers that take requests; used only with at least two workers.
 
     Loads are updated lazily: `changed` marks a worker whose load is recomputed before the next use.
     """
@@ -97,7 +98,7 @@ class Placement:
         """Order in which the workers joined; breaks ties."""
         self._num_joined = 0
         self._by_load: list[tuple[int, int, Worker]] = []
-        """A heap of (load, order, worker) of workers with free rows; entries that differ from `_listed` are stale."""
+        """A heap of (load, order, worker) for workers with free rows; entries that differ from `_listed` are stale."""
         self._listed: dict[Worker, int] = {}
         """The load of each worker in the heap."""
         self._by_epoch: dict[int, Worker] = {}
@@ -154,7 +155,7 @@ class Placement:
             worker: a worker with room for the request.
             load: its load including the admissions of the plan being made, tokens.
             request: a request that this worker has just taken from the backlog.
-            num_cached: the number of its tokens that are cached on this worker.
+            num_cached: number of its tokens cached on this worker.
         """
         self._update()
         num_tokens = len(request.tokens)
@@ -181,7 +182,7 @@ class Placement:
         """Return the least loaded other worker that has room for the request and its grammar, or None.
 
         Args:
-            worker: the worker to exclude; it has no room for the request, or not the grammar.
+            worker: the worker to exclude, which lacks room for the request, or the grammar.
             request: the request, which was taken from the backlog for this worker.
             assign: whether to assign the request to the other worker.
         """

@@ -1,16 +1,16 @@
 """Policies: the orders in which waiting requests are admitted.
 
-A `Policy` defines an order, holds the state for this order, such as the service of each tenant, and creates queues. All
-queues of a policy share its state. `take` returns the first request of a queue. A request that cannot start is put back
-with `push` and keeps its place.
+A `Policy` defines an order, holds the order's state, such as each tenant's service, and creates queues. All queues of a
+policy share its state. `take` returns a queue's first request. A request that cannot start is put back with `push` and
+keeps its place.
 
-If a request ends while it waits, its entry remains in the heap. When half of the entries are of this kind, the heap is
-rebuilt, so its memory is proportional to the number of live requests.
+If a request ends while it waits, its entry remains in the heap. The heap is rebuilt when half of its entries are stale,
+so its memory is proportional to the number of live requests.
 
 Most policies order requests by a *key*, a time in seconds that is fixed when the request is queued. The smallest key is
-first, and ties are broken by order of arrival. Ageing needs no clock, because "arrival minus bonus" always yields the
-same order as "time waited plus bonus". No request starves, because only requests that arrive within a limited time,
-their advantage in the key, can overtake it.
+first, and ties are broken by arrival order. Ageing needs no clock, because "arrival minus bonus" always yields the same
+order as "time waited plus bonus". No request starves, because only requests that arrive within a limited time, their
+advantage in the key, can overtake it.
 
 | policy | key | overtaken only by requests that arrive at most |
 |---|---|---|
@@ -21,8 +21,8 @@ their advantage in the key, can overtake it.
 | slo | as edf; each request has a target for its first token | its slack later; once missed, `SLO_LATE_S` later |
 
 Under `edf`, a request that has missed its target ranks behind all requests that were waiting at that time with no more
-slack than it had initially, or with at most `EDF_SLACK_S`. It therefore does not delay requests that can still be in
-time, and it does not starve.
+slack than its initial slack, or `EDF_SLACK_S`. It therefore does not delay requests that can still be in time, and it
+does not starve.
 
 `fair` (virtual token counter, Sheng et al., OSDI 2024) serves the tenant with the least service. `lpm` (longest prefix
 match, SGLang) ranks a window of the oldest requests by their cached tokens. `fair` does the same for each tenant, as in
@@ -53,17 +53,16 @@ _FEW_GONE = 16
 """Maximum number of stale entries tolerated in a queue, because they retain the tokens of finished requests."""
 
 SLO_LATE_S = 600.0
-"""Assumed slack under `slo` of a request that can no longer meet its target, in seconds. It ranks after all that
-can.
+"""Assumed slack under `slo` for a request that can no longer meet its target, in seconds. It ranks behind all that can.
 """
 
 LPM_WINDOW, FAIR_WINDOW = 64, 16
 """How many of the oldest requests are ranked by their cached tokens: `lpm` in the whole queue, `fair` per tenant."""
 
 CachedTokens = Callable[[Request], int] | None
-"""Returns the number of a request's cached tokens; None if they do not matter."""
+"""Returns a request's number of cached tokens; None if it does not matter."""
 Place = tuple[float | str, ...]
-"""Rank of a request among the first requests of several queues of a policy; smallest first."""
+"""Rank of a request among the first requests in several queues of a policy; smallest first."""
 
 
 class WaitingQueue(ABC):
@@ -75,15 +74,15 @@ class WaitingQueue(ABC):
 
     @abstractmethod
     def push(self, request: Request) -> None:
-        """Add a request, or put one back; the policy determines its place."""
+        """Add a request, or put it back; the policy determines its place."""
 
     @abstractmethod
     def take(self, cached: CachedTokens) -> Request | None:
         """Take out the first request, or return None.
 
         Args:
-            cached: returns the number of a request's tokens in the prefix cache of the worker that will run it; None if
-                no request can start now.
+            cached: returns how many of a request's tokens are cached on the worker that will run it; None if no request
+                can start now.
         """
 
     def admitted(self, request: Request) -> None:
@@ -100,7 +99,7 @@ class WaitingQueue(ABC):
 
     @abstractmethod
     def remove(self, requests: AbstractSet[Request]) -> None:
-        """Remove `requests` from this queue if they are in it, because they now wait in another queue."""
+        """Remove those of `requests` that are in this queue, because they now wait in another queue."""
 
     @abstractmethod
     def first_ones(self, most: int) -> list[Request]:
@@ -116,7 +115,7 @@ class Policy(ABC):
     accounts_service = False
     """Whether `served` must be called with every token before `take`."""
     has_keys = False
-    """Whether the order of all requests, waiting or running, is that of their ranks."""
+    """Whether the order of all requests, waiting or running, equals the order of their ranks."""
     is_by_turns = False
     """Whether groups of requests take turns. A short request is then served only in its group's turn."""
 
@@ -272,7 +271,7 @@ class FairPolicy(Policy):
         self._policies = policies
 
     def within(self, group: str) -> Policy:
-        """Return the policy of the requests of one group."""
+        """Return the policy for the requests in one group."""
         return self._policies.get(group) or self._policies[""]
 
     def make_queue(self) -> WaitingQueue:
@@ -312,7 +311,7 @@ class FairQueue(WaitingQueue):
         self._queues: dict[str, WaitingQueue] = {}
         """By group, for the groups in the heap; some queues are empty by now."""
         self._order: list[tuple[float, str]] = []
-        """A heap of (service, group). Service only grows, so an entry is a lower bound of it."""
+        """A heap of (service, group). Service only grows, so an entry is a lower bound."""
         self._num_requests = 0
 
     def __len__(self) -> int:
@@ -384,7 +383,7 @@ class FairQueue(WaitingQueue):
 
 
 class LongestPrefixPolicy(Policy):
-    """The oldest requests in the order of their cached tokens, most first; see `LongestPrefixQueue`."""
+    """The oldest requests, ordered by cached tokens, most first; see `LongestPrefixQueue`."""
 
     def __init__(self, window: int) -> None:
         """Rank the `window` oldest requests of a queue."""
@@ -401,7 +400,7 @@ class LongestPrefixPolicy(Policy):
 
 
 class LongestPrefixQueue(WaitingQueue):
-    """A queue in which, of a window of the oldest requests, the one with the most cached tokens is next.
+    """A queue in which the next request is the one with the most cached tokens within a window of the oldest requests.
 
     After `MAX_PASSED` admissions of other requests, a request is next regardless of cached tokens. It therefore waits
     for at most MAX_PASSED admissions more than under first come, first served.
@@ -466,7 +465,7 @@ class LongestPrefixQueue(WaitingQueue):
 
 
 def fcfs_key(request: Request) -> float:
-    """Return the key of first come, first served; a preempted request keeps its place."""
+    """Return the key for first come, first served; a preempted request keeps its place."""
     return request.arrival
 
 
@@ -496,7 +495,7 @@ def edf_key(request: Request) -> float:
 
 
 def slo_key(request: Request) -> float:
-    """Return the key of least slack first; a request that has tokens continues before others start."""
+    """Return the key for least slack first; a request with tokens continues before others start."""
     if request.late_rank is None and request.wait.latest_start is None and request.num_generated:
         return request.arrival
     return edf_key(request)
@@ -520,11 +519,11 @@ _KEYS = {"balanced": fcfs_key, "fcfs": fcfs_key, "priority": priority_key, "sjf"
 
 
 def make_policy(name: str, tenant_weights: Mapping[str, float], classes: Mapping[str, RequestClass]) -> Policy:
-    """Make a policy by name, or a policy with request classes that have their own policies.
+    """Create a policy by name, or a policy with request classes that have their own policies.
 
     Args:
-        name: one of `POLICIES`. With classes, the policy of requests without a known class.
-        tenant_weights: shares of tenants under `fair`; 1 for tenants that are not named.
+        name: one of `POLICIES`; with classes, the policy for requests without a known class.
+        tenant_weights: tenant weights under `fair`; 1 for other tenants.
         classes: the request classes by name.
     """
     if classes:

@@ -1,4 +1,4 @@
-"""Service ledger: the service that each group of requests has received, and the set of backlogged groups.
+"""Service ledger: the service that each group has received, and the set of backlogged groups.
 
 These are the virtual token counters of VTC (Sheng et al., OSDI 2024). A group is *backlogged* while it has waiting
 requests. When a group becomes backlogged again, its service is raised to that of the least served backlogged group, or,
@@ -17,7 +17,7 @@ class ServiceLedger:
     """Maximum number of idle groups whose service is stored; beyond that, the least served group is dropped."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Start without groups; `weights` are their shares, 1 for groups that are not named."""
+        """Start without groups; `weights` are their shares, 1 for other groups."""
         self._weights = weights
         self._service: dict[str, float] = {}
         self._backlog: dict[str, int] = {}
@@ -81,7 +81,7 @@ class _LeastServed:
     """A set of groups with fast access to the least served group.
 
     Service only grows, so a heap entry is a lower bound. The entry is corrected when it reaches the top of the heap.
-    Entries of groups that have left the set are dropped at the top, or when they make up more than half of the heap.
+    Entries for groups outside the set are dropped at the top, or when they make up more than half of the heap.
     """
 
     def __init__(self) -> None:

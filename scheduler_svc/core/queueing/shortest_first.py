@@ -1,8 +1,8 @@
 """Waiting requests by their number of tokens, shortest first. Ties are broken by policy order.
 
 A request is in its policy queue at the same time. It is not explicitly removed from this order: an entry is valid only
-while the request competes and has the length and the rank of the entry. Stale entries are dropped when they reach the
-top, or when they make up more than half of the heap.
+while the request competes and still has the entry's length and rank. Stale entries are dropped when they reach the top,
+or when they make up more than half of the heap.
 """
 
 import heapq
@@ -23,7 +23,8 @@ class ShortestFirst:
         """Start empty.
 
         Args:
-            competing: a live view of the requests that may be found; those with the value None are not found now.
+            competing: a live view of the requests that may be found; a request with the value None is currently not
+                found.
             rank: returns the rank of a request under the policy.
         """
         self._competing = competing

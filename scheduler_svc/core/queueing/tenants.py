@@ -74,7 +74,7 @@ class Tenants:
         return not limits.max_queued or tenant is None or tenant.queued < limits.max_queued
 
     def num_queued(self, name: str) -> tuple[int, int]:
-        """Return the number of a tenant's waiting requests, and the number of their tokens."""
+        """Return a tenant's number of waiting requests, and their number of tokens."""
         tenant = self._tenants.get(name)
         return (0, 0) if tenant is None else (tenant.queued, tenant.queued_tokens)
 
@@ -167,7 +167,7 @@ class Tenants:
             tenant.queued -= 1
 
     def validate(self, waiting: Iterable[Request]) -> None:
-        """Check that the counts of each tenant are those of its waiting requests."""
+        """Check that each tenant's counts equal those of its waiting requests."""
         queued: dict[str, tuple[int, int]] = {}
         for request in waiting:
             number, tokens = queued.get(request.spec.tenant, (0, 0))

@@ -1,6 +1,6 @@
 """Service accounts, represented by small numbers that rows can store.
 
-A step may give a token to hundreds of rows of a few tenants. With the account's number in the row, the tokens per
+A step may give a token to hundreds of rows from a few tenants. Each row stores its account's number, so the tokens per
 account are one `bincount`. Python code then handles accounts, not rows.
 """
 
@@ -29,7 +29,7 @@ class AccountNumbers:
         return self._accounts[number]
 
     def enter(self, account: Account) -> int:
-        """Count one more use of an account; return the account's number."""
+        """Count one more use of an account; return its number."""
         number = self._numbers.get(account)
         if number is not None:
             self._users[number] += 1

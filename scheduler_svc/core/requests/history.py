@@ -1,4 +1,4 @@
-"""Histories of the most recent ended requests, so that an operator can see why a request was slow."""
+"""Histories of the most recently ended requests, so that an operator can see why a request was slow."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from scheduler_svc.core.interface.records import Note
 from scheduler_svc.core.requests.request import Line, Request, RequestKey
 
 MAX_ENDED = 1024
-"""Number of stored histories; each has at most as many lines as that of a live request."""
+"""Number of stored histories; each has at most as many lines as a live request's history."""
 
 
 class Story(NamedTuple):
@@ -52,7 +52,7 @@ class History:
         self._ended: dict[RequestKey, Story] = {}
 
     def keep(self, request: Request, outcome: str) -> None:
-        """Store the history of a request that has ended with this reason."""
+        """Store an ended request's history with this reason."""
         ended = self._ended
         ended.pop(request.key, None)  # If a stream is submitted again, its newest entry comes last.
         ended[request.key] = story_of(request, outcome)

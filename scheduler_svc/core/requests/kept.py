@@ -1,9 +1,9 @@
 """Retained logs of requests whose clients may reconnect: tokens and ends, bounded in time and bytes.
 
 A request with an *identity* leaves its log here when it ends, or when its client is lost. Nothing is computed for an
-absent client. When the client resumes, the request is submitted again with the tokens of the log. Because the random
-noise depends only on seed, choice and position, the request continues as if it had not been interrupted. The prefix
-cache saves most of the computation.
+absent client. When the client resumes, the request is submitted again with the log's tokens. Because the random noise
+depends only on seed, choice and position, the request continues as if it had not been interrupted. The prefix cache
+saves most of the computation.
 
 A log stays until one of these events:
 

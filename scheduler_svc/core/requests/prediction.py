@@ -1,4 +1,4 @@
-"""Prediction: the times of a request's start, first token and end that were forecast at its arrival."""
+"""Prediction: forecast times for a request's start, first token and end, made on arrival."""
 
 import re
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Estimate(NamedTuple):
     """Quantiles of a future time, in seconds from the request's arrival."""
 
     regime: int
-    """Number of the kind of estimate, see `queueing.calibration`."""
+    """Number of the estimate's regime, see `queueing.calibration`."""
     bases: tuple[float, float, float]
     """Rough estimates, one for each of `SHARES`."""
     values: tuple[float, float, float]
@@ -38,7 +38,7 @@ class Estimate(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """Times of one request, forecast at its arrival and relative to it."""
+    """One request's times, forecast on arrival and relative to it."""
 
     is_blocked: bool
     """Whether the request had to wait for others to end."""
@@ -46,7 +46,7 @@ class Prediction(NamedTuple):
     """Time until it has a row."""
     first_token: Estimate
     end: Estimate | None
-    """Time until its last token; None if no length was known."""
+    """Time until its last token; None if its length is unknown."""
 
     @property
     def text(self) -> str:

@@ -1,7 +1,7 @@
 """One request: its tokens, its limits and its state; see `lifecycle.states` for the transitions.
 
-Steps in flight may still name a request that has left its worker. Until the results of these steps arrive, the request
-is *unsettled*. It is not readmitted in this state, because its newest tokens are unknown.
+Steps in flight may still refer to a request that has left its worker. Until their results arrive, the request is
+*unsettled*. It is not readmitted in this state, because its newest tokens are unknown.
 """
 
 import enum
@@ -33,11 +33,11 @@ class RequestKey(NamedTuple):
 
 
 Line = tuple[float, NoteKind, str, RequestKey | None]
-"""Time, kind and text of a note, and the request that caused it. Most lines are never read, so they are no objects."""
+"""Time, kind and text of a note, and the request that caused it. A plain tuple, because most lines are never read."""
 
 
 class RequestState(enum.Enum):
-    """State of a request; only `lifecycle.states` changes it."""
+    """A request's state; only `lifecycle.states` changes it."""
 
     ARRIVED = "has not been accepted yet"
     QUEUED = "waits in the backlog"
@@ -54,13 +54,13 @@ class RequestState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One wait of a request for a worker; a new one begins whenever the request is queued again."""
+    """One wait for a worker; a new wait begins whenever the request is queued again."""
 
     since: float = 0.0
     released: float = 0.0
-    """Time at which its tenant's quota last let it compete; 0 if it was not held for the quota."""
+    """When its tenant's quota last let it compete; 0 if it was not held for the quota."""
     tokens: int = 0
-    """Tokens that count for it in the queue's token limit; 0 once it has a row."""
+    """Tokens that count towards the queue's token limit for this request; 0 once it has a row."""
     uncached: int = 0
     """Tokens that no worker had cached when the wait began."""
     forecast_tokens: float = 0.0
@@ -76,7 +76,7 @@ class Wait:
     passed_over: int = 0
     """Number of admissions that a longest-prefix order preferred to the request."""
     num_assigned: int = 0
-    """Number of times that it was assigned to a worker whose next plan did not take it."""
+    """Number of times that it was assigned to a worker whose next plan did not admit it."""
     reason: WaitReason = WaitReason.TURN
     """What it waits for, according to the last decision."""
     num_reasons: int = 0
@@ -85,7 +85,7 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Faults:
-    """Faults in which a request took part; see `quarantine` and `row_failures`."""
+    """Faults that involved a request; see `quarantine` and `row_failures`."""
 
     fatal_steps: int = 0
     """Number of steps containing this request during which a worker died."""
@@ -101,12 +101,12 @@ class Faults:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request from arrival to end; times in seconds of the core's clock."""
+    """A request from arrival to end; times in seconds on the core's clock."""
 
     key: RequestKey
     spec: RequestSpec
     tokens: "array[int]"
-    """Prompt and delivered tokens; the newest ones of a running request are still in its row."""
+    """Prompt and delivered tokens; the newest tokens of a running request are still in its row."""
     limit: int
     """Maximum number of tokens, prompt included."""
     stop_token_ids: tuple[int, ...]
@@ -135,25 +135,25 @@ class Request:
     ttft_deadline: float | None = None
     """Time by which the first token is wanted."""
     total_deadline: float | None = None
-    """Time by which the last token is wanted: the client's deadline or its target, whichever comes first."""
+    """When the last token is due: the client's deadline or its target, whichever comes first."""
     late_rank: float | None = None
-    """Its key under `edf` since it missed its target; None if it has not."""
+    """Its key under `edf` after it missed its target; None before that."""
     state: RequestState = RequestState.ARRIVED
     wait: Wait = field(default_factory=Wait)
     """Its present wait, or the last one."""
     faults: Faults = field(default_factory=Faults)
     prefix_waits: int = 0
-    """Number of times that it began to wait for a prefix block that another request computes."""
+    """Number of times that it began to wait for a prefix block computed by another request."""
     num_cached_prompt_tokens: int = 0
     """Prompt tokens that its first attempt found in the prefix cache."""
     keys: dict[int, bytes] = field(default_factory=dict)
     """By block size, the joined keys of its leading full blocks, computed on demand."""
     prediction: Prediction | None = None
-    """Times that were forecast at its arrival; None if nothing was measured, or an earlier core accepted it."""
+    """Times forecast on arrival; None if nothing was measured, or an earlier core accepted the request."""
     prompt_charged: bool = False
-    """Whether its tenant was charged for its prompt, by this core or an earlier one."""
+    """Whether this core or an earlier one has charged its tenant for its prompt."""
     reserved_output: int | None = None
-    """Output tokens that it has reserved from its tenant's rate, including earlier ones; None before it starts."""
+    """Output tokens reserved from its tenant's rate, including earlier ones; None before it starts."""
     first_planned: float | None = None
     starved_since: float | None = None
     """Time since which it has no credit."""
@@ -164,7 +164,7 @@ class Request:
     attempts: int = 0
     preemptions: int = 0
     preempted_at: int = -1
-    """Generated tokens when it was last preempted; it is not preempted again before it has more."""
+    """Number of generated tokens when it was last preempted; it is not preempted again before it has more."""
     drafted_tokens: int = 0
     """Draft tokens verified for it in earlier attempts and steps."""
     accepted_tokens: int = 0
@@ -172,7 +172,7 @@ class Request:
     swapped: SwappedKV | None = None
     """Its KV in a worker's host memory, while it waits after a swap-out."""
     unsettled: bool = False
-    """Whether steps in flight still name a row that it has left."""
+    """Whether steps in flight still refer to a row that it has left."""
     credit_remainder: int = 0
     story: list[Line] = field(default_factory=list)
     """Its history; bounded."""
@@ -199,8 +199,8 @@ class Request:
     def under_way(self) -> bool:
         """Whether its acceptance is final.
 
-        After that, the request ends only by completion, its client, its deadline, a lack of suitable workers, or its
-        own fault.
+        After that, the request ends only by completion, its client, its deadline, lack of suitable workers, or its own
+        fault.
         """
         return self.accepted or self.attempts > 0 or self.num_generated > 0
 
@@ -241,7 +241,7 @@ class Request:
 
 
 def to_request(event: RequestArrived, sequence: int, now: float, notes: Notes | None = None) -> Request:
-    """Make a request from an arrival, with number `sequence` in the order of arrival; add its notes to `notes`."""
+    """Create a request from an arrival, with arrival number `sequence`; append its notes to `notes`."""
     spec, token_ids = event.spec, event.token_ids
     num_tokens, num_prompt = len(token_ids), spec.num_prompt_tokens
     assert 0 < num_prompt <= num_tokens, "the front ends' codec refuses such a submission"

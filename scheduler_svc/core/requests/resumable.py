@@ -55,8 +55,8 @@ class IdentifiedRequests:
 
         Args:
             request: a request that `began` has registered.
-            end: the end of a completed request; None if it can continue.
-            keep: whether to keep a log, because its client may want to continue it.
+            end: end of a completed request; None if it can continue.
+            keep: whether to retain a log, because the client may want to continue the request.
             now: the time, s.
         """
         identity, key = request.spec.identity, request.key
@@ -96,5 +96,5 @@ class IdentifiedRequests:
         self._gone(self._kept.time_passed(now))
 
     def _gone(self, identities: list[bytes]) -> None:
-        """Report dropped logs, except for requests that are live again, which will get newer ones."""
+        """Report dropped logs, except for requests that are live again, which will get new logs."""
         self._effects.extend(LogDropped(identity=identity) for identity in identities if identity not in self._live)

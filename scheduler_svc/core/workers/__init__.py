@@ -1,8 +1,8 @@
 """One worker in one epoch, and the fleet of workers.
 
-* `rows` – the running requests of a worker as a struct of arrays; `worker` – its rows, blocks and steps in flight.
+* `rows` – a worker's running requests as arrays; `worker` – its rows, blocks and steps in flight.
 * `capacity`, `batching`, `chunks` – how much memory an admission must leave, when a batch opens, how long a chunk is.
-* `cost_model` – how long steps take; `plan_timing`, `plan_schedule` – which workers need a plan now.
+* `cost_model` – predicted step times; `plan_timing`, `plan_schedule` – which workers need a plan now.
 * `kinds` – which workers can serve a request.
 * `grammars` – the grammars that a worker has compiled; `quarantine` – requests that may have killed a worker.
 * `fleet` – which workers may join, and which are declared lost.

@@ -1,8 +1,8 @@
 """Batching modes: when a worker takes new requests.
 
 * `continuous` (Orca): at every step.
-* `static`: only into an empty worker, once `max_batch_size` requests wait or the first of them has waited `max_wait_s`.
-  After that, no request is admitted until all requests of the batch have finished.
+* `static`: requests are admitted only into an empty worker, once `max_batch_size` requests wait or the first of them
+  has waited `max_wait_s`. After that, no request is admitted until the whole batch has finished.
 * `dynamic`: like static, but a batch is also full at `max_tokens_per_batch` prompt tokens.
 
 All three modes run on the same engine and differ only in this gate.
@@ -29,7 +29,7 @@ class BatchGate:
 
     @property
     def opens_at(self) -> float | None:
-        """Time at which the batch that is being collected starts, even if it is not full; None if none is collected."""
+        """When the batch that is being collected starts, even if it is not full; None if none is being collected."""
         since = self._collecting_since
         return None if since is None else since + self._limits.max_wait_s
 
@@ -71,7 +71,7 @@ class BatchGate:
         return self._seats > 0
 
     def admits(self, num_tokens: int, *, num_running: int, now: float) -> bool:
-        """Return whether the batch takes a request of `num_tokens` prompt tokens; if not, the batch is complete.
+        """Return whether the batch takes a request with `num_tokens` prompt tokens; if not, the batch is complete.
 
         The first request of a batch is always taken.
         """

@@ -1,14 +1,14 @@
 """Capacity: the free memory that the admission of a request requires.
 
-* `guaranteed_no_evict`: the blocks of its longest possible sequence, together with those of every running request. A
+* `guaranteed_no_evict`: the blocks for its longest possible sequence, together with those for every running request. A
   started request is never preempted for memory.
-* `max_utilization`: the blocks of its current tokens, and a *headroom* for the growth of running requests.
+* `max_utilization`: the blocks for its current tokens, and a *headroom* for the growth of running requests.
 
 With too much headroom, fewer requests run. With too little, requests are preempted and recomputed. This model
 determines the headroom:
 
 * Running requests take blocks until one of them ends and releases its blocks. The number of blocks taken in such an
-  interval follows roughly an exponential distribution, whose mean `g` is measured.
+  interval is roughly exponentially distributed, with a measured mean `g`.
 * A headroom of `h` blocks is too small in a share `exp(-h / g)` of the intervals. Each time, a preemption costs `c`
   steps.
 * In return, `h` of `n` blocks are unused for the `d` steps of an interval.
@@ -20,7 +20,7 @@ Intervals are correlated: if memory ran out in one, it is likely to run out in t
 increases the headroom for several tens of steps.
 
 The headroom is at most the number of blocks that running requests can still take before they reach their limits. It is
-0 if no running request can continue for lack of credit, because it would only keep the worker idle.
+0 if no running request has credit to continue, because it would only keep the worker idle.
 """
 
 import math
@@ -34,7 +34,7 @@ _MOST = 0.5
 _PER_PREEMPTION = 0.005
 """Headroom that one preemption adds, as a share of all blocks."""
 _DECAY = 0.02
-"""Share of the headroom added by preemptions that each step removes. Half of it is gone after 35 steps."""
+"""Fraction of the headroom from preemptions that each step removes. Half of it is gone after 35 steps."""
 _SMOOTHING = 0.05
 """Weight of the newest interval between two releases."""
 _COST_SMOOTHING = 0.1
@@ -92,8 +92,8 @@ class Capacity:
             num_new: blocks to take for its present tokens.
             worst_blocks: blocks of its longest possible sequence, shared ones included.
             num_available: blocks that can be taken now.
-            growth: blocks that another request may take for further tokens, if that one is admitted before it. Then
-                `num_new` and `worst_blocks` are those of both.
+            growth: further blocks for another request, if that one is admitted first. Then `num_new` and `worst_blocks`
+                include both requests.
         """
         if num_new > num_available:
             return False

@@ -1,14 +1,14 @@
 """Chunk lengths such that all steps of a long prompt take equally long.
 
-The products with the weights cost the same for every token, but the cost of attention grows with the context. With
-chunks of equal length, the last steps of a long prompt would take longest and delay the other rows. The token budget
-therefore also charges a token for its context, and chunks shrink as the context grows (Medha, arXiv 2409.17264).
-*Break-even* is the context at which attention costs as much as the products. The worker reports it for its model, 0 if
-the cost of attention does not grow.
+The matrix products cost the same for every token, but attention costs more as the context grows. With chunks of equal
+length, the last steps of a long prompt would take longest and delay the other rows. The token budget therefore also
+charges a token for its context, and chunks shrink as the context grows (Medha, arXiv 2409.17264). *Break-even* is the
+context at which attention costs as much as the products. The worker reports it for its model, or 0 if the cost of
+attention does not grow.
 
-A step with a chunk takes longer than a decode step, which increases the ITL of the decode rows. Small chunks keep the
-ITL short. With large chunks, more tokens per second are computed, so prompts finish sooner. A step therefore has a
-target time, and its chunks are as long as this target allows by the worker's `cost_model`.
+A step with a chunk takes longer than a decode step, which increases the decode rows' ITL. Small chunks keep the ITL
+short. Large chunks yield more tokens per second, so prompts finish sooner. A step therefore has a target time, and its
+chunks are as long as this target permits according to the worker's `cost_model`.
 """
 
 from scheduler_svc.core.workers.cost_model import CostModel, StepShape
@@ -21,18 +21,19 @@ end.
 """
 
 PACE_S = 0.048
-"""Target time in seconds for a step with chunks and decode rows that keeps the pace of the readers: 50 ms per token,
-the default target, and a little to spare for the uncertainty of the expected time.
+"""Target time in seconds for a step with chunks and decode rows that keeps the readers' pace of 50 ms per token.
+
+It is slightly shorter because the expected time is uncertain.
 """
 FIXED_SHARE = 1 / 32
 """Share of the fixed time in a step that does not keep the pace. Longer steps would hardly compute more per second."""
 DELAY_PER_READER_S = 12.0
 """Delay of all waiting prompts together that keeping the pace is worth for each reader, in seconds."""
 _RETURN = 4
-"""The pace is kept again when the delay has fallen to this part of its bound. So the two modes alternate slowly."""
+"""The pace is kept again when the delay has fallen to this fraction of its bound, so the two modes alternate slowly."""
 
 _LEAST_SHARE = 0.25
-"""Minimum share of the expected time of a step without chunks that is counted, regardless of its uncertainty."""
+"""Minimum fraction of the expected time of a step without chunks that is counted, regardless of its uncertainty."""
 
 
 def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | None:
@@ -61,10 +62,10 @@ def chunk_budget(costs: CostModel, target_s: float, shape: StepShape) -> int | N
 class Pace:
     """Whether a worker's steps keep the pace of the readers, or compute prompts as fast as possible.
 
-    Short steps spend more of their time on the fixed part, so waiting prompts are computed later. The pace is kept
-    until this delays the prompts, all together, by more than `DELAY_PER_READER_S` for each decode row. Then steps are
-    as long as the target allows. There is nothing between: a step a little too long already misses the time per token
-    of every reader, and computes hardly more.
+    Short steps spend a larger fraction of their time on the fixed part, so waiting prompts are computed later. The pace
+    is kept until this delays all prompts together by more than `DELAY_PER_READER_S` per decode row. Then steps are as
+    long as the target permits. There is no middle way: a slightly longer step already misses every reader's time per
+    token, and computes hardly more tokens.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class Pace:
 
         Args:
             costs: those of the worker.
-            target_s: longest target time of a step with decode rows, s; 0 for none.
+            target_s: maximum target time of a step with decode rows, s; 0 for none.
             shape: the step without chunks.
             num_prompts: started and waiting prompts.
             num_tokens: their uncached tokens.
@@ -97,7 +98,7 @@ class Pace:
 def affordable_tokens(target_s: float, decode_s: float, token_s: float) -> int:
     """Return how many budget tokens fit into the step's time, at least 1.
 
-    The step may take `target_s`, or, if this is longer, twice the time of its decode rows, so that prompts get at least
+    The step may take `target_s`, or twice the time of its decode rows if this is longer, so that prompts get at least
     half of the worker's time.
 
     Args:
@@ -109,7 +110,7 @@ def affordable_tokens(target_s: float, decode_s: float, token_s: float) -> int:
 
 
 def longest_chunk(budget: int, context: int, break_even: int) -> int:
-    """Return the maximum number of tokens that `budget` pays for after `context` others; it may be 0."""
+    """Return the maximum number of tokens that `budget` pays for after `context` other tokens; may be 0."""
     return budget * break_even // (break_even + context) if break_even else budget
 
 

@@ -9,7 +9,7 @@ _RISE, _FALL = 0.2, 0.5
 """Weights of a new copy that was slower or faster than expected. A slow copy counts less, because it may be disturbed.
 """
 _MOST_CHANGE = 2.0
-"""Largest factor between the learned time of a block and a sample of it."""
+"""Maximum ratio between a block's learned time and a sample."""
 _KNOWN = 3
 """Number of copies to measure before swapping may be abandoned. The first ones touch their memory for the first
 time.

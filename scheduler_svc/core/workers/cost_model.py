@@ -1,21 +1,21 @@
-"""Cost model: the time of a step of one worker, learned from its completed steps.
+"""Cost model: one worker's step times, learned from its completed steps.
 
-The expected time of a step is a sum: a fixed part, and a part for each decode row, each prompt token, each token of
-context that decode rows read, each copied block and each draft. No part is negative. Every decision that depends on the
-speed of a worker asks this model: chunk sizes, the time of the next plan, drafts, swapping, admission by deadline,
+A step's expected time is the sum of a fixed part and parts for each decode row, each prompt token, each context token
+that decode rows read, each copied block and each draft. No part is negative. Every decision that depends on a
+worker's speed uses this model: chunk sizes, the time of the next plan, drafts, swapping, admission by deadline,
 placement and forecasts.
 
 * Fixed part, rows, prompt tokens and context are fitted together by a Kalman filter (`step_line`). The filter also
   gives the uncertainty for steps that were never measured.
 * Initially, the coefficients are those of a typical device, scaled by the time of the first step.
-* Deviations of a step from its expected time are clipped to `_MOST_SURPRISE` standard deviations, because most such
-  steps were disturbed. Several consecutive such steps mean that the speed has changed. The coefficients then become
+* A step's deviation from its expected time is clipped to `_MOST_SURPRISE` standard deviations, because most such steps
+  were disturbed. Several consecutive large deviations mean that the speed has changed. The coefficients then become
   uncertain again and adapt immediately.
-* The worker measures the time of copied blocks separately (`copy_cost`). The cost of drafts is fitted to the difference
-  between steps with drafts and the expected time without drafts (`draft_cost`). Steps with drafts do not change the
+* The worker measures copy times separately (`copy_cost`). The cost of drafts is fitted to the difference between the
+  time of steps with drafts and the expected time without drafts (`draft_cost`). Steps with drafts do not change the
   other coefficients, so that these do not absorb the cost of drafts.
 
-The model depends only on the times of the core's events, so the same events give the same plans. An update is a few
+The model depends only on the core's event times, so the same events give the same plans. An update is a few
 microseconds of plain arithmetic.
 """
 
@@ -36,12 +36,12 @@ steps suffice, because a disturbance can only slow a step down.
 _MOST_FALL = 0.5
 """A step that is faster than expected by more than this share is a surprise, regardless of the noise."""
 _EARLY_STEPS = 8
-"""Number of steps of a kind after which its deviation is known and smoothed over more steps."""
+"""Number of steps of a kind after which their deviation is known and smoothed over more steps."""
 _BATCH = 8
 """Decode steps with the same number of rows that correct the coefficients together."""
 _PEAK_DECAY = 0.98
 _KNOWN_STEPS = 20
-"""Number of steps of a kind to measure before a step's maximum time is derived from them."""
+"""Number of measured steps of a kind required before a maximum step time is derived from them."""
 _KNOWN = 0.5
 """Maximum uncertainty at which a step's maximum time is derived from its expected time."""
 _MAX_FACTOR = 8.0
@@ -96,27 +96,28 @@ class _Kind:
 
 
 class CostModel:
-    """Learned times of one worker's steps; all times in seconds."""
+    """One worker's learned step times; all times in seconds."""
 
     def __init__(self) -> None:
         """Start without measurements; all times are 0 until the first step."""
         self._line = StepLine()
         self._copies = CopyCost()
         self.steps_with_drafts: dict[int, DraftCost] = {}
-        """Cost of drafts by bit length of the number of rows. With few rows, a step waits for weights and drafts are
-        cheap.
+        """Cost of drafts by bit length of the number of rows.
+
+        With few rows, a step waits for weights and drafts are cheap.
         """
         self.plain_age = 0
         """Number of steps with drafts since the last step without any."""
         self._decodes, self._chunks, self._drafting = _Kind(), _Kind(), _Kind()
         self._batch_rows = self._batch_steps = self._batch_context = 0
         self._batch_s = self._batch_distance = 0.0
-        """Rows, number, sums of contexts, times and errors of the last decode steps, which are not yet applied."""
+        """Rows, number, context sums, times and errors of the last decode steps that are not applied yet."""
         self._batch_expected = self._batch_usual = 0.0
-        """Expected time of these steps, and the largest error of a usual one."""
+        """Expected time of these steps, and the largest error of a usual step."""
         self._bounds = (0.0, 0.0, 0.0)
         self._bounds_rows = self._bounds_left = 0
-        """Decode steps with these rows for which the last bounds are reused."""
+        """Number of rows, and of decode steps with these rows for which the last bounds are reused."""
 
     # ---------------------------------------------------------------- questions
 
@@ -196,7 +197,7 @@ class CostModel:
 
         Args:
             shape: the step.
-            ceiling: maximum of the last time, which is returned while the time of such steps is not known.
+            ceiling: maximum of the last time, which is returned while the time of such steps is unknown.
         """
         rows, prompt_tokens, _, drafts = shape
         is_plain = not prompt_tokens and not drafts
@@ -222,17 +223,17 @@ class CostModel:
         """Return the expected time until a prompt is computed, while other requests run.
 
         Args:
-            num_tokens: uncached tokens of the prompt, and of prompts that are computed before it.
+            num_tokens: uncached tokens in the prompt, and in prompts that are computed before it.
             budget: prompt tokens per step.
             decode_s: time of a step without prompt tokens, s.
         """
         return max(1.0, num_tokens / budget) * decode_s + num_tokens * self._line.prompt_token_s
 
     def recompute_steps(self, num_tokens: int, num_running: int) -> float:
-        """Return the cost of recomputing tokens, in steps of one row.
+        """Return the cost of recomputing tokens, in steps with one row.
 
         The unit is the part of a step's time that does not depend on the number of rows, because only this part is lost
-        when a row is empty for a step. Before the first measurement, a preemption costs one step.
+        when a row is empty for one step. Before the first measurement, a preemption costs one step.
 
         Args:
             num_tokens: tokens of the preempted request.

@@ -1,6 +1,6 @@
 """Draft cost: the time that draft tokens add to a decode step, by approximate number of rows.
 
-The first draft of a step adds more than the others, because proposing, building and verifying it takes host work.
+A step's first draft adds more time than the others, because proposing, building and verifying it takes host work.
 Therefore a line is fitted to the difference between the time of steps with drafts and the expected time without drafts.
 """
 

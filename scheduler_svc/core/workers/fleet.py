@@ -1,11 +1,11 @@
-"""Fleet: decides which workers may join, and when a worker is lost; numbers their epochs.
+"""Fleet: decides which workers may join and when a worker is lost, and numbers their epochs.
 
-One model is served at a time, so every worker must have the same model fingerprint as the workers that are present.
-While no worker is present, a worker must have the model of a live request. After `worker_wait_s` without a worker, the
-next worker determines the model, regardless of waiting requests.
+One model is served at a time, so every worker must have the same model fingerprint as the connected workers. While no
+worker is connected, a worker must have the model of a live request. After `worker_wait_s` without a worker, the next
+worker determines the model, regardless of waiting requests.
 
-After a restart of the core, a worker with another model may connect first. It is refused while requests for the earlier
-model wait, so that these requests are not lost. The requests of a lost worker return to the queue.
+After a core restart, a worker with another model may connect first. It is refused while requests for the earlier model
+wait, so that these requests are not lost. The requests of a lost worker return to the queue.
 
 An epoch is the time from one worker's Hello to its loss. Epochs count up from the scheduler's random incarnation, so
 messages from an earlier scheduler or connection are recognised as stale.
@@ -62,7 +62,7 @@ class Fleet:
         self._next_epoch = incarnation
         self._workers: dict[ev.Peer, Worker] = {}
         self.open: dict[int, Worker] = {}
-        """The workers that accept requests, by epoch, in the order in which they joined; read-only."""
+        """The workers that accept requests, by epoch, in joining order; read-only."""
         self._drained: dict[str, None] = {}
         """Names of lost workers that were drained. When such a process reconnects, it is still drained."""
         self.directory = PrefixDirectory()
@@ -103,7 +103,7 @@ class Fleet:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the served model, or of the last one; "" before the first worker."""
+        """Fingerprint of the current or last served model; "" before the first worker."""
         return "" if self._model is None else self._model.fingerprint
 
     def service(self) -> Service:
@@ -116,7 +116,7 @@ class Fleet:
 
         Args:
             hello: the description of the worker.
-            models_in_use: fingerprints of the models of live requests; "" stands for the most recent model.
+            models_in_use: model fingerprints of live requests; "" means the most recent model.
             now: the time, s.
         """
         if min(hello.num_blocks, hello.block_size, hello.max_rows) < 1:
@@ -214,8 +214,8 @@ class Fleet:
 
         Args:
             key: key of the grammar.
-            serves: returns whether a worker serves the request of the grammar. Other workers, and draining ones, count
-                only if they report that the grammar itself is at fault.
+            serves: returns whether a worker serves the grammar's request. Other workers, and draining ones, count only
+                if they report that the grammar itself is the cause.
         """
         found: GrammarFailure | None = None
         is_tried_by_all = True

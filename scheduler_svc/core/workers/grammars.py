@@ -26,10 +26,10 @@ MAX_FAILED = 1024
 
 @dataclass(slots=True)
 class Grammars:
-    """The grammars of one worker in one epoch, by key. An empty key stands for no grammar, which is always ready."""
+    """One worker's grammars in one epoch, by key. An empty key means no grammar, which is always ready."""
 
     _users: dict[bytes, int] = field(default_factory=dict)
-    """Grammars that rows use, with the number of those rows."""
+    """Grammars that rows use, with the number of these rows."""
     _unused: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Other ready grammars, least recently used first; with `_asked` at most MAX_GRAMMARS after `make_room`."""
     _asked: set[bytes] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Grammars:
         """Record that the grammar is needed; return whether to send it to the worker.
 
         False means that the worker is already compiling the grammar, cannot compile it, or is compiling MAX_ASKED
-        others. In the last case, the caller asks again after one of them was reported.
+        others. In the last case, the caller must ask again after one of them was reported.
         """
         if key in self._asked or key in self._failed or len(self._asked) >= MAX_ASKED:
             return False
@@ -109,7 +109,7 @@ class Grammars:
             self._unused[key] = None
 
     def validate(self, used: dict[bytes, int]) -> None:
-        """Check the invariants; `used` counts the rows of each grammar."""
+        """Check the invariants; `used` is each grammar's number of rows."""
         assert self._users == used, "grammars and rows disagree"
         assert len(self._asked) <= MAX_ASKED
         assert len(self._failed) <= MAX_FAILED

@@ -1,9 +1,9 @@
-"""Kinds of workers: which of them can serve a request.
+"""Kinds of workers, which determine the requests that a worker can serve.
 
 A request runs on a worker whose context fits its whole length, if there is one. Otherwise it runs on a worker with the
 longest context, if at least one more token fits. When this context is full, the request leaves the worker and continues
-as soon as a worker with a longer context is available. No response is therefore truncated because its worker has a
-shorter context than another worker.
+as soon as a worker with a longer context is available. No response is therefore truncated because its worker's context
+is shorter than another worker's.
 """
 
 from bisect import bisect_left
@@ -25,7 +25,7 @@ class Demand(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Kind of a worker: the properties that decide which requests it can serve."""
+    """A worker's kind: the properties that decide which requests it can serve."""
 
     max_model_len: int
     embeds: bool
@@ -74,7 +74,7 @@ class Kinds:
         return length is not None and self.contains(Scope(demand, length), kind)
 
     def scope(self, request: Request) -> Scope | None:
-        """Return the scope of the request; None if all workers or no worker can serve it."""
+        """Return the request's scope; None if all workers or no worker can serve it."""
         demand = _demand(request)
         if request.limit <= self._shortest and demand in self._met_by_all:
             return None
@@ -91,11 +91,11 @@ class Kinds:
         return kind.max_model_len >= length and kind.meets(scope.demand)
 
     def longest(self, request: Request) -> int:
-        """Return the longest context of the workers that meet the request's demand; 0 without one."""
+        """Return the longest context among the workers that meet the request's demand; 0 if there are none."""
         return self._lengths.get(_demand(request), (0,))[-1]
 
     def _min_model_len(self, request: Request, demand: Demand) -> int | None:
-        """Return the shortest context of the workers that can serve the request; None if no worker can."""
+        """Return the shortest context among the workers that can serve the request; None if no worker can."""
         lengths = self._lengths.get(demand)
         if lengths is None:
             return None

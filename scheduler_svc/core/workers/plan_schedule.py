@@ -1,6 +1,6 @@
 """Plan schedule: when each worker's next plan is due.
 
-A worker with work is due immediately, or just before its current step ends (see `plan_timing`). The time to find the
+A worker with work is due immediately, or shortly before its current step ends (see `plan_timing`). The time to find the
 due workers is proportional to their number, not to the size of the fleet.
 """
 
@@ -13,7 +13,7 @@ from scheduler_svc.core.workers.worker import Worker
 
 
 class PlanSchedule:
-    """The workers of one core, ordered by the time at which their next plan is due."""
+    """One core's workers, ordered by the time of their next plan."""
 
     def __init__(self, max_plans_in_flight: int, *, collects: bool) -> None:
         """Start without workers; `collects` says whether workers collect batches."""
@@ -22,7 +22,7 @@ class PlanSchedule:
         self._due: dict[Worker, float] = {}
         """Workers whose plan will be due, with the time."""
         self._heap: list[tuple[float, int, Worker]] = []
-        """A heap of (time, order of entry, worker); an entry whose time differs from `_due` is stale."""
+        """A heap of (time, entry order, worker); an entry whose time differs from `_due` is stale."""
         self._num_entries = 0
         self._ready: dict[Worker, None] = {}
         """Workers whose plan is due."""

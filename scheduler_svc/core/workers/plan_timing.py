@@ -2,8 +2,8 @@
 
 A plan is sent *just in time*: late enough to include recent arrivals and cancellations, and early enough that the
 worker never waits. `cost_model` gives a lower bound on the step's time. The margin before this time depends on the
-unpredictable load of scheduler, link and machine, so it is learned: it increases by the time for which the worker had
-to wait, and otherwise decreases slowly.
+unpredictable load of scheduler, link and machine, so it is learned: it increases by the worker's waiting time, and
+otherwise decreases slowly.
 """
 
 LEAD_S = 0.002
@@ -13,11 +13,11 @@ TOLERATED_IDLE = 0.02
 _MARGIN_DECAY = 0.01
 """Share of the learned margin that each step removes."""
 EARLY_S = 0.001
-"""Time by which a plan may be sent early, in seconds, so that plans for many workers share one turn of the loop."""
+"""How early a plan may be sent, in seconds, so that plans for many workers share one turn of the loop."""
 
 
 class PlanTiming:
-    """Learned margin of one worker; all times in seconds."""
+    """One worker's learned margin; all times in seconds."""
 
     def __init__(self) -> None:
         """Start with the minimum margin."""

@@ -1,7 +1,7 @@
 """Quarantine: finds a request that kills workers by running suspects alone, and ends only that request, with POISON.
 
-A request that crashes a kernel would crash one worker after the other, because the requests of a lost worker continue
-on other workers. A step during which a worker dies is *fatal* for every request in it. A request in two fatal steps
+A request that crashes a kernel would crash one worker after the other, because a lost worker's requests continue on
+other workers. A step during which its worker dies is *fatal* for every request in it. A request in two fatal steps
 becomes a *suspect* and gets a trial: it runs in steps without other requests. If the worker survives its prompt and one
 decode, the suspect is cleared.
 
@@ -13,7 +13,7 @@ A worker that reconnects because it lost the scheduler did not die. The fatal st
 Until the worker reconnects, a death and a network partition look the same.
 
 Workers also die for other reasons. If a request has `PROVEN_BY` new tokens since its last fatal step, it has survived
-the computation that preceded the loss. Its count then restarts at 0, so that a series of unrelated losses makes few
+the computation that preceded the loss. Its count then restarts at 0, so that a series of unrelated losses creates few
 suspects.
 """
 
@@ -24,7 +24,7 @@ FATAL_STEPS = 2
 FATAL_ALONE = 2
 """Number of consecutive deaths with the request alone, after which it is rejected."""
 PROVEN_BY = 4
-"""Tokens after a fatal step which show that this request did not cause it."""
+"""Number of tokens after a fatal step that show that the request did not cause it."""
 PROBATION = 2
 """Tokens to generate alone. The first is sampled after prefill, the second by a decode."""
 WITHDRAWABLE_S = 60.0
@@ -36,7 +36,7 @@ REJECTED = (
 
 
 def record_fatal_step(request: Request, *, alone: bool) -> bool:
-    """Record a fatal step of a request that has left its row.
+    """Record a fatal step for a request that has left its row.
 
     Returns:
         True if the request must be rejected.
@@ -76,7 +76,7 @@ class Quarantine:
         """
 
     def worker_lost(self, worker_id: str, requests: list[Request], *, alone: bool, now: float) -> list[Request]:
-        """Record a fatal step of the requests that were in flight; return those to reject."""
+        """Record a fatal step for all requests in flight; return those to reject."""
         self._lost.pop(worker_id, None)
         if requests:
             self._lost[worker_id] = now, alone, requests
@@ -87,7 +87,7 @@ class Quarantine:
         self._lost.pop(worker_id, None)
 
     def worker_survived(self, worker_id: str) -> list[Request]:
-        """Withdraw the last fatal step of a worker that reconnected; return its live requests."""
+        """Withdraw a reconnected worker's last fatal step; return its live requests."""
         _, alone, requests = self._lost.pop(worker_id, (0.0, False, []))
         live = [request for request in requests if request.state is not RequestState.FINISHED]
         for request in live:

@@ -1,15 +1,15 @@
-"""Row table: the running requests of one worker as a struct of arrays.
+"""Row table: one worker's running requests as arrays, one per property.
 
-The cost of a steady decode step must depend on what changes, not on the number of rows. So all data read in every step
-is in numpy arrays indexed by row. Python objects are used only for rows that arrive, leave or need a new block.
+The cost of a steady decode step must depend on what changes, not on the number of rows. All data read in every step is
+therefore in numpy arrays indexed by row. Python objects are used only for rows that arrive, leave or need a new block.
 
-The central array is `length`: the minimum number of tokens that a row will have when the results of all steps in flight
-have arrived. A decode step of a row writes the KV of its token `length - 1` and adds one token.
+The central array is `length`: the minimum number of tokens that a row will have when all results in flight have
+arrived. A row's decode step writes the KV of its token `length - 1` and adds one token.
 
-A step with draft tokens may add more: one for each accepted draft. `drafts` counts the tokens that steps in flight may
-add in this way, so a row has at most `length + drafts` tokens. A draft is verified only if a block has space for it, so
-the row also has at most `capacity + 1` tokens. `reach` is the smaller of these two bounds, and is compared with credit
-and blocks. Without speculation, `reach` equals `length`.
+A step with drafts may add more: one token per accepted draft. `drafts` counts the tokens that steps in flight may add
+in this way, so a row has at most `length + drafts` tokens. A draft is verified only if a block has space for it, so the
+row also has at most `capacity + 1` tokens. `reach` is the smaller of these two bounds, and is compared with credit and
+blocks. Without speculation, `reach` equals `length`.
 
 Most steps only continue the decode rows. Their effect on the rows is known in advance, so it is deferred and then
 applied for several steps at once (`plan_steady`, `commit_steady`, `catch_up`). The arrays that such steps change are
@@ -54,13 +54,13 @@ _FLUSH_EVERY = _RECENT // 2
 rows.
 """
 _MAX_DEFERRED = 32
-"""Maximum number of results whose tokens are deferred. Tokens of more steps would need more places per row."""
+"""Maximum number of results with deferred tokens. More steps would need more places per row."""
 _STEPS = np.arange(_MAX_DEFERRED)
 _ONE_BLOCK = np.array(1, np.intp)
 _ACCEPTANCE_DECAY = np.float32(0.9)
 """Weight of earlier steps in a row's measured acceptance, per step with drafts."""
 _STOPS = 4
-"""Stop tokens per row that are compared as arrays. Requests with more stop tokens are compared one by one."""
+"""Number of stop tokens per row that are compared as arrays. Requests with more stop tokens are compared one by one."""
 _NO_TOKEN = -1
 _INT32_MAX = np.iinfo(np.int32).max
 
@@ -92,7 +92,7 @@ class RowTable:
         self.held = np.zeros(max_rows, np.bool_)
         self._hold_noted = np.zeros(max_rows, np.bool_)
         self.draft_limit = np.zeros(max_rows, np.int32)
-        """Maximum draft tokens per step for the row; change it with `set_draft_limits`."""
+        """Maximum number of drafts per step for each row; change it with `set_draft_limits`."""
         self.drafts_allowed = False
         """Whether a row may have a draft limit above 0."""
         self.drafts = np.zeros(max_rows, np.int32)
@@ -123,7 +123,7 @@ class RowTable:
         self._recent = np.zeros(max_rows * _RECENT, np.int32)
         """Recent tokens, `_RECENT` places per row."""
         self._places = np.zeros(max_rows, np.intp)
-        """Offset to add to a row's length to find the place of its next token."""
+        """Offset from a row's length to the place of its next token."""
         self._next_flush = 0
         """The next row to flush."""
         self._flush_due = 0
@@ -145,7 +145,7 @@ class RowTable:
         self._sampled: list[Int32Array] = []
         """Tokens of the steady rows, one array per deferred result."""
         self.steady: SteadyRows | None = None
-        """Columns of the decode rows, if `gather` was called for the present ones; read-only."""
+        """Columns of the decode rows, if `gather` was called for the current ones; read-only."""
         self.outlook: Outlook | None = None
         """What the next plans need, if it is known."""
 
@@ -209,7 +209,7 @@ class RowTable:
         return self.steady
 
     def look_ahead(self) -> Outlook | None:
-        """Determine what the next plans need if the decode rows only continue; None if it cannot be foreseen."""
+        """Determine what the next plans need if the decode rows only continue; None if this cannot be foreseen."""
         rows = self.decoding
         length = self.length[rows]
         plans_left = min(int((self.allowed[rows] - length).min()), int((self.limit[rows] - length).min()) - 1)
@@ -238,7 +238,7 @@ class RowTable:
             request: the request, which is in no other row.
             limit: maximum number of tokens here, prompt included; the worker's context may be shorter than the request.
             frontend_index: number of the request's front end.
-            blocks: its block table, with room for all tokens that it has.
+            blocks: its block table, with room for all its tokens.
             num_computed: leading tokens whose KV is in the blocks.
             num_shared: leading blocks that other requests have written.
             rank: its urgency, smaller is more urgent.
@@ -312,7 +312,7 @@ class RowTable:
         self._hold_noted[row] = False
 
     def start_decoding(self, row: int) -> None:
-        """Start decoding a row whose prompt is planned up to its end; its first token is in flight."""
+        """Start decoding a row whose whole prompt is planned; its first token is in flight."""
         self.state[row] = DECODE
         self.length[row] += 1
         self._decoding_changed()
@@ -328,7 +328,7 @@ class RowTable:
         return self._tables[row, : self._num_blocks[row]]
 
     def grow(self, rows: IndexArray, blocks: IndexArray) -> None:
-        """Append one block to the table of each row; the rows are distinct."""
+        """Append one block to each row's table; the rows are distinct."""
         self.catch_up()
         self.num_table_blocks += len(rows)
         self._append_blocks(rows, blocks)
@@ -395,10 +395,10 @@ class RowTable:
         Args:
             rows: the rows, `[n]`.
             tokens: tokens, grouped by row in the order of `rows`.
-            counts: number of tokens per row, `[n]`; None for one each.
+            counts: number of tokens per row, `[n]`; None if each row has one.
 
         Returns:
-            the index of each row's first token among the generated tokens of the row, `[n]`.
+            index of each row's first token among its generated tokens, `[n]`.
         """
         self.catch_up()
         if self.steady is not None:
@@ -417,7 +417,7 @@ class RowTable:
         return first_indices
 
     def _count_flushes(self, num_steps: int) -> None:
-        """Move the tokens of the rows whose turn has come after so many steps."""
+        """Move the tokens of the rows that are due after this many steps."""
         self._flush_due += self.max_rows * num_steps
         while self._flush_due >= _FLUSH_EVERY:
             self._flush_due -= _FLUSH_EVERY
@@ -466,7 +466,7 @@ class RowTable:
         return positions
 
     def charge(self, rows: IndexArray, counts: Int32Array | None) -> list[tuple[Account, int]]:
-        """Return the tokens per account for rows that received this many tokens each; None for one each."""
+        """Return the tokens per account for rows that received this many tokens each; None if each received one."""
         owed = np.bincount(self._account[rows], weights=counts)
         return [(self._accounts[number], int(owed[number])) for number in np.flatnonzero(owed).tolist()]
 

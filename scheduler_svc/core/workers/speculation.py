@@ -1,14 +1,14 @@
 """Speculation: how many draft tokens each decode row of a worker verifies per step.
 
-The worker proposes draft tokens and verifies them in the step that it computes anyway (speculative decoding, Leviathan
-et al., ICML 2023). A row advances by the accepted drafts plus one token. Each draft makes the step longer, so it pays
-only if it is likely enough to be accepted. The acceptance of each row is learned from completed steps: the probability
-that a draft is accepted if the drafts before it were accepted.
+The worker proposes drafts and verifies them in the step that it computes anyway (speculative decoding, Leviathan et
+al., ICML 2023). A row advances by the accepted drafts plus one token. Each draft makes the step longer, so it pays only
+if it is likely enough to be accepted. Each row's acceptance is learned from completed steps: the probability that a
+draft is accepted if the previous drafts were.
 
-The worker's cost model knows the time of a step without drafts, the time that the first draft of a step adds, and the
-time that each draft adds, by the number of rows. On few rows, a step waits for weights from memory and drafts are
-nearly free. On many rows, a draft costs about as much as any other token. Steps without drafts are measured first. They
-are measured again when their time has become uncertain, because rows have changed or the last measurement is old.
+The worker's cost model knows the time of a step without drafts, the time added by a step's first draft, and the time
+added by each draft, by number of rows. With few rows, a step waits for weights from memory and drafts are nearly free.
+With many rows, a draft costs about as much as any other token. Steps without drafts are measured first. They are
+measured again when their time has become uncertain, because rows have changed or the last measurement is old.
 
 `choose_limits` finds the limits with the most expected tokens per second. Limits have few distinct values and change
 only every few steps, so that plans remain small. Old measurements are dropped, so a row whose drafts were rejected gets
@@ -46,7 +46,7 @@ _MOST_SAVED = 4.0
 """Maximum balance, in steps without drafts. When drafts begin to be rejected, they may lose this much of earlier gains.
 """
 _HALF_LIFE = 90.0
-"""Steps after which half of the measured acceptance of a row without drafts is dropped."""
+"""Number of steps without drafts after which half of a row's measured acceptance is dropped."""
 _PRIOR_HITS, _PRIOR_TRIES = 0.7, 1.0
 """Initial acceptance of a row: accepted drafts, and verified drafts."""
 _LEAST_GAIN = 1.03
@@ -87,7 +87,7 @@ class Speculation:
         """Index among the decode rows at which the next measurement of draft times begins."""
 
     def limits(self, rows: RowTable, decoding: IndexArray) -> Int32Array | None:
-        """Return the draft limit of each decode row for the next step; None if all are and were 0.
+        """Return each decode row's draft limit for the next step; None if all are and were 0.
 
         Args:
             rows: rows of the worker.
@@ -148,7 +148,7 @@ class Speculation:
         return limits
 
     def _measure(self, num_rows: int, cost: DraftCost, plain_s: float) -> Int32Array:
-        """Return limits that measure the time of drafts: one draft, and in other steps more, while they are cheap."""
+        """Return limits that measure the time of drafts: one draft, or in other steps more, while they are cheap."""
         num_drafts = 1 + num_rows // 4
         if cost.draft_s:
             affordable = _MEASURED_PART * plain_s / cost.draft_s
@@ -176,12 +176,13 @@ def fitting(limits: Int32Array, spare: int) -> Int32Array:
 def choose_limits(acceptance: FloatArray, base_s: float, fixed_s: float, draft_s: float, most: int) -> Int32Array:
     """Return the draft limits that give the most tokens per second; all 0 if drafts promise no gain.
 
-    A step of n rows takes `base_s`. With drafts it takes `fixed_s` more, and `draft_s` more per draft. The j-th draft
-    of a row with acceptance a is accepted with probability a**j. It pays if that exceeds `draft_s` times the tokens per
-    second. These depend on the limits, so both are computed in turn (Dinkelbach's method for the maximum of a ratio).
+    A step with n rows takes `base_s`. Drafts add `fixed_s` once, and `draft_s` each. The j-th draft of a row with
+    acceptance a is accepted with probability a**j. It pays if this probability exceeds `draft_s` times the tokens per
+    second. Because the tokens per second depend on the limits, both are computed in turn (Dinkelbach's method for the
+    maximum of a ratio).
 
     Args:
-        acceptance: probability that a draft of the row is accepted if those before it were, `[n]`.
+        acceptance: probability that a row's draft is accepted if the previous drafts were, `[n]`.
         base_s: time of a step without drafts, s.
         fixed_s: time that a step with drafts takes beyond `base_s` and its drafts, s.
         draft_s: time that each draft adds, s.

@@ -1,6 +1,6 @@
 """Steady rows: what stays the same about a worker's decode rows while these rows only continue.
 
-In most steps of a busy worker, no request arrives, ends or lacks credit. Only the lengths of the rows change. The other
+In most steps of a busy worker, no request arrives, ends or lacks credit, and only the rows' lengths change. The other
 columns are gathered once for such steps, and the rows that need a block in each of the next steps are known in advance.
 """
 
@@ -13,7 +13,7 @@ from scheduler_svc.core.interface.records import Peer
 
 @dataclass(slots=True, eq=False)
 class SteadyRows:
-    """Columns of the decode rows. They are valid until a row begins or ends to decode."""
+    """The decode rows' columns, valid until a row starts or stops decoding."""
 
     rows: IndexArray
     """The decode rows, ascending: the array `RowTable.decoding`."""
@@ -22,7 +22,7 @@ class SteadyRows:
     generations: Int32Array
     streams: Int32Array
     stops: Sequence[Int32Array] | None
-    """Stop tokens of the rows, one array per place. None if a row has more stop tokens than places."""
+    """The rows' stop tokens, one array per place; None if a row has more stop tokens than places."""
     traced: tuple[tuple[Peer, int], ...]
     """(front end, stream) of the traced requests."""
     indices: Int32Array | None = None
@@ -37,7 +37,7 @@ class Outlook:
     """
 
     plans_left: int
-    """Number of plans before one in which a row may lack credit or reach its limit."""
+    """Number of plans until one in which a row may lack credit or reach its limit."""
     by_need: IndexArray
     """The rows in the order in which they need a block."""
     begins: list[int]
@@ -51,7 +51,7 @@ class Outlook:
         return self.begins[self.at + 1] - self.begins[self.at]
 
     def next_plan(self) -> IndexArray:
-        """Advance by a plan; return the rows that need a block in it, ascending."""
+        """Advance by one plan; return the rows that need a block in it, ascending."""
         at, begins = self.at, self.begins
         needy: IndexArray = self.by_need[begins[at] : begins[at + 1]]
         at += 1

@@ -16,7 +16,7 @@ _CONTEXT_PER_TOKEN = 1 / 600
 _TOKEN_CORRELATION = 0.5
 """Initial correlation between the times per row and per prompt token, because both read the same weights."""
 _DRIFT = 0.004
-"""Standard deviation of the change of a coefficient per step, relative to its value."""
+"""Standard deviation of a coefficient's change per step, relative to its value."""
 _LEAST_DRIFTING = 0.1
 """Lower bound of a coefficient's drift, relative to its typical value, so that no coefficient stays at 0."""
 
@@ -25,7 +25,7 @@ Column = tuple[float, float, float]
 
 
 class StepLine:
-    """Coefficients of one worker's steps, and their covariance; seconds."""
+    """Coefficients for one worker's steps, and their covariance; seconds."""
 
     def __init__(self) -> None:
         """Start without measurements; all times are 0 until `begin`."""
@@ -41,7 +41,7 @@ class StepLine:
         """Minimum values for determining the coefficients' drift."""
 
     def begin(self, column: Column, seconds: float) -> None:
-        """Start with the coefficients of a typical device on which such a step takes this long."""
+        """Start with a typical device's coefficients, scaled so that this step takes this long."""
         scale = _scale(column, seconds)
         self.fixed_s = scale
         self.row_s = self.prompt_token_s = scale * _TOKEN_SHARE
@@ -81,7 +81,7 @@ class StepLine:
         return self.fixed_s + self.row_s * r + self.prompt_token_s * p + self.context_token_s * c
 
     def variance(self, column: Column) -> float:
-        """Return the variance of the expected time of a step, without the noise of steps, s^2."""
+        """Return the variance of a step's expected time, without the steps' own noise, s^2."""
         r, p, c = column
         ff, fr, fp, fc, rr, rp, rc, pp, pc, cc = self._covariance
         squares = ff + rr * r * r + pp * p * p + cc * c * c
@@ -94,7 +94,7 @@ class StepLine:
         return max(0.0, self._covariance[7])
 
     def correct(self, column: Column, error: float, noise: float, num_steps: int = 1) -> None:
-        """Correct the coefficients by the error of a step, or by the mean error of several equal ones.
+        """Correct the coefficients by a step's error, or by the mean error of several equal steps.
 
         Args:
             column: the step.
@@ -158,7 +158,7 @@ def _scale(column: Column, duration: float) -> float:
 
 
 _AT = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))
-"""Places of the rows of the covariance in its upper triangle."""
+"""Positions of the covariance rows in its upper triangle."""
 
 
 def _non_negative(values: list[float], covariance: list[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """The scheduler's view of one worker in one epoch: block pool, rows, steps in flight, timing.
 
 A vacated row can be reused immediately, because a plan vacates rows before it admits requests. Steps in flight may
-still sample a token for the former request, which the row's generation identifies. `departed` holds these requests
+still sample a token for the previous request, which the row's generation identifies. `departed` holds these requests
 until the last such result arrives.
 """
 
@@ -46,7 +46,7 @@ class StepInFlight:
     generations: Int32Array
     """Generations of the rows when the step was planned."""
     draft_limits: Int32Array | None
-    """Maximum drafts that each of `rows` verifies; None if no row verifies any."""
+    """Maximum number of drafts for each of `rows`; None if no row verifies drafts."""
     prefilled: list[int]
     """Subset of `rows` that sample the first token of this attempt."""
     pooled: list[tuple[int, int]]
@@ -123,7 +123,7 @@ class WorkerCounters:
     steps: int = 0
     scheduled_tokens: int = 0
     decode_rows: int = 0
-    """Rows that decoded, summed over the steps; each is one of `scheduled_tokens`."""
+    """Number of decoding rows, summed over the steps; each is one of `scheduled_tokens`."""
     chunks: int = 0
     """Rows with a chunk of their prompt, summed over the steps."""
     prompt_tokens: int = 0
@@ -186,7 +186,7 @@ class Worker:
     pace: Pace = field(default_factory=Pace)
     trial: Trial | None = None
     suspended_trials: list[Trial] = field(default_factory=list)
-    """Trials of suspects in this worker's rows that have no credit."""
+    """Trials of suspect requests in this worker's rows that have no credit."""
     trial_due: bool = False
     """Whether a waiting suspect would fit. The next plan then contains it alone, once nothing is in flight."""
     next_row_for_tenant: float = -math.inf
@@ -392,7 +392,7 @@ class Worker:
         return int(blocks[-1]) if 0 < len(blocks) == num_blocks else None
 
     def prove_prefilled(self, rows: IndexArray) -> None:
-        """Mark the published blocks of these rows as proven, so that others can copy from them.
+        """Mark these rows' cached blocks as proven, so that others can copy from them.
 
         The first tokens of these rows were sampled.
         """
@@ -402,7 +402,7 @@ class Worker:
             self._prove(request, self.rows.blocks(row)[:num_blocks], num_blocks * self.rows.block_size)
 
     def prove_departed(self, departure: Departure) -> None:
-        """Mark the blocks of a departed request as proven: a token was sampled from its row after it left."""
+        """Mark a departed request's blocks as proven: a token was sampled from its row after it left."""
         if self.pool.cache.partial is not None:
             self._prove(departure.request, departure.blocks, departure.num_tokens)
 
@@ -452,7 +452,7 @@ class Worker:
         return [each for each in requests if each is not None and each.state is not RequestState.FINISHED]
 
     def _request_of(self, row: int, generation: int) -> Request | None:
-        """Return the request of a row and generation, if the row still has it or a step in flight names it."""
+        """Return the request for a row and generation, if it is still in the row or in a step in flight."""
         departure = self.departed.get((row, generation))
         if departure is not None:
             return departure.request
@@ -466,7 +466,7 @@ class Worker:
         return self.in_flight[0].solo if len(self.in_flight) == 1 else None
 
     def judge(self) -> None:
-        """End the trial of a suspect that has passed or left its row.
+        """End the trial of a suspect request that has passed or left its row.
 
         If no trial runs, first resume a suspended trial that has credit again.
         """
@@ -497,7 +497,7 @@ class Worker:
         return rows.requests[row] is trial.request and bool(rows.generation[row] == trial.generation)
 
     def end_trial(self) -> None:
-        """Clear the suspect, so that it runs with others again."""
+        """Clear the suspect request, so that it runs with others again."""
         assert self.trial is not None
         clear_suspect(self.trial.request)
         self.trial = None
@@ -511,11 +511,11 @@ class Worker:
         )
 
     def decoded(self, rows: IndexArray, length: Int32Array | None = None) -> int:
-        """Return the total length of the decode rows of a plan, and remember it.
+        """Return the total length of a plan's decode rows, and store it.
 
         Args:
             rows: the decode rows.
-            length: their lengths, this plan included; None if they were the rows of the last plan.
+            length: their lengths, including this plan; None if the rows are the same as in the last plan.
         """
         if length is None:
             self.decoded_context += len(rows)
