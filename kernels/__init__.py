@@ -1,6 +1,6 @@
 """Tensor operations of the worker: most have a Triton kernel, a CPU path and a plain torch reference.
 
-`linear` and `decoder` run on CPUs only.
+`linear`, `gguf` and `decoder` run on CPUs only.
 
 Each module is one operation (attention, the largest, is a package). Its public function dispatches on the device of its
 arguments: CUDA tensors go to the Triton kernel, all others to the CPU path. The Triton kernels are in `gpu`, except
@@ -24,6 +24,7 @@ reference has its own module (``…_reference``).
     decode_inputs     computes the inputs of a decode step on the device
     kv_quantised      a KV cache in int8 or fp8, with scales
     linear            matrix products with weights packed for a CPU: float32, bfloat16, int8 or int4
+    gguf              the types of GGUF files, packed for `linear` with their own codes
     decoder           all layers of a Llama-type decoder on a CPU, in one call
     gpu               the Triton kernels of most operations
     native            the optional C++ library of CPU kernels

@@ -23,7 +23,7 @@ import torch
 
 from kernels.linear import PackedLinear
 from kernels.native.library import Native
-from kernels.native.structures import FORMATS, KV_FORMATS, CDecoder, CLayer, CLinear, CMixture, CStep
+from kernels.native.structures import FORMATS, KV_FORMATS, PARTS, CDecoder, CLayer, CLinear, CMixture, CStep
 
 _Reduce = CFUNCTYPE(c_int32, c_void_p, c_int64)
 _MOST_REDUCED = 256
@@ -116,7 +116,7 @@ class PackedDecoder:
         shape: DecoderShape,
         layers: Sequence[LayerWeights],
         *,
-        embedding: torch.Tensor | None,
+        embedding: torch.Tensor | PackedLinear | None,
         final_norm: torch.Tensor,
         head: PackedLinear,
         cos: torch.Tensor,
@@ -129,7 +129,7 @@ class PackedDecoder:
             kernels: the library that runs the decoder.
             shape: the sizes of the decoder.
             layers: the layers, in order.
-            embedding: ``[vocab, hidden]`` in a dtype of `FORMATS`; None if tied to ``head``.
+            embedding: ``[vocab, hidden]`` in a dtype of `FORMATS`, or packed; None if tied to ``head``.
             final_norm: ``[hidden]``.
             head: LM head, which maps hidden states to logits.
             cos: ``[positions, rotary_dim / 2]`` float32.
@@ -152,8 +152,12 @@ class PackedDecoder:
             layers=ctypes.addressof(structures),
             head=head.structure,
             final_norm=self._floats(final_norm),
-            embedding=None if embedding is None else embedding.data_ptr(),
-            embedding_format=0 if embedding is None else FORMATS[embedding.dtype],
+            embedding=_address(embedding),
+            embedding_format=PARTS
+            if isinstance(embedding, PackedLinear)
+            else 0
+            if embedding is None
+            else FORMATS[embedding.dtype],
             hidden=shape.hidden_size,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -302,6 +306,12 @@ class PackedDecoder:
         wide = tensor.float().contiguous()
         self._kept.append(wide)
         return wide.data_ptr()
+
+
+def _address(embedding: torch.Tensor | PackedLinear | None) -> int | None:
+    if isinstance(embedding, PackedLinear):
+        return ctypes.addressof(embedding.structure)
+    return None if embedding is None else embedding.data_ptr()
 
 
 def _name(dtype: torch.dtype) -> str:

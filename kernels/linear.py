@@ -48,6 +48,8 @@ class PackedLinear:
     inputs: int
     tensors: tuple[torch.Tensor, ...]
     """Tensors that `structure` points to, kept alive."""
+    parts: object = None
+    """Structures that `structure` points to, kept alive."""
 
     def __call__(self, x: torch.Tensor, kernels: Native) -> torch.Tensor:
         """Multiply ``x`` ``[rows, inputs]`` (float32 or bfloat16); return ``[rows, outputs]`` in the dtype of ``x``."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire_server.gguf_header import GgufTensor
 from shared.config import ConfigError
 from shared.kv_sizes import KV_TYPES, count_blocks, default_checkpoints, kv_bytes_per_token
 from worker_svc.interface.limits import Limits
@@ -33,6 +34,15 @@ _STATE_FIELDS = frozenset(
 """Names in config.json of models with recurrent state."""
 INT4_GROUP = 64
 """Number of inputs per scale in the CPU kernels' int4 weights (`kernels.linear`)."""
+_GGUF_LAYOUTS = {
+    "Q4_0": (64, 36),
+    "Q5_0": (64, 68),
+    "Q8_0": (64, 68),
+    "Q4_K": (256, 37),
+    "Q5_K": (256, 45),
+    "Q6_K": (256, 53),
+}
+"""Inputs of a packed block and eighths of a bit per weight, by the type (`kernels.gguf`)."""
 _PARTS_OF_QUANTISED = frozenset(
     {
         *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
@@ -73,6 +83,8 @@ class ModelSizes:
     stored: str = "none"
     """Weight type (int8 or int4) of a quantised checkpoint that a CPU uses without conversion; "none" for all others.
     """
+    gguf: tuple[GgufTensor, ...] = ()
+    """Tensors of a GGUF file, which a CPU does not convert; empty for other checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +326,9 @@ def weights_bytes(
     Raises:
         ConfigError: sizes are missing.
     """
+    if as_stored and quantization == "none" and sizes.gguf:
+        element = KV_TYPES[sizes.dtype].bits // 8
+        return sum(_gguf_bytes(tensor, element) for tensor in sizes.gguf) + num_positions * sizes.head_dim * 4
     of_layers = sizes.stored if as_stored and quantization == "none" else quantization
     element = KV_TYPES[sizes.dtype].bits // 8
     if sizes.num_parameters:
@@ -347,6 +362,15 @@ def weights_bytes(
     embedding = 0 if sizes.tied else vocab * hidden * element
     tables = num_positions * sizes.head_dim * 4
     return sizes.num_layers * layer + head + embedding + hidden * element + tables
+
+
+def _gguf_bytes(tensor: GgufTensor, element: int) -> int:
+    """Return the bytes of a tensor of a GGUF file on the CPU kernels; `element`: bytes of a dequantised weight."""
+    inputs, eighths = _GGUF_LAYOUTS.get(tensor.kind, (0, 0))
+    if not inputs or len(tensor.shape) != 2:
+        return math.prod(tensor.shape) * element
+    outputs, width = tensor.shape
+    return -(-outputs // 16) * 16 * -(-width // inputs) * inputs * eighths // 64
 
 
 def step_bytes(sizes: ModelSizes, serving: Serving) -> int:

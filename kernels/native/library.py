@@ -11,7 +11,7 @@ import torch
 
 from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
 
-ABI = 10
+ABI = 11
 """ABI version that `quire_abi()` of the library must return."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels import gguf
 from kernels.kv_quantised import INT4, QUANTISED, from_quantised, to_quantised
 from kernels.linear import (
     PackedLinear,
@@ -47,9 +48,27 @@ def failure(kernels: Native) -> str | None:
             error = float((linear(x, kernels).double() - expected).abs().amax() / expected.abs().amax())
             if not error <= _TOLERANCE[name]:
                 return f"a {name} matrix product of {rows} rows has an error of {error:.1e}"
+    if (reason := _gguf_failure(kernels, generator)) is not None:
+        return reason
     if (reason := _argmax_failure(kernels, generator) or _draw_failure(kernels, generator)) is not None:
         return reason
     return next(filter(None, (_attention_failure(kernels, generator, dtype) for dtype in _ATTENTION)), None)
+
+
+def _gguf_failure(kernels: Native, generator: torch.Generator) -> str | None:
+    for kind, block_bytes in gguf.BLOCK_BYTES.items():
+        inputs = 3 * gguf.block_inputs(kind)
+        blocks = torch.randint(0, 256, (85, 3, block_bytes), dtype=torch.uint8, generator=generator)
+        for at in gguf.scales_at(kind):  # float16 numbers from 1 to 2
+            blocks[..., at + 1] = 0x3C
+        linear, exact = gguf.pack(kind, blocks), gguf.dequantised(kind, blocks)
+        for rows in (1, 2, 3, 4, 9):
+            x = torch.randn(rows, inputs, generator=generator)
+            expected = linear_reference(x.double(), exact.double())
+            error = float((linear(x, kernels).double() - expected).abs().amax() / expected.abs().amax())
+            if not error <= _TOLERANCE["int4"]:
+                return f"a {kind} matrix product of {rows} rows has an error of {error:.1e}"
+    return None
 
 
 def _packed(kernels: Native, weight: torch.Tensor) -> PackedLinear:

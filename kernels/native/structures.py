@@ -9,6 +9,8 @@ import torch
 from kernels import kv_quantised
 
 FLOAT32, BFLOAT16, INT8, INT4, FP8 = 0, 1, 2, 3, 4
+Q4_0, Q8_0, Q4_K, Q5_K, Q6_K = 5, 6, 7, 8, 9
+PARTS = 10
 STORE_FLOAT, ADD_FLOAT, STORE_BFLOAT16 = 0, 1, 2
 
 FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
@@ -20,7 +22,7 @@ class CLinear(Structure):
 
     _fields_ = (
         ("format", c_int32),
-        ("pad", c_int32),
+        ("count", c_int32),
         ("outputs", c_int64),
         ("inputs", c_int64),
         ("packed", c_void_p),

@@ -1,8 +1,8 @@
 """Tiny checkpoints in the layouts of quantised checkpoints, each with the same checkpoint with dequantised weights.
 
 The compressed-tensors library writes its own layouts. GPTQ and AWQ are written here, following the formats of AutoGPTQ
-and AutoAWQ. `gguf` writes and reads GGUF files. Its Q4_K and Q6_K blocks are random bytes, because every byte sequence
-is valid.
+and AutoAWQ. `gguf` writes and reads GGUF files. Its Q4_K, Q5_K and Q6_K blocks are random bytes, because every byte
+sequence is valid.
 """
 
 import json
@@ -291,7 +291,7 @@ _GGUF_NAMES = {
 
 
 def make_gguf(kind: str, folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> Pair:
-    """Write random weights as a GGUF file with matrices of a type, such as "Q4_K"."""
+    """Write random weights as a GGUF file with matrices of a type, such as "Q4_K", or of a mixture, "Q4_K_M"."""
     sizes = {"hidden_size": 256, "intermediate_size": 256} | changes
     return convert_to_gguf(make_checkpoint(architecture, folder / "base", **sizes), folder, kind)
 
@@ -325,8 +325,11 @@ def convert_to_gguf(base: Path, folder: Path, kind: str) -> Pair:
             writer.add_tensor(key, placed.numpy())
             plain[name] = weight
             continue
-        number_type = gguf.GGMLQuantizationType[kind]
-        data = _blocks(kind, placed.numpy(), drawn)
+        own = kind.removesuffix("_M")
+        if own != kind and projection in ("v_proj", "down_proj", "lm_head"):
+            own = "Q6_K"
+        number_type = gguf.GGMLQuantizationType[own]
+        data = gguf_blocks(own, placed.numpy(), drawn)
         writer.add_tensor(key, data, raw_dtype=number_type)
         back = torch.from_numpy(gguf.quants.dequantize(data, number_type).copy())
         plain[name] = back if not count else _split(back, 0, count, -1, 2).transpose(1, 2).flatten(0, 2)
@@ -342,19 +345,20 @@ def convert_to_gguf(base: Path, folder: Path, kind: str) -> Pair:
     return pair
 
 
-def _blocks(kind: str, weight: Any, drawn: np.random.Generator) -> Any:
+def gguf_blocks(kind: str, weight: Any, drawn: np.random.Generator) -> Any:
     """Return a matrix as bytes.
 
     For K-quants, return random blocks of 256 weights with about the same size as random weights.
     """
-    if kind not in ("Q4_K", "Q6_K"):
+    if kind not in ("Q4_K", "Q5_K", "Q6_K"):
         return gguf.quants.quantize(weight, gguf.GGMLQuantizationType[kind])
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = drawn.integers(0, 256, (weight.size // 256, size), dtype=np.uint8)
-    # The scales of a block: two in front (Q4_K: steps and offsets) or one at the end (Q6_K).
+    # The scales of a block: two in front (Q4_K and Q5_K: steps and offsets) or one at the end (Q6_K).
     scales = drawn.uniform(0.5, 1.0, (len(blocks), 2)).astype(np.float16)
-    if kind == "Q4_K":
-        blocks[:, :4] = (scales * np.array([0.0006, 0.004], np.float16)).view(np.uint8)
+    if kind != "Q6_K":
+        step = 0.0006 if kind == "Q4_K" else 0.0003
+        blocks[:, :4] = (scales * np.array([step, 0.004], np.float16)).view(np.uint8)
     else:
         blocks[:, -2:] = (scales[:, :1] * np.float16(0.0001)).view(np.uint8)
     return blocks.reshape(weight.shape[0], -1)

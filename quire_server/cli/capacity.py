@@ -20,6 +20,7 @@ from quire_server.cli._parser import Namespace, OneLineParser
 
 if TYPE_CHECKING:
     from quire_server.capacity import Concurrency, Memory, ModelSizes, Serving
+    from quire_server.gguf_header import GgufTensor
 
 EXAMPLES = """
   quire capacity --model ~/models/my-model --gpu-memory 80GB
@@ -157,7 +158,7 @@ def _model(options: Namespace) -> "ModelSizes":
         raise CommandError(f"--model: {path} is not a JSON object; use a config.json")
     sizes = sizes_from_config(config)
     if counts_weights_of(config):
-        return sizes
+        return dataclasses.replace(sizes, gguf=_gguf_tensors(path.parent))
     files = sorted(path.parent.glob("model*.safetensors"))
     num_weights = sum(elements_of(config, name, shape) for file in files for name, shape in _tensors(file))
     if not num_weights:
@@ -166,6 +167,19 @@ def _model(options: Namespace) -> "ModelSizes":
             " give a folder with model.safetensors, or the sizes with --params"
         )
     return dataclasses.replace(sizes, num_parameters=num_weights)
+
+
+def _gguf_tensors(folder: Path) -> "tuple[GgufTensor, ...]":
+    """Return the tensors of the GGUF file that a worker would read; none if it reads other files."""
+    from quire_server.gguf_header import read_tensor_infos
+
+    files = list(folder.glob("*.gguf"))
+    if len(files) != 1 or any(folder.glob("model*.safetensors")):
+        return ()
+    try:
+        return read_tensor_infos(files[0])
+    except ValueError as error:
+        raise CommandError(f"--model: {files[0]} cannot be read: {error}; download the file again") from None
 
 
 def _tensors(file: Path) -> list[tuple[str, list[int]]]:
@@ -241,6 +255,11 @@ def _page(
         lines += ["", f"Quire quantises weights ({serving.quantization}) on CPUs only; for a GPU this is a formula."]
     if sizes.stored != "none" and options.kv_cache_memory is None:
         lines += ["", f"A GPU holds the weights of this checkpoint dequantised; a CPU holds them in {sizes.stored}."]
+    if sizes.gguf and options.kv_cache_memory is None:
+        lines += [
+            "",
+            "A GPU holds the weights of this GGUF file dequantised; a CPU holds them in the types of the file.",
+        ]
     if cards > 1:
         lines += [
             "",

@@ -56,12 +56,15 @@ def test_dequantised_weights_give_the_tokens_of_the_plain_model(
 
 
 @pytest.mark.release
+@pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")
 def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(tmp_path: Path) -> None:
-    """On the CPU kernels, a GGUF file gives the same results as a plain checkpoint."""
-    pair = make_gguf("Q4_K", tmp_path)
-    tally = check(pair.quantised, Oracle(pair.plain), memory(pair.plain))
+    """The CPU kernels compute with the codes of a GGUF file and with activations in eight bits."""
+    pair = make_gguf("Q4_K_M", tmp_path)
+    oracle = Oracle(pair.plain, tie=ROUNDED_TIE)
+    rounds_activations(oracle.model, head=True)
+    tally = check(pair.quantised, oracle, memory(pair.plain))
 
-    assert tally.near_ties * 100 < tally.tokens
+    assert tally.near_ties * 50 < tally.tokens
 
 
 @pytest.mark.every(3)

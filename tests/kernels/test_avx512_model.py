@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import gguf
 from kernels.kv_quantised import INT4
 from kernels.linear import linear_reference, quantised_linear_reference
 from kernels.native import library
@@ -26,6 +27,7 @@ from kernels.native.serving import native
 from kernels.paged_attention import paged_attention_reference
 from tests.kernels.batches import as_float64, paged_batch
 from tests.kernels.rounding import assert_drawn
+from tests.kernels.test_gguf import drawn
 from tests.kernels.test_linear import LEVELS, packed, quantised, quantised_int4, relative_error
 from tests.kernels.test_sampling import sampling
 
@@ -86,6 +88,16 @@ def test_every_tile_gives_the_product(modelled: library.Native) -> None:
         assert relative_error(bf16(x[:rows], modelled), expected[:rows]) < 1e-5, rows
         assert relative_error(int8(x[:rows], modelled), expected_int8[:rows]) < 2e-2, rows
         assert torch.equal(int4(x[:rows], modelled), int4(x[:rows], LEVELS[0])), rows
+
+
+@pytest.mark.parametrize("kind", gguf.BLOCK_BYTES)
+def test_products_over_types_of_gguf_are_those_of_other_levels(modelled: library.Native, kind: str) -> None:
+    """Bit for bit, for every number of rows of a tile."""
+    linear = gguf.pack(kind, drawn(kind, 150, 256)[0])
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3))
+
+    for rows in (1, 2, 3, 4, 5, 9):
+        assert torch.equal(linear(x[:rows], modelled), linear(x[:rows], LEVELS[0])), rows
 
 
 def test_draws_are_those_of_the_reference(modelled: library.Native) -> None:

@@ -83,10 +83,17 @@ def test_a_quantised_checkpoint_is_counted_as_a_worker_holds_it(layout: str, arc
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags"), [("Q8_0", {}), ("Q4_K", {"dtype": "bfloat16"}), ("Q4_K", {"quantization": "int8"})]
+    ("kind", "flags"),
+    [
+        ("Q8_0", {}),
+        ("Q4_0", {"dtype": "bfloat16"}),
+        ("Q4_K_M", {"dtype": "bfloat16"}),
+        ("Q5_1", {}),
+        ("Q4_K", {"quantization": "int8"}),
+    ],
 )
 def test_a_gguf_checkpoint_is_counted_as_a_worker_holds_it(kind: str, flags: dict[str, Any], tmp_path: Path) -> None:
-    """Weights are dequantised to the model's type, or quantised again; bytes are within 3 %."""
+    """Weights have the types of the file, or are dequantised or quantised again; bytes are within 3 %."""
     folder = make_gguf(kind, tmp_path).quantised
     options = [f"--{name}={value}" for name, value in flags.items()]
 

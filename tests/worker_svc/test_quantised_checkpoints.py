@@ -78,7 +78,7 @@ def test_a_part_of_a_weight_is_that_part_of_its_values(layout: str, tmp_path: Pa
     """Ranks get parts of the codes and scales; a part that begins inside a block is dequantised instead."""
     name = "model.layers.0.mlp.down_proj.weight"
     ((_, weight),) = read_tensors(make_pair(layout, tmp_path).quantised, only=(name,))
-    assert not isinstance(weight, torch.Tensor)
+    assert isinstance(weight, QuantisedWeight)
     whole = weight.dequantised()
 
     for dim in (0, 1):
@@ -229,6 +229,39 @@ def test_a_gguf_file_computes_what_its_dequantised_weights_do(kind: str, archite
         )
 
     assert distance(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("level", [kernels.level_name for kernels in native_levels()])
+@pytest.mark.parametrize(
+    ("kind", "architecture", "as_stored"),
+    [
+        ("Q4_0", "LlamaForCausalLM", 16),
+        ("Q8_0", "Qwen2ForCausalLM", 16),
+        ("Q4_K_M", "MistralForCausalLM", 16),
+        ("Q5_K", "LlamaForCausalLM", 16),
+        ("Q4_1", "LlamaForCausalLM", 0),
+    ],
+)
+def test_the_kernels_compute_with_a_gguf_file_as_it_is(
+    kind: str, architecture: str, as_stored: int, level: str, tmp_path: Path
+) -> None:
+    """At every level, logits are those of the dequantised weights with activations rounded to eight bits.
+
+    All matrices are packed, the embedding and the LM head too. Types without a layout are dequantised.
+    """
+    pair = make_gguf(kind, tmp_path, architecture)
+    oracle = AutoModelForCausalLM.from_pretrained(pair.plain, dtype=torch.float32)
+    if as_stored:
+        rounds_activations(oracle, head=True)
+    rows = [[token] for token in range(5, 65)]
+    expected = oracle(torch.tensor(rows)).logits[:, 0]
+    with cpu_kernels(level), capture_logs() as logs:
+        found = logits_of(load(pair.quantised, dtype="float32"), rows, torch.float32)
+    distances = (found - expected).norm(dim=1) / expected.norm(dim=1)
+
+    assert [log["as_stored"] for log in logs if "as_stored" in log] == [as_stored] * bool(as_stored)
+    assert float((distances < 1e-5).double().mean()) > 0.8
+    assert float(distances.max()) < 0.05
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")

@@ -1,8 +1,8 @@
 """Reader of GGUF files (llama.cpp), through the package `gguf`.
 
-Tensors are dequantised, with the names and row order of the original Hugging Face checkpoint. Quantised blocks of 32
-inputs match no layout of the CPU kernels, so `--quantization` quantises the weights again. The model's config.json and
-tokenizer.json must be in the same folder, because the file's metadata is not used.
+Tensors get the names and the order of rows of the original Hugging Face checkpoint. A matrix in a type for which the
+CPU kernels have a layout (`kernels.gguf`) is a `GgufWeight` with the bytes of the file; all others are dequantised.
+config.json and tokenizer.json of the model must be in the same folder: the metadata of the file is not used.
 """
 
 import json
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from kernels.gguf import BLOCK_BYTES
 from shared.config import ConfigError
+from worker_svc.model.quantised import GgufWeight
 
 SUFFIX = ".gguf"
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -53,8 +55,10 @@ def find(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def read_tensors(file: Path, folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor's Hugging Face name and value; if `only` is given, only those tensors.
+def read_tensors(
+    file: Path, folder: Path, only: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor | GgufWeight]]:
+    """Yield the Hugging Face name and the value of each tensor; only those in `only`, if given.
 
     Raises:
         ConfigError: the file is damaged, or has an architecture, tensor or type that is not supported.
@@ -63,7 +67,7 @@ def read_tensors(file: Path, folder: Path, only: Collection[str] | None = None) 
     from gguf.quants import dequantize
 
     try:
-        reader = GGUFReader(file)
+        reader = GGUFReader(file, "c")  # PyTorch warns about tensors over memory that cannot be written
         family = str(reader.fields["general.architecture"].contents())
     except Exception as error:  # The reader raises many types of errors.
         raise ConfigError(f"model: {file} is damaged: {error}; download the file again") from None
@@ -84,9 +88,15 @@ def read_tensors(file: Path, folder: Path, only: Collection[str] | None = None) 
                 f"model: {tensor.name} in {file} has the type {tensor.tensor_type.name}, which is not supported; use"
                 f" a file with {', '.join(_TYPES)}"
             )
-        value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        projection = name.split(".")[-2]
-        yield name, _in_order(value, heads[projection]) if projection in heads else value
+        kind, projection = tensor.tensor_type.name, name.split(".")[-2]
+        as_stored = kind in BLOCK_BYTES and tensor.data.ndim == 2
+        if as_stored:
+            value = torch.from_numpy(tensor.data).view(len(tensor.data), -1, BLOCK_BYTES[kind])
+        else:
+            value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        if projection in heads:
+            value = _in_order(value, heads[projection])
+        yield name, GgufWeight(kind, value) if as_stored else value
 
 
 def _name(name: str, file: Path) -> str:

@@ -103,8 +103,9 @@ def pack(
             shared_gate=None if mixture.shared_gate is None else convert(mixture.shared_gate, "none"),
         )
 
+    rows: torch.Tensor | PackedLinear | None = embedding
     if embedding is not None:
-        stored.fill(embedding)  # Embeddings are not packed, because their rows are copied.
+        rows = stored.pack(embedding, None) or embedding  # Its rows are unpacked one by one.
     packed = []
     layers.reverse()
     while layers:
@@ -126,7 +127,7 @@ def pack(
         kernels,
         shape,
         packed,
-        embedding=embedding,
+        embedding=rows,
         final_norm=final_norm,
         head=convert(Linear(head, None), "int8" if quantization == "int4" else quantization),
         cos=cos,

@@ -1,16 +1,18 @@
 """Quantised weights of a checkpoint: one form for all layouts, read from the tensors that a `scheme` describes.
 
-A weight is `(codes - zeros) * scales`, where a block of outputs and inputs shares a scale and a zero point. If
-`kernels.linear` has a matching layout, `StoredWeights` packs the codes and scales into it unchanged. All other weights
-are dequantised.
+A weight is `(codes - zeros) * scales`, where a block of outputs and inputs shares a scale and a zero point. A weight
+of a GGUF file has the bytes of the file. If `kernels.linear` or `kernels.gguf` has a matching layout, `StoredWeights`
+packs the codes and scales into it unchanged. All other weights are dequantised.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
+from kernels import gguf
 from kernels.linear import INT4_GROUP, PackedLinear, fits_int4, pack_int4, pack_int8
 from shared.config import ConfigError
 from shared.logging import get_logger
@@ -99,6 +101,35 @@ class QuantisedWeight:
         return rows.repeat_interleave(wide, 1)[:, :inputs]
 
 
+@dataclass(frozen=True, slots=True)
+class GgufWeight:
+    """Weight `[outputs, inputs]` of a GGUF file."""
+
+    kind: str
+    """Type of its blocks, such as "Q4_K"."""
+    blocks: torch.Tensor
+    """`[outputs, blocks, bytes]` uint8."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[outputs, inputs]`."""
+        return torch.Size((self.blocks.shape[0], self.blocks.shape[1] * gguf.block_inputs(self.kind)))
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the weight in float32."""
+        return gguf.dequantised(self.kind, self.blocks)
+
+    def narrow(self, dim: int, begin: int, length: int) -> "GgufWeight | None":
+        """Return a range of outputs (`dim` 0) or inputs (1); None if it is no range of whole blocks."""
+        size = gguf.block_inputs(self.kind) if dim == 1 else 1
+        if begin % size or length % size:
+            return None
+        return replace(self, blocks=self.blocks.narrow(dim, begin // size, length // size))
+
+
+StoredWeight = QuantisedWeight | GgufWeight
+
+
 def read_weight(layer: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
     """Return the weight of a layer.
 
@@ -132,7 +163,7 @@ class StoredWeights:
     """
 
     def __init__(self) -> None:
-        self._weights: dict[int, tuple[str, QuantisedWeight]] = {}
+        self._weights: dict[int, tuple[str, StoredWeight]] = {}
         """Names and weights by the address of their first row."""
         self._addresses: list[int] = []
         self.num_packed = 0
@@ -140,7 +171,7 @@ class StoredWeights:
         self.num_dequantised = 0
         """Number of weights that match no layout of the kernels."""
 
-    def put(self, name: str, rows: torch.Tensor, weight: QuantisedWeight) -> None:
+    def put(self, name: str, rows: torch.Tensor, weight: StoredWeight) -> None:
         """Store a weight of the checkpoint instead of writing it to `rows`, which are whole rows of a matrix."""
         self._weights[rows.data_ptr()] = name, weight
         self._addresses.clear()
@@ -177,12 +208,12 @@ class StoredWeights:
                 f" ({len(names)} in total); use a checkpoint in which it is not quantised"
             )
 
-    def _dequantise(self, parts: Mapping[int, QuantisedWeight], matrix: torch.Tensor) -> None:
+    def _dequantise(self, parts: Mapping[int, StoredWeight], matrix: torch.Tensor) -> None:
         self.num_dequantised += len(parts)
         for row, part in parts.items():
             matrix[row : row + part.shape[0]].copy_(part.dequantised())
 
-    def _pop_all(self, matrix: torch.Tensor) -> dict[int, QuantisedWeight]:
+    def _pop_all(self, matrix: torch.Tensor) -> dict[int, StoredWeight]:
         """Remove and return the weights of a matrix, by their first row, ascending."""
         if not self._addresses:
             self._addresses = sorted(self._weights)
@@ -204,12 +235,16 @@ def log_form(*, num_packed: int, num_dequantised: int, dtype: torch.dtype) -> No
         )
 
 
-def _packed(parts: Sequence[QuantisedWeight], bias: torch.Tensor | None) -> PackedLinear | None:
-    """Concatenate the outputs of `parts` in a layout of the CPU kernels with the same codes and scales.
+def _packed(weights: Sequence[StoredWeight], bias: torch.Tensor | None) -> PackedLinear | None:
+    """Concatenate the outputs of `weights` in a layout of the CPU kernels with the same codes and scales.
 
     Returns:
         The weights; None if no layout of the kernels holds all parts exactly.
     """
+    of_gguf = [weight for weight in weights if isinstance(weight, GgufWeight)]
+    parts = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if of_gguf:
+        return None if parts else _packed_gguf(of_gguf, bias)
     if all(map(_fits_int8, parts)):
         scales = [part.scales.float().flatten().repeat_interleave(part.block[0])[: part.shape[0]] for part in parts]
         return pack_int8(torch.cat([part.codes for part in parts]), torch.cat(scales), bias)
@@ -218,6 +253,17 @@ def _packed(parts: Sequence[QuantisedWeight], bias: torch.Tensor | None) -> Pack
         return None
     codes, group_scales, zeros = (torch.cat(each) for each in zip(*grouped, strict=True))
     return pack_int4(codes, group_scales, zeros, bias)
+
+
+def _packed_gguf(weights: Sequence[GgufWeight], bias: torch.Tensor | None) -> PackedLinear:
+    """Concatenate the outputs of weights of a GGUF file, whose types may differ."""
+    parts, row = [], 0
+    for kind, group in groupby(weights, key=lambda weight: weight.kind):
+        blocks = [weight.blocks for weight in group]
+        whole = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+        parts.append(gguf.pack(kind, whole, None if bias is None else bias[row : row + len(whole)]))
+        row += len(whole)
+    return parts[0] if len(parts) == 1 else gguf.concatenated(parts)
 
 
 def _fits_int8(part: QuantisedWeight) -> bool:

@@ -2,8 +2,8 @@
 
 For a multimodal model, only the tensors of its text part are read. They get the names used in a text-only model.
 
-A quantised linear layer has several tensors, which are read together. Its weight is a `QuantisedWeight` under the name
-of the unquantised weight.
+A quantised linear layer has several tensors, which are read together. Its weight is a `StoredWeight` under the name
+that it would have unquantised.
 
 Pickle checkpoints are not supported, because loading them can execute code.
 """
@@ -23,7 +23,7 @@ from worker_svc.model.quantised import (
     MAIN_PARTS,
     OTHER_PARTS,
     SCALES,
-    QuantisedWeight,
+    StoredWeight,
     StoredWeights,
     log_form,
     read_weight,
@@ -119,8 +119,8 @@ def copy_weights(
         log_form(num_packed=0, num_dequantised=num_dequantised, dtype=next(iter(destinations.values())).dtype)
 
 
-def _part(tensor: QuantisedWeight, cut: Cut | None) -> QuantisedWeight | None:
-    """Return the codes and scales for a cut; None if it is not a range of whole blocks."""
+def _part(tensor: StoredWeight, cut: Cut | None) -> StoredWeight | None:
+    """Return the codes and scales of a cut; None if it is no range of whole blocks."""
     if cut is None:
         return tensor
     if len(cut.spans) > 1:
@@ -178,8 +178,8 @@ def holds_different(folder: Path, first: str, second: str) -> bool:
 
 def read_tensors(
     folder: Path, only: Collection[str] | None = None
-) -> Iterator[tuple[str, torch.Tensor | QuantisedWeight]]:
-    """Yield each checkpoint tensor's name and value; if `only` is given, only those tensors.
+) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
+    """Yield the name and value of each tensor of the checkpoint; only those in `only`, if given.
 
     Raises:
         ConfigError: a file is damaged, or the tensors of a quantised layer do not match config.json.
@@ -257,12 +257,12 @@ def _is_main(layer: str, part: str, names: Collection[str]) -> bool:
 
 def _read_layer(
     layer: str, names: Collection[str], value: Callable[[str], torch.Tensor], quantisation: Quantisation
-) -> QuantisedWeight:
+) -> StoredWeight:
     parts = [part for part in ("weight", *MAIN_PARTS, *OTHER_PARTS) if f"{layer}.{part}" in names]
     return read_weight(layer, {part: value(f"{layer}.{part}") for part in parts}, quantisation.scheme_of(layer))
 
 
-def _is_padding(name: str, tensor: torch.Tensor | QuantisedWeight) -> bool:
+def _is_padding(name: str, tensor: torch.Tensor | StoredWeight) -> bool:
     """Return whether a tensor is a bias of zeros, which tools for GPTQ add to layers without a bias."""
     return name.endswith(".bias") and isinstance(tensor, torch.Tensor) and not bool(tensor.any())
 

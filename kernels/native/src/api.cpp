@@ -24,7 +24,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 10;
+constexpr int kAbi = 11;
 
 const Kernels* kernels_of(int level) {
   switch (level) {

@@ -168,6 +168,8 @@ class Run {
           std::memset(out, 0, d_.hidden * sizeof(float));
         else if (d_.embedding == nullptr)
           unpack_row(d_.head, id, out);
+        else if (d_.embedding_format == kParts)
+          unpack_row(*static_cast<const Linear*>(d_.embedding), id, out);
         else
           k_.load(d_.embedding_format,
                   static_cast<const char*>(d_.embedding) + id * d_.hidden * element_bytes(d_.embedding_format),

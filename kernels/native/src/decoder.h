@@ -40,7 +40,7 @@ struct Decoder {
   Linear head;
   const float* final_norm;   // [hidden]
   const void* embedding;     // plain [vocab][hidden] in `embedding_format`; null: the rows of `head`
-  int64_t embedding_format;  // kFloat32 or kBFloat16
+  int64_t embedding_format;  // kFloat32 or kBFloat16; kParts: `embedding` is a Linear whose rows are unpacked
   int64_t hidden, num_heads, num_kv_heads, head_dim;
   const float* cos;  // [positions][rotary_half]
   const float* sin;

@@ -76,9 +76,57 @@ float int4_weight(const Linear& linear, int64_t output, int64_t input) {
   return static_cast<float>(value - group[3 * kBlock + lane]) * scale;
 }
 
+float half_at(const uint8_t* p) {
+  uint16_t half;
+  std::memcpy(&half, p, sizeof half);
+  const uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
+  const float size = exponent == 0    ? std::ldexp(static_cast<float>(mantissa), -24)
+                     : exponent == 31 ? (mantissa == 0 ? INFINITY : NAN)
+                                      : std::ldexp(static_cast<float>(mantissa + 1024), static_cast<int>(exponent) - 25);
+  return half >> 15 != 0 ? -size : size;
+}
+
+// Unpacks the weights of one output of a type of GGUF.
+void unpack_blocks(const Linear& linear, int64_t output, float* out) {
+  const int format = linear.format;
+  const BlockLayout layout = block_layout(format);
+  const int64_t lane = output % kBlock, high_lines = format == kQ5_K || format == kQ6_K ? 1 : 0;
+  const uint8_t* block = static_cast<const uint8_t*>(linear.packed) +
+                         output / kBlock * num_lines(format, linear.inputs) * kLine;
+  for (int64_t first = 0; first < linear.inputs; first += layout.inputs, block += layout.lines() * kLine) {
+    const float of_block = half_at(block + 2 * lane), of_offsets = half_at(block + 2 * kBlock + 2 * lane);
+    const uint8_t* const factors = block + kLine + lane;
+    for (int64_t group = 0; group < layout.groups(); ++group) {
+      float scale = group == 0 ? of_block : of_offsets, offset = 0.0f;
+      if (format == kQ6_K) {
+        scale = of_block * static_cast<float>(static_cast<int8_t>(factors[group * kBlock]));
+      } else if (format != kQ4_0 && format != kQ8_0) {
+        scale = of_block * static_cast<float>(factors[group * kBlock]);
+        offset = of_offsets * static_cast<float>(factors[(layout.groups() + group) * kBlock]);
+      }
+      const uint8_t* const high = block + (layout.header_lines + group * layout.group_lines) * kLine + 4 * lane;
+      const uint8_t* const low = high + high_lines * kLine;
+      for (int64_t i = 0; i < layout.group_inputs; ++i) {
+        const int64_t input = first + group * layout.group_inputs + i, quad = i / 4;
+        if (input >= linear.inputs) return;
+        int code = low[quad / 2 * kLine + i % 4] >> (quad % 2 * 4) & 15;
+        if (format == kQ8_0) code = static_cast<int8_t>(low[quad * kLine + i % 4]);
+        if (format == kQ4_0) code -= 8;
+        if (format == kQ5_K) code |= (high[i % 4] >> quad & 1) << 4;
+        if (format == kQ6_K) code = (code | (high[i % 4] >> 2 * quad & 3) << 4) - 32;
+        out[input] = static_cast<float>(code) * scale - offset;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int64_t activation_stride(const Kernels& kernels, int format, int64_t inputs) {
+  if (is_gguf(format)) {
+    const int64_t padded = round_up(inputs, kGgufInputs);
+    return padded + round_up(padded / kSummed * static_cast<int64_t>(sizeof(float)), kLine) + kLine;
+  }
   const int64_t bytes = format == kInt4 ? ceil_div(inputs, kGroup) * (kGroup + static_cast<int64_t>(sizeof(float)))
                                         : round_up(inputs, 16) * kernels.activation_bytes[format];
   return round_up(bytes, kLine) + kLine;  // the additional line spreads rows over cache sets
@@ -117,9 +165,25 @@ void run_part(const Kernels& kernels, const LinearTask& whole, const Split& spli
   if (part.first_row < part.last_row) kernels.linear(part);
 }
 
+// Appends a product, or those of its parts.
+void add_parts(const LinearTask& whole, std::vector<LinearTask>& products) {
+  if (whole.linear->format != kParts) {
+    products.push_back(whole);
+    return;
+  }
+  const Linear* const parts = static_cast<const Linear*>(whole.linear->packed);
+  LinearTask task = whole;
+  for (int32_t i = 0; i < whole.linear->count; ++i) {
+    task.linear = parts + i;
+    products.push_back(task);
+    task.out = static_cast<char*>(task.out) + parts[i].outputs * (whole.store == kStoreBFloat16 ? 2 : 4);
+  }
+}
+
 }  // namespace
 
 void multiply(const Kernels& kernels, const LinearTask& whole) {
+  if (whole.linear->format == kParts) return multiply_all(kernels, &whole, 1);
   const Split split = split_of(kernels, whole, 1);
   parallel_for(split.num_columns * split.num_chunks, [&](int64_t task) { run_part(kernels, whole, split, task); });
 }
@@ -129,17 +193,19 @@ void multiply_all(const Kernels& kernels, const LinearTask* wholes, int64_t coun
     Split split;
     int64_t first_task;
   };
-  std::vector<Planned> planned(count);
+  std::vector<LinearTask> products;
+  for (int64_t i = 0; i < count; ++i) add_parts(wholes[i], products);
+  std::vector<Planned> planned(products.size());
   int64_t num_tasks = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    planned[i] = {split_of(kernels, wholes[i], count), num_tasks};
+  for (size_t i = 0; i < products.size(); ++i) {
+    planned[i] = {split_of(kernels, products[i], static_cast<int64_t>(products.size())), num_tasks};
     num_tasks += planned[i].split.num_columns * planned[i].split.num_chunks;
   }
   parallel_for(num_tasks, [&](int64_t task) {
     const auto after = std::upper_bound(planned.begin(), planned.end(), task,
                                         [](int64_t value, const Planned& each) { return value < each.first_task; });
     const int64_t i = after - planned.begin() - 1;
-    run_part(kernels, wholes[i], planned[i].split, task - planned[i].first_task);
+    run_part(kernels, products[i], planned[i].split, task - planned[i].first_task);
   });
 }
 
@@ -196,6 +262,12 @@ void quantise_int4(int format, const void* weight, int64_t stride, int64_t outpu
 }
 
 void unpack_row(const Linear& linear, int64_t output, float* out) {
+  if (linear.format == kParts) {
+    const Linear* part = static_cast<const Linear*>(linear.packed);
+    for (; output >= part->outputs; ++part) output -= part->outputs;
+    return unpack_row(*part, output, out);
+  }
+  if (is_gguf(linear.format)) return unpack_blocks(linear, output, out);
   const int64_t per = inputs_per_step(linear.format), bytes = element_bytes(linear.format);
   const char* const block = static_cast<const char*>(linear.packed) +
                             output / kBlock * num_lines(linear.format, linear.inputs) * kLine +

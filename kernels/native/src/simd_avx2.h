@@ -333,6 +333,71 @@ struct Int8Step {
   }
 };
 
+// Codes of five or six bits: pairs are widened at once, for which 16 bits have room.
+struct WideCodesStep : Int4Step {
+  static Sum dot(Sum sum, Input x, Weight w) {
+    const auto wide = [x](__m256i total, __m256i codes) {
+      return _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+    };
+    sum = {wide(sum.a, w.a), wide(sum.b, w.b)};
+    __asm__("" : "+x"(sum.a), "+x"(sum.b));  // as for int8
+    return sum;
+  }
+  static V to_float(Sum sum) { return {_mm256_cvtepi32_ps(sum.a), _mm256_cvtepi32_ps(sum.b)}; }
+};
+
+template <int kFormat>
+struct GgufStep : Int4Step {};
+
+template <>
+struct GgufStep<kQ5_K> : WideCodesStep {
+  template <int kQuad>
+  static Weight weight(const char* low, const char* high) {
+    const auto bits = [](const char* p) {
+      const __m256i x = _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+      const __m256i moved = kQuad < 4 ? _mm256_slli_epi16(x, kQuad < 4 ? 4 - kQuad : 0)
+                                      : _mm256_srli_epi16(x, kQuad < 4 ? 0 : kQuad - 4);
+      return _mm256_and_si256(moved, _mm256_set1_epi8(16));
+    };
+    const Weight w = Int4Step::weight(low, kQuad % 2);
+    return {_mm256_or_si256(w.a, bits(high)), _mm256_or_si256(w.b, bits(high + 32))};
+  }
+};
+
+template <>
+struct GgufStep<kQ6_K> : WideCodesStep {
+  template <int kQuad>
+  static Weight weight(const char* low, const char* high) {
+    const auto bits = [](const char* p) {
+      const __m256i x = _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+      const __m256i moved = kQuad < 2 ? _mm256_slli_epi16(x, kQuad < 2 ? 4 - 2 * kQuad : 0)
+                                      : _mm256_srli_epi16(x, kQuad < 2 ? 0 : 2 * kQuad - 4);
+      return _mm256_and_si256(moved, _mm256_set1_epi8(48));
+    };
+    const Weight w = Int4Step::weight(low, kQuad % 2);
+    return {_mm256_or_si256(w.a, bits(high)), _mm256_or_si256(w.b, bits(high + 32))};
+  }
+};
+
+// Signed weights: the sign moves to the activations, because vpmaddubsw has one unsigned operand.
+template <>
+struct GgufStep<kQ8_0> : WideCodesStep {
+  static Weight weight(const char* line) {
+    return {_mm256_load_si256(reinterpret_cast<const __m256i*>(line)),
+            _mm256_load_si256(reinterpret_cast<const __m256i*>(line + 32))};
+  }
+  static Sum dot(Sum sum, Input x, Weight w) {
+    const auto wide = [x](__m256i total, __m256i codes) {
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
+      return _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    };
+    sum = {wide(sum.a, w.a), wide(sum.b, w.b)};
+    __asm__("" : "+x"(sum.a), "+x"(sum.b));  // as for int8
+    return sum;
+  }
+};
+constexpr int kByteOffset = 0;  // added to the weights of Q8_0 before the product
+
 // 16 registers: up to 12 of sums, two of weights, one of inputs.
 constexpr bool kFewRegisters = true;
 constexpr int kMaxTileRows = 6;

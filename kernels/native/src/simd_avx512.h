@@ -220,6 +220,39 @@ struct Int4Step {
   static V to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
 };
 
+template <int kFormat>
+struct GgufStep : Int4Step {};
+
+template <>
+struct GgufStep<kQ5_K> : Int4Step {
+  template <int kQuad>
+  static Weight weight(const char* low, const char* high) {
+    const __m512i x = _mm512_load_si512(high);
+    const __m512i moved = kQuad < 4 ? _mm512_slli_epi32(x, kQuad < 4 ? 4 - kQuad : 0)
+                                    : _mm512_srli_epi32(x, kQuad < 4 ? 0 : kQuad - 4);
+    return _mm512_or_si512(Int4Step::weight(low, kQuad % 2), _mm512_and_si512(moved, _mm512_set1_epi32(0x10101010)));
+  }
+};
+
+template <>
+struct GgufStep<kQ6_K> : Int4Step {
+  template <int kQuad>
+  static Weight weight(const char* low, const char* high) {
+    const __m512i x = _mm512_load_si512(high);
+    const __m512i moved = kQuad < 2 ? _mm512_slli_epi32(x, kQuad < 2 ? 4 - 2 * kQuad : 0)
+                                    : _mm512_srli_epi32(x, kQuad < 2 ? 0 : 2 * kQuad - 4);
+    return _mm512_or_si512(Int4Step::weight(low, kQuad % 2), _mm512_and_si512(moved, _mm512_set1_epi32(0x30303030)));
+  }
+};
+
+template <>
+struct GgufStep<kQ8_0> : Int4Step {
+  static Weight weight(const char* line) {
+    return _mm512_xor_si512(_mm512_load_si512(line), _mm512_set1_epi32(static_cast<int>(0x80808080u)));
+  }
+};
+constexpr int kByteOffset = 128;  // added to the weights of Q8_0, because vpdpbusd takes them unsigned
+
 inline V int_to_float(const int32_t* p) { return _mm512_cvtepi32_ps(_mm512_load_si512(p)); }
 
 // Unpacks one group of a block of int4 weights to 16 lines of int8, without the zero points.

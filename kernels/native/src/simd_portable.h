@@ -287,6 +287,31 @@ struct Int4Step : Int8Step {
   }
 };
 
+template <int kFormat>
+struct GgufStep : Int4Step {
+  template <int kQuad>
+  static Weight weight(const char* low, const char* high) {
+    constexpr int kBits = kFormat == kQ5_K ? 1 : 2;
+    Weight w = Int4Step::weight(low, kQuad % 2);
+    for (int i = 0; i < 64; ++i) {
+      const int bits = static_cast<uint8_t>(high[i]) >> kBits * kQuad & ((1 << kBits) - 1);
+      w.four[i / 4][i % 4] = static_cast<int8_t>(w.four[i / 4][i % 4] | bits << 4);
+    }
+    return w;
+  }
+  using Int4Step::weight;
+};
+
+template <>
+struct GgufStep<kQ8_0> : Int4Step {
+  static Weight weight(const char* line) {
+    Weight w;
+    std::memcpy(&w, line, sizeof w);
+    return w;
+  }
+};
+constexpr int kByteOffset = 0;  // added to the weights of Q8_0 before the product
+
 // Small tiles of every shape, so that tests cover all paths and compilation is fast.
 constexpr bool kFewRegisters = false;
 constexpr int kMaxTileRows = 3;
