@@ -45,7 +45,7 @@ _PEERS = {
 _KEYS = {
     ("_Node", "keys"), ("_Node", "children"), ("PrefixCache", "_next_keys"), ("PrefixCache", "_pending"),
     ("Request", "keys"), ("PartialBlocks", ""), ("PartialBlocks", "_followers"),
-    ("Backlog", "_prefixes"), ("OutputLengths", "_samples"),
+    ("Backlog", "_prefixes"), ("OutputLengths", "_samples"), ("_Wanted", ""),
 }  # fmt: skip
 _KEY_CLASSES = {"PrefixDirectory"}
 _GRAMMARS = {("Request", "grammar_key")}

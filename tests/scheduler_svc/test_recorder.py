@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from checks.sim.aims import with_checkpoints
+from checks.sim.scenario import draw
 from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
 from quire_server.cli.main import main
@@ -29,7 +31,7 @@ from scheduler_svc.recorder.tape import Cut, Handled, Planned, RecordedScheduler
 from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.many_steps import record_steps
-from tests.scheduler_svc.recording import record
+from tests.scheduler_svc.recording import record, record_scenario
 
 SEEDS = [7, 9, 10, 12]
 """Radix cache, grammars, kept requests, restarts of the core, several workers, swapping."""
@@ -59,6 +61,22 @@ def test_a_replay_can_start_at_any_segment(seed: int, tmp_path: Path) -> None:
     assert len(outcomes) > 3
     assert [outcome.difference for outcome in outcomes if outcome.difference is not None] == []
     assert sum(outcome.plans for outcome in outcomes) == result.num_plans
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_states_and_checkpoints_replay(seed: int, tmp_path: Path) -> None:
+    """Each segment of a run with checkpoints of recurrent states replays from its snapshot, without token ids."""
+    scenario = with_checkpoints(12)(draw(seed))
+    result, _ = record_scenario(tmp_path, scenario, 400, cut_every=150)
+
+    outcomes = [replay([segment]) for segment in read(tmp_path)]
+
+    assert result.failure is None
+    assert [outcome.difference for outcome in outcomes if outcome.difference is not None] == []
+    assert sum(outcome.plans for outcome in outcomes) == result.num_plans
+    plans = [entry.what.plan for entry in entries(read(tmp_path)) if isinstance(entry.what, PlanAsked)]
+    assert any(plan.save_rows for plan in plans if plan is not None)
+    assert any(each.checkpoint is not None for plan in plans if plan is not None for each in plan.admissions)
 
 
 def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:

@@ -137,7 +137,25 @@ def test_a_row_continues_from_a_checkpoint(checkpoint: Path, oracle: Oracle) -> 
         _check(oracle, prompt, driver.rows[row].tokens[len(prompt) :][:COUNT])
 
 
-def test_a_slotof_another_length_is_not_restored(checkpoint: Path) -> None:
+def test_the_state_of_the_former_request_is_not_saved(checkpoint: Path, oracle: Oracle) -> None:
+    """A new request's state is saved, although the row's former one had as many tokens."""
+    driver = _engine(checkpoint)
+    former = driver.admit(list(range(60, 95)))
+    driver.chunk(former, 32)
+    driver.step()
+    driver.leave(former)
+    row = driver.admit(PROMPT, row=former)
+    driver.chunk(row, len(PROMPT))
+    driver.save(row, 32, 0)
+    driver.step()
+
+    again = driver.admit(PROMPT, blocks=driver.rows[row].blocks[:2], computed=32, checkpoint=0)
+    _decode(driver, {again: PROMPT})
+
+    _check(oracle, PROMPT, driver.rows[again].tokens[len(PROMPT) :][:COUNT])
+
+
+def test_a_checkpoint_of_another_length_is_not_restored(checkpoint: Path) -> None:
     """The step fails rather than compute tokens from the wrong state."""
     driver = _engine(checkpoint)
     row = driver.admit(PROMPT)

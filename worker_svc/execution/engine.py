@@ -312,8 +312,8 @@ class Engine:
         later = []
         for row, length, checkpoint in zip(*map(np.ndarray.tolist, plan.state_saves.columns), strict=True):
             save = StateSave(row, length, checkpoint)
-            if states.has(row, length):
-                # This also holds for a row that has just failed, which the step does not compute.
+            if self._rows.num_computed[row] == length:
+                # This is also true for a row that has just failed, which the step does not compute.
                 states.save(save)
             else:
                 later.append(save)

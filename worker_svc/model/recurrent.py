@@ -115,10 +115,6 @@ class RowStates:
         """
         self._copy(self._num_rows + checkpoint, row, length)
 
-    def has(self, row: int, length: int) -> bool:
-        """Return whether the state of a row is that after `length` tokens."""
-        return self._ends[row] == length
-
     def _copy(self, source: int, target: int, length: int) -> None:
         if self._ends[source] != length:
             raise RuntimeError(

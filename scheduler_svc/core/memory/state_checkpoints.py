@@ -56,8 +56,8 @@ class StateCheckpoints:
         self.num_restored = 0
         self.num_evicted = 0
         """Published checkpoints that were dropped because their slot was needed."""
-        self._slot_of = np.full(num_blocks, _NONE, np.int32)
-        """By block: the slot with the state after it."""
+        self._slot_of = np.zeros(num_blocks, np.int32)
+        """By block: the slot with the state after it, plus 1; 0 without one."""
         self._block_of = [_NONE] * num_slots
         self._writers = [(_NONE, 0)] * num_slots
         """By slot: row and generation that saved it."""
@@ -81,12 +81,12 @@ class StateCheckpoints:
 
     def reach(self, blocks: IndexArray) -> int:
         """Return how many leading blocks a request can share: those up to the last one with a checkpoint."""
-        found = np.flatnonzero(self._slot_of[blocks] >= 0)
+        found = np.flatnonzero(self._slot_of[blocks])
         return int(found[-1]) + 1 if len(found) else 0
 
     def restore(self, block: int) -> int:
         """Return the slot with the state after a block, and mark it as used."""
-        slot = self._slot_of.item(block)
+        slot = self._slot_of.item(block) - 1
         assert slot != _NONE, "a row is restored without a checkpoint"
         self._published.move_to_end(slot)
         self.num_restored += 1
@@ -135,7 +135,7 @@ class StateCheckpoints:
 
     def save(self, row: int, generation: int, block: int) -> int | None:
         """Return the slot for the state after a cached block; None if it is saved already or no slot is left."""
-        known = self._slot_of.item(block)
+        known = self._slot_of.item(block) - 1
         if known != _NONE:
             self._published.move_to_end(known)
             return None
@@ -196,7 +196,7 @@ class StateCheckpoints:
         """Publish the checkpoint that `leave` has retained, as the state after a cached block."""
         (kept,) = self._private.pop(row)
         self._num_private -= 1
-        known = self._slot_of.item(block)
+        known = self._slot_of.item(block) - 1
         if known != _NONE:
             self._published.move_to_end(known)
             self._free.append(kept.slot)
@@ -213,8 +213,8 @@ class StateCheckpoints:
     def forget(self, blocks: IndexArray) -> None:
         """Drop the checkpoints of blocks that left the cache."""
         slots = self._slot_of[blocks]
-        for slot in slots[slots >= 0].tolist():
-            self._drop(slot)
+        for slot in slots[slots > 0].tolist():
+            self._drop(slot - 1)
 
     def distrust(self, row: int, generation: int) -> None:
         """Drop the published checkpoints that a failed row has saved."""
@@ -243,12 +243,12 @@ class StateCheckpoints:
         return True
 
     def _publish(self, slot: int, block: int) -> None:
-        self._slot_of[block] = slot
+        self._slot_of[block] = slot + 1
         self._block_of[slot] = block
         self._published[slot] = None
 
     def _drop(self, slot: int) -> None:
-        self._slot_of[self._block_of[slot]] = _NONE
+        self._slot_of[self._block_of[slot]] = 0
         self._block_of[slot] = _NONE
         del self._published[slot]
         self._free.append(slot)
@@ -264,8 +264,8 @@ class StateCheckpoints:
         assert sorted([*self._free, *private, *self._published]) == list(range(self.num_slots))
         for slot, block in enumerate(self._block_of):
             assert (block != _NONE) == (slot in self._published)
-            assert block == _NONE or self._slot_of[block] == slot
-        assert np.count_nonzero(self._slot_of >= 0) == len(self._published)
+            assert block == _NONE or self._slot_of[block] == slot + 1
+        assert np.count_nonzero(self._slot_of) == len(self._published)
         assert not self._planned, "a plan with saves was not completed"
         for own in self._private.values():
             assert [each.num_tokens for each in own] == sorted({each.num_tokens for each in own})
