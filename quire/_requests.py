@@ -54,7 +54,7 @@ def check_timeout(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise invalid("timeout", f"{timeout!r} is not a positive number of seconds; use one, or None for no timeout")
+        raise invalid("timeout", f"{timeout!r} is not a positive number of seconds; None means no timeout")
     return timeout
 
 

@@ -46,7 +46,7 @@ class Server:
             case ConnectionError() | ssl.SSLEOFError() if self.tls is not None:
                 return Failure(f"closed the connection; {_PASS_ADDRESS}, not the gRPC one", permanent=False)
             case ConnectionError():
-                return Failure("closed the connection; if it speaks TLS, give --tls-ca", permanent=False)
+                return Failure("closed the connection; if it uses TLS, pass --tls-ca", permanent=False)
             case http.client.BadStatusLine() | http.client.UnknownProtocol() | http.client.LineTooLong():
                 return Failure(f"does not speak HTTP/1.1; {_PASS_ADDRESS}, not the gRPC one", permanent=True)
             case ssl.SSLCertVerificationError():
@@ -77,4 +77,4 @@ def problem_of(status: int, answer: Mapping[str, Any]) -> str:
     error = answer.get("error")
     if isinstance(error, dict) and error.get("message"):
         return f"answers {status}: {error['message']}"
-    return f"answers {status}, which is not an answer of Quire; {_PASS_ADDRESS}"
+    return f"returned {status}, which is not a response from Quire; {_PASS_ADDRESS}"

@@ -226,7 +226,9 @@ class _Continuity:
             self.read(last)
         if last is not None:
             first = segment.opening.first_index
-            what = f"{segment.path.name}: entries {first} to {last.index} were not compared, for lack of a snapshot"
+            what = (
+                f"{segment.path.name}: entries {first} to {last.index} were not compared, because there is no snapshot"
+            )
             self._missing.append(Missing(what, begin, self._now + self._to_wall))
         self.ended(segment)
 

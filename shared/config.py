@@ -57,7 +57,10 @@ class ServiceConfig(_Checked):
     workers: int = _option(1, "worker processes", least=1, most=1024)
     standby: bool = _option(False, "run a second scheduler process, which takes over when the first one ends")
     watchdog_s: float = _option(
-        120.0, "kill and restart a process whose main loop hangs for this long; 0: never", unit="s", least=0
+        120.0,
+        "time after which a process with a hanging main loop is killed and restarted; 0: never",
+        unit="s",
+        least=0,
     )
 
 
@@ -89,7 +92,7 @@ class SchedulerConfig(_Checked):
         "KV cache that must be free to admit a request: for its present tokens, or for its maximum length",
         choices=("max_utilization", "guaranteed_no_evict"),
     )
-    prefix_cache: str = _option("hash", "sharing of equal prompt prefixes", choices=("radix", "hash", "off"))
+    prefix_cache: str = _option("hash", "how equal prompt prefixes are shared", choices=("radix", "hash", "off"))
     policy_preemption: str = _option(
         "auto",
         "whether waiting requests preempt running ones; auto: with priority, edf and fair, under max_utilization",
@@ -100,7 +103,7 @@ class SchedulerConfig(_Checked):
     )
     preempt_priority_difference: float = _option(
         0.0,
-        "policy priority: least difference in priority from which on a running request may be preempted; 0: any",
+        "policy priority: minimum difference in priority for preempting a running request; 0: any",
         least=0,
     )
     slo_ttft_ms: float = _option(
@@ -111,7 +114,7 @@ class SchedulerConfig(_Checked):
         least=0,
     )
     slo_ttft_token_us: float = _option(
-        125.0, "policy slo: time that is added to this target for each prompt token", unit="us", least=0
+        125.0, "policy slo: time added to this target per prompt token", unit="us", least=0
     )
     victim_rule: str = _option(
         "fewest", "which running request to preempt", choices=("fewest", "youngest", "lowest_priority")
@@ -121,14 +124,14 @@ class SchedulerConfig(_Checked):
     )
     max_num_batched_tokens: int = _option(
         0,
-        "token budget of a worker's step, in which the later tokens of a long prompt count more; 0: the worker's limit",
+        "token budget per step, in which later tokens of a long prompt count more; 0: the worker's limit",
         least=0,
         most=MAX_STEP_TOKENS,
     )
     itl_target_ms: float = _option(
         500.0,
-        "target time of a step that has decode rows: chunks of prompts are made so short that the step takes at most "
-        "this long, or twice a step without chunks; 0: no target",
+        "target duration of a step with decode rows: prompt chunks are short enough that the step takes at most"
+        " this time, or twice the time of a step without chunks; 0: no target",
         unit="ms",
         least=0,
     )
@@ -306,7 +309,7 @@ class WorkerConfig(_Checked):
         "checkpoint of a smaller model with the same tokenizer, as for 'model'; only with speculation=draft; empty: the"
         " model's own, which only 'demo' has",
     )
-    speculative_tokens: int = _option(8, "most draft tokens per request and step", least=1, most=64)
+    speculative_tokens: int = _option(8, "maximum number of draft tokens per request and step", least=1, most=64)
     cuda_graphs: bool = _option(
         True, "capture steps as CUDA graphs at start (GPU only; not with tensor_parallel_size above 1)"
     )
@@ -315,7 +318,7 @@ class WorkerConfig(_Checked):
     )
     tensor_parallel_size: int = _option(
         1,
-        "number of ranks (processes, each with a GPU of its own or a share of the cores) that share the model and"
+        "number of ranks (processes, each with its own GPU or a share of the cores) that share the model and"
         " serve as one worker; memory settings are per rank",
         least=1,
         most=1024,
@@ -341,7 +344,7 @@ class FrontendConfig(_Checked):
     grpc_port: int = _option(50051, "port for gRPC; 0: any free one", least=0, most=65535)
     http_port: int = _option(8000, "port for HTTP; 0: any free one", least=0, most=65535)
     stream_credit: int = _option(
-        65536, "bytes of output that a stream may be ahead of its client", unit="bytes", least=4, most=1 << 30
+        65536, "maximum output in bytes that the client has not read yet", unit="bytes", least=4, most=1 << 30
     )
     default_max_tokens: int = _option(
         0,
@@ -351,8 +354,8 @@ class FrontendConfig(_Checked):
     )
     generation_config: str = _option(
         "auto",
-        "sampling defaults of requests: 'auto' (the model's generation_config.json), 'none', or the path of such a file"
-        " or of its folder",
+        "sampling defaults for requests: 'auto' (the model's generation_config.json), 'none', or the path of such a"
+        " file or its folder",
     )
     max_concurrent_requests: int = _option(
         8192, "maximum number of concurrent calls; more are rejected with RESOURCE_EXHAUSTED", least=1
@@ -404,7 +407,7 @@ class FrontendConfig(_Checked):
         least=0,
     )
     console: bool = _option(
-        True, "serve the console, a web page for operators, at / of HTTP; its data needs the rights of an operator"
+        True, "serve the console, a web page for operators, at / of HTTP; its data requires operator rights"
     )
     console_trace_url: str = _option(
         "",

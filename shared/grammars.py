@@ -279,7 +279,7 @@ def _check_repetitions(text: str) -> None:
             follows_group = closed >= 0 and not text[closed : found.start()].strip()
             num_repeats = int(count[:20]) * (within if follows_group else 1)
             if num_repeats > MAX_REPEATS:
-                raise GrammarError(f"requires too many repetitions ({num_repeats}); require at most {MAX_REPEATS}")
+                raise GrammarError(f"requires too many repetitions ({num_repeats}); use at most {MAX_REPEATS}")
             most[-1] = max(most[-1], num_repeats)
         elif found[0] == "(":
             most.append(1)

@@ -132,7 +132,7 @@ VLLM_CACHE_CONFIG = Metric(
     ("model_name", "block_size", "num_gpu_blocks"),
 )
 VLLM_PREFIX_QUERIES = Metric(
-    "vllm:prefix_cache_queries", _C, "Tokens of admitted sequences, for which the prefix cache was asked", _ENGINE
+    "vllm:prefix_cache_queries", _C, "Tokens of admitted sequences that were looked up in the prefix cache", _ENGINE
 )
 VLLM_PREFIX_HITS = Metric(
     "vllm:prefix_cache_hits", _C, "Tokens of admitted sequences whose KV was in the prefix cache", _ENGINE
@@ -173,7 +173,7 @@ VLLM_TIME_TO_FIRST_TOKEN = Metric(
 VLLM_INTER_TOKEN_LATENCY = Metric(
     "vllm:inter_token_latency_seconds",
     _H,
-    "Time between two tokens of an output as its reader gets them: 0 between the tokens of one message",
+    "Time between two tokens of an output as the client receives them: 0 between tokens in one message",
     _MODEL,
     "s",
     (0.001, 0.0025, 0.005, *_PER_TOKEN_BOUNDS, 5, 7.5, 10, 20, 40, 80),
@@ -209,7 +209,7 @@ VLLM_QUEUE_TIME = Metric(
 VLLM_PREFILL_TIME = Metric(
     "vllm:request_prefill_time_seconds",
     _H,
-    "Time to the first token without the time in the queue; includes tokenising and the links",
+    "Time to the first token, excluding the queue and including tokenisation and links",
     _MODEL,
     "s",
     _VLLM_LATENCY_BOUNDS,
@@ -227,7 +227,7 @@ VLLM_DECODE_TIME = Metric(
 VLLM_INFERENCE_TIME = Metric(
     "vllm:request_inference_time_seconds",
     _H,
-    "Time from arrival to the last token without the time in the queue",
+    "Time from arrival to the last token, excluding the queue",
     _MODEL,
     "s",
     _VLLM_LATENCY_BOUNDS,
@@ -257,10 +257,10 @@ MERGED_TOKENS = Metric(
     source=_FRONTEND,
 )
 SHARE_HELD = Metric(
-    "quire.share.held", _G, "What all principals together hold of a resource of the front end", ("resource",),
+    "quire.share.held", _G, "Amount of a front-end resource held by all principals together", ("resource",),
     source=_FRONTEND,
 )  # fmt: skip
-SHARE_LIMIT = Metric("quire.share.limit", _G, "Limit of a resource of the front end", ("resource",), source=_FRONTEND)
+SHARE_LIMIT = Metric("quire.share.limit", _G, "Limit of a front-end resource", ("resource",), source=_FRONTEND)
 SHARE_REFUSALS = Metric(
     "quire.share.refusals",
     _C,
@@ -272,7 +272,7 @@ SHARE_REFUSALS = Metric(
 REQUEST_TARGETS = Metric(
     "quire.request_targets",
     _C,
-    "Targets of requests by kind (first_token, total) and outcome (met, missed); goodput is the rate of met ones",
+    "Request targets by kind (first_token, total) and outcome (met, missed); goodput is the rate of met targets",
     ("target", "outcome"),
     source=_FRONTEND,
 )
@@ -286,12 +286,15 @@ TENANT_QUEUE = Metric(
     "quire.tenant.queue_time", _C, "Time that a tenant's requests waited", ("tenant",), "s", source=_FRONTEND
 )
 SCHEDULER_CONNECTED = Metric(
-    "quire.scheduler.connected", _G, "1 while the front end hears from the scheduler, else 0", source=_FRONTEND
+    "quire.scheduler.connected",
+    _G,
+    "1 while the front end receives messages from the scheduler, else 0",
+    source=_FRONTEND,
 )
 SCHEDULER_READY = Metric(
     "quire.scheduler.ready",
     _G,
-    "1 while the front end hears from the scheduler and a worker is usable, else 0",
+    "1 while the front end receives messages from the scheduler and a worker is usable, else 0",
     source=_FRONTEND,
 )
 SCHEDULER_SILENCE = Metric(
@@ -302,7 +305,7 @@ SCHEDULER_SILENCE = Metric(
     source=_FRONTEND,
 )
 SCHEDULER_RESTARTS = Metric(
-    "quire.scheduler.restarts", _C, "Schedulers that the front end has met after its first one", source=_FRONTEND
+    "quire.scheduler.restarts", _C, "Schedulers to which the front end connected after the first one", source=_FRONTEND
 )
 SPANS_DROPPED = Metric(
     "quire.spans_dropped",
@@ -328,19 +331,19 @@ QUEUE = Metric(
 )
 FRONTENDS = Metric("quire.frontends", _G, "Connected front ends")
 WORKERS = Metric("quire.workers", _G, "Usable workers")
-WORKERS_JOINED = Metric("quire.workers_joined", _C, "Connections from workers, those from restarted ones included")
+WORKERS_JOINED = Metric("quire.workers_joined", _C, "Connections from workers, including restarted ones")
 WORKERS_LOST = Metric("quire.workers_lost", _C, "Workers that were lost without a goodbye")
 REQUESTS_ENDED = Metric("quire.requests_ended", _C, "Requests to the scheduler that ended, by reason", ("reason",))
 FORECASTS = Metric(
     "quire.forecasts",
     _C,
-    "Requests whose wait, first_token or end was forecast at their arrival and has come",
+    "Requests with a forecast wait, first_token or end that has occurred",
     ("of",),
 )
 FORECASTS_HELD = Metric(
     "quire.forecasts_held",
     _C,
-    "Those of them that were within the forecast quantile 0.5 or 0.9; the share should be that number",
+    "Forecasts that held: the actual time was within the forecast quantile 0.5 or 0.9, which should be the fraction",
     ("of", "quantile"),
 )
 STEP_COST = Metric(
@@ -379,7 +382,7 @@ KV_BLOCKS = Metric(
 BATCH_ROWS = Metric("quire.batch_rows", _G, "Rows in use", _WORKER)
 BATCH_ROW_LIMIT = Metric("quire.batch_row_limit", _G, "Rows that the worker has", _WORKER)
 BATCH_TOKENS = Metric("quire.batch_tokens", _G, "Tokens of the newest step", _WORKER)
-PLANS_IN_FLIGHT = Metric("quire.plans_in_flight", _G, "Plans sent and not answered", _WORKER)
+PLANS_IN_FLIGHT = Metric("quire.plans_in_flight", _G, "Plans sent without a result so far", _WORKER)
 STEPS = Metric("quire.steps", _C, "Steps planned", _WORKER)
 SCHEDULED_TOKENS = Metric(
     "quire.scheduled_tokens", _C, "Tokens planned, by kind: prefill or decode", ("worker", "kind"), "{token}"
@@ -448,7 +451,7 @@ RECORD_ENTRIES = Metric("quire.record_entries", _C, "Entries written to the flig
 RECORD_FAILURES = Metric("quire.record_failures", _C, "Times that the flight recorder stopped recording")
 RECORD_SNAPSHOTS = Metric("quire.record_snapshots", _C, "Snapshots of the scheduler's state for the flight record")
 RECORD_LONGEST_FORK = Metric(
-    "quire.record_longest_fork", _G, "Longest time for which a snapshot stopped the scheduler's loop", unit="s"
+    "quire.record_longest_fork", _G, "Longest time that a snapshot blocked the scheduler's loop", unit="s"
 )
 
 ALL = tuple(each for each in list(globals().values()) if isinstance(each, Metric))

@@ -78,7 +78,7 @@ SPANS = {
         "the execution of a step; links to the rows in it",
         ("quire.worker", "quire.step", "quire.rows", "quire.tokens", "quire.prefill_tokens", "quire.continuation"),
     ),
-    LINKS: SpanInfo("scheduler", STEP + " or " + ATTEMPT, "further links of a span that has 128 already"),
+    LINKS: SpanInfo("scheduler", STEP + " or " + ATTEMPT, "further links of a span that already has 128"),
 }
 """All spans by name; `{…}` stands for an attribute."""
 
@@ -94,7 +94,7 @@ ATTRIBUTES = {
     "url.scheme": "http or https",
     "quire.request_id": "id of the request",
     "quire.preemptions": "times that the request was preempted",
-    "quire.tail": "why a call was exported that was not sampled: failed, target (it missed one of its own), slow",
+    "quire.tail": "why an unsampled call was exported: failed, target (it missed its own target), slow",
     "quire.attempt": "number of the attempt, from 0",
     "quire.tokens": "tokens of the sequence (attempt) or of the step",
     "quire.outcome": "why the attempt ended: finished, preempted, moved, worker lost, prefix failed or an end reason",
@@ -107,11 +107,11 @@ ATTRIBUTES = {
     "quire.generation": "generation of the row",
     "quire.prompt_tokens": "tokens of the prompt",
     "quire.tokens_computed": "tokens whose KV was computed in the row",
-    "quire.draft_tokens": "draft tokens that were verified for the call or in the row; absent without any",
-    "quire.accepted_draft_tokens": "those of them that were accepted",
+    "quire.draft_tokens": "draft tokens verified for the call or in the row; absent if none",
+    "quire.accepted_draft_tokens": "accepted draft tokens",
     "quire.rows": "rows in the step",
     "quire.prefill_tokens": "prompt tokens in the step",
-    "quire.continuation": "number of a further span of the same step, which has more links",
+    "quire.continuation": "number of a continuation span with more links of the same step",
 }
 """Attributes that are always set."""
 

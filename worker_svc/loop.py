@@ -103,7 +103,7 @@ class WorkerLoop:
         if self._engine.grammars is not None:
             self._engine.grammars.prepare(request)
         else:
-            failure = "the model of this worker has no tokenizer that supports grammars"
+            failure = "this worker's model has no tokenizer that supports grammars"
             report = GrammarReport(request.grammar.key, failure, GrammarFailureCause.WORKER)
             self._link.send_grammar_report(report)
 

@@ -56,7 +56,7 @@ def add_server_flags(parser: OneLineParser) -> None:
         metavar="N",
         help="over HTTP, token ids are below N (default: 1000)",
     )
-    add("--max-model-len", type=number_of, metavar="N", help="over HTTP: cut prompts to a context of N tokens")
+    add("--max-model-len", type=number_of, metavar="N", help="over HTTP: truncate prompts to a context of N tokens")
     add(
         "--extra-body",
         type=_json_object,
@@ -95,14 +95,14 @@ def add_workload_flags(parser: OneLineParser) -> None:
     )
     add("--long-share", type=share, default=0.0, metavar="P", help="share of sessions that have a long prompt")
     add("--long-input", type=_lengths, default="1024", metavar="LENGTH", help="prompt tokens of these (default: 1024)")
-    add("--workload", choices=_WORKLOADS, help="lengths and shared prefixes with the published statistics of a trace")
+    add("--workload", choices=_WORKLOADS, help="lengths and shared prefixes from the published statistics of a trace")
     add("--dataset", type=Path, metavar="FILE", help='prompts from JSON lines: {"prompt": TEXT, "max_tokens": N}')
     add("--tenants", type=_weights, default={}, metavar="A=3,B=1", help="tenants and their weights")
     add("--priorities", type=_weights, default={}, metavar="0=9,5=1", help="priorities and their weights")
     add("--cancel-ratio", type=share, default=0.0, metavar="P", help="share of sessions that the client cancels")
     add("--deadline", type=positive, metavar="S", help="deadline of each request, seconds")
     add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default: 0)")
-    add("--stop-at-eos", action="store_true", help="let the model end an answer before its length")
+    add("--stop-at-eos", action="store_true", help="let the model end a response before its requested length")
 
 
 def add_generator_flags(parser: OneLineParser) -> None:
@@ -243,14 +243,14 @@ async def _ask_http(options: Namespace) -> "tuple[Address, Prompts, bool]":
                     raise
                 ignore_eos = False
                 tokens = await target.count_tokens(short, ignore_eos=False)
-                note = "does not accept ignore_eos; answers may end before the length that --output asks for"
+                note = "does not accept ignore_eos; responses may be shorter than --output"
                 print(f"{options.url}: {note}", file=sys.stderr)
             if style is not Style.TOKENS:
                 counted = await target.count_tokens(long, ignore_eos=ignore_eos)
                 scale = TextScale.of_probes((PROBE_WORDS[0], tokens), (PROBE_WORDS[1], counted))
                 prompts = replace(prompts, scale=scale)
     except (RequestFailedError, OSError, ssl.SSLError) as error:
-        remedy = "give the URL of a server with OpenAI's API, without /v1, with --url, and maybe --model"
+        remedy = "use --url with the URL of a server with OpenAI's API, without /v1; some servers also need --model"
         raise CommandError(f"{options.url}: {one_line(str(error) or type(error).__name__)}; {remedy}") from None
     return address, prompts, ignore_eos
 

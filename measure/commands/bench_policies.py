@@ -35,7 +35,7 @@ def configure(parser: OneLineParser) -> None:
     add("--seconds", type=float, default=600.0, metavar="S", help="jobs of the first S seconds (default: 600)")
     add("--share", default="", metavar="F,…", help="shares of the trace (default: 0.4), or of the capacity (0.9)")
     add("--users", default="16", metavar="N,…", help="numbers of users of the agents (default: 16)")
-    add("--sessions", type=int, default=64, metavar="N", help="most sessions of all users together (default: 64)")
+    add("--sessions", type=int, default=64, metavar="N", help="maximum number of sessions over all users (default: 64)")
     add(
         "--schedulers",
         default="quire:default",
@@ -43,8 +43,14 @@ def configure(parser: OneLineParser) -> None:
         help="schedulers to compare (default: quire:default)",
     )
     add("--workers", type=int, default=1, metavar="N", help="number of devices (default: 1)")
-    add("--in-flight", type=int, default=1, metavar="N", help="most steps in flight per device, 1 or 2 (default: 1)")
-    add("--costs", default="8b-h100", metavar="NAME|FILE", help="costs of a step: 8b-h100, 70b-4xh100 or a JSON file")
+    add(
+        "--in-flight",
+        type=int,
+        default=1,
+        metavar="N",
+        help="maximum number of steps in flight per device, 1 or 2 (default: 1)",
+    )
+    add("--costs", default="8b-h100", metavar="NAME|FILE", help="step costs: 8b-h100, 70b-4xh100 or a JSON file")
     add("--kv-tokens", type=int, metavar="N", help="tokens of the KV cache (default: those of --costs; agents 131072)")
     add("--seed", type=int, default=1, metavar="N", help="first seed (default: 1)")
     add("--seeds", type=int, default=1, metavar="N", help="number of seeds (default: 1)")

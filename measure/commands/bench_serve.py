@@ -55,7 +55,7 @@ def configure(parser: OneLineParser) -> None:
         " 1 (default) gives Poisson arrivals, smaller is burstier; the CV of the gaps is 1/√B")  # fmt: skip
     add("--constant", action="store_true", help="open loop: equal gaps")
     add("--ramp-to", type=positive, metavar="R", help="open loop: the rate changes from --rate to this one")
-    add("--trace", type=Path, metavar="FILE", help="open loop: times and lengths of a trace of Azure or Mooncake")
+    add("--trace", type=Path, metavar="FILE", help="open loop: times and lengths from an Azure or Mooncake trace")
     add("--speed", type=positive, default=1.0, metavar="X", help="replay the trace X times as fast (default: 1)")
     add("--concurrency", type=number_of, metavar="N", help="closed loop: number of users")
     add("--think", type=non_negative, default=0.0, metavar="S", help="closed loop: pause of a user, seconds")

@@ -39,18 +39,18 @@ def configure(parser: OneLineParser) -> None:
     """Add the flags."""
     parser.add_argument("place", type=Path, metavar="FILE_OR_FOLDER", help="segment, folder of segments, or trace")
     parser.add_argument("--to", type=int, metavar="ENTRY", help="stop after the entry with this number")
-    parser.add_argument("--what-if", action="store_true", help="simulate the record with the settings that it has")
+    parser.add_argument("--what-if", action="store_true", help="simulate the record with its own settings")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="simulate with this setting; repeatable"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="simulate with N workers, at most 1000")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the scatter of step times (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the random variation of step times (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the simulation's results as one JSON object")
     parser.add_argument(
         "--learn-step-times",
         type=Path,
         metavar="FILE",
-        help="write settings, workers and step times of the record to FILE and exit",
+        help="write the record's settings, workers and step times to FILE and exit",
     )
     parser.add_argument(
         "--step-times", type=Path, metavar="FILE", help="simulate with the step times in FILE; required for a trace"

@@ -84,7 +84,7 @@ def _batched_tokens(best: Measured, broken: Measured | None, slo: Slo) -> list[S
         ]
     first = broken or best
     if slo.ttft_s is not None and first.figures.ttft.p99 > slo.ttft_s:
-        room = "no limit of ITL was given" if slo.itl_s is None else "ITL is well within its limit"
+        room = "no ITL limit was specified" if slo.itl_s is None else "ITL is well within its limit"
         return [
             Suggestion(
                 "--max-num-batched-tokens",
@@ -103,22 +103,23 @@ def _policy(best: Measured, slo: Slo, has_tenants: bool, has_priorities: bool) -
     if has_tenants:
         return Suggestion("--policy", "fair", "the requests have tenants; fair divides the service between them")
     if server is None or server.waiting is None:
-        reason = "it is not known whether requests wait; use the server's --metrics"
+        reason = "whether requests wait is unknown; pass the server's metrics address with --metrics"
         return Suggestion("--policy", "balanced", reason)
     if server.waiting < 0.5:
         return Suggestion(
-            "--policy", "balanced", "hardly a request waits at this load, so the order makes no difference"
+            "--policy", "balanced", "hardly any request waits at this load, so the order makes no difference"
         )
     if (server.prefix_hit_share or 0.0) > 0.2:
         share = server.prefix_hit_share or 0.0
-        reason = f"{share:.0%} of the prompt tokens were cached; lpm starts requests while their prefix is still there"
+        reason = f"{share:.0%} of the prompt tokens were cached; lpm starts requests while their prefix is still cached"
         return Suggestion("--policy", "lpm", reason)
     if outputs.mean and outputs.p99 > 4 * outputs.mean:
         reason = (
-            "a few answers are far longer than the others; sjf lets short ones pass if clients say what they expect"
+            "a few outputs are far longer than the others; with sjf, short requests overtake them if clients set"
+            " expected_output_tokens"
         )
         return Suggestion("--policy", "sjf", reason)
     if slo.ttft_s is not None or slo.e2e_s is not None:
         reason = "requests wait and have limits; edf serves the most urgent first if clients send these as targets"
         return Suggestion("--policy", "edf", reason)
-    return Suggestion("--policy", "balanced", "no other policy has a reason in these figures")
+    return Suggestion("--policy", "balanced", "these results give no reason for another policy")

@@ -61,14 +61,16 @@ class Report:
                     " than the server began to answer them; lower the rate"
                 )
             if run.shortened:
-                found.append(f"{repeat}{run.shortened} turns exceeded the model's context and were cut or left out")
+                found.append(
+                    f"{repeat}{run.shortened} turns exceeded the model's context and were truncated or omitted"
+                )
             if short := sum(each.is_short for each in run.outcomes if each.counted) if run.plan.ignore_eos else 0:
                 found.append(
                     f"{repeat}{short} of {run.figures.done} answers have fewer tokens than asked for: the server does"
                     " not heed ignore_eos, or does not say how many tokens a message has"
                 )
         if self.figures.done == 0:
-            found.append("no request was answered; latencies are unknown")
+            found.append("no request got a response; latencies are unknown")
         elif not self.figures.prompt_tokens:
             found.append("the server does not report prompt tokens in its streams; their number is unknown")
         return found

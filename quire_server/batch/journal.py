@@ -30,7 +30,7 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise BatchError(f"{path}: in use by another run; wait until it ends or name another file") from None
+            raise BatchError(f"{path}: in use by another run; wait until that run ends, or use another file") from None
         try:
             self.done = self._read()
         except BatchError:
@@ -68,6 +68,6 @@ class Journal:
             try:
                 done.add(id_of_answer(json.loads(line)))
             except (ValueError, TypeError, KeyError):
-                raise BatchError(f"{self._path}:{number}: not a result of a batch; name another file") from None
+                raise BatchError(f"{self._path}:{number}: not a result of a batch; use another file") from None
             end += len(line)
         return done

@@ -156,7 +156,7 @@ def _grpc_target(text: str) -> str:
 def _http_target(text: str) -> str:
     """Check and return the address; a URL that ends after the port is also accepted."""
     if text.startswith("https://"):
-        raise argparse.ArgumentTypeError(f"{text!r}: give HOST:PORT, and the CA of TLS with --tls-ca")
+        raise argparse.ArgumentTypeError(f"{text!r}: pass HOST:PORT, and for TLS the CA with --tls-ca")
     if text.startswith("grpc://"):
         raise argparse.ArgumentTypeError(
             f"{text!r} is a gRPC address, but this command uses HTTP; use HOST:PORT of the HTTP port"

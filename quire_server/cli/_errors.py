@@ -14,7 +14,7 @@ _GRPC_FAILURES = (
     ("WRONG_VERSION_NUMBER", "does not speak TLS; remove --tls-ca"),
     ("CERTIFICATE_VERIFY_FAILED", "certificate not accepted; pass its CA with --tls-ca"),
     ("not in peer certificate", "certificate issued for another name; pass the name in the certificate with --target"),
-    ("Socket closed", "closed the connection; if it speaks TLS, give --tls-ca"),
+    ("Socket closed", "closed the connection; if it uses TLS, pass --tls-ca"),
     ("Connection refused", f"nothing listens there; {_START_SERVER}"),
     ("errors resolving", "host name not found; pass HOST:PORT with --target"),
 )

@@ -5,7 +5,7 @@ Most users know vLLM's names, so Quire uses the same name wherever the meaning i
 """
 
 _CHUNKED = "prompts are always computed in chunks; --max-num-batched-tokens limits their size"
-_JOINS = "prompts join the running batch at every step; --itl-target-ms limits how long they make it"
+_JOINS = "prompts join the running batch at every step; --itl-target-ms limits the step's duration"
 _LORA = "LoRA adapters are not supported; merge the adapter into the checkpoint of --model"
 _NO_STAGES = "layers are not divided among GPUs; use --tensor-parallel-size"
 _PAGED = "the KV cache is always paged, and its blocks are shared with copy on write; remove the flag"
@@ -29,14 +29,14 @@ _VLLM = {
     "--preemption-mode": "Quire chooses between swap and recompute; --swap-space 0 leaves recompute",
     "--cpu-offload-gb": "weights stay on the device; --swap-space keeps preempted requests in host memory",
     "--kv-cache-memory-bytes": "use --kv-cache-memory on a CPU, --gpu-memory-utilization on a GPU",
-    "--trust-remote-code": "Quire runs no code of a checkpoint",
+    "--trust-remote-code": "Quire never runs code from a checkpoint",
     "--tokenizer": "the tokenizer of --model is used",
     "--chat-template": "the chat template of --model is used",
     "--ssl-certfile": "use --tls-cert",
     "--ssl-keyfile": "use --tls-key",
     "--ssl-ca-certs": "use --tls-client-ca",
-    "--disable-log-requests": "requests are not logged; quire explain reads the flight record",
-    "--disable-log-stats": "statistics are not logged; /metrics has them",
+    "--disable-log-requests": "requests are not logged; use quire explain, which reads the flight record",
+    "--disable-log-stats": "statistics are not logged; see /metrics",
     "--otlp-traces-endpoint": "set the variable OTEL_EXPORTER_OTLP_ENDPOINT",
     "--uvicorn-log-level": "use quire log-level",
     "--guided-decoding-backend": "grammars need no setting",

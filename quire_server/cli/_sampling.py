@@ -11,7 +11,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 def add_sampling_flags(parser: OneLineParser) -> None:
     """Add the flags of `SAMPLING`."""
     add = parser.add_argument
-    add("--max-tokens", type=int, metavar="N", help="maximum number of tokens to generate in an answer")
+    add("--max-tokens", type=int, metavar="N", help="maximum number of tokens to generate")
     add(
         "--temperature",
         type=float,
@@ -26,7 +26,7 @@ def add_sampling_flags(parser: OneLineParser) -> None:
         help="sample from the smallest set of tokens whose total probability reaches P",
     )
     add("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the most likely one")
-    add("--seed", type=int, metavar="N", help="seed of the random sampling, for repeatable answers")
+    add("--seed", type=int, metavar="N", help="seed for random sampling, for repeatable responses")
 
 
 def given_options(options: Namespace, names: Sequence[str]) -> Any:

@@ -51,7 +51,7 @@ def configure(parser: OneLineParser) -> None:
         type=float,
         default=120.0,
         metavar="S",
-        help="give up after this many seconds without an answered request (default: 120)",
+        help="stop after this many seconds without a successful request (default: 120)",
     )
     add("--quiet", action="store_true", help="print no progress")
 
@@ -65,7 +65,7 @@ def run(options: Namespace) -> int:
     if options.concurrency < 1:
         raise CommandError(f"--concurrency: {options.concurrency} is too small; use at least 1")
     if options.requests.resolve() == options.answers.resolve():
-        raise CommandError("answers: this is the file of the requests; name another file")
+        raise CommandError("answers: this is the requests file; use another file")
     try:
         ids = read_ids(options.requests)
         with Journal(options.answers) as journal:

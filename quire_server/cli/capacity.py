@@ -34,13 +34,13 @@ def configure(parser: OneLineParser) -> None:
     """Add the flags."""
     add = parser.add_argument
     add("--model", default="demo", help="'demo', a checkpoint folder, a config.json, or a hub id (default: demo)")
-    add("--params", metavar="NAME=NUMBER,…", help="sizes of the model in place of --model")
+    add("--params", metavar="NAME=NUMBER,…", help="model sizes instead of --model")
     add("--gpu-memory", metavar="SIZE", help="memory of one card, for example 80GB or 24GiB")
     add(
         "--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE", help="share for the worker (default: 0.9)"
     )
     add("--step-memory", metavar="SIZE", help="memory of a step's activations (default: an estimate)")
-    add("--kv-cache-memory", metavar="SIZE", help="memory for KV alone, as on a CPU, in place of --gpu-memory")
+    add("--kv-cache-memory", metavar="SIZE", help="memory for KV only, as on a CPU, instead of --gpu-memory")
     add("--context", metavar="N,…", help="tokens of a request, prompt and output (default: 2048,4096,32768)")
     add("--output", type=int, default=256, metavar="N", help="tokens of a request that are generated (default: 256)")
     add(
@@ -48,7 +48,7 @@ def configure(parser: OneLineParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="tokens that all prompts begin with (default: 0)",
+        help="tokens in a prefix shared by all prompts (default: 0)",
     )
     add("--dtype", type=lambda word: DTYPE_ALIASES.get(word, word), choices=("auto", "float32", "bfloat16", "float16"),
         default="auto", help="type of weights and KV (default: as in config.json)")  # fmt: skip

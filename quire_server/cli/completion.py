@@ -43,7 +43,7 @@ complete -o default -F _quire quire
 
 def configure(parser: OneLineParser) -> None:
     """Add the `shell` argument to the parser."""
-    parser.add_argument("shell", choices=("bash",), help="the shell that runs the script")
+    parser.add_argument("shell", choices=("bash",), help="shell for which to print the script")
 
 
 def run(_options: Namespace) -> int:

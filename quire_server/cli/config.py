@@ -20,7 +20,7 @@ EXAMPLES = """
 
 def configure(parser: OneLineParser) -> None:
     """Add the flags of `quire serve`."""
-    parser.add_argument("--changed", action="store_true", help="print only settings that differ from their default")
+    parser.add_argument("--changed", action="store_true", help="print only settings that differ from their defaults")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_serve_flags(parser)
 

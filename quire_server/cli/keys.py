@@ -41,7 +41,7 @@ def configure(parser: OneLineParser) -> None:
     """Add the arguments."""
     parser.add_argument("action", choices=("create", "add", "rotate", "revoke", "token", "principal"))
     parser.add_argument(
-        "folder", metavar="FOLDER", nargs="?", default="", help="folder of all keys; with principal: the file"
+        "folder", metavar="FOLDER", nargs="?", default="", help="folder with all keys; with principal: the file"
     )
     parser.add_argument(
         "name", metavar="NAME", nargs="?", default="", help="name of the worker or front end; with principal: its name"

@@ -27,7 +27,7 @@ def configure(parser: OneLineParser) -> None:
     """Add the flags."""
     add = parser.add_argument
     add_target(parser)
-    add("--every", type=float, default=1.0, metavar="S", help="least seconds between two updates (default: 1)")
+    add("--every", type=float, default=1.0, metavar="S", help="minimum seconds between two updates (default: 1)")
     add("--once", action="store_true", help="print the numbers for one second and exit")
 
 

@@ -67,5 +67,5 @@ def _watch(rank: int, process: "subprocess.Popen[bytes]", clean_up: Callable[[],
         time.sleep(_GRACE_S)
     how = f"exit code {exit_code}" if exit_code > 0 else f"killed by signal {-exit_code}"
     clean_up()
-    print(f"quire worker: rank {rank} ended ({how}), so the worker ends", file=sys.stderr, flush=True)
+    print(f"quire worker: rank {rank} exited ({how}), so the worker exits", file=sys.stderr, flush=True)
     os._exit(1)

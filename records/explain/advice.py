@@ -16,7 +16,7 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.GRAMMAR_CHECK: "reuse the same grammar in many requests: a checked one is not checked again",
     CauseKind.QUEUE: f"more requests arrive than are served: {remedies.TURN}",
     CauseKind.ORDER: (
-        "the policy served requests first that arrived later: give this one a higher priority, an earlier deadline or"
+        "later requests were served first by the policy: give this request a higher priority, an earlier deadline or"
         " a smaller expected_output_tokens, or use --policy fcfs"
     ),
     CauseKind.BUDGET: f"other prompts filled the steps: {remedies.PROMPTS}",
@@ -29,19 +29,19 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.GRAMMAR: "a new grammar is compiled once per worker: reuse grammars, or make this one simpler",
     CauseKind.PREFIX: "",
     CauseKind.BATCH: f"the batching mode collects requests: {remedies.BATCH}",
-    CauseKind.PLACEMENT: "it waited for another worker's plan; if that is frequent, add rows or workers",
+    CauseKind.PLACEMENT: "it waited for another worker's plan; if this happens often, add rows or workers",
     CauseKind.ALONE: "workers died while they computed it, so it runs alone; see the workers' logs for the reason",
     CauseKind.NO_WORKER: f"no worker could serve it: {remedies.NO_WORKER}",
     CauseKind.STEP_BEFORE: f"steps of other requests were long: {remedies.PROMPTS}",
     CauseKind.OWN_PREFILL: "its own prompt takes this long: send a shorter one, or share a prefix that is cached",
     CauseKind.COLD_PREFIX: (
-        "its prefix had been computed before and was gone: give workers more KV memory (--kv-cache-memory), or send"
+        "its prefix was computed before and evicted: give workers more KV memory (--kv-cache-memory), or send"
         " requests with the same prefix close together"
     ),
     CauseKind.OTHER_PROMPTS: (
         "bound other prompts' chunks in each step: set --long-prefill-token-threshold or lower --max-num-batched-tokens"
     ),
-    CauseKind.OWN_DECODE: ("its own tokens take this long: ask for fewer, or use faster workers"),
+    CauseKind.OWN_DECODE: ("its own tokens take this long: request fewer, or use faster workers"),
     CauseKind.NEIGHBOURS: (
         "the other requests in its steps made each token slower: lower --max-num-seqs, or add a worker"
     ),
@@ -84,7 +84,7 @@ _ADVICE: dict[CauseKind, str] = {
     ),
     CauseKind.LINK: "time passed between processes: see the load of the scheduler's machine and of the network",
     CauseKind.DETOKENISING: "read token ids instead of text, or start more front ends (--frontends)",
-    CauseKind.CLIENT: "its client took the answer slowly: read the stream without pauses, from a faster network",
+    CauseKind.CLIENT: "its client read the response slowly: read the stream without pauses, from a faster network",
 }
 
 

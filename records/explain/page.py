@@ -29,7 +29,7 @@ def page(found: Account) -> str:
     lines += ["", f"What would have helped: {helps}." if helps else "No setting would have made it faster."]
     if found.error_s is not None:
         lines.append(
-            f"The way to and from the front end is divided with an error of at most {seconds_text(found.error_s)}."
+            f"The link time is divided between both directions with an error of at most {seconds_text(found.error_s)}."
         )
     else:
         lines.append("The front end has not reported on this call, so its part of the time is missing.")

@@ -226,13 +226,13 @@ _POSTS: list[tuple[str, str, type[Body], str, bool]] = [
     ("/v1/messages", "Continue a conversation, in Anthropic's Messages API", MessagesBody, "AssistantMessage", True),
     ("/v1/messages/count_tokens", "Count the tokens of a conversation", CountTokensBody, "TokenCount", False),
     ("/v1/embeddings", "Turn texts into vectors", EmbeddingBody, "Embeddings", False),
-    ("/pooling", "Turn texts into vectors, in vLLM's form", PoolingBody, "Pooled", False),
+    ("/pooling", "Convert texts into vectors, in vLLM's format", PoolingBody, "Pooled", False),
     *(
         (path, "Sort documents by relevance", RerankBody, "Ranking", False)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *((path, "Compare texts", ScoreBody, "Scores", False) for path in ("/v1/score", "/score")),
-    ("/tokenize", "Text or a conversation into token ids", TokenizeBody, "Tokens", False),
+    ("/tokenize", "Convert a text or a conversation into token ids", TokenizeBody, "Tokens", False),
     ("/detokenize", "Token ids into text", DetokenizeBody, "Text", False),
 ]
 _GETS = [

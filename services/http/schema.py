@@ -139,7 +139,7 @@ class FunctionDefinition(Body):
     description: str | None = None
     parameters: JsonObject | None = Field(default=None, description="JSON schema of the arguments, of type object")
     strict: bool | None = Field(
-        default=None, description="calls follow the schema with tool_choice auto, too; forced calls always do"
+        default=None, description="calls follow the schema even with tool_choice auto; forced calls always do"
     )
 
 
@@ -270,7 +270,7 @@ class ScheduledBody(Body):
         default=0, description="lower values run first, as in vLLM; the negative of the gRPC field"
     )
     cache_salt: str | None = Field(
-        default=None, description="requests share cached prefixes only with requests of the same salt"
+        default=None, description="requests share cached prefixes only with requests that have the same salt"
     )
     tenant: str | None = None
     request_class: str | None = None

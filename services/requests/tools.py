@@ -67,7 +67,7 @@ def read_tools(request: v1.GenerateRequest, model_format: ModelFormat) -> Tools:
 def _check_choice(request: v1.GenerateRequest, functions: list[Function | None]) -> Iterator[FieldViolation]:
     choice = request.chat.tool_choice
     if choice.name and choice.mode != v1.TOOL_MODE_REQUIRED:
-        yield FieldViolation("chat.tool_choice.name", "requires the mode REQUIRED; set it, or give no name")
+        yield FieldViolation("chat.tool_choice.name", "requires the mode REQUIRED; set this mode, or remove the name")
     if choice.mode in (v1.TOOL_MODE_AUTO, v1.TOOL_MODE_REQUIRED) and not functions:
         yield FieldViolation("chat.tool_choice", "requires tools; add tools or set tool_choice to 'none'")
         return

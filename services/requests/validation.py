@@ -305,7 +305,7 @@ def _check_input(request: v1.GenerateRequest, model: link_pb2.ServedModel, has_c
                 yield FieldViolation("token_ids", "the prompt is empty; use at least one token")
             yield from check_token_ids(ids, model.vocab_size, "token_ids")
         case _:
-            yield FieldViolation("input", "missing; add one of `text`, `chat` and `token_ids`")
+            yield FieldViolation("input", "missing; add exactly one of `text`, `chat` and `token_ids`")
 
 
 def check_sampling_ranges(sampling: v1.SamplingOptions) -> Violations:

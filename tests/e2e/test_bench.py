@@ -87,7 +87,7 @@ def test_a_deadline_is_a_failure_with_its_reason(demo: Served, tmp_path: Path) -
     report = json.loads(file.read_text())
 
     assert (report["failures"], report["goodput"]) == ({"DEADLINE": 2}, 0.0)
-    assert "no request was answered; latencies are unknown" in report["warnings"]
+    assert "no request got a response; latencies are unknown" in report["warnings"]
 
 
 def test_repeats_give_intervals(demo: Served, tmp_path: Path) -> None:

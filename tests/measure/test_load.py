@@ -358,7 +358,7 @@ def test_a_server_that_counts_only_outside_of_streams_is_measured() -> None:
     warnings = Report("", "", Slo(), (run,)).warnings()
 
     assert run.figures.done == 4
-    assert any(each.startswith("4 of 4 answers have fewer tokens than asked for") for each in warnings)
+    assert any(each.startswith("4 of 4 responses have fewer tokens than requested") for each in warnings)
     assert any(each.startswith("the server does not report prompt tokens") for each in warnings)
 
 

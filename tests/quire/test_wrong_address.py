@@ -168,7 +168,7 @@ def test_grpc_commands_at_an_http_port(command: str, shell: Shell) -> None:
 def test_http_commands_at_another_http_server(command: str, status: int, body: bytes, shell: Shell) -> None:
     """A server that answers, but not as Quire does."""
     with http_server(status, body) as target:
-        assert shell.complaint(command, target) == f"answers {status}, which is not an answer of Quire; {GIVE_HTTP}"
+        assert shell.complaint(command, target) == f"returned {status}, which is not a response from Quire; {GIVE_HTTP}"
 
 
 def test_an_error_of_the_server_is_kept(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_without_tls_at_a_tls_port(command: str, shell: Shell, papers: Papers) -
     with http_server(papers=papers) if command in HTTP_COMMANDS else grpc_server_with_tls(papers) as target:
         complaint = shell.complaint(command, target, *flags)
 
-    assert complaint.startswith("closed the connection; if it speaks TLS, give --tls-ca")
+    assert complaint.startswith("closed the connection; if it uses TLS, pass --tls-ca")
 
 
 @pytest.mark.parametrize("command", [*HTTP_COMMANDS, "generate", "workers"])
@@ -252,7 +252,7 @@ def test_tls_at_a_port_without(command: str, papers: Papers, tmp_path: Path) -> 
         (
             "batch",
             "https://127.0.0.1:8000",
-            "'https://127.0.0.1:8000': give HOST:PORT, and the CA of TLS with --tls-ca",
+            "'https://127.0.0.1:8000': pass HOST:PORT, and for TLS the CA with --tls-ca",
         ),
         (
             "batch",

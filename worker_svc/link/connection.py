@@ -168,7 +168,7 @@ class Link:
         self.malformed_frames += 1
         if self.malformed_frames == 1:
             get_logger().warning(
-                "malformed frame dropped; further ones are counted without a log line", reason=event.reason
+                "malformed frame dropped; further malformed frames are only counted", reason=event.reason
             )
 
 

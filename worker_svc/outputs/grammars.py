@@ -190,12 +190,12 @@ class GrammarRows:
         self._rows.pop(row, None)
         if grammar is None:
             return
-        matcher, failure = None, "the model of this worker has no tokenizer that supports grammars"
+        matcher, failure = None, "this worker's model has no tokenizer that supports grammars"
         if self._store is not None:
             try:
                 matcher, failure = self._store.matcher(grammar), ""
             except GrammarError as error:
-                failure = f"the grammar was compiled before but fails now: {error}"
+                failure = f"the grammar compiled earlier but fails now: {error}"
         if matcher is not None and len(output):
             matcher.consume_tokens(output.tolist())  # After a failure, is_error() stays true.
             failure = "the output so far does not match the grammar" if matcher.is_error() else ""

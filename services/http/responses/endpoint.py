@@ -20,7 +20,8 @@ from services.http.runner import Runner
 from shared.errors import FieldViolation, InvalidRequestError, RequestNotFoundError
 
 _NOT_STORED = (
-    "is not stored: it is too old, was not stored, or another front end has it; send the whole conversation as input"
+    "is not stored: it may be too old, stored by another front end, or sent with store: false;"
+    " send the whole conversation as input"
 )
 
 

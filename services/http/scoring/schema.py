@@ -20,7 +20,7 @@ class ScoringBody(QueuedBody):
         default=None, description="as in embeddings; only with the server's score method embedding"
     )
     max_tokens_per_doc: Annotated[Uint32, Field(ge=1)] | None = Field(
-        default=None, description="compare only this number of tokens at the beginning of each document"
+        default=None, description="compare only this number of first tokens of each document"
     )
 
 
@@ -35,7 +35,7 @@ class RerankBody(ScoringBody):
 
     query: str
     documents: list[str | Document] = Field(min_length=1, max_length=MAX_DOCUMENTS)
-    top_n: Uint32 | None = Field(default=None, description="number of results; 0, or more than there are: all")
+    top_n: Uint32 | None = Field(default=None, description="maximum number of results; 0 for all")
     return_documents: bool = Field(default=True, description="repeat the texts in the results")
     rank_fields: list[Literal["text"]] | None = Field(default=None, description="only the text can be compared")
     max_chunks_per_doc: Ignored = Field(
