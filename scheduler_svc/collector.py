@@ -6,6 +6,8 @@ that exist after the start are therefore frozen, and the thresholds are raised.
 """
 
 import gc
+import time
+from collections.abc import Callable
 
 _YOUNG_THRESHOLD = 50_000
 
@@ -15,3 +17,17 @@ def tune_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_THRESHOLD, 20, 100)
+
+
+def watch_collections(observe: Callable[[float], None]) -> None:
+    """Report the time of every garbage collection, in seconds."""
+    began = 0.0
+
+    def called(phase: str, _info: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.monotonic()
+        else:
+            observe(time.monotonic() - began)
+
+    gc.callbacks.append(called)

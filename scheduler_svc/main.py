@@ -23,6 +23,13 @@ from shared.ids import draw_incarnation
 from shared.logging import configure_logging, get_logger
 from shared.telemetry import Telemetry
 
+SWITCH_S = 0.001
+"""Time after which another thread passes Python's interpreter lock to the loop, seconds.
+
+Every socket operation of the loop releases the lock. With Python's default of 5 ms, a turn would wait 5 ms several
+times while the flight recorder's thread runs.
+"""
+
 
 def run(config: SchedulerConfig) -> int:
     """Run the scheduler until SIGTERM or SIGINT; return the exit code.
@@ -124,6 +131,7 @@ def _lead(
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: service.stop())
     tune_collector()
+    sys.setswitchinterval(SWITCH_S)
     get_logger().info(
         "scheduler is up", frontends=config.frontend_address, workers=config.worker_address, leader_number=number
     )

@@ -5,7 +5,7 @@ over workers must therefore be sums of rates (`sum(rate(...))`), not rates of su
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -76,6 +76,7 @@ class SchedulerMetrics:
         self._idle = registry.histogram(names.DEVICE_IDLE)
         self._link = registry.histogram(names.LINK)
         self._turn = registry.histogram(names.TURN).labels()
+        self._turn_part = registry.histogram(names.TURN_PART)
         self._plan = registry.histogram(names.PLAN).labels()
         self._iteration = registry.histogram(names.VLLM_ITERATION_TOKENS)
         registry.computed(names.SPANS_DROPPED, spans_dropped, "scheduler")
@@ -85,6 +86,10 @@ class SchedulerMetrics:
     def observe_turn(self, seconds: float) -> None:
         """Count a turn of the loop with its duration."""
         self._turn.observe(seconds)
+
+    def turn_part(self, part: str) -> Distribution:
+        """Return the distribution of the time of a part of a turn."""
+        return self._turn_part.labels(part)
 
     def plan_sent(self, worker_id: str, step: int, num_tokens: int, began: float, now: float) -> None:
         """Count a plan with this many tokens that was made and sent from `began` to `now`."""
@@ -126,6 +131,20 @@ class SchedulerMetrics:
         leadership: Leadership | None = None,
     ) -> list[link_pb2.MetricFamily]:
         """Return the current values of all metrics."""
+        parts = self.in_parts(stats, journal, recorder, leadership)
+        return [family for family in parts if family is not None]
+
+    def in_parts(
+        self,
+        stats: SchedulerStats,
+        journal: Journal | None = None,
+        recorder: RecorderStats | None = None,
+        leadership: Leadership | None = None,
+    ) -> Iterator[link_pb2.MetricFamily | None]:
+        """Yield the current values of all metrics. None is yielded after each part of a long family.
+
+        With many workers, all values take tens of milliseconds, so the loop computes them in several turns.
+        """
         model = self.model
         ended = [((reason.value,), count) for reason, count in stats.ended.items()]
         phases = [
@@ -133,47 +152,42 @@ class SchedulerMetrics:
             for worker_id, times in self._times.items()
             for phase, total_ns in times.phases()
         ]
-        families = [
-            make_family(names.VLLM_RUNNING, [((model,), stats.running)]),
-            make_family(names.VLLM_WAITING, [((model,), stats.waiting)]),
-            make_family(names.QUEUE, [((reason,), count) for reason, count in stats.waiting_by_reason.items()]),
-            make_family(names.FRONTENDS, [((), stats.frontends)]),
-            make_family(names.WORKERS, [((), len(stats.workers))]),
-            make_family(names.WORKERS_JOINED, [((), self.workers_joined)]),
-            make_family(names.WORKERS_LOST, [((), self.workers_lost)]),
-            make_family(names.REQUESTS_ENDED, ended),
-            make_family(names.FORECASTS, [((each.of,), each.count) for each in stats.forecasts]),
-            make_family(
-                names.FORECASTS_HELD,
-                [
-                    ((each.of, quantile), count)
-                    for each in stats.forecasts
-                    for quantile, count in (("0.5", each.within_median), ("0.9", each.within_p90))
-                ],
-            ),
-            make_family(names.MALFORMED_FRAMES, [((), self.malformed_frames)]),
-            make_family(names.WORKER_TIME, phases),
-            make_family(
-                names.STEP_COST,
-                [((each.worker_id, part), s) for each in stats.workers for part, s in each.step_costs.items()],
-            ),
-            *_worker_families(stats.workers, model),
-            *self._registry.families(),
-        ]
+        yield make_family(names.VLLM_RUNNING, [((model,), stats.running)])
+        yield make_family(names.VLLM_WAITING, [((model,), stats.waiting)])
+        yield make_family(names.QUEUE, [((reason,), count) for reason, count in stats.waiting_by_reason.items()])
+        yield make_family(names.FRONTENDS, [((), stats.frontends)])
+        yield make_family(names.WORKERS, [((), len(stats.workers))])
+        yield make_family(names.WORKERS_JOINED, [((), self.workers_joined)])
+        yield make_family(names.WORKERS_LOST, [((), self.workers_lost)])
+        yield make_family(names.REQUESTS_ENDED, ended)
+        yield make_family(names.FORECASTS, [((each.of,), each.count) for each in stats.forecasts])
+        yield make_family(
+            names.FORECASTS_HELD,
+            [
+                ((each.of, quantile), count)
+                for each in stats.forecasts
+                for quantile, count in (("0.5", each.within_median), ("0.9", each.within_p90))
+            ],
+        )
+        yield make_family(names.MALFORMED_FRAMES, [((), self.malformed_frames)])
+        yield make_family(names.WORKER_TIME, phases)
+        yield make_family(
+            names.STEP_COST,
+            [((each.worker_id, part), s) for each in stats.workers for part, s in each.step_costs.items()],
+        )
+        yield from _worker_families(stats.workers, model)
+        yield from self._registry.in_parts()
         if stats.workers:
             total = sum(worker.blocks_total for worker in stats.workers)
             held = sum(worker.blocks_held for worker in stats.workers)
-            families += [
-                make_family(names.VLLM_KV_USAGE, [((model,), held / total if total else 0.0)]),
-                make_family(names.VLLM_CACHE_CONFIG, [((model, str(stats.block_size), str(total)), 1)]),
-            ]
+            yield make_family(names.VLLM_KV_USAGE, [((model,), held / total if total else 0.0)])
+            yield make_family(names.VLLM_CACHE_CONFIG, [((model, str(stats.block_size), str(total)), 1)])
         if journal is not None:
-            families += _journal_families(journal)
+            yield from _journal_families(journal)
         if recorder is not None:
-            families += _recorder_families(recorder)
+            yield from _recorder_families(recorder)
         if leadership is not None:
-            families += _leadership_families(leadership)
-        return families
+            yield from _leadership_families(leadership)
 
     def _of(self, worker_id: str) -> _WorkerTimes:
         times = self._times.get(worker_id)
@@ -225,8 +239,8 @@ def _recorder_families(stats: RecorderStats) -> list[link_pb2.MetricFamily]:
     return [make_family(metric, [((), value)]) for metric, value in figures]
 
 
-def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.MetricFamily]:
-    """Return one family per metric, with the values for all workers."""
+def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb2.MetricFamily]:
+    """Yield one family per metric, with the values for all workers."""
     single: tuple[tuple[names.Metric, Callable[[WorkerStats], int]], ...] = (
         (names.BATCH_ROWS, lambda w: w.rows_running),
         (names.BATCH_ROW_LIMIT, lambda w: w.rows_total),
@@ -280,11 +294,9 @@ def _worker_families(workers: list[WorkerStats], model: str) -> list[link_pb2.Me
         (names.VLLM_DRAFT_TOKENS, lambda w: w.counters.draft_tokens),
         (names.VLLM_ACCEPTED_TOKENS, lambda w: w.counters.accepted_draft_tokens),
     )
-    return [
-        *(make_family(metric, [((w.worker_id,), value(w)) for w in workers]) for metric, value in single),
-        *(
-            make_family(metric, [((w.worker_id, kind), each) for w in workers for kind, each in values(w).items()])
-            for metric, values in multiple
-        ),
-        *(make_family(metric, [((model, w.worker_id), value(w)) for w in workers]) for metric, value in engine),
-    ]
+    for metric, value in single:
+        yield make_family(metric, [((w.worker_id,), value(w)) for w in workers])
+    for metric, values in multiple:
+        yield make_family(metric, [((w.worker_id, kind), each) for w in workers for kind, each in values(w).items()])
+    for metric, value in engine:
+        yield make_family(metric, [((model, w.worker_id), value(w)) for w in workers])

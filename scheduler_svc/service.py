@@ -7,7 +7,8 @@ pause do not count as missing. Only the poll blocks.
 
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import zmq
@@ -15,6 +16,7 @@ import zmq
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
 from scheduler_svc.assembly import open_journal, protector, shown_settings, to_core_config
+from scheduler_svc.collector import watch_collections
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.scheduler import Scheduler
@@ -48,12 +50,22 @@ PLANNING_S = 0.008
 """Maximum time to make plans before the sockets are read again. The current plan is completed."""
 TOGETHER_S = 0.0005
 """Maximum time for which a plan waits for others, so that several are sent together."""
+GATHER_S = 0.001
+"""Maximum time for which a busy loop waits for more results after the first one, so that one turn handles several."""
+_GATHER_SHARE = 0.05
+"""The same as a share of the shortest step in flight. The workers have another plan meanwhile."""
+_MIN_GATHERED = 0.5
+"""Minimum number of results that must be expected in this time."""
+METRICS_S = 0.002
+"""Maximum time per turn to compute the metrics that a front end has requested."""
 IDLE_INTERVAL_S = 0.5
 """Interval of pings and of polls of the worker processes while no request is live."""
 SILENCE_WITH_STANDBY_S = 2.0
 """Maximum timeout of a worker that may find another leader, seconds."""
 STOPPED_S = 1.0
 """Time between two turns above which this process was stopped, so that another scheduler may lead, seconds."""
+TURN_PARTS = ("snapshot", "results", "requests", "upkeep", "metrics", "plans", "messages")
+"""The parts of a turn, in order."""
 SHUTDOWN_FLUSH_S = 1.0
 SHUTDOWN_LINGER_MS = 500
 _FAULTS = {
@@ -79,6 +91,15 @@ class _UnsentPlan(NamedTuple):
     frame: bytes
     began: float
     """Time at which planning began, s."""
+
+
+class _Snapshot(NamedTuple):
+    """A front end's request for the metrics, which are computed in several turns."""
+
+    peer: ev.Peer
+    request: int
+    rest: Iterator[link_pb2.MetricFamily | None]
+    found: list[link_pb2.MetricFamily]
 
 
 class SchedulerService:
@@ -150,6 +171,10 @@ class SchedulerService:
             self._silence_s = min(config.worker_silence_s, SILENCE_WITH_STANDBY_S)
         self._pulse = Pulse()
         self._ticked_at = self._looked_at = -math.inf
+        self._gather_s = 0.0
+        """Time for which to wait for more results after a wake-up, s."""
+        self._num_results = 0
+        """Number of results since the last tick."""
         self._planned_at = 0.0
         """Time of the last planning."""
         self._gone: dict[ev.Peer, str] = {}
@@ -157,6 +182,11 @@ class SchedulerService:
         """
         self._unsent: list[_UnsentPlan] = []
         """Plans that were made in this turn and not sent yet, in order."""
+        self._snapshots: deque[_Snapshot] = deque()
+        """Requested metrics that are being computed, oldest first."""
+        self._part_times = [self._metrics.turn_part(name) for name in TURN_PARTS]
+        self._part_began = 0.0
+        watch_collections(self._metrics.turn_part("collection").observe)
         self._stopping = False
         self._log_level = ""
         """Log level set by an operator; empty for none."""
@@ -186,7 +216,11 @@ class SchedulerService:
             if not more:
                 descriptors = journal_descriptors + self._explanations.descriptors
                 readable = sockets if standbys is None else (*sockets, *standbys.sockets)
-                wait_readable(readable, self._wake_at() - time.monotonic(), descriptors)
+                wake_at = self._wake_at()
+                wait_readable(readable, wake_at - time.monotonic(), descriptors)
+                # No plan is sent later because of this wait.
+                if self._gather_s and (pause_s := min(self._gather_s, wake_at - time.monotonic())) > 0:
+                    time.sleep(pause_s)
             last, began = began, time.monotonic()
             if standbys is not None:
                 if began - last > STOPPED_S:
@@ -213,10 +247,33 @@ class SchedulerService:
             self._recorder.close()
 
     def metric_families(self) -> list[link_pb2.MetricFamily]:
+        return [family for family in self._families_in_parts() if family is not None]
+
+    def _families_in_parts(self) -> Iterator[link_pb2.MetricFamily | None]:
         record = self._no_record if self._recorder is None else self._recorder.stats
         standbys = None if self._standbys is None else self._standbys.stats(self._journal)
         leadership = Leadership(self._leader_number, self._lease, standbys)
-        return self._metrics.families(self._core.stats(), self._journal, record, leadership)
+        return self._metrics.in_parts(self._core.stats(), self._journal, record, leadership)
+
+    def _continue_snapshots(self, now: float) -> bool:
+        """Compute requested metrics for at most `METRICS_S`; return whether some are left."""
+        while self._snapshots:
+            snapshot = self._snapshots[0]
+            for family in snapshot.rest:
+                if family is not None:
+                    snapshot.found.append(family)
+                if time.monotonic() - now > METRICS_S:
+                    return True
+            self._snapshots.popleft()
+            families = [*snapshot.found, *self._frontends.families()]
+            self._frontends.outgoing(snapshot.peer).set_snapshot(snapshot.request, families)
+        return False
+
+    def _part_done(self, part: int) -> None:
+        """Record the time of a part of the turn, which ends now."""
+        now = time.monotonic()
+        self._part_times[part].observe(now - self._part_began)
+        self._part_began = now
 
     def close(self) -> None:
         """Close the sockets."""
@@ -247,25 +304,47 @@ class SchedulerService:
     def _look_at(self) -> float:
         return self._looked_at + (IDLE_INTERVAL_S if self._core.is_idle else LOOK_INTERVAL_S)
 
+    def _gathering_s(self, elapsed_s: float) -> float:
+        """Return how long to wait for more results after a wake-up.
+
+        A turn has a fixed cost. If many workers send results all the time, and each has another plan, a short wait
+        lets one turn handle several results.
+        """
+        rate, self._num_results = self._num_results / elapsed_s, 0
+        if self._config.max_plans_in_flight < 2:
+            return 0.0
+        gather_s = min(GATHER_S, _GATHER_SHARE * self._core.shortest_step_s())
+        return gather_s if rate * gather_s >= _MIN_GATHERED else 0.0
+
     def _turn(self) -> bool:
         """Run one turn; return whether the next turn must follow immediately."""
+        self._part_began = time.monotonic()
         if self._recorder is not None:
-            self._recorder.turn(self._core, time.monotonic())
+            self._recorder.turn(self._core, self._part_began)
+        self._part_done(0)
         more = self._take_in(self._workers.socket, self._worker_frame)
+        self._part_done(1)
         self._lose_gone(time.monotonic())
         more |= self._take_in(self._frontends.socket, self._frontend_frame)
+        self._part_done(2)
         now = time.monotonic()
         if now >= self._look_at():
             self._looked_at = now
             self._gone |= dict.fromkeys(self._workers.dying(), "its process is dying")
         if now >= self._tick_at():
+            self._gather_s = self._gathering_s(now - self._ticked_at)
             self._ticked_at = now
             self._tick(now)
             self._pulse.beat()
         for peer, reply in self._explanations.replies(now):
             self._frontends.outgoing(peer).add_reply(reply)
+        self._part_done(3)
+        if self._snapshots:
+            more |= self._continue_snapshots(now)
+            self._part_done(4)
         self._planned_at = now
         more |= self._plan_for(self._core.due_workers(now), now)
+        self._part_done(5)
         written, durable = 0, 0.0
         if self._journal is not None:
             self._journal.commit()
@@ -277,6 +356,7 @@ class SchedulerService:
                 durable = min(durable, self._standbys.acknowledged())
         for peer, reason in self._frontends.flush(written, durable).items():
             self._lose_frontend(peer, reason, time.monotonic())
+        self._part_done(6)
         return more or bool(self._gone)
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
@@ -309,6 +389,7 @@ class SchedulerService:
             return
         match event:
             case ev.StepDone():
+                self._num_results += 1
                 self._pulse.served()
                 self._tracing.step_answered(peer, event.epoch, event.step, now)
                 worker_id = self._workers.worker_id(peer)
@@ -438,9 +519,8 @@ class SchedulerService:
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
         if incoming.snapshot_request:
-            families = [*self.metric_families(), *self._frontends.families()]
-            self._frontends.outgoing(peer).set_snapshot(incoming.snapshot_request, families)
-
+            rest = self._families_in_parts()
+            self._snapshots.append(_Snapshot(peer, incoming.snapshot_request, rest, []))
         for request in incoming.operator_requests:
             reply = self._operate(peer, request, now)
             if reply is not None:

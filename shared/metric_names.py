@@ -357,6 +357,15 @@ MALFORMED_FRAMES = Metric("quire.malformed_frames", _C, "Frames dropped as malfo
 TURN = Metric(
     "quire.scheduler.turn", _H, "Time of one turn of the scheduler's loop, without its sleep", (), "s", _TURN_BOUNDS
 )
+TURN_PART = Metric(
+    "quire.scheduler.turn_part",
+    _H,
+    "Time of the parts of a turn: snapshot (fork for the flight recorder), results, requests, upkeep, metrics, plans,"
+    " messages; and of garbage collections (collection), which are also in the part that they interrupt",
+    ("part",),
+    "s",
+    _TURN_BOUNDS,
+)
 PLAN = Metric("quire.plan", _H, "Time to make, encode and send one plan", (), "s", _FINE_BOUNDS)
 LINK = Metric(
     "quire.link",

@@ -82,12 +82,12 @@ class Histogram:
         index = self.metric.labels.index(label)
         self._series = {key: series for key, series in self._series.items() if key[index] != value}
 
-    def family(self) -> link_pb2.MetricFamily:
-        """Return the current values: cumulative buckets, sum and count."""
+    def in_parts(self) -> Iterator[link_pb2.MetricFamily | None]:
+        """Yield None after each series, and at the end the current values: cumulative buckets, sum and count."""
         metric = self.metric
         name = metric.prometheus_name
         family = _empty_family(metric)
-        for values, series in self._series.items():
+        for values, series in list(self._series.items()):
             labels = label_set(metric, values)
             for le, count, exemplar in series.cumulative():
                 sample = family.samples.add(name=f"{name}_bucket", labels={**labels, "le": le}, value=count)
@@ -95,7 +95,8 @@ class Histogram:
                     sample.exemplar.CopyFrom(exemplar)
             family.samples.add(name=f"{name}_count", labels=labels, value=series.count)
             family.samples.add(name=f"{name}_sum", labels=labels, value=series.sum)
-        return family
+            yield None
+        yield family
 
 
 class Distribution:
@@ -159,12 +160,21 @@ class Registry:
 
     def families(self, **labels: str) -> list[link_pb2.MetricFamily]:
         """Return the current values of all metrics, with the given labels added to each sample."""
-        families = [each.family() for each in self._all]
-        families += [make_family(metric, [(values, read())]) for metric, read, values in self._computed]
+        families = [family for family in self.in_parts() if family is not None]
         for family in families if labels else ():
             for sample in family.samples:
                 sample.labels.update(labels)
         return families
+
+    def in_parts(self) -> Iterator[link_pb2.MetricFamily | None]:
+        """Yield the current values of all metrics. None is yielded after each part of a long family."""
+        for each in self._all:
+            if isinstance(each, Histogram):
+                yield from each.in_parts()
+            else:
+                yield each.family()
+        for metric, read, values in self._computed:
+            yield make_family(metric, [(values, read())])
 
 
 def make_family(metric: Metric, values: Iterable[tuple[LabelValues, float]]) -> link_pb2.MetricFamily:

@@ -209,6 +209,10 @@ class Scheduler:
         due = self._schedule.due(now, for_any=backlog.may_start, for_each=backlog.assigned_workers)
         return [worker.peer for worker in due]
 
+    def shortest_step_s(self) -> float:
+        """Return the shortest expected time of the newest steps in flight, s; 0 if none is expected."""
+        return min((worker.in_flight[-1].expected_s for worker in self._fleet if worker.in_flight), default=0.0)
+
     def workers(self) -> list[ev.Peer]:
         """Return the workers that can get plans."""
         return [worker.peer for worker in self._fleet]

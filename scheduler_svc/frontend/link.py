@@ -263,7 +263,10 @@ class Outgoing:
 
     def set_snapshot(self, request: int, families: Iterable[link_pb2.MetricFamily]) -> None:
         """Set the reply to a snapshot request, with as many metric families as fit into a frame."""
-        self._message.snapshot.CopyFrom(link_pb2.Snapshot(request=request, families=fitting(families)))
+        snapshot = self._message.snapshot
+        snapshot.Clear()
+        snapshot.request = request
+        snapshot.families.extend(fitting(families))
 
     def add_reply(self, reply: link_pb2.OperatorReply) -> None:
         self._message.operator_replies.append(reply)

@@ -54,6 +54,20 @@ def test_every_name_is_valid_and_unique() -> None:
         assert list(each.bounds) == sorted(set(each.bounds))
 
 
+def test_metrics_can_be_computed_in_parts() -> None:
+    """Each series of a histogram is a part, so a loop can do other work in between; the values are the same."""
+    registry = _registry()
+    histogram = registry.histogram(names.STEP)
+    for number in range(3):
+        histogram.labels(f"w{number}").observe(0.1)
+
+    parts = list(registry.in_parts())
+
+    families = [family for family in parts if family is not None]
+    assert families == registry.families()
+    assert len(parts) >= len(families) + 3
+
+
 def test_both_formats_show_the_same_values() -> None:
     """OpenMetrics has the values of Prometheus's text, under the same names, and in addition the exemplars."""
     registry = _registry()
