@@ -96,3 +96,9 @@ def _print_table(results: "list[LinkResult]") -> None:
             f"{each.worker_wait_share:>9.2%}  {spread:<18}{each.worst_worker_wait_share:>8.2%}"
             f"{each.late_us_p50:>9.0f}{each.tokens_per_s:>11.0f}{each.scheduler_cpu_us_per_step:>13.0f}{each.longest_turn_ms:>11g}"
         )
+    print("\nparts of a turn: µs per step, with the longest time in one turn in ms; CPU of threads: µs per step")
+    for each in results:
+        print(f"\n{each.workers} workers, {each.rows} rows, {each.step_ms:g} ms; {each.worst_worker} waits longest")
+        parts = sorted(each.part_us_per_step.items(), key=lambda part: -part[1])
+        print("  parts: " + ", ".join(f"{name} {us:g} (≤ {each.longest_part_ms[name]:g})" for name, us in parts))
+        print("  threads: " + ", ".join(f"{name} {us:g}" for name, us in each.thread_cpu_us_per_step.items()))

@@ -61,6 +61,8 @@ class EchoReport:
     """Total wait of all workers."""
     worst_wait_s: float
     """Total wait of the worker that waited longest."""
+    worst_worker: str
+    """Name of this worker."""
     wait_p50_s: float
     """Median wait before a step; 0 if the plan had arrived."""
     wait_p99_s: float
@@ -159,6 +161,7 @@ class EchoWorker:
         self.socket = connect_dealer(
             context, address, identity=routing_id(hello.worker_id, hello.incarnation), max_message=PLAN_MAX_MESSAGE
         )
+        self.name = hello.worker_id
         self.timeline = Timeline(step_s)
         self.rows = EchoRows(hello.max_rows, seed=hello.incarnation)
         self.epoch = 0
@@ -288,6 +291,7 @@ class EchoProcess:
             steps=steps,
             wait_s=sum(waits),
             worst_wait_s=max(waits),
+            worst_worker=self._workers[waits.index(max(waits))].name,
             wait_p50_s=wait.p50,
             wait_p99_s=wait.p99,
             late_p50_s=late.p50,

@@ -76,6 +76,19 @@ class Run:
     """CPU time of all scheduler threads during the measurement."""
     longest_turn_s: float
     """Longest turn of the scheduler's loop, as its histogram bucket's upper bound."""
+    parts: dict[str, "PartOfTurns"]
+    """Parts of the turns by name."""
+    thread_cpu_s: dict[str, float]
+    """CPU time by thread: loop, ZeroMQ, other (of which nearly all is the flight recorder)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfTurns:
+    """Time of one part of the turns of the scheduler's loop, including time without a core."""
+
+    total_s: float
+    longest_s: float
+    """Upper bound of the longest time in one turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,14 @@ class LinkResult:
     """Rows in decode at the end, in the round with the fewest. Below the total if the time was too short."""
     longest_turn_ms: float
     """Upper bound for the longest turn of the scheduler's loop in any round, including time without a core."""
+    worst_worker: str
+    """Name of the worker that waited longest in the last round."""
+    thread_cpu_us_per_step: dict[str, float]
+    """CPU time of the scheduler process per step, by thread."""
+    part_us_per_step: dict[str, float]
+    """Time per step in each part of a turn."""
+    longest_part_ms: dict[str, float]
+    """Upper bound of the longest time of each part in one turn, in any round."""
 
 
 def cases_for(
@@ -216,15 +237,19 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         sink.ask_for_metrics()
         submit(case.burst)
         turns_before = stand.turns()
-        cpu_s, tokens = scheduler.cpu_seconds(), sink.num_tokens
+        cpu_s, threads, tokens = scheduler.cpu_seconds(), scheduler.thread_cpu_seconds(), sink.num_tokens
         report = EchoReport(**json.loads(stand.line()))
         scheduler_cpu_s, tokens = scheduler.cpu_seconds() - cpu_s, sink.num_tokens - tokens
+        thread_cpu_s = {name: s - threads[name] for name, s in scheduler.thread_cpu_seconds().items()}
         sink.ask_for_metrics()
+        turns = stand.turns()
         return Run(
             report=report,
             tokens_per_s=tokens / report.elapsed_s,
             scheduler_cpu_s=scheduler_cpu_s,
-            longest_turn_s=longest_turn(turns_before, stand.turns()),
+            longest_turn_s=longest_turn(turns_before[""].buckets, turns[""].buckets),
+            parts={name: _part(turns_before.get(name, _NO_TURNS), turns[name]) for name in turns if name},
+            thread_cpu_s=thread_cpu_s,
         )
 
 
@@ -232,6 +257,21 @@ def longest_turn(before: Mapping[float, float], after: Mapping[float, float]) ->
     """Return the upper bound of the last bucket with new turns; the arguments are cumulative histograms."""
     total = {bound: after[bound] - before.get(bound, 0.0) for bound in after}
     return min((bound for bound in total if total[bound] >= max(total.values())), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """A cumulative histogram: buckets by upper bound in seconds, and the sum in seconds."""
+
+    buckets: dict[float, float]
+    sum_s: float
+
+
+_NO_TURNS = _Times({}, 0.0)
+
+
+def _part(before: _Times, after: _Times) -> PartOfTurns:
+    return PartOfTurns(after.sum_s - before.sum_s, longest_turn(before.buckets, after.buckets))
 
 
 class _Process:
@@ -301,6 +341,18 @@ class _Process:
         fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
+    def thread_cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU time so far, in seconds, by thread: loop, ZeroMQ, other."""
+        found = {"loop": 0.0, "ZeroMQ": 0.0, "other": 0.0}
+        for task in Path(f"/proc/{self._child.pid}/task").iterdir():
+            try:
+                name, spent = (task / "comm").read_text(), (task / "schedstat").read_text()
+            except OSError:  # The thread has ended.
+                continue
+            kind = "loop" if int(task.name) == self._child.pid else "ZeroMQ" if name.startswith("ZMQ") else "other"
+            found[kind] += int(spent.split()[0]) / 1e9
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class _Stand:
@@ -317,8 +369,8 @@ class _Stand:
             self._drain("output from the echo workers")
         return self.echo.line()
 
-    def turns(self) -> dict[float, float]:
-        """Return the cumulative histogram of the loop's turns, by upper bound in seconds, from the scheduler's metrics.
+    def turns(self) -> dict[str, _Times]:
+        """Return the histograms of the loop's turns ("") and of their parts, from the scheduler's metrics.
 
         Raises:
             LinkBenchError: the scheduler does not respond.
@@ -326,13 +378,18 @@ class _Stand:
         while (snapshot := self.sink.metrics) is None:
             self._drain("metrics from the scheduler")
             time.sleep(_NAP_S)
-        return {
-            float(sample.labels["le"]): sample.value
-            for family in snapshot.families
-            if family.name == "quire_scheduler_turn_seconds"
-            for sample in family.samples
-            if "le" in sample.labels
-        }
+        buckets: dict[str, dict[float, float]] = {}
+        sums: dict[str, float] = {}
+        for family in snapshot.families:
+            if family.name not in ("quire_scheduler_turn_seconds", "quire_scheduler_turn_part_seconds"):
+                continue
+            for sample in family.samples:
+                part = sample.labels.get("part", "")
+                if "le" in sample.labels:
+                    buckets.setdefault(part, {})[float(sample.labels["le"])] = sample.value
+                elif sample.name.endswith("_sum"):
+                    sums[part] = sample.value
+        return {part: _Times(found, sums[part]) for part, found in buckets.items()}
 
     def _drain(self, awaited: str) -> None:
         """Drain tokens once, while `awaited` has not come."""
@@ -380,6 +437,18 @@ def _result(case: Case, runs: Sequence[Run]) -> LinkResult:
         burst=case.burst,
         rows_at_end=min(report.num_rows for report in reports),
         longest_turn_ms=round(max(run.longest_turn_s for run in runs) * 1e3, 3),
+        worst_worker=reports[-1].worst_worker,
+        thread_cpu_us_per_step={
+            name: round(statistics.median(run.thread_cpu_s[name] / run.report.steps * 1e6 for run in runs), 1)
+            for name in runs[0].thread_cpu_s
+        },
+        part_us_per_step={
+            name: round(statistics.median(run.parts[name].total_s / run.report.steps * 1e6 for run in runs), 1)
+            for name in runs[0].parts
+        },
+        longest_part_ms={
+            name: round(max(run.parts[name].longest_s for run in runs) * 1e3, 3) for name in runs[0].parts
+        },
     )
 
 
