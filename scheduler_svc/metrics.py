@@ -253,6 +253,7 @@ def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb
         (names.ACCEPTED_DRAFT_TOKENS, lambda w: w.counters.accepted_draft_tokens),
         (names.HOST_BLOCKS, lambda w: w.host_blocks_total),
         (names.HOST_BLOCKS_HELD, lambda w: w.host_blocks_held),
+        (names.HOST_BLOCKS_CACHED, lambda w: w.host_blocks_cached),
         (names.SWAPPED_OUT, lambda w: w.swapped_out_blocks),
         (names.SWAPPED_IN, lambda w: w.swapped_in_blocks),
         (names.STATES_EVICTED, lambda w: w.checkpoints.evicted),

@@ -181,7 +181,7 @@ def to_worker(worker: WorkerStats) -> admin.Worker:
         pid=worker.pid,
         rows=worker.rows_total,
         host_blocks=worker.host_blocks_total,
-        held_host_blocks=worker.host_blocks_held,
+        held_host_blocks=worker.host_blocks_held + worker.host_blocks_cached,
         draft_tokens=worker.counters.draft_tokens,
         accepted_draft_tokens=worker.counters.accepted_draft_tokens,
     )

@@ -264,8 +264,11 @@ class WorkerConfig(_Checked):
     )
     block_size: int = _option(16, "tokens per KV block", least=1, most=4096)
     kv_cache_memory: str = _option("512MiB", "memory for the KV cache on a CPU, for example 2GiB", is_size=True)
-    swap_space: str = _option(
-        "0", "host memory for the KV cache of preempted requests, for example 4GiB; 0: recompute it", is_size=True
+    host_cache: str = _option(
+        "0",
+        "host memory for cached prefixes that leave the device and for the KV of preempted requests, for example 16GiB;"
+        " 0: compute them again",
+        is_size=True,
     )
     state_checkpoints: int = _option(
         -1,

@@ -400,7 +400,7 @@ SCHEDULED_ROWS = Metric("quire.scheduled_rows", _C, "Rows planned, by kind: pref
 PREFIX_HIT_TOKENS = Metric(
     "quire.prefix_cache_hit_tokens",
     _C,
-    "Tokens of admitted sequences whose KV existed, by tier: device (the prefix cache) or host (swapped out before)",
+    "Tokens of admitted sequences whose KV existed, by tier: device, or host (copied back from host memory)",
     ("worker", "tier"),
     "{token}",
 )
@@ -409,10 +409,13 @@ DISCARDED_TOKENS = Metric("quire.discarded_tokens", _C, "Sampled tokens that wer
 DRAFT_TOKENS = Metric("quire.draft_tokens", _C, "Draft tokens that rows verified", _WORKER, "{token}")
 ACCEPTED_DRAFT_TOKENS = Metric("quire.accepted_draft_tokens", _C, "Draft tokens that were accepted", _WORKER, "{token}")
 PREEMPTIONS = Metric("quire.preemptions", _C, "Requests preempted, by remedy: recompute or swap", ("worker", "remedy"))
-HOST_BLOCKS = Metric("quire.host_blocks", _G, "Host KV blocks for swapping", _WORKER)
-HOST_BLOCKS_HELD = Metric("quire.host_blocks_held", _G, "Host KV blocks in use", _WORKER)
-SWAPPED_OUT = Metric("quire.swapped_out_blocks", _C, "Blocks copied to the host", _WORKER)
-SWAPPED_IN = Metric("quire.swapped_in_blocks", _C, "Blocks copied back", _WORKER)
+HOST_BLOCKS = Metric("quire.host_blocks", _G, "KV blocks in host memory (--host-cache)", _WORKER)
+HOST_BLOCKS_HELD = Metric(
+    "quire.host_blocks_held", _G, "Host KV blocks of preempted requests, and of copies in flight", _WORKER
+)
+HOST_BLOCKS_CACHED = Metric("quire.host_blocks_cached", _G, "Host KV blocks with cached prefixes", _WORKER)
+SWAPPED_OUT = Metric("quire.swapped_out_blocks", _C, "Blocks copied from the device to host memory", _WORKER)
+SWAPPED_IN = Metric("quire.swapped_in_blocks", _C, "Blocks copied from host memory to the device", _WORKER)
 STATE_CHECKPOINTS = Metric(
     "quire.state_checkpoints", _G, "Checkpoints of recurrent states, by state: used or total", ("worker", "state")
 )

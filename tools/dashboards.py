@@ -200,7 +200,15 @@ BOARDS = (
             _values("Tokens of the newest step", "short", "quire_batch_tokens", "worker"),
             _values("Plans in flight", "short", "quire_plans_in_flight", "worker"),
             _KV,
-            _values("Host blocks in use", "short", "quire_host_blocks_held", "worker"),
+            Panel(
+                "Host blocks",
+                "short",
+                (
+                    Query("sum by (worker) (quire_host_blocks)", "{{worker}} total"),
+                    Query("sum by (worker) (quire_host_blocks_cached)", "{{worker}} cached prefixes"),
+                    Query("sum by (worker) (quire_host_blocks_held)", "{{worker}} preempted requests"),
+                ),
+            ),
             Panel(
                 "Blocks copied",
                 "short",

@@ -6,17 +6,20 @@ from typing import Any
 import pytest
 
 from checks.planted.bug import bug, wrap
-from checks.sim.aims import adaptation, both, with_faults
+from checks.sim.aims import adaptation, both, with_faults, with_few_host_blocks
 from checks.sim.faults import Fault
 from scheduler_svc.core.lifecycle.registry import RequestRegistry
 from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.host_keys import HostKeys
 from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
 from scheduler_svc.core.planning import results
+from scheduler_svc.core.planning.host_copies import HostCopies
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Worker
 
 _SWAPS = adaptation("swaps")
 _MOVES = adaptation("moves")
+_CACHES = adaptation("host cache")
 
 
 @bug("kv.reuse", aim=_SWAPS)
@@ -68,6 +71,71 @@ def swapped_one_token_more(patch: pytest.MonkeyPatch) -> None:
 def swapped_back_in_reverse(patch: pytest.MonkeyPatch) -> None:
     """Host blocks are copied back in reverse order."""
     wrap(patch, SwapSpace, "back", lambda back, self, host_blocks, blocks: back(self, host_blocks[::-1], blocks))
+
+
+def _at_once(change: Any, *arguments: Any, last_step: int, answered_step: int) -> Any:
+    return change(*arguments, last_step=answered_step, answered_step=answered_step)
+
+
+@bug("kv.reuse", aim=both(_CACHES, with_few_host_blocks))
+def stored_blocks_free_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """A host block with a cached block can be evicted and taken while the copy to it is in flight."""
+    wrap(patch, SwapSpace, "store", _at_once)
+
+
+@bug("kv.reuse", aim=both(_CACHES, with_few_host_blocks))
+def loaded_blocks_free_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """A host block can be evicted and taken while the copy from it is in flight."""
+    wrap(patch, SwapSpace, "load", _at_once)
+
+
+@bug("kv.reuse", aim=_CACHES)
+def moved_blocks_free_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """A device block can be taken while the copy from it to the host is in flight."""
+    wrap(patch, BlockPool, "evict_after", _at_once)
+
+
+@bug("kv.prefix", "core", "kv.reuse", aim=both(_CACHES, with_few_host_blocks))
+def host_keys_outlive_their_blocks(patch: pytest.MonkeyPatch) -> None:
+    """The key of an evicted host block still leads to the block."""
+
+    def stale(forget: Any, self: HostKeys, blocks: Any) -> Any:
+        known = dict(self._blocks)
+        gone = forget(self, blocks)
+        self._blocks = known
+        return gone
+
+    wrap(patch, HostKeys, "forget", stale)
+    patch.setattr(HostKeys, "validate", lambda self: None)
+
+
+@bug("kv.prefix", aim=_CACHES)
+def restored_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    """The cached blocks of a prefix are copied back in reverse order."""
+    wrap(patch, SwapSpace, "load", lambda load, self, host, blocks, **steps: load(self, host[::-1], blocks, **steps))
+
+
+@bug("kv.prefix", aim=_CACHES)
+def copied_after_the_overwrite(patch: pytest.MonkeyPatch) -> None:
+    """A cached block that a plan takes is copied to the host by the next plan."""
+
+    def late(move_out: Any, self: HostCopies, expected_s: float) -> None:
+        pool = self._worker.pool
+        saved, pool.saved = pool.saved, getattr(pool, "late", [])
+        pool.late = saved  # type: ignore[attr-defined]
+        move_out(self, expected_s)
+
+    wrap(patch, HostCopies, "move_out", late)
+
+
+@bug("kv.prefix", "kv.reuse", "plan.block", aim=_CACHES)
+def last_block_is_not_restored(patch: pytest.MonkeyPatch) -> None:
+    """The last block of a prefix counts as restored, but is not copied."""
+
+    def longer(load: Any, self: SwapSpace, host: Any, blocks: Any, **steps: int) -> Any:
+        return load(self, host[:-1] if len(host) > 1 else host, blocks, **steps)
+
+    wrap(patch, SwapSpace, "load", longer)
 
 
 @bug("core", "plan.admission", "stream.order", "stream.ends", "worker.sound", aim=_MOVES)

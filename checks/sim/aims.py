@@ -115,6 +115,47 @@ def with_swaps(scenario: Scenario) -> Scenario:
     return dataclasses.replace(scenario, workers=workers, pace=pace)
 
 
+def with_host_cache(scenario: Scenario) -> Scenario:
+    """Let long prompts with common beginnings share little memory, and much host memory with almost free copies."""
+    limits = with_limits(
+        **CONTINUOUS, policy="fcfs", capacity="max_utilization", prefix_cache="hash", max_plans_in_flight=2,
+        max_tokens_in_paged_kv_cache=0, max_num_seqs=4, max_num_batched_tokens=40,
+    )  # fmt: skip
+    scenario = limits(scenario)
+    workers = tuple(
+        dataclasses.replace(
+            size,
+            block_size=2,
+            num_blocks=60,
+            num_host_blocks=200,
+            max_rows=4,
+            max_tokens_per_step=40,
+            max_model_len=100,
+        )
+        for size in scenario.workers
+    )
+    traffic = dataclasses.replace(
+        scenario.traffic, longest_prompt=60, longest_output=20, context=90, most_live=8, giants=0.0, alphabet=2,
+        families=6, embeds=0.0,
+    )  # fmt: skip
+    pace = dataclasses.replace(scenario.pace, copy=scenario.pace.step / 1e4, per_token=scenario.pace.step / 100)
+    return dataclasses.replace(scenario, workers=workers, traffic=traffic, pace=pace, state_bytes=0)
+
+
+def with_few_host_blocks(scenario: Scenario) -> Scenario:
+    """Let blocks leave the host often."""
+    workers = tuple(dataclasses.replace(size, num_host_blocks=16) for size in scenario.workers)
+    return dataclasses.replace(scenario, workers=workers)
+
+
+def with_slow_copies(scenario: Scenario) -> Scenario:
+    """Let the copy of a block take as long as the computation of half of its tokens, and steps be short."""
+    step = scenario.pace.step
+    pace = dataclasses.replace(scenario.pace, copy=step / 20, per_token=step / 20)
+    config = dataclasses.replace(scenario.config, max_num_batched_tokens=8)
+    return dataclasses.replace(scenario, pace=pace, config=config)
+
+
 def with_state(scenario: Scenario) -> Scenario:
     """Workers whose model has recurrent state nevertheless offer drafts and host blocks."""
     sizes = [dataclasses.replace(size, max_draft_tokens=4, num_host_blocks=400) for size in scenario.workers]
@@ -460,6 +501,16 @@ AIMS: tuple[tuple[str, Aim], ...] = (
     ("drafts", with_drafts_and_a_rate),
     ("drafts and swaps", both(with_drafts, with_swaps)),
     ("swaps", both(with_swaps, with_faults(Fault.CRASH, Fault.FAILED_ROW, Fault.CANCEL, per_step=0.02))),
+    ("host cache", both(with_host_cache, with_faults(Fault.CRASH, Fault.CANCEL, Fault.DRAIN, per_step=0.01))),
+    (
+        "host cache and spoilt rows",
+        both(
+            with_host_cache,
+            with_slow_copies,
+            with_limits(prefix_cache="radix"),
+            with_faults(Fault.SPOILT_ROW, per_step=0.02),
+        ),
+    ),
     ("recurrent state", both(with_few_words, with_state, with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
     ("recurrent state and little memory", both(with_swaps, with_state)),
     (

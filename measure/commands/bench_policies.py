@@ -52,6 +52,7 @@ def configure(parser: OneLineParser) -> None:
     )
     add("--costs", default="8b-h100", metavar="NAME|FILE", help="step costs: 8b-h100, 70b-4xh100 or a JSON file")
     add("--kv-tokens", type=int, metavar="N", help="tokens of the KV cache (default: those of --costs; agents 131072)")
+    add("--host-tokens", type=int, default=0, metavar="N", help="tokens in Quire's host memory (default: 0)")
     add("--seed", type=int, default=1, metavar="N", help="first seed (default: 1)")
     add("--seeds", type=int, default=1, metavar="N", help="number of seeds (default: 1)")
     add("--vllm-python", type=Path, metavar="PATH", help="Python with vLLM (default: that of make arena-vllm)")
@@ -99,7 +100,11 @@ def _campaign(options: Namespace) -> "Campaign":
         raise CommandError(f"--in-flight: {options.in_flight} is not supported; use 1 or 2")
     costs = read_costs(options.costs)
     kv_tokens = options.kv_tokens or (min(_AGENT_KV_TOKENS, costs.kv_tokens) if options.workload == "agents" else 0)
-    costs = dataclasses.replace(costs, kv_tokens=kv_tokens or costs.kv_tokens)
+    if options.host_tokens < 0:
+        raise CommandError(f"--host-tokens: {options.host_tokens} is negative; use 0 or more")
+    costs = dataclasses.replace(
+        costs, kv_tokens=kv_tokens or costs.kv_tokens, host_tokens=options.host_tokens or costs.host_tokens
+    )
     setup = Setup(
         costs=costs,
         num_workers=options.workers,

@@ -49,12 +49,19 @@ class Costs:
     """Time per block copied between device and host."""
     kv_tokens: int
     """Tokens that the KV cache holds."""
+    host_tokens: int = 0
+    """Tokens whose KV fits into host memory; only Quire uses it."""
     max_model_len: int = 131_072
     block_size: int = 16
     max_num_seqs: int = 256
     """Rows of the device."""
     max_num_batched_tokens: int = 8192
     """Token budget per step, unless a scheduler sets its own."""
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks in host memory."""
+        return self.host_tokens // self.block_size
 
     @property
     def num_blocks(self) -> int:
@@ -78,14 +85,14 @@ class Costs:
 PRESETS = {
     each.name: each
     for each in (
-        # Roughly an 8B model in bf16 on one H100: 131,072 bytes of KV per token at 3 TB/s.
+        # Roughly an 8B model in bf16 on one H100: 131,072 bytes of KV per token at 3 TB/s, and at 25 GB/s to the host.
         Costs(
             name="8b-h100",
             constant_s=6e-3,
             prefill_s=25e-6,
             decode_s=10e-6,
             context_s=131_072 / 3e12,
-            block_copy_s=2e6 / 50e9,
+            block_copy_s=16 * 131_072 / 25e9,
             kv_tokens=409_600,
         ),
         # Roughly a 70B model in bf16 on four H100: 327,680 bytes of KV per token. 148 GB remain after the weights.
@@ -95,7 +102,7 @@ PRESETS = {
             prefill_s=65e-6,
             decode_s=12e-6,
             context_s=27e-9,
-            block_copy_s=5.2e6 / 200e9,
+            block_copy_s=16 * 327_680 / 100e9,
             kv_tokens=450_560,
         ),
     )
@@ -135,7 +142,7 @@ def read_costs(name: str) -> Costs:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
         if key != "name" and not is_number:
             raise ConfigError(f"--costs: {name}: {key} is {value!r}; use a number of at least 0")
-        if types[key] is int and value < 1:
+        if types[key] is int and value < 1 and key != "host_tokens":
             raise ConfigError(f"--costs: {name}: {key} is {value!r}; use a whole number of at least 1")
     missing = [each.name for each in dataclasses.fields(Costs) if each.default is dataclasses.MISSING]
     if absent := [key for key in missing if key not in fields]:

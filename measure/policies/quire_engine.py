@@ -40,6 +40,7 @@ class QuireEngine(Engine):
         self._core = Scheduler(config, 1 << 62)
         self._root = root_key(_FINGERPRINT, b"")
         self._block_size = costs.block_size
+        self._block_copy_s = costs.block_copy_s
         self._peers = {b"worker/%d" % number: number for number in range(num_workers)}
         self._names = list(self._peers)
         self._rows: list[Rows] = []
@@ -66,6 +67,7 @@ class QuireEngine(Engine):
                 model=model,
                 block_size=costs.block_size,
                 num_blocks=costs.num_blocks,
+                num_host_blocks=costs.num_host_blocks,
                 max_rows=costs.max_num_seqs,
                 max_tokens_per_step=max(costs.max_num_batched_tokens, config.max_num_batched_tokens),
             )
@@ -190,6 +192,7 @@ class QuireEngine(Engine):
             tokens=((self._first_output[work.requests] + index) % (1 << 30)).astype(np.int32),
             completed_copies=[copy.copy_id for copy in copies],
             copied_blocks=copied,
+            copy_s=copied * self._block_copy_s,
         )
         shape = work.shape
         return Step(

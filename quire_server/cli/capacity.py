@@ -41,6 +41,7 @@ def configure(parser: OneLineParser) -> None:
     )
     add("--step-memory", metavar="SIZE", help="memory of a step's activations (default: an estimate)")
     add("--kv-cache-memory", metavar="SIZE", help="memory for KV only, as on a CPU, instead of --gpu-memory")
+    add("--host-cache", metavar="SIZE", default="0", help="host memory for cached prefixes, per card (default: 0)")
     add("--context", metavar="N,…", help="tokens of a request, prompt and output (default: 2048,4096,32768)")
     add("--output", type=int, default=256, metavar="N", help="tokens of a request that are generated (default: 256)")
     add(
@@ -122,6 +123,8 @@ def run(options: Namespace) -> int:
         raise CommandError("--gpu-memory is missing; add for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
     serving = with_states(serving, sizes, usable - own, default_rows=is_default)
     memory = fit(usable, sizes, serving, weights=own, step=step)
+    bytes_per_block = kv_bytes(sizes, serving.kv_type) * serving.block_size // serving.tensor_parallel_size
+    host_tokens = parse_bytes(options.host_cache) // max(1, bytes_per_block) * serving.block_size
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
         for context in _contexts(options, longest)
@@ -132,12 +135,13 @@ def run(options: Namespace) -> int:
         "kv_bytes_per_token": kv_bytes(sizes, serving.kv_type),
         "kv_formula": kv_formula(sizes, serving.kv_type),
         "per_card": dataclasses.asdict(memory),
+        "host_cache_tokens": host_tokens,
         "max_concurrent": {str(row.context): row.complete for row in rows},
         "lengths": [dataclasses.asdict(row) for row in rows],
     }
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    print(_page(sizes, serving, memory, rows, options))
+    print(_page(sizes, serving, memory, rows, options, host_tokens))
     return 0
 
 
@@ -199,7 +203,12 @@ def _contexts(options: Namespace, longest: int) -> list[int]:
 
 
 def _page(
-    sizes: "ModelSizes", serving: "Serving", memory: "Memory", rows: "list[Concurrency]", options: Namespace
+    sizes: "ModelSizes",
+    serving: "Serving",
+    memory: "Memory",
+    rows: "list[Concurrency]",
+    options: Namespace,
+    host_tokens: int,
 ) -> str:
     """Return the result in plain words."""
     from quire_server.capacity import kv_bytes, kv_formula
@@ -230,6 +239,12 @@ def _page(
     else:
         tokens = memory.num_blocks * serving.block_size
         lines += [f"KV cache       {memory.num_blocks:,} blocks of {serving.block_size} tokens: {tokens:,} tokens"]
+    if host_tokens:
+        factor = 1 + host_tokens / max(1, memory.num_blocks * serving.block_size)
+        lines.append(
+            f"Host memory of {options.host_cache} holds cached prefixes of {host_tokens:,} tokens more: together"
+            f" {factor:.1f} times as many as the KV cache."
+        )
     shared = options.shared_prefix // serving.block_size * serving.block_size
     if shared:
         lines.append(f"All requests share the blocks of their first {shared:,} tokens.")

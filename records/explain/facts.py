@@ -128,6 +128,8 @@ class Life:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that the first attempt found in the prefix cache."""
+    num_restored_tokens: int = 0
+    """Number of these tokens that were copied from host memory."""
     num_generated: int = 0
     num_drafted: int = 0
     """Draft tokens that were verified for the request."""

@@ -51,6 +51,7 @@ def as_json(found: Account) -> dict[str, Any]:
         "tenant": life.tenant,
         "prompt_tokens": life.num_prompt_tokens,
         "cached_prompt_tokens": life.num_cached_tokens,
+        "restored_prompt_tokens": life.num_restored_tokens,
         "completion_tokens": life.num_generated,
         "draft_tokens": life.num_drafted,
         "accepted_draft_tokens": life.num_accepted,
@@ -116,7 +117,8 @@ def step_page(step: Step, names: Mapping[StreamKey, str]) -> str:
 def _headline(found: Account) -> str:
     life = found.life
     so_far = " so far" if life.until is not None else ""
-    cached = f" ({life.num_cached_tokens} cached)" if life.num_cached_tokens else ""
+    copied = f", {life.num_restored_tokens} of them copied from host memory" if life.num_restored_tokens else ""
+    cached = f" ({life.num_cached_tokens} cached{copied})" if life.num_cached_tokens else ""
     ended = "" if life.until is not None else f", {life.notes[-1].text}"
     if life.is_cut:
         ended = ", how it ended is not recorded"

@@ -22,7 +22,15 @@ from records.reader import Segment
 from records.rows import Row, Rows
 from records.values import AdmissionDigest, Entry, FrontendReported, PlanAsked, Timings
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.records import Note, NoteKind, Peer, QueueNote, RequestEnded, WaitReason
+from scheduler_svc.core.interface.records import (
+    RESTORED_TOKENS,
+    Note,
+    NoteKind,
+    Peer,
+    QueueNote,
+    RequestEnded,
+    WaitReason,
+)
 from scheduler_svc.recorder.worker_clock import WorkerClock
 from shared.prefix_keys import KEY_BYTES
 
@@ -568,6 +576,7 @@ class _Pass:
             priority=spec.priority,
             num_prompt_tokens=spec.num_prompt_tokens,
             num_cached_tokens=max(0, request.num_cached),
+            num_restored_tokens=_num_restored(request.notes),
             num_generated=end.completion_tokens if end is not None else 0,
             num_drafted=request.num_drafted,
             num_accepted=request.num_accepted,
@@ -613,6 +622,13 @@ def _is_in_row(notes: list[Note]) -> bool:
     """Return whether a request is in a row after these notes."""
     last = next(note.kind for note in reversed(notes) if note.kind not in (NoteKind.FAULT, NoteKind.FORECAST))
     return last in (NoteKind.ADMITTED, NoteKind.FIRST_TOKEN, NoteKind.HELD)
+
+
+def _num_restored(notes: list[Note]) -> int:
+    """Return how many tokens the first attempt of a request found in host memory."""
+    text = next((note.text for note in notes if note.kind is NoteKind.ADMITTED), "")
+    number = text.removesuffix(RESTORED_TOKENS).split(", ")[-1].strip() if text.endswith(RESTORED_TOKENS) else "0"
+    return int(number)
 
 
 def _common_blocks(first: bytes, second: bytes) -> int:

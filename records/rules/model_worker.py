@@ -140,6 +140,8 @@ class ModelWorker:
     """Per block, the row that may write it."""
     _last_named: list[int] = field(default_factory=list)
     """Per block, the last step that used it; tables that still contain the block do not count as use."""
+    _used_before: dict[int, int] = field(default_factory=dict)
+    """Device blocks that the plan copies to the host: the last step before this one that used them."""
     _spoils: dict[int, Spoil] = field(default_factory=dict)
     """Blocks with an invalid slot; host blocks are numbered after the device blocks."""
     _states: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -180,6 +182,7 @@ class ModelWorker:
         self.rows.clear()
         self._generations.clear()
         self._spoils.clear()
+        self._used_before = {}
         self._states.clear()
         self._checkpoints.clear()
         # Host blocks are numbered after all device blocks.
@@ -217,6 +220,8 @@ class ModelWorker:
         host = self.num_blocks
         outs = [(copy.sources.tolist(), (copy.targets + host).tolist()) for copy in plan.swap_outs]
         ins = [((copy.sources + host).tolist(), copy.targets.tolist()) for copy in plan.swap_ins]
+        # The copies to the host come first, so the plan itself may already reuse their sources.
+        self._used_before = {block: self._last_named[block] for sources, _ in outs for block in sources}
         # Process swaps before admissions, because a row admitted in this plan may share the swapped-in blocks.
         for _, targets in outs + ins:
             self._check_unused(targets)
@@ -246,10 +251,10 @@ class ModelWorker:
             row.draft_limit = limit
         for sources, targets in ins:
             self._copy(sources, targets)
-            # Rows that come later in the plan may share these blocks.
-            owner = next((row for row, _ in admitted if row.blocks[: len(targets)] == targets), None)
-            for block in targets if owner is not None else ():
-                self._writer[block] = owner
+            # The row of a preempted request continues to write its last block.
+            for row, given in admitted:
+                if row.blocks[: len(targets)] == targets and given % self.block_size:
+                    self._writer[targets[-1]] = row
         for admission in plan.admissions:
             self._restore(admission)
         return self._forward(plan, admitted)
@@ -321,21 +326,20 @@ class ModelWorker:
         if self._holders[block] > 1:
             raise ViolationError("kv.exclusive", f"block {block} is given to two rows", row.name)
         self._writer[block] = row
-        if self._last_named[block] > self.answered_step:
+        used = self._used_before.get(block, self._last_named[block])
+        if used > self.answered_step:
             raise ViolationError(
                 "kv.reuse",
-                f"block {block} is reused in step {self.last_step}; step {self._last_named[block]}, which may write it,"
-                f" is not answered",
+                f"block {block} is reused in step {self.last_step}; step {used}, which may use it, is not answered",
                 row.name,
             )
 
     def _check_unused(self, blocks: list[int]) -> None:
         """Check that no row reads the blocks, and no step without a result uses them."""
         for block in blocks:
-            if self._holders[block] or self._last_named[block] > self.answered_step:
-                raise ViolationError(
-                    "kv.reuse", f"block {block} is copied to; step {self._last_named[block]} may use it"
-                )
+            used = self._used_before.get(block, self._last_named[block])
+            if self._holders[block] or used > self.answered_step:
+                raise ViolationError("kv.reuse", f"block {block} is copied to; step {used} may use it")
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
         if len(sources) != len(set(targets)) or max(sources + targets) >= len(self._holders):
@@ -361,6 +365,7 @@ class ModelWorker:
         size = self.block_size
         for source, target in zip(sources, targets, strict=True):
             self._values[target * size : (target + 1) * size] = self._values[source * size : (source + 1) * size]
+            self._writer[target] = self._writer[source]
             self._spoils.pop(target, None)
             if source in self._spoils:
                 self._spoils[target] = self._spoils[source]
@@ -386,7 +391,7 @@ class ModelWorker:
         num_drafts = sum(row.draft_limit for row, _ in work if row.decoding)
         if num_tokens + num_drafts > self.max_tokens_per_step:
             raise ViolationError("plan.tokens", f"{num_tokens} tokens and {num_drafts} drafts in a step")
-        if not num_tokens and not plan.swap_outs and not len(plan.leaves):
+        if not num_tokens and not plan.swap_outs and not plan.swap_ins and not len(plan.leaves):
             raise ViolationError("plan.tokens", "a plan without work")
         saves = self._check_saves(plan, {row.index: (row.computed, row.computed + length) for row, length in work})
         for index, num_tokens, checkpoint in saves:

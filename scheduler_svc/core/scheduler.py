@@ -178,15 +178,18 @@ class Scheduler:
     def tidy(self) -> None:
         """Do the work deferred from the last plan, for which the worker need not wait.
 
-        Requests whose last step was planned leave their rows, and their blocks enter the cache. Cached blocks that the
-        next plan may need are evicted. The time of this call does not affect results, because the next event or plan
-        calls it first.
+        Requests whose last step was planned leave their rows, which publishes their blocks. Cached blocks that the next
+        plan may need are evicted, or move to host memory with the next plan. The time of the call does not affect
+        results, because the next event or plan calls it first.
         """
         while self._untidy:
             worker, rows = self._untidy.pop()
             for row in rows:
                 self._requests.last_step_planned(worker.vacate(row))
-            worker.pool.keep_reserve()
+            if worker.swap.pays:
+                worker.swap.blocks_taken(worker.pool.num_taken(), worker.pool.num_blocks)
+            else:
+                worker.pool.keep_reserve()
 
     def _take_effects(self) -> list[Effect]:
         """Return the effects since the last call."""
@@ -525,6 +528,9 @@ class Scheduler:
         worker.pool.distrust(verdict.invalid)
         if worker.checkpoints is not None:
             distrust_states(worker.checkpoints, settled.failed)
+        if len(verdict.invalid) or len(verdict.in_doubt):
+            # The host table does not know which blocks were computed from these.
+            worker.swap.drop_cached()
 
     def _compute_again(self, worker: Worker, failed: FailedRequest, now: float, *, alone: bool) -> None:
         """Requeue a request that failed because of other requests' KV; with `alone`, it no longer shares KV."""

@@ -43,6 +43,7 @@ _PEERS = {
     ("RequestEnded", "frontend"),
 }
 _KEYS = {
+    ("HostKeys", "_blocks"), ("HostKeys", "_keys"), ("BlockPool", "saved"),
     ("_Node", "keys"), ("_Node", "children"), ("PrefixCache", "_next_keys"), ("PrefixCache", "_pending"),
     ("Request", "keys"), ("PartialBlocks", ""), ("PartialBlocks", "_followers"),
     ("Backlog", "_prefixes"), ("OutputLengths", "_samples"), ("_Wanted", ""),

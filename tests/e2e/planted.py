@@ -38,7 +38,7 @@ SERVICES = {
         "--max-num-seqs=3",
         "--max-num-batched-tokens=2048",
         "--resume-keep-s=0",
-        "--swap-space=64MiB",
+        "--host-cache=64MiB",
     ),
     "many rows": ("--policy=fcfs", "--max-num-seqs=64", "--max-num-batched-tokens=128", "--itl-target-ms=0"),
     "large steps": ("--max-num-seqs=64", "--max-num-batched-tokens=4096", "--itl-target-ms=0"),

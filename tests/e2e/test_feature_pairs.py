@@ -83,7 +83,7 @@ def test_tokens_are_those_of_the_plain_model(case: Case, tmp_path: Path) -> None
             *flags,
             f"--kv-cache-dtype={case['kv']}",
             f"--prefix-cache={case['prefix_cache']}",
-            f"--swap-space={'1MiB' if case['preemption'] == 'swap' else '0'}",
+            f"--host-cache={'1MiB' if case['preemption'] == 'swap' else '0'}",
             f"--tensor-parallel-size={case['ranks']}",
             "--dtype=float32",
             "--num-threads=1",

@@ -147,7 +147,7 @@ def test_swapped_requests_deliver_the_oracles_tokens(tmp_path: Path) -> None:
     oracle = Oracle(checkpoint)
     prompts = draw_prompts(LENGTHS, oracle.vocab_size, seed=7)
     memory = kv_memory(checkpoint, num_blocks=16, block_size=16)
-    flags = (f"--kv-cache-memory={memory}", "--swap-space=16MiB", "--max-num-seqs=8", "--dtype=float32")
+    flags = (f"--kv-cache-memory={memory}", "--host-cache=16MiB", "--max-num-seqs=8", "--dtype=float32")
     with serve(checkpoint, *flags) as served:
         answers = generate_all(served.grpc, prompts, [60] * len(prompts))
         assert served.metric("quire_swapped_out_blocks_total") > 0, "nothing was swapped: the pool is too large"

@@ -124,7 +124,7 @@ def test_shared_copied_and_swapped_blocks_have_the_kv_of_the_draft_model(checkpo
 
     It shares one block, copies another, and was swapped to the host and back into other blocks.
     """
-    engine = drafting(checkpoint, checkpoint, swap_space="1MiB")
+    engine = drafting(checkpoint, checkpoint, host_cache="1MiB")
     prompt = [(7 * index + 3) % VOCAB_SIZE for index in range(20)]
     expected = Driver(engine).generate(prompt, 12)
     engine.reset()
@@ -187,7 +187,7 @@ def test_drafts_after_a_pause_are_as_good_as_without(checkpoint: Path, paused: b
 
     The draft model computes the missing KV in these tokens' blocks.
     """
-    driver = Driver(drafting(checkpoint, checkpoint, swap_space="1MiB", max_model_len=512))
+    driver = Driver(drafting(checkpoint, checkpoint, host_cache="1MiB", max_model_len=512))
     prompt = [(7 * index + 3) % VOCAB_SIZE for index in range(21)]
     row = driver.admit(prompt)
     driver.chunk(row, len(prompt))

@@ -187,8 +187,8 @@ def test_settings_that_copy_or_roll_back_a_state_are_refused(checkpoint: Path) -
     """The line names the setting and what to use."""
     with pytest.raises(ConfigError, match=r"speculation: ngram is not supported for models with recurrent state.*off"):
         make_engine(checkpoint, speculation="ngram")
-    with pytest.raises(ConfigError, match=r"swap_space: 1MiB is not supported for models with recurrent state.*use 0"):
-        make_engine(checkpoint, swap_space="1MiB")
+    with pytest.raises(ConfigError, match=r"host_cache: 1MiB is not supported for models with recurrent state.*use 0"):
+        make_engine(checkpoint, host_cache="1MiB")
 
 
 def test_states_are_counted_in_the_memory(checkpoint: Path) -> None:

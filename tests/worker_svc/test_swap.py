@@ -34,7 +34,7 @@ def test_swapped_kv_comes_back_as_it_was(
     prompt, other = ([(7 * index + start) % VOCAB_SIZE for index in range(20)] for start in (3, 5))
     expected = Driver(make_engine(folder, block_size=8, kv_cache_dtype=kind)).generate(prompt, 4)
     engine = make_engine(
-        folder, accelerator=accelerator, block_size=8, max_num_seqs=2, swap_space="1MiB", kv_cache_dtype=kind
+        folder, accelerator=accelerator, block_size=8, max_num_seqs=2, host_cache="1MiB", kv_cache_dtype=kind
     )
 
     def admission(row: int, generation: int, tokens: list[int], blocks: list[int], computed: int) -> plan_pb2.Admission:
@@ -94,7 +94,7 @@ def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
     """
     device = FakeAccelerator()
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
-    engine = make_engine(folder, accelerator=device, block_size=8, swap_space="1MiB", cuda_graphs=False)
+    engine = make_engine(folder, accelerator=device, block_size=8, host_cache="1MiB", cuda_graphs=False)
 
     def waiting(plan: plan_pb2.Plan) -> list[str]:
         device.log.clear()

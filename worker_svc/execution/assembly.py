@@ -102,7 +102,7 @@ def build_engine(
             rows=limits.max_rows,
             max_model_len=limits.max_model_len,
         )
-    num_host_blocks = parse_bytes(config.swap_space) // bytes_per_block if bytes_per_block else 0
+    num_host_blocks = parse_bytes(config.host_cache) // bytes_per_block if bytes_per_block else 0
     num_blocks, num_host_blocks = group.least((num_blocks, num_host_blocks))
     limits = dataclasses.replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     caches = allocate(kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
@@ -128,7 +128,7 @@ def _check_recurrent(config: WorkerConfig) -> None:
     Raises:
         ConfigError: a setting does.
     """
-    used = {"speculation": config.speculation != "off", "swap_space": parse_bytes(config.swap_space) > 0}
+    used = {"speculation": config.speculation != "off", "host_cache": parse_bytes(config.host_cache) > 0}
     for setting in (name for name, is_used in used.items() if is_used):
         raise ConfigError(
             f"{setting}: {getattr(config, setting)} is not supported for models with recurrent state, which is not"

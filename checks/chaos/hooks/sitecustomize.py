@@ -5,6 +5,8 @@ Python runs this file at the start of every process whose PYTHONPATH contains it
 * SIGUSR1 blocks the main thread, because signal handlers run there. The loop blocks while ZeroMQ's threads continue.
 * CHAOS_PROXIES names a folder of sockets, one per worker, which it uses instead of the scheduler's.
 * CHAOS_EAGER lets the worker say hello without a pause.
+* CHAOS_COPIES names a folder. A file "out" or "in" in it terminates the process in the middle of a copy of KV blocks in
+  this direction. A file "scheduler" with a process ID terminates that process in the middle of a copy to the device.
 * CHAOS_POISON is a sequence of tokens. A step whose batch contains it terminates the process, like a kernel fault.
 """
 
@@ -15,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +52,25 @@ def _poisonable(batch: Any) -> None:
     batch.BatchBuilder.build = watched
 
 
+def _mortal(swap: Any) -> None:
+    folder, copy = Path(os.environ["CHAOS_COPIES"]), swap.HostPool._copy
+
+    def halved(self: Any, source: Any, sources: Any, target: Any, targets: Any, **options: Any) -> Any:
+        is_out = source is self._device
+        for victim in ("out",) if is_out else ("in", "scheduler"):
+            order = folder / victim
+            if len(sources) < 2 or not order.exists():
+                continue
+            pid = int(order.read_text()) if victim == "scheduler" else os.getpid()
+            order.unlink()
+            half = slice(len(sources) // 2)
+            copy(self, source, sources[half], target, targets[half], **options)
+            os.kill(pid, signal.SIGKILL)
+        return copy(self, source, sources, target, targets, **options)
+
+    swap.HostPool._copy = halved
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches modules right after they are loaded."""
 
@@ -78,6 +100,8 @@ if "worker" in _arguments:
         changes["shared.sockets"] = _through_proxy
     if os.environ.get("CHAOS_EAGER"):
         changes["worker_svc.link.connection"] = _eager
+    if os.environ.get("CHAOS_COPIES"):
+        changes["worker_svc.memory.swap"] = _mortal
     if os.environ.get("CHAOS_POISON"):
         changes["worker_svc.execution.batch"] = _poisonable
     sys.meta_path.insert(0, _AfterImport(changes))

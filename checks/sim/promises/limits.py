@@ -1,5 +1,7 @@
 """Limits of a step: rows, tokens, plans in flight, chunk lengths."""
 
+import numpy as np
+
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.sites import Epoch
@@ -51,6 +53,19 @@ class StepLimits(Promise):
             self.seen(Limit.SWAPPED_OUT)
         if plan.swap_ins:
             self.seen(Limit.SWAPPED_IN)
+        leaves = len(plan.leaves)
+        for copy in plan.swap_outs:
+            if not leaves:  # Otherwise the copy may be that of a preempted request.
+                self.seen(Limit.MOVED_OUT)
+            given = np.concatenate((plan.append_blocks, *(each.blocks for each in plan.admissions)))
+            if np.isin(copy.sources, given).any():
+                self.seen(Limit.TAKEN_AFTER_COPY)
+        first_blocks = {each.blocks.item(0) for each in plan.admissions if each.num_computed_tokens}
+        for copy in plan.swap_ins:
+            if copy.targets.item(0) not in first_blocks:
+                self.seen(Limit.MOVED_BACK)
+            if not any(copy.targets[-1] in each.blocks for each in plan.admissions):
+                self.seen(Limit.MOVED_BACK_IN_PARTS)
 
     def _most_rows(self, model: ModelWorker) -> int:
         batching = self.config.batching

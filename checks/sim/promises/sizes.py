@@ -44,7 +44,10 @@ _IS_LAZY = frozenset(
 _IS_TABLE = frozenset({"Grammars._failed", "Grammars._unused", "_Ratios.distances", "_Ratios.values"})
 _HAS_OWN_LIMIT = frozenset({"Forecast._admissions", "History._ended", "KeptLogs._logs", "OutputLengths._samples"})
 """Containers with limits that a simulation does not reach. Their contents are not examined."""
-_BY_BLOCK = ("BlockPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.", "_Group.", "_Node.")
+_BY_BLOCK = (
+    "BlockPool.", "HostKeys.", "HostPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.",
+    "_Group.", "_Node.",
+)  # fmt: skip
 """Containers with at most a few entries for each block of a worker."""
 _BY_CHECKPOINT = ("StateCheckpoints.",)
 """Containers with at most a few entries for each checkpoint of a worker."""

@@ -30,6 +30,8 @@ class RowAdmission:
     """All known tokens, `[n] int32`."""
     num_computed_tokens: int
     """Number of leading tokens whose KV is already in the given blocks, or is copied there by this plan."""
+    num_restored_tokens: int = 0
+    """Number of these tokens that were copied from host memory for this admission, or are copied by this plan."""
     blocks: IndexArray
     """Block table of KV group 0, `[num_blocks]`."""
     checkpoint: int | None = None

@@ -108,10 +108,15 @@ class WaitReason(enum.Enum):
     """Workers died while they computed the request, so it must run alone until it is cleared."""
     NO_WORKER = "a worker that can serve it"
     BUDGET = "room in a step that other prompts fill"
+    COPY = "its prefix, which is copied from host memory"
 
     # Each enum member is a single object, so compare identities. `Enum` hashes the member's name, which takes five
     # times as long.
     __hash__ = object.__hash__
+
+
+RESTORED_TOKENS = "tokens copied from host memory"
+"""End of the text of an ADMITTED note, after their number, if there are any."""
 
 
 class NoteKind(enum.Enum):

@@ -28,7 +28,7 @@ from typing import ClassVar, NamedTuple
 
 from scheduler_svc.core.interface.effects import AttemptEnded, Effect
 from scheduler_svc.core.interface.plan import RowAdmission
-from scheduler_svc.core.interface.records import NoteKind, WaitReason
+from scheduler_svc.core.interface.records import RESTORED_TOKENS, NoteKind, WaitReason
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait
@@ -142,7 +142,8 @@ class RequestStates:
             request.num_cached_prompt_tokens = min(admission.num_computed_tokens, request.spec.num_prompt_tokens)
         request.attempts += 1
         request.home = worker.epoch
-        request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}")
+        restored = f", {admission.num_restored_tokens} {RESTORED_TOKENS}" if admission.num_restored_tokens else ""
+        request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}{restored}")
 
     def last_step_planned(self, request: Request) -> None:
         """Record that the request has left its row and only waits for its last result."""

@@ -37,6 +37,7 @@ class WorkerStats:
     draining: bool
     host_blocks_total: int
     host_blocks_held: int
+    host_blocks_cached: int
     swapped_out_blocks: int
     swapped_in_blocks: int
     plans_in_flight: int
@@ -139,6 +140,7 @@ def worker_stats(worker: Worker) -> WorkerStats:
         draining=worker.draining,
         host_blocks_total=worker.swap.pool.num_blocks,
         host_blocks_held=worker.swap.pool.num_held,
+        host_blocks_cached=worker.swap.pool.num_cached,
         swapped_out_blocks=worker.swap.swapped_out_blocks,
         swapped_in_blocks=worker.swap.swapped_in_blocks,
         plans_in_flight=len(worker.in_flight),

@@ -19,12 +19,14 @@ its claim no longer matches the entry. Cached blocks are queued by last use (`re
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import IndexArray, all_of, any_of
+from scheduler_svc.core.interface.arrays import BoolArray, IndexArray, all_of, any_of
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.recency import RecencyQueue
+from shared.prefix_keys import BlockKey
 
 _RESERVE_PART = 32
 """At most one block in this many is evicted before its memory is needed."""
@@ -41,6 +43,19 @@ _ONE = np.array(1)
 """Comparing with an array takes half the time of comparing with a number."""
 
 
+class Content(Protocol):
+    """The table of the blocks that contain KV which others may use."""
+
+    holds: BoolArray
+    """By block: whether the table has it."""
+
+    def forget(self, blocks: IndexArray) -> IndexArray:
+        """Remove blocks; return all blocks that left the table."""
+
+    def validate(self) -> None:
+        """Check that the table is consistent."""
+
+
 class BlockPool:
     """Blocks [0, num_blocks) with reference counts and deferred reuse."""
 
@@ -48,6 +63,7 @@ class BlockPool:
         """Make a pool of free blocks. Without `cache`, it creates a cache for full blocks only."""
         self.num_blocks = num_blocks
         self.cache = PrefixCache(num_blocks) if cache is None else cache
+        self._content: Content = self.cache
         # Use a stack, so that the most recently used block is reused first: it is the most likely to be in a hardware
         # cache.
         self._free = np.arange(num_blocks, dtype=np.intp)
@@ -66,7 +82,14 @@ class BlockPool:
         """By block in a table, the newest step without a result that copies from it, ordered by step."""
         self._cached = RecencyQueue(num_blocks)
         self._num_taken = 0
-        """Number of blocks taken since the last call to `keep_reserve`."""
+        """Number of blocks taken since the last call of `keep_reserve` or `num_taken`."""
+        self.max_saved = 0
+        """Maximum number of further blocks to note in `saved`; set before each plan."""
+        self.saved: list[tuple[int, BlockKey, bool]] = []
+        """Cached blocks that were taken for the plan that is being made: (block, key, whether it begins a sequence).
+
+        The plan can still copy them before it writes them.
+        """
 
     @property
     def num_available(self) -> int:
@@ -103,6 +126,35 @@ class BlockPool:
         if reserve > self.num_free:
             self._evict(reserve - self.num_free)
 
+    def num_taken(self) -> int:
+        """Return the number of blocks taken since the last call."""
+        number, self._num_taken = self._num_taken, 0
+        return number
+
+    def oldest_cached(self, most: int) -> IndexArray:
+        """Return some least recently used cached blocks, at least one and at most `most`; `num_cached` is above 0.
+
+        They are a part of a chain, in order of position.
+        """
+        return self._cached.oldest(most)
+
+    def evict(self, blocks: IndexArray) -> None:
+        """Evict cached blocks that no table holds."""
+        self._forget(blocks)
+
+    def evict_after(self, blocks: IndexArray, *, last_step: int, answered_step: int) -> None:
+        """Evict cached blocks that no table holds; they become free when the result of `last_step` arrives.
+
+        This step copies them.
+        """
+        self.share(blocks)
+        self._forget(blocks)
+        self.release(blocks, last_step=last_step, answered_step=answered_step)
+
+    def is_held(self, block: int) -> bool:
+        """Return whether a table holds the block, or a step without a result uses it."""
+        return self._claims.item(block) > 0
+
     def count_idle(self, blocks: IndexArray) -> int:
         """Return how many of the blocks are cached and held by no table."""
         return int(np.count_nonzero(self._claims[blocks] < 0)) if len(blocks) else 0
@@ -115,7 +167,7 @@ class BlockPool:
         """Add a reference to cached blocks in any state."""
         if not len(blocks):
             return
-        assert all_of(self.cache.holds[blocks]), "share of a block that is not in the cache"
+        assert all_of(self._content.holds[blocks]), "share of a block that is not in the cache"
         claims = self._claims[blocks]
         cached, retired = claims < _NONE, claims >= _RETIRED
         if any_of(cached):
@@ -189,7 +241,7 @@ class BlockPool:
         return blocks if all_of(stay) else blocks[stay]
 
     def _make_available(self, blocks: IndexArray) -> None:
-        known = self.cache.holds[blocks]
+        known = self._content.holds[blocks]
         num_known = known.tobytes().find(0)
         if num_known < 0:
             self._cache(blocks)
@@ -222,13 +274,19 @@ class BlockPool:
         """Free at least `count` cached blocks, least recently used first."""
         wanted = self.num_free + count
         while (short := wanted - self.num_free) > 0:
-            # In large pools, evict a few blocks more, because blocks that were cached together are cheap to evict
-            # together.
-            self._forget(self._cached.oldest(short + self._eviction_batch))
+            if self.max_saved:
+                blocks = self._cached.oldest(min(short, self.max_saved))
+                self.max_saved -= len(blocks)
+                self.saved += self.cache.entries(blocks)
+            else:
+                # In large pools, evict a few blocks more, because blocks that were cached together are cheap to evict
+                # together.
+                blocks = self._cached.oldest(short + self._eviction_batch)
+            self._forget(blocks)
 
     def _forget(self, blocks: IndexArray) -> None:
         """Evict blocks and all blocks that can only be found through them. Blocks without references become free."""
-        gone = self.cache.forget(blocks)
+        gone = self._content.forget(blocks)
         idle = self._claims[gone] < _NONE
         if not all_of(idle):
             gone = gone[idle]
@@ -249,10 +307,10 @@ class BlockPool:
         assert counted == (self.num_free, self.num_retired, self.num_cached), "miscounted blocks"
         stack = sorted(self._free[: self.num_free].tolist())
         assert stack == np.flatnonzero(free).tolist(), "a block is free twice or lost"
-        assert self.cache.holds[cached].all()
-        assert not self.cache.holds[free].any()
-        assert self.cache.holds[references > 1].all(), "a block is shared that is not in the cache"
+        assert self._content.holds[cached].all()
+        assert not self._content.holds[free].any()
+        assert self._content.holds[references > 1].all(), "a block is shared that is not in the cache"
         waiting = sum(int(np.count_nonzero(claims[blocks] == claim)) for _, claim, blocks in self._retired)
         assert waiting == self.num_retired, "a retired block waits for no step"
         assert sorted(self._cached.validate()) == np.flatnonzero(cached).tolist(), "a cached block is not queued"
-        self.cache.validate()
+        self._content.validate()

@@ -119,6 +119,24 @@ class PrefixCache:
         """Return the number of blocks in the longest cached prefix of the joined `keys`."""
         return self._walk(keys)[2] if keys[:KEY_BYTES] in self._root.children else 0
 
+    def entries(self, blocks: IndexArray) -> list[tuple[int, BlockKey, bool]]:
+        """Return (block, key, whether it begins a sequence) for the blocks that can move to another tier.
+
+        Tails and doubted blocks cannot.
+        """
+        found = []
+        for block in blocks.tolist():
+            if not self.holds.item(block) or self.doubted.item(block):
+                continue
+            if self.partial is not None and self.partial.tails.item(block):
+                continue
+            number, offset = divmod(self._places.item(block), _RUN)
+            node = self._nodes[number]
+            assert node is not None
+            key = node.keys[KEY_BYTES * offset : KEY_BYTES * (offset + 1)]
+            found.append((block, key, not offset and node.parent == _ROOT))
+        return found
+
     def publish(self, keys: bytes, blocks: IndexArray, tokens: bytes = b"") -> None:
         """Make a chain of blocks shareable, except where other blocks already have the keys.
 

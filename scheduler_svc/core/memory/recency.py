@@ -44,6 +44,11 @@ class RecencyQueue:
         # Copy, because `chain` may be a view of a long table.
         self._groups[self._last_group] = _Group(chain.copy(), len(chain))
 
+    def prepend(self, chain: IndexArray) -> None:
+        """Like `append`, but as the least recently used blocks."""
+        self.append(chain)
+        self._groups.move_to_end(self._last_group, last=False)
+
     def remove(self, blocks: IndexArray) -> None:
         """Remove at least one block from the queue, in any order. All must be in it."""
         numbers = self._group_of[blocks]

@@ -1,8 +1,12 @@
-"""Swapping: the KV of a preempted request is copied to the worker's host memory instead of being recomputed.
+"""Host memory of one worker, for the KV of preempted requests and for cached blocks that leave the device.
 
-The scheduler decides for each victim. It swaps if the host pool has room and copying the blocks out and back is
-expected to be faster than recomputing the tokens (`cost_model`).
+* *Preempted requests.* The scheduler decides for each victim. It swaps if the host has room and copying the blocks out
+  and back is expected to be faster than recomputing the tokens (`cost_model`).
+* *Cached blocks.* The least recently used cached blocks move here before their device memory is needed. When a request
+  continues with them, they are copied back to new device blocks. The copy here remains, as the first to be evicted
+  (a *twin*): as long as it exists, the device block can be evicted without another copy.
 
+Cached blocks use only the memory that preempted requests do not need, and the least recently used ones are evicted.
 Like device blocks, host blocks are reused only after the results of all steps that use them have arrived.
 """
 
@@ -11,9 +15,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, any_of, where
 from scheduler_svc.core.interface.plan import BlockCopy
 from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.host_keys import HostKeys
+from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
+from shared.prefix_keys import BlockKey
+
+SHARE = 0.25
+"""Copies of cached blocks to the host take at most this share of the time of steps, on average."""
+STEP_SHARE = 0.5
+"""The same for one step."""
+_SAVED_STEPS = 32
+"""Number of steps whose unused share later steps can use."""
+_RESERVE_PART = 8
+"""At most one device block in this many is free in advance."""
+_HOPE = 1 / 4000
+"""Part by which the chance of return rises towards 1 per plan. After moving did not pay, it is thus tried again."""
+_LEAST_MEMORY, _MEMORY_PART = 64, 4
+"""The chance of return is learned from about so many blocks, and from this part of the host's blocks if it is more."""
+_DECAY = 0.995
+"""The number of device blocks to keep free falls by this factor per plan, if plans take fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +49,70 @@ class SwappedKV:
     """Number of leading tokens that it holds."""
 
 
+class HostPool(BlockPool):
+    """The host blocks of one worker. Twins are evicted before other cached blocks."""
+
+    def __init__(self, num_blocks: int, keys: HostKeys) -> None:
+        super().__init__(num_blocks)
+        self._content = self.keys = keys
+
+    def _cache(self, blocks: IndexArray) -> None:
+        twins = self.keys.twins[blocks]
+        super()._cache(blocks[~twins])
+        if any_of(twins):
+            super()._cache(blocks[twins])
+            self._cached.remove(blocks[twins])
+            self._cached.prepend(blocks[twins])
+
+    def lost_twins(self, blocks: IndexArray) -> None:
+        """Record that the device no longer has the content of cached blocks; they were just used."""
+        self.keys.twins[blocks] = False
+        idle = blocks[self._claims[blocks] < 0]
+        if len(idle):
+            self._cached.remove(idle)
+            self._cached.append(idle)
+
+
 class SwapSpace:
     """The host blocks of one worker."""
 
-    def __init__(self, num_host_blocks: int) -> None:
-        self.pool = BlockPool(num_host_blocks)
+    def __init__(
+        self,
+        num_host_blocks: int,
+        *,
+        caches: bool = False,
+        directory: PrefixDirectory | None = None,
+        epoch: int = 0,
+    ) -> None:
+        """Make a space of free blocks.
+
+        Args:
+            num_host_blocks: blocks of the worker's host memory.
+            caches: whether cached blocks move here.
+            directory: gets the keys of cached blocks that begin a sequence, under `epoch`.
+            epoch: the worker's epoch.
+        """
+        self.caches = caches and num_host_blocks > 0
+        self.pays = self.caches
+        """Whether cached blocks move here at present, because copying is faster than computing."""
+        self.keys = HostKeys(num_host_blocks, directory, epoch)
+        self.pool = HostPool(num_host_blocks, self.keys)
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
+        self.return_chance = 1.0
+        """Learned chance that a cached block that moves here is copied back before it is evicted."""
+        self._gain = 1.0 / max(_LEAST_MEMORY, num_host_blocks // _MEMORY_PART)
+        """Weight of one block in it."""
+        self.credit_s = 0.0
+        """Time that the next plan may use for copies of cached blocks to the host, s."""
+        self.step_s = 0.0
+        """Time that one plan may use for them, s."""
+        self.reserve = 0
+        """Number of device blocks to keep free, about as many as recent plans took."""
         self._next_id = 1
 
     def has_room(self, num_blocks: int) -> bool:
-        """Return whether `num_blocks` is above 0 and the host has as many free blocks."""
+        """Return whether `num_blocks` is above 0, and as many host blocks are free or cached."""
         return 0 < num_blocks <= self.pool.num_available
 
     def out(self, blocks: IndexArray) -> BlockCopy:
@@ -49,6 +124,71 @@ class SwapSpace:
         """Return the copy of host blocks back to the first of `blocks`."""
         self.swapped_in_blocks += len(host_blocks)
         return self._copy(host_blocks, blocks[: len(host_blocks)])
+
+    # ---------------------------------------------------------------- cached blocks
+
+    def match(self, keys: bytes, start: int) -> IndexArray:
+        """Return the host blocks that continue a sequence after its first `start` blocks; `keys`: its joined keys."""
+        return self.keys.match(keys, start) if self.keys else NO_INDICES
+
+    def store(
+        self, blocks: IndexArray, entries: Sequence[tuple[BlockKey, bool]], *, last_step: int, answered_step: int
+    ) -> BlockCopy:
+        """Move cached device blocks here; the caller has checked `has_room`.
+
+        Args:
+            blocks: the device blocks.
+            entries: by block, its key, which is not here, and whether the block begins a sequence.
+            last_step: the step that copies the blocks.
+            answered_step: the last step that was answered.
+        """
+        num_in_vain = self.keys.num_in_vain
+        copy = self.out(blocks)
+        self.return_chance *= (1.0 - self._gain) ** (self.keys.num_in_vain - num_in_vain)
+        self.keys.add(entries, copy.targets)
+        self.pool.release(copy.targets, last_step=last_step, answered_step=answered_step)
+        return copy
+
+    def load(self, host_blocks: IndexArray, blocks: IndexArray, *, last_step: int, answered_step: int) -> BlockCopy:
+        """Copy cached blocks back to device blocks in the step `last_step`; they remain here as twins."""
+        num_returned = len(host_blocks) - int(np.count_nonzero(self.keys.returned[host_blocks]))
+        self.return_chance = 1.0 - (1.0 - self.return_chance) * (1.0 - self._gain) ** num_returned
+        self.keys.twins[host_blocks] = self.keys.returned[host_blocks] = True
+        self.pool.read(host_blocks, last_step=last_step, answered_step=answered_step)
+        return self.back(host_blocks, blocks)
+
+    def wants_room(self, device: BlockPool, num_needed: int) -> bool:
+        """Return whether cached blocks of the device should move here in a plan that takes `num_needed` blocks.
+
+        They can then become free before later plans need their memory.
+        """
+        if not self.pays or not device.num_cached:
+            return False
+        num_free = device.num_free - num_needed
+        return num_free < 0 or num_free + device.num_retired < self.reserve
+
+    def step_planned(self, expected_s: float, num_moved: int, block_s: float) -> None:
+        """Update the time for copies to the host, and the chance of return, after a plan.
+
+        Args:
+            expected_s: expected time of the step, s.
+            num_moved: number of cached blocks that the step copies to the host.
+            block_s: time of one copy, s.
+        """
+        credit_s = self.credit_s + SHARE * expected_s - num_moved * block_s
+        self.credit_s = min(credit_s, max(_SAVED_STEPS * SHARE * expected_s, block_s))
+        self.step_s = max(STEP_SHARE * expected_s, block_s)
+        self.return_chance += _HOPE * (1.0 - self.return_chance)
+
+    def blocks_taken(self, num_taken: int, num_blocks: int) -> None:
+        """Adapt the number of device blocks to keep free; a plan took `num_taken` of the device's `num_blocks`."""
+        reserve = max(num_taken, int(self.reserve * _DECAY), 1)
+        self.reserve = min(reserve, max(1, num_blocks // _RESERVE_PART))
+
+    def drop_cached(self) -> None:
+        """Remove all cached blocks, because some of their KV may be wrong."""
+        if self.keys:
+            self.pool.distrust(where(self.keys.holds))
 
     def _copy(self, sources: IndexArray, targets: IndexArray) -> BlockCopy:
         copy = BlockCopy(copy_id=self._next_id, sources=sources.copy(), targets=targets.copy())

@@ -17,6 +17,7 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
 from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES, CoreConfig
 from scheduler_svc.core.interface.records import EndReason, WaitReason
+from scheduler_svc.core.planning.host_copies import HostCopies
 from scheduler_svc.core.planning.victims import Candidates, choose_victims
 from scheduler_svc.core.queueing.backlog import Backlog, waits_for_prefix
 from scheduler_svc.core.queueing.placement import DECODE_COST, MAX_ASSIGNED, NOTHING_CACHED, Placement, Room, find_room
@@ -24,7 +25,7 @@ from scheduler_svc.core.queueing.policies import Place, late_rank
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.rows import DECODE
-from scheduler_svc.core.workers.worker import Worker
+from scheduler_svc.core.workers.worker import Match, Worker
 from shared.frames import PACKED_BYTES, TOKEN_BYTES
 
 MAX_ADMITTED_BYTES = PACKED_BYTES
@@ -75,8 +76,20 @@ class Admission:
         tenants: Tenants,
         config: CoreConfig,
         now: float,
+        copies: HostCopies | None = None,
     ) -> None:
-        """Begin the admissions of a worker's plan; `placement` is None if there is no other worker."""
+        """Begin the admissions of a worker's plan.
+
+        Args:
+            worker: the worker.
+            backlog: the waiting requests.
+            placement: None if there is no other worker.
+            tenants: limits of tenants.
+            config: settings of the service.
+            now: present time, s.
+            copies: the plan's copies of cached blocks; None if the plan copies none back.
+        """
+        self._copies = copies
         self._worker = worker
         self._backlog = backlog
         self._placement = placement
@@ -110,6 +123,8 @@ class Admission:
         """Whether memory becomes free for a request that has preempted others. No other request may take this
         memory.
         """
+        self._is_copying = False
+        """Whether a request waits for the rest of its prefix, which later plans copy. No other request overtakes it."""
         self.lacks_row = False
         """Whether a request could start if one more row were free."""
         self.obstacle: WaitReason | None = None
@@ -329,6 +344,7 @@ class Admission:
             and self._num_late < MAX_LATE
             and len(self._overtakable) < MAX_OVERTAKING_TRIES
             and not self._serves_urgent
+            and not self._is_copying
             and not self._is_at_bound()
         )
 
@@ -404,7 +420,19 @@ class Admission:
                 self._backlog.assign(request, other, self._now)
                 self._num_looked_past += 1
                 return None
-        return room
+        return self._restored(request, match, room) if len(match.host) and self._copies is not None else room
+
+    def _restored(self, request: Request, match: Match, room: Room) -> Room | None:
+        """Copy the part of a request's prefix that is in host memory; None if the request waits for the rest."""
+        assert self._copies is not None
+        on_device = self._copies.restore(request, match)
+        if on_device is None:
+            request.waits_for(WaitReason.COPY, self._now)
+            self._looked_past.append(request)
+            self._is_copying = True
+            return None
+        num_copied = len(on_device.blocks) - len(match.blocks)
+        return Room(on_device.blocks, room.num_new - num_copied)
 
     def _look_for_suspects(self) -> None:
         """Schedule a trial if a suspect request fits now, so that the next plan contains it alone.

@@ -30,6 +30,7 @@ from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
 from scheduler_svc.core.interface.records import NoteKind, WaitReason
 from scheduler_svc.core.planning.batch_selection import Admission, Refusal, victim_for_tenant, victims_for_urgent
 from scheduler_svc.core.planning.block_allocation import BlockAllocation, Preemption
+from scheduler_svc.core.planning.host_copies import HostCopies
 from scheduler_svc.core.planning.prompt_chunks import StepChunks, short_part
 from scheduler_svc.core.planning.state_saves import save_states
 from scheduler_svc.core.queueing.backlog import Backlog
@@ -101,6 +102,7 @@ class Planner:
         self._chunks = StepChunks(worker, budget, config.long_prefill_token_threshold or budget)
         self._max_rows = min(config.max_num_seqs, worker.rows.max_rows)
         self._allocation = BlockAllocation(worker)
+        self._copies = HostCopies(worker, self._chunks) if worker.swap.caches else None
         self._decodes = NO_INDICES
         """The decode rows of the step."""
         self._is_limited = False
@@ -115,14 +117,20 @@ class Planner:
 
     def run(self) -> Outcome:
         """Make the plan, and update rows, pool and queue accordingly."""
+        self._run()
+        if self._copies is not None and self._outcome.plan is None:
+            self._copies.cancel()
+        return self._outcome
+
+    def _run(self) -> None:
         worker = self._worker
         worker.judge()
         if worker.in_flight and worker.in_flight[-1].solo is not None:
             self._note_obstacle(WaitReason.ALONE)
-            return self._outcome  # A trial step contains no other request, even after the suspect has left.
+            return  # A trial step contains no other request, even after the suspect has left.
         if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
             self._note_obstacle(WaitReason.ALONE)
-            return self._outcome
+            return
         for choose in (victims_for_urgent, victim_for_tenant):
             urgent, victims = choose(worker, self._backlog, self._placement, self._tenants, self._config, self._now)
             for row in victims:
@@ -141,11 +149,11 @@ class Planner:
             self._admit(under_way)
         # A worker without further work still needs a plan that lists the ended rows.
         idle_leaves = self._worker.pending_leaves and not self._worker.in_flight
-        if len(decodes) or self._chunks or self._allocation.swap_outs or idle_leaves:
+        copies = self._allocation.swap_outs or (self._copies is not None and self._copies.ins)
+        if len(decodes) or self._chunks or copies or idle_leaves:
             self._outcome.plan = self._issue(decodes)
         elif worker.trial_due and not worker.in_flight:
             self._try_suspect()
-        return self._outcome
 
     def _try_suspect(self) -> bool:
         """Plan a step for a suspect alone; return False if no suspect can be tried."""
@@ -376,7 +384,11 @@ class Planner:
         """Share the chunk budget, and admit waiting requests while it lasts."""
         if not self._worker.draining:
             self._backlog.prepare(self._worker, max(0, self._max_rows - self._rows.num_running), self._now)
-        admission = Admission(self._worker, self._backlog, self._placement, self._tenants, self._config, self._now)
+        admission = Admission(
+            self._worker, self._backlog, self._placement, self._tenants, self._config, self._now, self._copies
+        )
+        if self._worker.swap.keys:
+            self._limit_chunks()  # Copies of cached blocks take a part of the limited budget.
         self._share(under_way, admission)
         while self._chunks.budget and (admitted := admission.next()) is not None:
             self._admitted(*admitted)
@@ -481,14 +493,17 @@ class Planner:
             uncached = max(0, request.spec.num_prompt_tokens - num_cached_tokens)
             self._policy.served(request.account, prompt_tokens=uncached)
         self._worker.counters.prompt_tokens += len(request.tokens)
-        self._worker.counters.cached_tokens += num_cached_tokens
-        self._worker.counters.restored_tokens += num_computed - num_cached_tokens
+        num_restored = num_computed - num_cached_tokens + min(request.restored_tokens, num_cached_tokens)
+        request.restored_tokens = 0
+        self._worker.counters.cached_tokens += num_computed - num_restored
+        self._worker.counters.restored_tokens += num_restored
         return RowAdmission(
             row=row,
             generation=self._rows.generation.item(row),
             spec=request.spec,
             token_ids=as_column(request.tokens),
             num_computed_tokens=num_computed,
+            num_restored_tokens=num_restored,
             blocks=blocks,
             frontend=request.key.frontend,
             stream=request.key.stream,
@@ -519,6 +534,10 @@ class Planner:
         num_tokens = len(decodes) + sum(self._chunks.lengths)
         shape = StepShape(len(decodes), self._chunks.cost, context, self._num_drafts)
         least_s, expected_s, allowance = worker.costs.bounds(shape, self._config.step_deadline_s)
+        swap_outs, swap_ins = self._allocation.swap_outs, self._swap_ins
+        if self._copies is not None:
+            self._copies.move_out(expected_s)
+            swap_outs, swap_ins = swap_outs + self._copies.outs, swap_ins + self._copies.ins
         leaves = worker.pending_leaves
         worker.pending_leaves = []
         worker.last_step += 1
@@ -541,7 +560,7 @@ class Planner:
                 chunk_rows=self._chunks.rows,
                 chunk_generations=rows.generation[chunk_rows],
                 solo=worker.trial.request if worker.trial is not None else None,
-                copy_ids=[copy.copy_id for copy in self._allocation.swap_outs + self._swap_ins],
+                copy_ids=[copy.copy_id for copy in swap_outs + swap_ins],
                 allowance=allowance,
             )
         )
@@ -562,8 +581,8 @@ class Planner:
             chunk_lengths=_indices(self._chunks.lengths),
             holds=holds,
             releases=releases,
-            swap_outs=tuple(self._allocation.swap_outs),
-            swap_ins=tuple(self._swap_ins),
+            swap_outs=tuple(swap_outs),
+            swap_ins=tuple(swap_ins),
             copy_sources=_indices(self._copy_sources),
             copy_targets=_indices(self._copy_targets),
             draft_rows=draft_rows,

@@ -42,6 +42,8 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
             return None
     if outlook.num_needy > worker.pool.num_available:
         return None
+    if worker.swap.pays and worker.swap.wants_room(worker.pool, outlook.num_needy):
+        return None
     needy, blocks = outlook.next_plan(), NO_INDICES
     if len(needy):
         blocks = worker.pool.take(len(needy))
@@ -53,6 +55,8 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
     least_s, expected_s, allowance = worker.costs.bounds(shape, step_deadline_s)
     step = worker.last_step = worker.last_step + 1
     worker.last_tokens = num_rows
+    if worker.swap.caches:
+        worker.swap.step_planned(expected_s, 0, worker.costs.block_copy_s)
     in_flight.append(
         StepInFlight(
             step=step,

@@ -171,6 +171,8 @@ class Request:
     """Number of `drafted_tokens` that were accepted."""
     swapped: SwappedKV | None = None
     """Its KV in a worker's host memory, while it waits after a swap-out."""
+    restored_tokens: int = 0
+    """Tokens of cached blocks that were copied from host memory for it since it began to wait."""
     unsettled: bool = False
     """Whether steps in flight still refer to a row that it has left."""
     credit_remainder: int = 0

@@ -251,6 +251,19 @@ class CostModel:
         """
         return not self.has_chunks or self._copies.pays(num_blocks, num_tokens * self.prompt_token_s)
 
+    def moves(self, block_size: int, return_chance: float) -> bool:
+        """Return whether to move cached blocks of so many tokens to the host instead of evicting them."""
+        return not self.has_chunks or self._copies.move_pays(block_size * self.prompt_token_s, return_chance)
+
+    def restores(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return whether to copy cached blocks back from the host instead of computing `num_tokens` budget tokens."""
+        return not self.has_chunks or self._copies.return_pays(num_blocks, num_tokens * self.prompt_token_s)
+
+    @property
+    def block_copy_tokens(self) -> float:
+        """Budget tokens of a chunk that take as long as a copied block; 0 if not measured."""
+        return self._copies.block_s / self.prompt_token_s if self.prompt_token_s else 0.0
+
     def draft_cost(self, num_rows: int) -> DraftCost:
         """Return the learned cost of drafts in steps with about `num_rows` rows."""
         size = num_rows.bit_length()

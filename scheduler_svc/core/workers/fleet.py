@@ -190,7 +190,12 @@ class Fleet:
             capacity=Capacity(config.capacity, num_blocks),
             gate=BatchGate(config.batching),
             shares_prefixes=shares_prefixes,
-            swap=SwapSpace(0 if is_recurrent else hello.num_host_blocks),
+            swap=SwapSpace(
+                0 if is_recurrent else hello.num_host_blocks,
+                caches=shares_prefixes,
+                directory=self.directory,
+                epoch=self._next_epoch,
+            ),
             protocol_version=hello.protocol_version,
             device=hello.device,
             pid=hello.pid,
@@ -241,6 +246,7 @@ class Fleet:
             if len(self._drained) > _MAX_DRAINED:
                 del self._drained[next(iter(self._drained))]
         worker.pool.cache.leave_directory()
+        worker.swap.keys.leave_directory()
         if not self.open and self.empty_since is None:
             self.empty_since = now
         running = [worker.vacate(row) for row in worker.rows.occupied()]

@@ -109,6 +109,8 @@ class Match(NamedTuple):
     """A block whose beginning the request can copy to its next block."""
     swapped: SwappedKV | None = None
     """The whole KV in the worker's host memory. If it is present, the other fields are ignored."""
+    host: IndexArray = NO_INDICES
+    """Host blocks with the KV after `blocks`."""
     next_key: BlockKey = b""
     """Key of the first missing full block; empty if no further block can be cached.
 
@@ -131,7 +133,7 @@ class WorkerCounters:
     cached_tokens: int = 0
     """Number of `prompt_tokens` whose KV was in the prefix cache."""
     restored_tokens: int = 0
-    """Number of `prompt_tokens` whose KV was copied back from the host."""
+    """Number of `prompt_tokens` whose KV was copied back from the host: of preempted requests, and cached blocks."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
     drafting_rows: int = 0
@@ -294,7 +296,9 @@ class Worker:
         """Return how many of the request's tokens need no computation on this worker."""
         if request.swapped is None and self.pool.cache.partial is None and self.checkpoints is None:
             # Count the blocks without building a list, because every arrival looks up its prompt.
-            return self.pool.cache.count(self.shareable_keys(request)) * self.rows.block_size
+            keys = self.shareable_keys(request)
+            num_blocks = self.pool.cache.count(keys)
+            return (num_blocks + len(self.swap.match(keys, num_blocks))) * self.rows.block_size
         return self.num_cached(self.match(request))
 
     def num_cached(self, match: Match) -> int:
@@ -302,7 +306,7 @@ class Worker:
         if match.swapped is not None:
             return match.swapped.num_tokens
         num_partial = match.partial.num_tokens if match.partial is not None else 0
-        return len(match.blocks) * self.rows.block_size + num_partial
+        return (len(match.blocks) + len(match.host)) * self.rows.block_size + num_partial
 
     def match(self, request: Request) -> Match:
         """Return the parts of the request's KV that this worker has."""
@@ -314,9 +318,11 @@ class Worker:
         if self.checkpoints is not None:
             blocks = blocks[: self.checkpoints.reach(blocks)]
             return Match(blocks, next_key=self.checkpoints.awaited(keys, len(blocks)))
-        next_key = keys[KEY_BYTES * len(blocks) : KEY_BYTES * (len(blocks) + 1)]
-        if cache.partial is None or request.computes_whole_prompt:
-            return Match(blocks, next_key=next_key)
+        host = self.swap.match(keys, len(blocks))
+        num_found = len(blocks) + len(host)
+        next_key = keys[KEY_BYTES * num_found : KEY_BYTES * (num_found + 1)]
+        if cache.partial is None or len(host) or request.computes_whole_prompt:
+            return Match(blocks, host=host, next_key=next_key)
         start = len(blocks) * self.rows.block_size
         end = min(start + self.rows.block_size, len(request.tokens) - 1)
         text = request.tokens[start:end].tobytes()

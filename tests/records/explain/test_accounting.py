@@ -200,6 +200,7 @@ _PLANTED = {
     CauseKind.TENANT: _waiting(WaitReason.TENANT_LIMIT),
     CauseKind.GRAMMAR: _waiting(WaitReason.GRAMMAR),
     CauseKind.PREFIX: _waiting(WaitReason.PREFIX),
+    CauseKind.PREFIX_COPY: _waiting(WaitReason.COPY),
     CauseKind.BATCH: _waiting(WaitReason.BATCH),
     CauseKind.NO_WORKER: _waiting(WaitReason.NO_WORKER),
     CauseKind.ALONE: _waiting(WaitReason.ALONE),

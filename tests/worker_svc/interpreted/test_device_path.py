@@ -186,7 +186,7 @@ def test_steps_neither_read_back_nor_compile(compiled: dict[str, set[tuple[objec
     Rows of every kind of sampling are admitted, computed in chunks, decoded by graphs, copied, swapped and removed.
     """
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path, num_hidden_layers=1)
-    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "swap_space": "1MiB", "max_num_batched_tokens": 16}
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "host_cache": "1MiB", "max_num_batched_tokens": 16}
     driver = Driver(make_engine(folder, accelerator=FakeAccelerator(), **settings))
     with watched_launches(driver):
         for index, sampling in enumerate(SAMPLINGS):

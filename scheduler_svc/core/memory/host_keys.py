@@ -1,0 +1,98 @@
+"""Host keys: which host block contains the KV of which full block of a sequence.
+
+The key of a block identifies all tokens up to its end, so a block can be found although the blocks before it are not in
+host memory. Usually these are on the device: the end of a sequence moves to the host first. One lookup per block finds
+the continuation of a prefix that the device has.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
+from shared.prefix_keys import KEY_BYTES, BlockKey
+
+
+class HostKeys:
+    """Map from keys to the host blocks with their KV, for one worker in one epoch."""
+
+    def __init__(self, num_blocks: int, directory: PrefixDirectory | None = None, epoch: int = 0) -> None:
+        """Make an empty table; `directory` gets the keys of first blocks, under `epoch`."""
+        self._directory = directory
+        self._epoch = epoch
+        self._blocks: dict[BlockKey, int] = {}
+        self._keys: dict[int, BlockKey] = {}
+        self._firsts: set[int] = set()
+        """Blocks that begin a sequence."""
+        self.holds = np.zeros(num_blocks, np.bool_)
+        """Whether a host block is in the table; read-only."""
+        self.twins = np.zeros(num_blocks, np.bool_)
+        """Host blocks that were copied back, so that the device has their content too."""
+        self.returned = np.zeros(num_blocks, np.bool_)
+        """Host blocks that were copied back at least once."""
+        self.num_in_vain = 0
+        """Number of blocks that were removed before they were copied back."""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self, key: BlockKey) -> int | None:
+        """Return the host block with a key, or None."""
+        return self._blocks.get(key)
+
+    def match(self, keys: bytes, start: int) -> IndexArray:
+        """Return the host blocks of the longest run of the joined `keys` that begins with key number `start`."""
+        known, found = self._blocks, []
+        for at in range(KEY_BYTES * start, len(keys), KEY_BYTES):
+            block = known.get(keys[at : at + KEY_BYTES])
+            if block is None:
+                break
+            found.append(block)
+        return np.array(found, np.intp) if found else NO_INDICES
+
+    def add(self, entries: Sequence[tuple[BlockKey, bool]], blocks: IndexArray) -> None:
+        """Add blocks with keys that are not in the table.
+
+        Args:
+            entries: by block, its key and whether it begins a sequence.
+            blocks: host blocks that are not in the table.
+        """
+        for (key, is_first), block in zip(entries, blocks.tolist(), strict=True):
+            assert key not in self._blocks
+            self._blocks[key] = block
+            self._keys[block] = key
+            if is_first:
+                self._firsts.add(block)
+                if self._directory is not None:
+                    self._directory.add(key, self._epoch)
+        self.holds[blocks] = True
+        self.twins[blocks] = self.returned[blocks] = False
+
+    def forget(self, blocks: IndexArray) -> IndexArray:
+        """Remove blocks; return those that were in the table."""
+        gone = blocks[self.holds[blocks]]
+        self.num_in_vain += len(gone) - int(np.count_nonzero(self.returned[gone]))
+        self.holds[gone] = self.twins[gone] = False
+        for block in gone.tolist():
+            key = self._keys.pop(block)
+            del self._blocks[key]
+            if block in self._firsts:
+                self._firsts.remove(block)
+                if self._directory is not None:
+                    self._directory.remove(key, self._epoch)
+        return gone
+
+    def leave_directory(self) -> None:
+        """Remove this table's keys from the directory, because its worker is lost."""
+        if self._directory is not None:
+            for block in self._firsts:
+                self._directory.remove(self._keys[block], self._epoch)
+            self._directory = None
+
+    def validate(self) -> None:
+        """Check that the table is consistent."""
+        assert {block: key for key, block in self._blocks.items()} == self._keys, "a host block has two keys"
+        assert sorted(self._keys) == np.flatnonzero(self.holds).tolist()
+        assert self._firsts <= self._keys.keys()
+        assert self.holds[self.twins].all()

@@ -1,0 +1,142 @@
+"""Copies of cached blocks between device and host in one plan: out before their memory is needed, and back in.
+
+Out: the least recently used cached blocks are copied to the host before other blocks are written there. The planner
+moves as many as recent plans have taken, so that later plans find free blocks. A block that is taken earlier is copied
+by the plan that takes it. If the budget of copies is used up, the block is lost.
+
+In: a waiting request whose prefix continues on the host gets the next blocks on the device, from the front, and they
+become shareable with this plan. Copies take a part of the step's budget for prompts, according to their time. So a long
+prefix is copied by several plans, and the request starts with the last of them.
+"""
+
+from math import ceil
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.interface.plan import BlockCopy
+from scheduler_svc.core.planning.prompt_chunks import StepChunks
+from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.chunks import chunk_cost
+from scheduler_svc.core.workers.worker import Match, Worker
+from shared.prefix_keys import KEY_BYTES, BlockKey
+
+_UNKNOWN = 8
+"""Maximum number of blocks that a plan copies in one direction before a copy was measured."""
+
+
+class HostCopies:
+    """The copies of cached blocks in one plan."""
+
+    def __init__(self, worker: Worker, chunks: StepChunks) -> None:
+        """Start without copies; `chunks` has the step's budget."""
+        self._worker, self._chunks = worker, chunks
+        self.ins: list[BlockCopy] = []
+        self.outs: list[BlockCopy] = []
+        self._budget: int | None = None
+        """Budget tokens left for copies to the device. Started prompts keep half of the step's budget."""
+        self._most = 0
+        """Maximum number of blocks to copy to the host."""
+        if worker.pool.num_cached:
+            self._most = self._affordable()
+        worker.pool.max_saved = self._most
+
+    def _affordable(self) -> int:
+        """Return how many blocks the plan may copy to the host."""
+        worker = self._worker
+        worker.swap.pays = worker.costs.moves(worker.rows.block_size, worker.swap.return_chance)
+        if not worker.swap.pays:
+            return 0
+        block_s = worker.costs.block_copy_s
+        return int(min(worker.swap.credit_s, worker.swap.step_s) / block_s) if block_s else _UNKNOWN
+
+    def restore(self, request: Request, match: Match) -> Match | None:
+        """Copy the next blocks of a request's prefix back to the device.
+
+        The caller has checked that the device has room for the whole request.
+
+        Returns:
+            The parts of the request's KV on the device. None if a later plan must copy the rest.
+        """
+        worker, host = self._worker, match.host
+        size, pool, first = worker.rows.block_size, worker.pool, len(match.blocks)
+        cost = chunk_cost(len(host) * size, first * size, worker.model.break_even_context)
+        if not worker.costs.restores(len(host), cost):
+            return match._replace(host=NO_INDICES)
+        block_cost = worker.costs.block_copy_tokens
+        if self._budget is None:
+            self._budget = self._chunks.budget // 2 if worker.prefilling else self._chunks.budget
+        host = host[: max(1, int(self._budget / block_cost)) if block_cost else _UNKNOWN]
+        cost = ceil(len(host) * block_cost)
+        self._budget = max(0, self._budget - cost)
+        self._chunks.limit(max(1, self._chunks.budget - cost))
+        pool.share(match.blocks)
+        blocks = np.concatenate((match.blocks, pool.take(len(host))))
+        text = b"" if pool.cache.partial is None else request.tokens[: len(blocks) * size].tobytes()
+        pool.cache.publish(worker.shareable_keys(request)[: KEY_BYTES * len(blocks)], blocks, text)
+        step, answered = worker.last_step + 1, worker.answered_step
+        pool.release(blocks, last_step=step, answered_step=answered)
+        self.ins.append(worker.swap.load(host, blocks[first:], last_step=step, answered_step=answered))
+        request.restored_tokens += len(host) * size
+        if len(host) < len(match.host):
+            return None
+        return match._replace(blocks=blocks, host=NO_INDICES)
+
+    def cancel(self) -> None:
+        """Discard the budget, because no plan is made."""
+        pool = self._worker.pool
+        assert not pool.saved, "blocks were taken, but no plan is made"
+        pool.max_saved = 0
+
+    def move_out(self, expected_s: float) -> None:
+        """Copy cached blocks to the host; the plan is otherwise complete, and its step takes `expected_s`."""
+        space, pool = self._worker.swap, self._worker.pool
+        pool.max_saved = 0
+        saved, pool.saved = pool.saved, []
+        num_moved = 0
+        if self._most:
+            most = min(self._most, space.pool.num_available)
+            num_moved = self._save_taken(saved, most)
+            num_moved += self._move_ahead(most - num_moved)
+        space.step_planned(expected_s, num_moved, self._worker.costs.block_copy_s)
+
+    def _save_taken(self, saved: list[tuple[int, BlockKey, bool]], most: int) -> int:
+        """Copy blocks that were taken although they were in the cache; return the number of copies."""
+        space, pool = self._worker.swap, self._worker.pool
+        known = [found for _, key, _ in saved if (found := space.keys.get(key)) is not None]
+        if known:
+            space.pool.lost_twins(np.array(known, np.intp))
+        missing = [entry for entry in saved if space.keys.get(entry[1]) is None and pool.is_held(entry[0])][:most]
+        if missing:
+            blocks = np.array([block for block, _, _ in missing], np.intp)
+            self._store(blocks, [entry[1:] for entry in missing])
+        return len(missing)
+
+    def _move_ahead(self, most: int) -> int:
+        """Copy the least recently used blocks, and evict them; return the number of copies."""
+        worker = self._worker
+        space, pool = worker.swap, worker.pool
+        short = space.reserve - pool.num_free - pool.num_retired
+        left = most
+        while short > 0 and pool.num_cached:
+            blocks = pool.oldest_cached(min(short, left or short))
+            entries = pool.cache.entries(blocks)
+            known = [found for _, key, _ in entries if (found := space.keys.get(key)) is not None]
+            missing = [entry for entry in entries if space.keys.get(entry[1]) is None]
+            if len(missing) > left:
+                break
+            if known:
+                space.pool.lost_twins(np.array(known, np.intp))
+            if missing:
+                moved = np.array([block for block, _, _ in missing], np.intp)
+                self._store(moved, [entry[1:] for entry in missing])
+                pool.evict_after(moved, last_step=worker.last_step + 1, answered_step=worker.answered_step)
+            pool.evict(blocks)
+            short -= len(blocks)
+            left -= len(missing)
+        return most - left
+
+    def _store(self, blocks: IndexArray, entries: list[tuple[BlockKey, bool]]) -> None:
+        worker = self._worker
+        step, answered = worker.last_step + 1, worker.answered_step
+        self.outs.append(worker.swap.store(blocks, entries, last_step=step, answered_step=answered))
