@@ -43,13 +43,13 @@ class HostKeys:
 
     def match(self, keys: bytes, start: int) -> IndexArray:
         """Return the host blocks of the longest run of the joined `keys` that begins with key number `start`."""
-        known, found = self._blocks, []
-        for at in range(KEY_BYTES * start, len(keys), KEY_BYTES):
-            block = known.get(keys[at : at + KEY_BYTES])
-            if block is None:
-                break
-            found.append(block)
-        return np.array(found, np.intp) if found else NO_INDICES
+        known, first = self._blocks, KEY_BYTES * start
+        if keys[first : first + KEY_BYTES] not in known:
+            return NO_INDICES
+        found = [known.get(keys[at : at + KEY_BYTES], -1) for at in range(first, len(keys), KEY_BYTES)]
+        blocks = np.array(found, np.intp)
+        gap = int(blocks.argmin())
+        return blocks[:gap] if blocks.item(gap) < 0 else blocks
 
     def add(self, entries: Sequence[tuple[BlockKey, bool]], blocks: IndexArray) -> None:
         """Add blocks with keys that are not in the table.

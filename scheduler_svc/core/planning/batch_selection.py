@@ -255,7 +255,9 @@ class Admission:
             if not self._is_eligible(request):
                 continue
             worker = self._worker
-            if find_room(worker, request, NOTHING_CACHED) or find_room(worker, request, worker.match(request)):
+            if find_room(worker, request, NOTHING_CACHED) or find_room(
+                worker, request, worker.match_on_device(request)
+            ):
                 return request
             request.waits_for(WaitReason.MEMORY, self._now)
             self._overtakable.append(request)
@@ -272,7 +274,7 @@ class Admission:
         num_available = worker.pool.num_available
         if fits(num_new=sum(whole), num_available=num_available):
             return True
-        cached = [worker.match(each).blocks for each in (request, first)]
+        cached = [worker.match_on_device(each).blocks for each in (request, first)]
         num_idle = sum(worker.pool.count_idle(blocks) for blocks in cached)
         return fits(num_new=sum(whole) - sum(map(len, cached)), num_available=num_available - num_idle)
 
@@ -460,7 +462,7 @@ class Admission:
         worker = self._worker
         if worker.rows.num_running >= self._max_running:
             return None
-        return find_room(worker, request, worker.match(request))
+        return find_room(worker, request, worker.match_on_device(request))
 
     def _admitted(self, request: Request) -> None:
         self._backlog.admitted(request, self._worker)
@@ -599,7 +601,7 @@ def victim_for_tenant(
     num_mine = tenants.num_running(request.spec.tenant) + 1
     if num_mine > most or config.policy_of(request.spec.request_class) != "fair":
         return None, []
-    if find_room(worker, request, worker.match(request)) is None:
+    if find_room(worker, request, worker.match_on_device(request)) is None:
         return None, []
     if not _lacks_only_room(worker, request, placement, tenants, now):
         return None, []
@@ -641,7 +643,7 @@ def victims_for_urgent(
         return None, []
     rows, pool = worker.rows, worker.pool
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
-    cached = worker.match(request).blocks
+    cached = worker.match_on_device(request).blocks
     num_new = -(-len(request.tokens) // rows.block_size) - len(cached)
     # Retired blocks become available without preemption when the result arrives.
     num_available = pool.num_available - pool.count_idle(cached) + pool.num_retired

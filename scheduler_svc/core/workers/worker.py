@@ -310,6 +310,16 @@ class Worker:
 
     def match(self, request: Request) -> Match:
         """Return the parts of the request's KV that this worker has."""
+        return self._match(request, self.swap)
+
+    def match_on_device(self, request: Request) -> Match:
+        """Like `match`, without cached blocks in host memory.
+
+        Searching for them is slow, and a request needs as much device memory with them as without.
+        """
+        return self._match(request, None)
+
+    def _match(self, request: Request, host_space: SwapSpace | None) -> Match:
         swapped = self.swapped_here(request)
         if swapped is not None:
             return Match(NO_INDICES, swapped=swapped)
@@ -318,7 +328,7 @@ class Worker:
         if self.checkpoints is not None:
             blocks = blocks[: self.checkpoints.reach(blocks)]
             return Match(blocks, next_key=self.checkpoints.awaited(keys, len(blocks)))
-        host = self.swap.match(keys, len(blocks))
+        host = NO_INDICES if host_space is None else host_space.match(keys, len(blocks))
         num_found = len(blocks) + len(host)
         next_key = keys[KEY_BYTES * num_found : KEY_BYTES * (num_found + 1)]
         if cache.partial is None or len(host) or request.computes_whole_prompt:
