@@ -41,6 +41,7 @@ from scheduler_svc.recorder.steps import NS
 from scheduler_svc.recorder.tags import fit, replay_key, to_keys
 from scheduler_svc.recorder.tape import Facts
 from shared.columns import from_column
+from shared.frames import TOKEN_BYTES
 from shared.request_spec import RequestSpec
 
 _NO_ROWS: Int32Array = np.zeros(0, np.int32)
@@ -365,7 +366,14 @@ class Decoder:
         model = values.pop("model")
         model["eos_token_ids"] = tuple(model["eos_token_ids"])
         reason = ev.HelloReason[values.pop("reason")]
-        return ev.WorkerHello(worker=self._peers[message.worker], model=ev.ModelFacts(**model), reason=reason, **values)
+        retained = tuple(_retained(each) for each in values.pop("retained", ()))
+        return ev.WorkerHello(
+            worker=self._peers[message.worker],
+            model=ev.ModelFacts(**model),
+            reason=reason,
+            retained=retained,
+            **values,
+        )
 
     def _arrived(self, message: pb.RequestArrived) -> ev.RequestArrived:
         num_tokens = message.num_tokens or message.spec.num_prompt_tokens
@@ -453,3 +461,10 @@ def _copies(messages: Any) -> list[CopyDigest]:
     return [
         CopyDigest(copy_id=each.copy_id, sources=_sums(each.sources), targets=_sums(each.targets)) for each in messages
     ]
+
+
+def _retained(values: dict[str, Any]) -> ev.RetainedSequence:
+    tokens = bytes.fromhex(values["tokens"]) or bytes(TOKEN_BYTES * values["num_tokens"])
+    blocks = np.array(values["blocks"], np.intp)
+    root = bytes.fromhex(values["root"])
+    return ev.RetainedSequence(root=root, tokens=tokens, blocks=blocks, is_proven=values["is_proven"])

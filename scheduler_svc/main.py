@@ -45,6 +45,8 @@ def run(config: SchedulerConfig) -> int:
         admission = load_admission(config.admission_file)
         to_core_config(config, admission)
         numbers = _number_file(config)
+        # Before this process waits as a standby, because it must lead at once later.
+        tune_collector()
         if config.leader_lease:
             lease = LeaderLease(Path(config.leader_lease), f"{config.frontend_address} {config.worker_address}")
         while True:
@@ -130,7 +132,6 @@ def _lead(
     service = SchedulerService(config, telemetry, incarnation, admission, recorder, lease, number)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: service.stop())
-    tune_collector()
     sys.setswitchinterval(SWITCH_S)
     get_logger().info(
         "scheduler is up", frontends=config.frontend_address, workers=config.worker_address, leader_number=number

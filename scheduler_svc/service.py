@@ -62,6 +62,12 @@ IDLE_INTERVAL_S = 0.5
 """Interval of pings and of polls of the worker processes while no request is live."""
 SILENCE_WITH_STANDBY_S = 2.0
 """Maximum timeout of a worker that may find another leader, seconds."""
+YOUNG_S = 10.0
+"""Time after its start in which a scheduler expects the workers of its predecessor, seconds."""
+SETTLE_S = 0.25
+"""Time for which the first worker with retained KV waits for others, seconds. Otherwise it would compute their requests
+again.
+"""
 STOPPED_S = 1.0
 """Time between two turns above which this process was stopped, so that another scheduler may lead, seconds."""
 TURN_PARTS = ("snapshot", "results", "requests", "upkeep", "metrics", "plans", "messages")
@@ -175,6 +181,9 @@ class SchedulerService:
         """Time for which to wait for more results after a wake-up, s."""
         self._num_results = 0
         """Number of results since the last tick."""
+        self._started_at = time.monotonic()
+        self._settled_at = 0.0
+        """Time before which nothing is planned, because further workers may have the KV of requests; 0 for none."""
         self._planned_at = 0.0
         """Time of the last planning."""
         self._gone: dict[ev.Peer, str] = {}
@@ -296,6 +305,8 @@ class SchedulerService:
         wake_at = min(self._tick_at(), self._look_at())
         if self._standbys is not None:
             wake_at = min(wake_at, self._standbys.wake_at)
+        if self._settled_at > self._planned_at:
+            return min(wake_at, self._settled_at)
         return wake_at if due is None else min(wake_at, due)
 
     def _tick_at(self) -> float:
@@ -343,7 +354,8 @@ class SchedulerService:
             more |= self._continue_snapshots(now)
             self._part_done(4)
         self._planned_at = now
-        more |= self._plan_for(self._core.due_workers(now), now)
+        if now >= self._settled_at:
+            more |= self._plan_for(self._core.due_workers(now), now)
         self._part_done(5)
         written, durable = 0, 0.0
         if self._journal is not None:
@@ -399,6 +411,8 @@ class SchedulerService:
                     self._recorder.tape.timings = timings
             case ev.WorkerHello():
                 self._gone.pop(peer, None)
+                if event.retained and now - self._started_at < YOUNG_S:
+                    self._settled_at = self._settled_at or now + SETTLE_S
                 self._tracing.worker_lost(peer, now)  # After a new Hello the worker sends no results for earlier plans.
                 self._metrics.workers_joined += 1
                 self._workers.add(peer, event.worker_id, now, process=event.process)
@@ -442,8 +456,14 @@ class SchedulerService:
                     step=plan.step,
                 )
             step_traceparent, attempts = self._tracing.plan_issued(plan, worker_id, now)
+            planned = core.worker(peer) if plan.admissions else None
             try:
-                frame = worker_link.encode_plan(plan, step_traceparent=step_traceparent, attempt_traceparents=attempts)
+                frame = worker_link.encode_plan(
+                    plan,
+                    step_traceparent=step_traceparent,
+                    attempt_traceparents=attempts,
+                    fingerprint=planned.model.fingerprint if planned is not None and planned.shares_prefixes else None,
+                )
             except FrameTooLargeError as error:
                 # The core assumes that its plan is executed, so the worker must begin a new epoch. If one request made
                 # the plan too large, that request is planned alone after two failures.

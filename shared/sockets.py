@@ -93,7 +93,7 @@ def connect_dealer(
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.IMMEDIATE, 0 if queue_while_away else 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
     _set_limits(socket, max_message, heartbeat)
     protect(socket)
     socket.connect(address)

@@ -27,6 +27,7 @@ from worker_svc.link.session import (
 )
 from worker_svc.ranks.commands import Followers
 from worker_svc.ranks.group import RankLostError
+from worker_svc.rows.retained import Retained
 
 _IDLE_POLL_MS = 250
 """Maximum wait for a frame while idle, which limits the delay until a signal or a timeout is handled."""
@@ -51,6 +52,9 @@ class WorkerLoop:
         self._stop = threading.Event()
         self._waiting: deque[tuple[PlanArrived, int]] = deque()
         self._max_launched = 0
+        self._retained: tuple[Retained, ...] = ()
+        """What the blocks contain from an earlier session, while no plan of this session was launched."""
+        self._has_launched = False
 
     def stop(self) -> None:
         """Make `run` finish the steps in flight and return. May be called from a signal handler."""
@@ -126,6 +130,7 @@ class WorkerLoop:
                         row=admission.row,
                         computed=admission.num_computed_tokens,
                     )
+                self._has_launched = True
                 self._followers.launch(arrived.frame)
                 self._engine.launch(plan, received_unix_ns)
             if self._engine.ready():
@@ -164,6 +169,11 @@ class WorkerLoop:
         get_logger().warning("session lost; reconnecting", reason=lost.reason)
         unbind_contextvars("epoch", "step")
         self._waiting.clear()
+        if lost.hello_reason is not HelloReason.SESSION_LOST:
+            self._retained = ()
+        elif self._has_launched:
+            self._retained = self._engine.retained()
+        self._has_launched = False
         self._engine.reset()
         self._followers.reset()
-        self._link.open(lost.hello_reason)
+        self._link.open(lost.hello_reason, self._retained)

@@ -15,6 +15,7 @@ from scheduler_svc.recorder.steps import NS, WorkerState, write_answer, write_pl
 from scheduler_svc.recorder.tags import Tagger
 from scheduler_svc.recorder.tape import Facts, Handled, Item, Planned, Reported
 from shared.columns import to_column
+from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import RequestSpec
 
@@ -243,7 +244,7 @@ class Encoder:
             case ev.FrontendLost():
                 entry.frontend_lost = self._peer(event.frontend)
             case ev.WorkerHello():
-                self._workers[event.worker] = WorkerState(event)
+                self._workers[event.worker] = WorkerState(dataclasses.replace(event, retained=()))
                 self._hello(entry.hello, event.worker, event)
             case ev.WorkerLost():
                 entry.lost.worker, entry.lost.orderly = self._peer(event.worker), event.orderly
@@ -290,9 +291,19 @@ class Encoder:
         write_answer(message, event, timings, worker, with_tokens=self._with_tokens)
 
     def _hello(self, message: pb.WorkerHello, peer: Peer, event: ev.WorkerHello) -> None:
-        values = dataclasses.asdict(event) | {"reason": event.reason.name}
+        values = dataclasses.asdict(dataclasses.replace(event, retained=())) | {"reason": event.reason.name}
+        values["retained"] = [self._retained(each) for each in event.retained]
         del values["worker"]
         message.worker, message.worker_id, message.values = self._peer(peer), event.worker_id, json.dumps(values)
+
+    def _retained(self, sequence: ev.RetainedSequence) -> dict[str, Any]:
+        return {
+            "root": self._tagger.tag(sequence.root).hex(),
+            "num_tokens": len(sequence.tokens) // TOKEN_BYTES,
+            "tokens": sequence.tokens.hex() if self._with_tokens else "",
+            "blocks": sequence.blocks.tolist(),
+            "is_proven": sequence.is_proven,
+        }
 
     def _arrived(self, message: pb.RequestArrived, event: ev.RequestArrived, now: float) -> None:
         message.frontend, message.stream = self._peer(event.frontend), event.stream

@@ -4,13 +4,15 @@ A frame that cannot be parsed, or whose columns differ in length, raises `Malfor
 errors; the core handles the events.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.arrays import NO_INDICES
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.memory.swapping import joined
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
@@ -19,9 +21,11 @@ from shared.frames import (
     MAX_VOCABULARY,
     PLAN_MAX_MESSAGE,
     PLAN_VERSIONS,
+    TOKEN_BYTES,
     FrameTooLargeError,
     MalformedFrameError,
 )
+from shared.prefix_keys import KEY_BYTES, root_key
 from shared.versions import UnsupportedVersionError, negotiate, spoken
 
 _MAX_ROWS = 1 << 16
@@ -79,8 +83,20 @@ def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTiming
             raise MalformedFrameError("the message has no body")
 
 
-def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict[tuple[bytes, int], str]) -> bytes:
-    """Encode a plan; `attempt_traceparents` has the traceparents by (front end, stream).
+def encode_plan(
+    plan: Plan,
+    *,
+    step_traceparent: str,
+    attempt_traceparents: dict[tuple[bytes, int], str],
+    fingerprint: str | None = None,
+) -> bytes:
+    """Encode a plan.
+
+    Args:
+        plan: the plan.
+        step_traceparent: the traceparent of the step.
+        attempt_traceparents: the traceparents by (front end, stream).
+        fingerprint: the model's fingerprint for keys of prefixes; None if the worker does not share prefixes.
 
     Raises:
         FrameTooLargeError: the frame exceeds the limit. Admission bounds the size of plans, so this is a bug.
@@ -92,7 +108,7 @@ def encode_plan(plan: Plan, *, step_traceparent: str, attempt_traceparents: dict
     message.traceparent = step_traceparent
     for admission in plan.admissions:
         traceparent = attempt_traceparents.get((admission.frontend, admission.stream), "")
-        _encode_admission(message.admissions.add(), admission, traceparent)
+        _encode_admission(message.admissions.add(), admission, traceparent, fingerprint)
     # Set only columns with content, because an unset field costs nothing and most columns are empty.
     if len(plan.leaves):
         message.leaves = to_column(plan.leaves)
@@ -159,7 +175,9 @@ def _too_large(plan: plan_pb2.Plan, size: int) -> str:
     return f"plan {plan.step}: {size} bytes exceed the limit of {PLAN_MAX_MESSAGE} bytes per frame{request}"
 
 
-def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, traceparent: str) -> None:
+def _encode_admission(
+    message: plan_pb2.Admission, admission: RowAdmission, traceparent: str, fingerprint: str | None
+) -> None:
     spec = admission.spec
     message.row = admission.row
     message.generation = admission.generation
@@ -174,6 +192,8 @@ def _encode_admission(message: plan_pb2.Admission, admission: RowAdmission, trac
     message.traceparent = traceparent
     if admission.checkpoint is not None:
         message.checkpoint = admission.checkpoint
+    if fingerprint is not None:
+        message.prefix_root = root_key(fingerprint, spec.cache_scope)
 
 
 def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> tuple[ev.StepDone, plan_pb2.StepTimings]:
@@ -312,4 +332,23 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         process=hello.process,
         protocol_version=version,
         reason=_HELLO_REASONS.get(hello.reason, ev.HelloReason.STARTED),
+        retained=tuple(_retained(hello)),
     )
+
+
+def _retained(hello: plan_pb2.Hello) -> Iterator[ev.RetainedSequence]:
+    """Yield the valid sequences; the others are computed again."""
+    for each in hello.retained:
+        num_tokens, rest = divmod(len(each.token_ids), TOKEN_BYTES)
+        blocks = from_column(each.blocks).astype(np.intp) if len(each.blocks) % TOKEN_BYTES == 0 else NO_INDICES
+        if (
+            len(each.prefix_root) == KEY_BYTES
+            and not rest
+            and num_tokens
+            and len(blocks) == -(-num_tokens // max(hello.block_size, 1))
+            and blocks.min() >= 0
+            and blocks.max() < hello.num_blocks
+        ):
+            yield ev.RetainedSequence(
+                root=each.prefix_root, tokens=each.token_ids, blocks=blocks, is_proven=each.is_proven
+            )

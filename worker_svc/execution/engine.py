@@ -46,6 +46,7 @@ from worker_svc.outputs import pooling
 from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.outputs.scores import PromptPart, Wanted, sections
 from worker_svc.ranks.group import Group
+from worker_svc.rows.retained import Retained
 from worker_svc.rows.table import RowTable
 from worker_svc.speculation.drafts import Proposer, propose
 
@@ -264,6 +265,7 @@ class Engine:
             failures.append(self._failure(row, generation))
         for copies in launched.copies:
             copies.wait()
+        self._rows.sampled(rows[counted], generations[counted], tokens[counted])
         kept, counts, draft_counts = rows[counted], None, None
         if launched.verification is not None:
             firsts = launched.verification.firsts
@@ -283,6 +285,12 @@ class Engine:
             scores=scores,
             embeddings=embeddings,
         )
+
+    def retained(self) -> tuple[Retained, ...]:
+        """Wait for the device, and return the sequences whose KV stays in the blocks after `reset`."""
+        if self._accelerator is not None:
+            self._accelerator.synchronize()
+        return self._rows.retained()
 
     def reset(self) -> None:
         """Wait for the device, then drop all rows and all steps in flight, for a new epoch."""

@@ -83,6 +83,8 @@ class Admission:
     traceparent: str
     grammar: Grammar | None
     pooling: Pooling
+    prefix_root: bytes = b""
+    """Key before the first block in the scheduler's prefix cache; empty if the KV must not be shared."""
 
     @property
     def needs_all_logits(self) -> bool:

@@ -6,7 +6,7 @@ a restarted scheduler does not know this worker. ZeroMQ reconnects silently, so 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import zmq
 
@@ -21,6 +21,7 @@ from worker_svc.interface.result import StepResult
 from worker_svc.link.encoding import encode_grammar_report, encode_hello, encode_result
 from worker_svc.link.identity import Identity
 from worker_svc.link.session import WELCOME_TIMEOUT_S, Event, HelloReason, Lost, Malformed, Session
+from worker_svc.rows.retained import Retained
 
 _HELLO_INTERVAL_S = 0.2
 """Minimum time between two Hellos, which limits the load on a scheduler that does not respond."""
@@ -55,8 +56,13 @@ class Link:
     def incarnation(self) -> int:
         return self._incarnation
 
-    def open(self, reason: HelloReason = HelloReason.STARTED) -> None:
-        """Start a new incarnation: open a new socket and send Hello. Unsent and unreceived messages are dropped."""
+    def open(self, reason: HelloReason = HelloReason.STARTED, retained: Sequence[Retained] = ()) -> None:
+        """Start a new incarnation: open a new socket and send Hello. Unsent and unreceived messages are dropped.
+
+        Args:
+            reason: why the worker sends Hello.
+            retained: the sequences whose KV is in the blocks.
+        """
         # Close the old socket first. Otherwise the old socket could reconnect during the pause and deliver its Hello to
         # the next scheduler.
         self._close_socket(linger=0)
@@ -84,7 +90,7 @@ class Link:
             welcome_timeout_s=self._schedulers.timeout_s if several else WELCOME_TIMEOUT_S,
             accepts=self._schedulers.accepts,
         )
-        self._send(plan_pb2.WorkerMessage(hello=encode_hello(self._identity, self._incarnation, reason)))
+        self._send(plan_pb2.WorkerMessage(hello=encode_hello(self._identity, self._incarnation, reason, retained)))
 
     def receive(self, timeout_ms: int) -> Iterator[Event]:
         """Yield the events that have arrived, after waiting up to `timeout_ms` for the first frame.

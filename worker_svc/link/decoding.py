@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import MalformedColumnError, from_column, from_columns
 from shared.frames import MAX_LOGPROBS
+from shared.prefix_keys import KEY_BYTES
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.grammar import Grammar, GrammarRequest
@@ -223,6 +224,7 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
         traceparent=message.traceparent,
         grammar=decode_grammar(sha256(message.grammar).digest(), message.grammar) if message.grammar else None,
         pooling=_pooling(message, limits),
+        prefix_root=message.prefix_root if len(message.prefix_root) == KEY_BYTES else b"",
     )
 
 

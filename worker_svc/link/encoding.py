@@ -1,15 +1,17 @@
 """Converts values of the worker to protobuf messages for the scheduler."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
-from shared.frames import PLAN_VERSIONS
+from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport
 from worker_svc.interface.result import FailureKind, RowEmbedding, RowFailure, Scores, StepResult, StepTimings
 from worker_svc.link.identity import Identity
 from worker_svc.link.session import HelloReason
+from worker_svc.rows.retained import Retained
 
+_RETAINED_OVERHEAD = 32
 _KINDS = {kind: plan_pb2.RowFailureKind.Value(f"ROW_FAILURE_KIND_{kind.name}") for kind in FailureKind}
 _CAUSES = {
     cause: plan_pb2.GrammarFailureCause.Value(f"GRAMMAR_FAILURE_CAUSE_{cause.name}") for cause in GrammarFailureCause
@@ -17,8 +19,10 @@ _CAUSES = {
 _REASONS = {reason: plan_pb2.HelloReason.Value(f"HELLO_REASON_{reason.name}") for reason in HelloReason}
 
 
-def encode_hello(identity: Identity, incarnation: int, reason: HelloReason) -> plan_pb2.Hello:
-    """Return the first message of an incarnation."""
+def encode_hello(
+    identity: Identity, incarnation: int, reason: HelloReason, retained: Sequence[Retained] = ()
+) -> plan_pb2.Hello:
+    """Return the first message of an incarnation, with as many of the retained sequences as fit into a frame."""
     limits = identity.limits
     return plan_pb2.Hello(
         protocol_version=PLAN_VERSIONS.oldest,
@@ -49,7 +53,22 @@ def encode_hello(identity: Identity, incarnation: int, reason: HelloReason) -> p
         pid=identity.pid,
         process=identity.process,
         reason=_REASONS[reason],
+        retained=_retained(retained),
     )
+
+
+def _retained(sequences: Sequence[Retained]) -> Iterator[plan_pb2.RetainedSequence]:
+    room = PLAN_MAX_MESSAGE // 2
+    for each in sequences:
+        room -= len(each.prefix_root) + 4 * (len(each.token_ids) + len(each.blocks)) + _RETAINED_OVERHEAD
+        if room < 0:
+            return
+        yield plan_pb2.RetainedSequence(
+            prefix_root=each.prefix_root,
+            token_ids=to_column(each.token_ids),
+            blocks=to_column(each.blocks),
+            is_proven=each.is_proven,
+        )
 
 
 def encode_result(result: StepResult) -> plan_pb2.StepResult:

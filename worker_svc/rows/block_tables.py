@@ -37,6 +37,10 @@ class BlockTables:
         """Return the block IDs at positions `index` of the rows' tables, elementwise."""
         return self._host[rows, index].astype(np.int64)
 
+    def blocks(self, row: int) -> Int32Array:
+        """Return a copy of the table of `row`."""
+        return self._host[row, : int(self._lengths[row])].copy()
+
     def replace(self, row: int, blocks: Int32Array) -> None:
         """Replace the table of `row`.
 

@@ -31,6 +31,7 @@ from worker_svc.outputs.pooling import PoolingRows
 from worker_svc.outputs.sampling_columns import SamplingColumns
 from worker_svc.rows.block_tables import BlockTables
 from worker_svc.rows.history import TokenHistory
+from worker_svc.rows.retained import KnownTokens, Retained
 
 _NO_FLAGS = np.zeros(0, np.bool_)
 _MOST_UNTAKEN = 64
@@ -83,6 +84,8 @@ class RowTable:
         self._speculates = False
         self._prompts: dict[int, Int32Array] = {}
         self._request_ids = [""] * rows
+        self._prefix_roots = [b""] * rows
+        self._known = None if follows or limits.state_bytes or limits.num_kv_groups > 1 else KnownTokens()
         self._membership = 0
         self._decode_rows: tuple[int, IntArray] = (-1, np.zeros(0, np.int64))
         self.tables = tuple(BlockTables(rows, limits.max_blocks_per_row, state) for _ in range(limits.num_kv_groups))
@@ -328,12 +331,39 @@ class RowTable:
             return NO_ROWS
         return np.flatnonzero(self._failed & (self._state == RowState.DECODE) & ~self._held)
 
+    def sampled(self, rows: IntArray, generations: IntArray, tokens: Int32Array) -> None:
+        """Note the tokens of a step's result, for `retained`."""
+        if self._known is not None:
+            self._known.sampled(rows, generations, tokens)
+
+    def retained(self) -> tuple[Retained, ...]:
+        """Return the sequences whose KV stays in the blocks when the rows are dropped; the device must be idle.
+
+        After a failed row in this epoch there are none, because rows may share its KV.
+        """
+        if self._known is None or self._any_failed:
+            return ()
+        found = []
+        for row in np.flatnonzero((self._state == RowState.PREFILL) | (self._state == RowState.DECODE)).tolist():
+            if not self._prefix_roots[row]:
+                continue
+            tokens = self._known.tokens(row)
+            # Each sampled token proves the KV of all tokens before it.
+            is_proven = len(tokens) > int(self._num_tokens[row])
+            length = len(tokens) - 1 if self._state[row] == RowState.DECODE else int(self._num_computed[row])
+            blocks = self.tables[0].blocks(row)[: -(-length // self._limits.block_size)]
+            if length:
+                found.append(Retained(self._prefix_roots[row], tokens[:length], blocks, is_proven))
+        return tuple(found)
+
     def clear(self) -> IntArray:
         """Drop all rows, for a new epoch, and return the rows that were in use."""
         rows = np.flatnonzero(self._state != RowState.FREE)
         self._remove(rows)
         self._generation.fill(0)
         self._untaken.clear()
+        if self._known is not None:
+            self._known.clear()
         self._any_failed = False
         for tables in self.tables:
             tables.clear()
@@ -378,6 +408,8 @@ class RowTable:
             self._set_draft_limits(rows, 0)
         for row in rows.tolist():
             self._prompts.pop(row, None)
+            if self._known is not None:
+                self._known.leave(row)
             self.rules.leave(row)
             self.grammars.leave(row)
             self.pooling.leave(row)
@@ -401,6 +433,9 @@ class RowTable:
         self._num_prompt[row] = admission.num_prompt_tokens
         self._prompts[row] = tokens
         self._request_ids[row] = admission.request_id
+        self._prefix_roots[row] = admission.prefix_root
+        if self._known is not None:
+            self._known.admit(row, admission.generation, tokens)
         if self._history is not None:
             self._history.admit(row, tokens)
         for tables, blocks in zip(self.tables, admission.block_tables, strict=True):

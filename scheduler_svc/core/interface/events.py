@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.core.interface.arrays import Int32Array
+from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
 from scheduler_svc.core.interface.records import GrammarFailure as GrammarFailure
 from scheduler_svc.core.interface.records import Log
 from scheduler_svc.core.interface.records import Peer as Peer
@@ -122,6 +122,19 @@ class HelloReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RetainedSequence:
+    """A sequence whose KV is in a worker's blocks although its row was dropped."""
+
+    root: bytes
+    """Key before its first block."""
+    tokens: bytes
+    """Its tokens, int32."""
+    blocks: IndexArray
+    is_proven: bool
+    """Whether a token was sampled from the whole sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
     """A worker connects or reconnects."""
 
@@ -146,6 +159,8 @@ class WorkerHello:
     process: str = ""
     """Name of the process on its machine; the core does not read it."""
     reason: HelloReason = HelloReason.STARTED
+    retained: tuple[RetainedSequence, ...] = ()
+    """Sequences whose KV is still in the worker's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

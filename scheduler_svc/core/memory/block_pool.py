@@ -119,6 +119,17 @@ class BlockPool:
         self._num_taken += count
         return taken
 
+    def adopt(self, blocks: IndexArray) -> None:
+        """Cache free blocks, whose content the prefix cache has just got."""
+        if not len(blocks):
+            return
+        assert not self._claims[blocks].any(), "adopt of a block that is not free"
+        free = self._free[: self.num_free]
+        free = free[np.isin(free, blocks, invert=True)]
+        self.num_free = len(free)
+        self._free[: self.num_free] = free
+        self._cache(blocks)
+
     def keep_reserve(self) -> None:
         """Evict cached blocks until as many are free as were taken since the last call, within a small limit."""
         reserve = min(self._num_taken, self.num_blocks // _RESERVE_PART, self.num_available)

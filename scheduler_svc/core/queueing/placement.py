@@ -8,8 +8,9 @@ the request is assigned to that worker. A worker's cost is a number of prompt to
 * `DECODE_COST` for every running request.
 
 Requests therefore go to the worker with their cached prefix until its additional load exceeds the saving, which limits
-hot spots (Preble's cost model, ICLR 2025, in tokens). If more requests wait than all other workers have rows, every row
-will be used, so only prefixes are compared.
+hot spots (Preble's cost model, ICLR 2025, in tokens). A request that an earlier scheduler ran continues on the
+worker that has most of its KV, because that scheduler has balanced the loads. If more requests wait than all other
+workers have rows, every row will be used, so only prefixes are compared.
 """
 
 from dataclasses import dataclass
@@ -159,6 +160,13 @@ class Placement:
         """
         self._update()
         num_tokens = len(request.tokens)
+        if request.accepted and request.num_generated and not request.home:
+            home = self._with_most(worker, request, num_cached)
+            if home is not None:
+                if home is worker:
+                    return None
+                self._assign(home, DECODE_COST)
+                return home
         cost, chosen = load + num_tokens - num_cached, None
         for other in self._with_prefix(worker, request):
             match = other.match(request)
@@ -173,6 +181,21 @@ class Placement:
         if chosen is not None:
             self._assign(chosen, cost - self._loads[chosen] + DECODE_COST)
         return chosen
+
+    def _with_most(self, worker: Worker, request: Request, num_cached: int) -> Worker | None:
+        """Return the worker that has most of a request's KV; None if no worker with room has more than half of it.
+
+        Args:
+            worker: a worker with room for the request.
+            request: a request that an earlier scheduler ran.
+            num_cached: the number of its tokens that are cached on this worker.
+        """
+        most, found = num_cached, worker
+        for other in self._with_prefix(worker, request):
+            match = other.match(request)
+            if other.num_cached(match) > most and self._may_take(other, request) and _has_room(other, request, match):
+                most, found = other.num_cached(match), other
+        return found if 2 * most > len(request.tokens) else None
 
     def load(self, worker: Worker) -> int:
         """Return the worker's load in tokens."""

@@ -202,6 +202,7 @@ class Fleet:
             facts=self._facts,
             checkpoints=checkpoints,
         )
+        worker.adopt(hello.retained)
         was_drained = hello.worker_id in self._drained
         self._drained.pop(hello.worker_id, None)
         # A new process that reuses a drained worker's name replaces that worker and is not drained.

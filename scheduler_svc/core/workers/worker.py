@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array
-from scheduler_svc.core.interface.events import ModelFacts
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, Int32Array, any_of
+from scheduler_svc.core.interface.events import ModelFacts, RetainedSequence
 from scheduler_svc.core.interface.plan import BlockCopy
 from scheduler_svc.core.interface.records import Peer, WaitReason
 from scheduler_svc.core.memory.block_pool import BlockPool
@@ -33,6 +33,7 @@ from scheduler_svc.core.workers.plan_timing import PlanTiming
 from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
 from scheduler_svc.core.workers.rows import DECODE, PREFILL, RowTable
 from scheduler_svc.core.workers.speculation import Speculation
+from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
 
 
@@ -338,6 +339,39 @@ class Worker:
         text = request.tokens[start:end].tobytes()
         partial = cache.match_partial(self._root_key(request), keys, len(blocks), text)
         return Match(blocks, partial, next_key=next_key)
+
+    def adopt(self, sequences: tuple[RetainedSequence, ...]) -> None:
+        """Cache the sequences whose KV the worker has retained. No block of a new worker is in use.
+
+        Keys depend on all tokens, so a sequence is only found by requests with the same tokens and the same scope.
+        """
+        # KV of a model with recurrent state is of no use without a checkpoint of the state.
+        if self.shares_prefixes and not self.model.state_bytes:
+            adopted = [self._adopt(each) for each in sequences]
+            if adopted:
+                self.pool.adopt(np.concatenate(adopted))
+
+    def _adopt(self, sequence: RetainedSequence) -> IndexArray:
+        """Make the blocks of a sequence shareable, and return those that no other sequence has."""
+        cache, block_size = self.pool.cache, self.rows.block_size
+        num_tokens, blocks = len(sequence.tokens) // TOKEN_BYTES, sequence.blocks
+        num_full = num_tokens // block_size
+        full_tokens = sequence.tokens[: TOKEN_BYTES * block_size * num_full]
+        keys = self.facts.following_keys(sequence.root, full_tokens, block_size)
+        found = cache.match(keys)
+        rest = blocks[len(found) :]
+        if len(rest) and rest.max() >= self.pool.num_blocks:
+            return NO_INDICES
+        if len(np.unique(rest)) < len(rest) or any_of(cache.holds[rest]):
+            return NO_INDICES
+        chain = np.concatenate((found, rest))
+        cache.publish(keys, chain[:num_full], b"" if cache.partial is None else full_tokens)
+        own = chain[len(found) : num_full]
+        if not sequence.is_proven or cache.partial is None:
+            return own
+        cache.prove(sequence.root, keys, sequence.tokens, chain)
+        tail = chain[num_full:]
+        return np.concatenate((own, tail[cache.holds[tail]]))
 
     def prefill_backlog(self) -> int:
         """Return the number of prompt tokens in its rows that are not planned yet."""

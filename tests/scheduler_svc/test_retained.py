@@ -1,0 +1,121 @@
+"""KV that workers retain when their scheduler is lost: the next scheduler does not compute it again."""
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
+from scheduler_svc.core.interface import events as ev
+from shared.columns import to_column
+from shared.prefix_keys import root_key
+from tests.scheduler_svc.cluster import Cluster
+
+BLOCK = 4
+SALTS = (b"", b"one", b"two")
+
+
+@dataclass(slots=True)
+class RetainingWorker(ModelWorker):
+    """A worker whose blocks keep their content when its session is lost."""
+
+    retained: tuple[ev.RetainedSequence, ...] = ()
+
+    def lose_session(self, salts: dict[int, bytes]) -> None:
+        """Note what the rows have in their blocks."""
+        self.retained = tuple(
+            ev.RetainedSequence(
+                root=root_key(self.fingerprint, salts[row.name.stream]),
+                tokens=to_column(row.tokens[: row.computed]),
+                blocks=np.array(row.blocks[: -(-row.computed // self.block_size)], np.intp),
+                is_proven=len(row.tokens) > row.num_admitted,
+            )
+            for row in self.rows.values()
+            if 0 < row.computed < len(row.tokens) + 1
+        )
+
+    def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
+        """Say hello with the retained sequences."""
+        return replace(ModelWorker.hello(self, worker_id, reason), retained=self.retained)
+
+    def welcome(self, epoch: int) -> None:
+        """Keep the content of the blocks."""
+        before = self._values
+        ModelWorker.welcome(self, epoch)
+        if before:
+            self._values = before
+
+
+@pytest.mark.parametrize("prefix_cache", ["hash", "radix", "off"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_next_scheduler_computes_at_most_a_block_of_each_request_again(seed: int, prefix_cache: str) -> None:
+    """Each request ends with the model's tokens, and hardly any of its tokens are computed a second time.
+
+    Some requests share prefixes, and each scope has its own.
+    """
+    rng = random.Random(seed)
+    first = Cluster(prefix_cache=prefix_cache, max_num_batched_tokens=64)
+    workers = {f"w{number}": RetainingWorker(b"%d" % number, 200, BLOCK, 8) for number in range(2)}
+    for worker_id, worker in workers.items():
+        first.join(worker, worker_id)
+    common = [rng.randrange(900) for _ in range(13)]
+    prompts = {
+        stream: common[: rng.randrange(14)] + [rng.randrange(900) for _ in range(rng.randrange(1, 20))]
+        for stream in range(12)
+    }
+    salts = {stream: rng.choice(SALTS) for stream in prompts}
+    for stream, prompt in prompts.items():
+        first.submit(stream, prompt, 30, salt=salts[stream])
+    for _ in range(rng.randrange(6, 20)):
+        first.plan()
+        first.answer()
+    running = {
+        row.name.stream: row.computed
+        for worker in workers.values()
+        for row in worker.rows.values()
+        if first.readers[row.name.stream].tokens
+    }
+    for worker in workers.values():
+        worker.lose_session(salts)
+
+    second = Cluster(prefix_cache=prefix_cache, max_num_batched_tokens=64)
+    for worker_id, worker in workers.items():
+        second.join(worker, worker_id, ev.HelloReason.SESSION_LOST)
+    for stream, reader in first.readers.items():
+        delivered = tuple(reader.tokens)
+        second.submit(stream, prompts[stream], 30, salt=salts[stream], delivered=delivered, accepted=True)
+    second.run()
+
+    for stream, reader in second.readers.items():
+        assert reader.tokens == expected_output(prompts[stream], 30, set())
+    cached = sum(stats.counters.cached_tokens for stats in second.core.stats().workers)
+    if prefix_cache == "off":
+        assert cached == 0
+    else:
+        # In the worst case, tokens of the last result were lost with the scheduler.
+        assert cached >= sum(max(0, computed - 2 * BLOCK) for computed in running.values())
+
+
+def test_sequences_that_contradict_each_other_are_not_used() -> None:
+    """A block cannot have two contents, and blocks beyond the limit of the scheduler are not used."""
+    cluster = Cluster(max_tokens_in_paged_kv_cache=40)
+    worker = RetainingWorker(b"w", 200, BLOCK, 8)
+    tokens = to_column(list(range(8)))
+    root = root_key("f", b"")
+
+    def sequence(values: bytes, blocks: list[int]) -> ev.RetainedSequence:
+        return ev.RetainedSequence(root=root, tokens=values, blocks=np.array(blocks, np.intp), is_proven=True)
+
+    worker.retained = (
+        sequence(tokens, [0, 1]),
+        sequence(to_column(list(range(8, 16))), [1, 2]),
+        sequence(to_column(list(range(20, 28))), [3, 3]),
+        sequence(to_column(list(range(30, 38))), [3, 150]),
+    )
+    cluster.join(worker)
+    joined = cluster.core.worker(b"w")
+    assert joined is not None
+    assert np.flatnonzero(joined.pool.cache.holds).tolist() == [0, 1]
+    assert joined.pool.num_cached == 2
