@@ -25,6 +25,8 @@ reference has its own module (``…_reference``).
     kv_quantised      a KV cache in int8 or fp8, with scales
     linear            matrix products with weights packed for a CPU: float32, bfloat16, int8 or int4
     gguf              the types of GGUF files, packed for `linear` with their own codes
+    weight_only       matrix products with quantised weights and 16-bit activations on a GPU: int4, e2m1, int8, e4m3
+    fp8_linear        matrix products with weights and activations in e4m3 on a GPU
     decoder           all layers of a Llama-type decoder on a CPU, in one call
     gpu               the Triton kernels of most operations
     native            the optional C++ library of CPU kernels

@@ -31,7 +31,7 @@ _LINE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Codes:
+class GgufCodes:
     """Numbers of a matrix, without change."""
 
     codes: torch.Tensor
@@ -47,6 +47,14 @@ class _Codes:
     zero: int = 0
     """Subtracted from each code."""
 
+    def group_scales(self) -> torch.Tensor:
+        """Return the scales of groups ``[outputs, groups]`` float32."""
+        return _times(self.scales, self.factors)
+
+    def group_offsets(self) -> torch.Tensor | None:
+        """Return what is subtracted from the scaled values, ``[outputs, groups]`` float32; None: nothing."""
+        return None if self.offset_scales is None else _times(self.offset_scales, self.offset_factors)
+
 
 @dataclass(frozen=True, slots=True)
 class _Type:
@@ -57,7 +65,7 @@ class _Type:
     block_bytes: int
     scales_at: tuple[int, ...]
     """Places of the float16 numbers in a block."""
-    read: Callable[[torch.Tensor], _Codes]
+    read: Callable[[torch.Tensor], GgufCodes]
     """Splits the bytes ``[outputs, blocks, block_bytes]``."""
 
 
@@ -120,7 +128,7 @@ def pack(kind: str, blocks: torch.Tensor, bias: torch.Tensor | None = None) -> P
     return PackedLinear(structure, outputs, inputs, (packed,) if wide_bias is None else (packed, wide_bias))
 
 
-def _fill(packed: torch.Tensor, part: _Codes, layout: _Layout) -> None:
+def _fill(packed: torch.Tensor, part: GgufCodes, layout: _Layout) -> None:
     """Write packed blocks ``[rows, blocks, lines, 64]``."""
     rows, num_blocks = packed.shape[:2]
     num_groups = layout.inputs // layout.group_inputs
@@ -170,40 +178,43 @@ def concatenated(parts: Sequence[PackedLinear]) -> PackedLinear:
     return PackedLinear(structure, outputs, inputs, tensors, structures)
 
 
+def read(kind: str, blocks: torch.Tensor) -> GgufCodes:
+    """Split the bytes of a matrix of a GGUF file, ``[outputs, blocks, bytes]``."""
+    return _TYPES[kind].read(blocks)
+
+
 def dequantised(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     """Return the weights ``[outputs, inputs]`` of a matrix of a GGUF file in float32."""
-    part = _TYPES[kind].read(blocks)
-    scales = part.scales.float()
-    if part.factors is None:
-        groups = part.codes.view(*scales.shape, -1).float() - part.zero
-        return (groups * scales[..., None]).flatten(1)
-    scales = (scales[..., None] * part.factors.view(*scales.shape, -1).float()).flatten(1)
+    part = read(kind, blocks)
+    scales, offsets = part.group_scales(), part.group_offsets()
     groups = (part.codes.view(*scales.shape, -1).float() - part.zero) * scales[..., None]
-    if part.offset_scales is not None and part.offset_factors is not None:
-        of_blocks = part.offset_scales.float()
-        offsets = of_blocks[..., None] * part.offset_factors.view(*of_blocks.shape, -1).float()
-        groups = groups - offsets.flatten(1)[..., None]
-    return groups.flatten(1)
+    return (groups if offsets is None else groups - offsets[..., None]).flatten(1)
+
+
+def _times(of_blocks: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Return the products of the numbers of blocks with the factors of their groups, in float32."""
+    wide = of_blocks.float()
+    return wide if factors is None else (wide[..., None] * factors.view(*wide.shape, -1).float()).flatten(1)
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
-def _q4_0(blocks: torch.Tensor) -> _Codes:
+def _q4_0(blocks: torch.Tensor) -> GgufCodes:
     pairs = blocks[..., 2:]
-    return _Codes(torch.cat((pairs & 15, pairs >> 4), -1).flatten(1), _half(blocks, 0), zero=8)
+    return GgufCodes(torch.cat((pairs & 15, pairs >> 4), -1).flatten(1), _half(blocks, 0), zero=8)
 
 
-def _q5_0(blocks: torch.Tensor) -> _Codes:
+def _q5_0(blocks: torch.Tensor) -> GgufCodes:
     pairs = blocks[..., 6:]
     bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
     codes = torch.cat((pairs & 15, pairs >> 4), -1) | bits.flatten(-2) << 4
-    return _Codes((codes.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
+    return GgufCodes((codes.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
 
 
-def _q8_0(blocks: torch.Tensor) -> _Codes:
-    return _Codes(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
+def _q8_0(blocks: torch.Tensor) -> GgufCodes:
+    return GgufCodes(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,28 +225,28 @@ def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scales.flatten(1), offsets.flatten(1)
 
 
-def _q4_k(blocks: torch.Tensor) -> _Codes:
+def _q4_k(blocks: torch.Tensor) -> GgufCodes:
     factors, offset_factors = _six_bits(blocks[..., 4:16])
     pairs = blocks[..., 16:].unflatten(-1, (4, 32))  # type: ignore[no-untyped-call]
     codes = torch.stack((pairs & 15, pairs >> 4), -2).flatten(1)
-    return _Codes(codes, _half(blocks, 0), factors, _half(blocks, 2), offset_factors)
+    return GgufCodes(codes, _half(blocks, 0), factors, _half(blocks, 2), offset_factors)
 
 
-def _q5_k(blocks: torch.Tensor) -> _Codes:
+def _q5_k(blocks: torch.Tensor) -> GgufCodes:
     factors, offset_factors = _six_bits(blocks[..., 4:16])
     pairs = blocks[..., 48:].unflatten(-1, (4, 32))  # type: ignore[no-untyped-call]
     bits = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [..., 8 groups, 32]
     codes = torch.stack((pairs & 15, pairs >> 4), -2).flatten(-3, -2) | bits << 4
-    return _Codes(codes.flatten(1), _half(blocks, 0), factors, _half(blocks, 2), offset_factors)
+    return GgufCodes(codes.flatten(1), _half(blocks, 0), factors, _half(blocks, 2), offset_factors)
 
 
-def _q6_k(blocks: torch.Tensor) -> _Codes:
+def _q6_k(blocks: torch.Tensor) -> GgufCodes:
     low = blocks[..., :128].unflatten(-1, (2, 64))  # type: ignore[no-untyped-call]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))  # type: ignore[no-untyped-call]
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     codes = torch.cat((low & 15, low >> 4), -1).unflatten(-1, (4, 32)) | (high >> shifts & 3) << 4  # type: ignore[no-untyped-call]
     factors = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
-    return _Codes(codes.flatten(1), _half(blocks, 208), factors, zero=32)
+    return GgufCodes(codes.flatten(1), _half(blocks, 208), factors, zero=32)
 
 
 _TYPES = {

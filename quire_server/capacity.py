@@ -43,6 +43,8 @@ _GGUF_LAYOUTS = {
     "Q6_K": (256, 53),
 }
 """Inputs of a packed block and eighths of a bit per weight, by the type (`kernels.gguf`)."""
+_GGUF_BITS_ON_GPU = {"Q4_0": 4.5, "Q5_0": 8.5, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
+"""Bits per weight with scales and offsets (`worker_svc.model.weight_only`)."""
 _PARTS_OF_QUANTISED = frozenset(
     {
         *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
@@ -83,6 +85,8 @@ class ModelSizes:
     stored: str = "none"
     """Weight type (int8 or int4) of a quantised checkpoint that a CPU uses without conversion; "none" for all others.
     """
+    stored_on_gpu: float = 0.0
+    """Bits per weight, with scales, of the layers of a quantised checkpoint on a GPU; 0 if they are dequantised."""
     gguf: tuple[GgufTensor, ...] = ()
     """Tensors of a GGUF file, which a CPU does not convert; empty for other checkpoints."""
 
@@ -177,6 +181,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
         tied=bool(text.get("tie_word_embeddings", False)),
         dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
         stored=_stored(config) if counts_weights_of(config) else "none",
+        stored_on_gpu=_bits_on_gpu(config) if counts_weights_of(config) and experts == 1 else 0.0,
     )
 
 
@@ -197,6 +202,41 @@ def _stored(config: Mapping[str, Any]) -> str:
             return found.pop() if len(found) == 1 else "none"
         case _:
             return "none"
+
+
+def _bits_on_gpu(config: Mapping[str, Any]) -> float:
+    """Return the bits per weight that a GPU holds of a quantised checkpoint (`worker_svc.model.weight_only`)."""
+    raw = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not isinstance(raw, Mapping):
+        return 0.0
+    match str(raw.get("quant_method", "")).lower().replace("_", "-"):
+        case "gptq" if not raw.get("desc_act"):
+            return _grouped_bits(raw.get("bits"), raw.get("group_size", 128), symmetric=bool(raw.get("sym", True)))
+        case "awq":
+            return _grouped_bits(4, raw.get("group_size", raw.get("q_group_size", 128)), symmetric=False)
+        case "fp8" | "fbgemm-fp8":
+            block = raw.get("weight_block_size")
+            # Scales take 32 bits per group without products over e4m3, and nearly none with them.
+            return _grouped_bits(8, block[1] if block else 0, symmetric=True)
+        case "compressed-tensors":
+            groups = (raw.get("config_groups") or {}).values()
+            weights = [group["weights"] for group in groups if group.get("weights")]
+            found = {
+                _grouped_bits(each.get("num_bits"), each.get("group_size"), symmetric=each.get("symmetric", True))
+                for each in weights
+            }
+            return found.pop() if len(found) == 1 else 0.0
+        case _:
+            return 0.0
+
+
+def _grouped_bits(bits: object, group_size: object, *, symmetric: bool) -> float:
+    """Return the bits per weight with a scale of 16 bits and perhaps a zero point of 8 bits per group of inputs."""
+    if not isinstance(bits, int):
+        return 0.0
+    if not isinstance(group_size, int) or group_size <= 0:
+        return float(bits)
+    return bits + (16 if symmetric else 24) / group_size
 
 
 def _as_held_compressed(weights: Mapping[str, Any]) -> str:
@@ -308,7 +348,7 @@ def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
 
 
 def weights_bytes(
-    sizes: ModelSizes, quantization: str, num_positions: int, tensor_parallel_size: int = 1, *, as_stored: bool = False
+    sizes: ModelSizes, quantization: str, num_positions: int, tensor_parallel_size: int = 1, *, on_cpu: bool = False
 ) -> int:
     """Return the size in bytes of the weights on one card, including the tables for the rotary embedding.
 
@@ -321,16 +361,19 @@ def weights_bytes(
             int4 the head has int8.
         num_positions: maximum sequence length, which determines the size of the tables.
         tensor_parallel_size: number of cards that share the model.
-        as_stored: whether layers keep the type of a quantised checkpoint, as on a CPU without `quantization`.
+        on_cpu: whether the CPU kernels hold the weights; False for a GPU. Without `quantization`, both keep the codes
+            of a quantised checkpoint where they have a form for them.
 
     Raises:
         ConfigError: sizes are missing.
     """
-    if as_stored and quantization == "none" and sizes.gguf:
-        element = KV_TYPES[sizes.dtype].bits // 8
-        return sum(_gguf_bytes(tensor, element) for tensor in sizes.gguf) + num_positions * sizes.head_dim * 4
-    of_layers = sizes.stored if as_stored and quantization == "none" else quantization
     element = KV_TYPES[sizes.dtype].bits // 8
+    if quantization == "none" and sizes.gguf and tensor_parallel_size == 1:
+        of_tensor = _gguf_bytes if on_cpu else _gguf_bytes_on_gpu
+        return sum(of_tensor(tensor, element) for tensor in sizes.gguf) + num_positions * sizes.head_dim * 4
+    of_layers = sizes.stored if on_cpu and quantization == "none" else quantization
+    on_gpu = sizes.stored_on_gpu if not on_cpu and quantization == "none" else 0.0
+    of_layers = "codes" if on_gpu else of_layers
     if sizes.num_parameters:
         per_weight = {"none": float(element), "int8": 1.0, "int4": 4.5 / 8}[quantization]
         return -int(-sizes.num_parameters * per_weight // tensor_parallel_size)
@@ -346,19 +389,24 @@ def weights_bytes(
     def product(outputs: int, inputs: int, kind: str = of_layers) -> int:
         if kind == "none":
             return outputs * inputs * element
+        if kind == "codes":
+            return int(outputs * inputs * on_gpu / 8)
         rows = -(-outputs // 16) * 16
         if kind == "int8":
             return rows * (-(-inputs // 4) * 4 + 8)  # Each output has a scale and a sum.
         # 64 weights of 4 bits, plus a scale and a zero point of 2 bytes each
         return rows * -(-inputs // INT4_GROUP) * 36
 
-    experts = sizes.num_experts * (product(2 * inner, hidden) + product(hidden, inner))
+    # A GPU dequantises experts, and a tied LM head because its rows are the embedding.
+    of_experts = "none" if sizes.num_experts > 1 and not on_cpu else of_layers
+    experts = sizes.num_experts * (product(2 * inner, hidden, of_experts) + product(hidden, inner, of_experts))
     if sizes.num_experts > 1:
         experts += sizes.num_experts * hidden * element
     shared = sizes.shared_intermediate_size // cards
     experts += product(2 * shared, hidden) + product(hidden, shared) if shared else 0
     layer = product(query + 2 * kv, hidden) + product(hidden, query) + experts + 2 * hidden * element
-    head = product(vocab, hidden, "int8" if quantization == "int4" else quantization)
+    of_head = "int8" if quantization == "int4" else quantization
+    head = product(vocab, hidden, "none" if sizes.tied and not on_cpu else of_head)
     embedding = 0 if sizes.tied else vocab * hidden * element
     tables = num_positions * sizes.head_dim * 4
     return sizes.num_layers * layer + head + embedding + hidden * element + tables
@@ -371,6 +419,14 @@ def _gguf_bytes(tensor: GgufTensor, element: int) -> int:
         return math.prod(tensor.shape) * element
     outputs, width = tensor.shape
     return -(-outputs // 16) * 16 * -(-width // inputs) * inputs * eighths // 64
+
+
+def _gguf_bytes_on_gpu(tensor: GgufTensor, element: int) -> int:
+    """Return the bytes of a tensor of a GGUF file on a GPU, where the embedding is dequantised."""
+    bits = _GGUF_BITS_ON_GPU.get(tensor.kind)
+    if bits is None or len(tensor.shape) != 2 or tensor.shape[1] % 64 or tensor.name == "token_embd.weight":
+        return math.prod(tensor.shape) * element
+    return int(math.prod(tensor.shape) * bits / 8)
 
 
 def step_bytes(sizes: ModelSizes, serving: Serving) -> int:

@@ -13,6 +13,7 @@ import torch
 from kernels.activation import silu_mul, silu_mul_reference
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
+from kernels.fp8_linear import Fp8Weight, fp8_linear, fp8_linear_reference
 from kernels.kv_cache import write_kv
 from kernels.kv_quantised import INT4, cached_size, from_parts, from_quantised, quantise_heads, to_quantised
 from kernels.norm import rms_norm, rms_norm_reference
@@ -22,6 +23,7 @@ from kernels.sampling import SamplingTensors, sample, sample_reference
 from kernels.scatter import scatter_words
 from kernels.split_sampling import best_in_part, best_of_parts
 from kernels.token_masks import mask_tokens, mask_tokens_reference
+from kernels.weight_only import Kind, quantise_weight, weight_only_linear, weight_only_linear_reference
 from measure.gpu.results import Figures
 from measure.kernels.bench import Sizes
 from worker_svc.device.accelerator import make_accelerator
@@ -64,6 +66,10 @@ def smoke(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tu
         ("draw_tiles_kernel, draw_rows_kernel", partial(_sampling, at, False)),
         ("draw_tiles_kernel over parts of the vocabulary", partial(_sampling_parts, at)),
         ("mask_tokens_kernel", partial(_mask, at)),
+        ("weight_only_kernel over int4, add_splits_kernel", partial(_weight_only, at, Kind.INT4)),
+        ("weight_only_kernel over int8", partial(_weight_only, at, Kind.INT8)),
+        ("fp8_linear_kernel, quantise_rows_kernel", partial(_fp8_linear, at, (128, 128))),
+        ("fp8 products by output", partial(_fp8_linear, at, (1, 1024))),
         ("copy_blocks_kernel", partial(_copy, at, pinned=False)),
     ]
     if device.type == "cuda":
@@ -246,6 +252,28 @@ def _draws(at: At, truncated: bool) -> tuple[torch.Tensor, SamplingTensors]:
         any_truncation=truncated,
     )
     return 3 * torch.randn(rows, at.sizes.vocab_size, device=at.device), params
+
+
+def _weight_only(at: At, kind: Kind) -> float:
+    weight = quantise_weight(torch.randn(512, 1024, device=at.device), kind)
+    assert weight is not None
+    errors = []
+    for rows in (3, 200):
+        x = torch.randn(rows, 1024, device=at.device).to(at.dtype)
+        expected = weight_only_linear_reference(x.float(), weight)
+        errors.append(_close(weight_only_linear(x, weight), expected, _tolerance(at.dtype)))
+    return max(errors)
+
+
+def _fp8_linear(at: At, block: tuple[int, int]) -> float:
+    codes = torch.randn(512, 1024, device=at.device).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.rand(512 // block[0], 1024 // block[1], device=at.device) + 0.5
+    weight = Fp8Weight(codes, scales, block)
+    errors = []
+    for rows in (3, 200):
+        x = torch.randn(rows, 1024, device=at.device).to(at.dtype)
+        errors.append(_close(fp8_linear(x, weight), fp8_linear_reference(x.float(), weight), 1e-2))
+    return max(errors)
 
 
 def _mask(at: At) -> float:

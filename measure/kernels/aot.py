@@ -33,6 +33,7 @@ from kernels.activation import silu_mul
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from kernels.experts import mix_experts
+from kernels.fp8_linear import Fp8Weight, fp8_linear
 from kernels.kv_cache import write_kv
 from kernels.kv_quantised import DTYPES as KV_DTYPES
 from kernels.kv_quantised import GROUP, INT4, cached_size
@@ -44,6 +45,7 @@ from kernels.sampling import SamplingTensors, sample
 from kernels.scatter import scatter_words
 from kernels.split_sampling import best_in_part
 from kernels.token_masks import mask_tokens
+from kernels.weight_only import Kind, WeightOnly, weight_only_linear
 from measure.kernels.machine_code import copies_ahead, disassemble, loop_instructions, num_instructions, resource_usage
 
 ARCHITECTURES = (80, 90)
@@ -142,6 +144,22 @@ def cases() -> list[Case]:
         in_ci = tokens == 512
         found.append(Case(f"experts 128 of 2048x768, 8 of {tokens} tokens", partial(_experts, 128, 8, tokens), in_ci))
     found.append(Case("experts fp32 8 of 2048x768, 2 of 64 tokens", partial(_experts, 8, 2, 64, torch.float32), False))
+    compiled_in_ci = {
+        (Kind.INT4, 128, 16),
+        (Kind.INT4, 128, 512),
+        (Kind.FP4, 32, 16),
+        (Kind.FP4, 32, 512),
+        (Kind.INT8, 128, 512),
+    }
+    for weights in Kind:
+        for group, rows in product((32, 128), (16, 512)):
+            call = partial(_weight_only, weights, group, rows)
+            name = f"{weights.name.lower()} weights, group {group}, {rows} rows of 4096x4096"
+            found.append(Case(name, call, (weights, group, rows) in compiled_in_ci))
+    for rows in (16, 512):
+        blocks = partial(_fp8_linear, 128, rows)
+        found.append(Case(f"e4m3 in blocks of 128, {rows} rows of 4096x4096", blocks, rows > 16))
+        found.append(Case(f"e4m3 by output, {rows} rows of 4096x4096", partial(_fp8_linear, 0, rows), False))
     found.append(Case("sample 128256", _sample, True))
     found.append(Case("sample 128256, no truncation", partial(_sample, any_truncation=False), True))
     found.append(Case("sample 128256, greedy", partial(_sample, any_random=False), True))
@@ -219,6 +237,20 @@ def _experts(count: int, top_k: int, num_tokens: int, dtype: torch.dtype = torch
     gate_up, down = _meta(count, 2 * 768, 2048, dtype=dtype), _meta(count, 2048, 768, dtype=dtype)
     x, logits = _meta(num_tokens, 2048, dtype=dtype), _meta(num_tokens, count, dtype=dtype)
     mix_experts(x, logits, gate_up, down, top_k=top_k, renormalise=True)
+
+
+def _weight_only(kind: Kind, group: int, rows: int) -> None:
+    codes = _meta(4096, 4096 * kind.bits // 8, dtype=torch.int8 if kind is Kind.INT8 else torch.uint8)
+    zeros = _meta(4096 // group, 4096, dtype=torch.uint8) if kind is Kind.INT4 else None
+    weight = WeightOnly(kind, 4096, group, codes, _meta(4096 // group, 4096), zeros)
+    weight_only_linear(_meta(rows, 4096), weight, _meta(4096))
+
+
+def _fp8_linear(block: int, rows: int) -> None:
+    high, wide = (block, block) if block else (1, 4096)
+    scales = _meta(4096 // high, 4096 // wide, dtype=torch.float32)
+    weight = Fp8Weight(_meta(4096, 4096, dtype=torch.uint8), scales, (high, wide))
+    fp8_linear(_meta(rows, 4096), weight, _meta(4096))
 
 
 def _sample(any_random: bool = True, any_truncation: bool = True) -> None:

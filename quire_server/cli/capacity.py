@@ -53,7 +53,7 @@ def configure(parser: OneLineParser) -> None:
     )
     add("--dtype", type=lambda word: DTYPE_ALIASES.get(word, word), choices=("auto", "float32", "bfloat16", "float16"),
         default="auto", help="type of weights and KV (default: as in config.json)")  # fmt: skip
-    add("--quantization", choices=("none", "int8", "int4"), default="none", help="weights (Quire: on CPUs only)")
+    add("--quantization", choices=("none", "int8", "int4"), default="none", help="weights")
     add("--kv-cache-dtype", choices=("auto", "fp8", "int8", "int4"), default="auto", help="KV; auto: as the weights")
     add("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
     add("--max-num-seqs", type=int, metavar="N", help="running requests (default: 256, with --kv-cache-memory 64)")
@@ -112,7 +112,7 @@ def run(options: Namespace) -> int:
         )
     longest = serving.max_model_len or sizes.max_positions
     on_cpu = options.kv_cache_memory is not None
-    weights = weights_bytes(sizes, serving.quantization, longest, as_stored=on_cpu)
+    weights = weights_bytes(sizes, serving.quantization, longest, on_cpu=on_cpu)
     step = step_bytes(sizes, serving) if options.step_memory is None else parse_bytes(options.step_memory)
     if options.kv_cache_memory is not None:
         usable, own, step = parse_bytes(options.kv_cache_memory), 0, 0
@@ -266,15 +266,6 @@ def _page(
     ]
     if max(row.average for row in rows) > serving.max_rows:
         lines += ["", f"A worker runs at most {serving.max_rows} requests at once; --max-num-seqs changes that."]
-    if serving.quantization != "none":
-        lines += ["", f"Quire quantises weights ({serving.quantization}) on CPUs only; for a GPU this is a formula."]
-    if sizes.stored != "none" and options.kv_cache_memory is None:
-        lines += ["", f"A GPU holds the weights of this checkpoint dequantised; a CPU holds them in {sizes.stored}."]
-    if sizes.gguf and options.kv_cache_memory is None:
-        lines += [
-            "",
-            "A GPU holds the weights of this GGUF file dequantised; a CPU holds them in the types of the file.",
-        ]
     if cards > 1:
         lines += [
             "",

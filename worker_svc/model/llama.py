@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from kernels.decoder import DecoderPart, PackedDecoder
 from kernels.linear import empty_weights
@@ -25,11 +25,11 @@ from kernels.native.library import Native
 from kernels.norm import rms_norm
 from kernels.paged_attention import DecodeSchedule, paged_attention
 from kernels.qkv import rotate_and_cache
-from worker_svc.model import llama_packed
+from worker_svc.model import llama_packed, weight_only
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.decoder_config import DecoderConfig
 from worker_svc.model.families import FAMILIES, Experts, Family, has_bias, head_dim, mixture_layers, mlps, windows
-from worker_svc.model.llama_layer import Layer, Linear, Mixture, Mlp
+from worker_svc.model.llama_layer import Codes, Layer, Linear, Mixture, Mlp
 from worker_svc.model.quantised import StoredWeights, log_form
 from worker_svc.model.recurrent import RowStates
 from worker_svc.model.rope import rope_tables
@@ -56,7 +56,21 @@ class LlamaModel:
         cpu_kernels: Native | None = None,
         quantization: str = "none",
         group: Group | None = None,
+        keeps_codes: bool = False,
     ) -> None:
+        """Allocate the weights.
+
+        Args:
+            config: sizes of the model.
+            dtype: type of weights and activations.
+            device: the device of the model.
+            num_positions: length of the longest sequence in tokens.
+            cpu_kernels: the kernels that compute the model on a CPU; None: the operations of `kernels`.
+            quantization: quantization of the weights at load: "none", "int8" or "int4".
+            group: the ranks that share the model; None if this process has all of it.
+            keeps_codes: whether matrices may stay quantised without `cpu_kernels` (`weight_only`). They are then
+                allocated on the host, and go to the device one by one.
+        """
         self._config = config
         self._group = group or Group()
         shard = self._group.shard
@@ -65,6 +79,8 @@ class LlamaModel:
         self._packed: PackedDecoder | None = None
         self._dtype = dtype
         self._device = device
+        self._keeps_codes = keeps_codes
+        self._host = torch.device("cpu") if keeps_codes else device
         # The number in this rank's part of the model.
         self._heads = shard.span(config.num_attention_heads)
         self._kv_heads = shard.kv_heads(config.num_attention_heads, config.num_key_value_heads)
@@ -78,6 +94,7 @@ class LlamaModel:
 
         hidden: int = config.hidden_size
         self._head = self._empty_weight(self._tokens.length, hidden)
+        self._head_codes: Codes = ()
         self._embedding = self._head if self._tied else self._empty(self._tokens.length, hidden)
         self._final_norm = self._empty(hidden)
         self._family = FAMILIES[config.model_type]
@@ -155,7 +172,7 @@ class LlamaModel:
                 num_logits=num_logits,
             )
         hidden = self._hidden(input_ids, positions, attention, caches, kept_index)
-        return linear(hidden[:num_logits], self._head), hidden[num_logits:]
+        return Linear(self._head, None, self._head_codes)(hidden[:num_logits]), hidden[num_logits:]
 
     def _hidden(
         self,
@@ -200,7 +217,7 @@ class LlamaModel:
         tied = frozenset({_HEAD}) if self._tied else frozenset[str]()
         # If the target format has its own quantization, a quantised checkpoint is dequantised first.
         stored = StoredWeights()
-        keeps = self._cpu_kernels is not None and self._quantization == "none"
+        keeps = (self._cpu_kernels is not None or self._keeps_codes) and self._quantization == "none"
         weights, cuts = dict(self._named_weights(tensor_names(folder))), self._cuts()
         copy_weights(folder, weights, optional=tied, stored=stored if keeps else None, cuts=cuts)
         self._pack(stored)
@@ -209,7 +226,7 @@ class LlamaModel:
 
     def randomise(self, seed: int) -> None:
         """Draw random weights on the device: matrices from a normal distribution, norms 1, biases 0."""
-        generator = torch.Generator(self._device).manual_seed(seed)
+        generator = torch.Generator(self._host).manual_seed(seed)
         cuts = self._cuts()
         for name, weight in self._named_weights(frozenset()):
             if name.endswith("norm.weight"):
@@ -232,6 +249,8 @@ class LlamaModel:
                     if bias is not None:
                         bias.zero_()
         if self._cpu_kernels is None:
+            if self._keeps_codes:
+                self._move(stored)
             return
         part = None
         if self._group.size > 1:
@@ -251,6 +270,56 @@ class LlamaModel:
         )
         self._layers.clear()
         del self._embedding, self._head
+
+    def _move(self, stored: StoredWeights) -> None:
+        """Move the weights to the device matrix by matrix, quantised if possible.
+
+        Experts are dequantised, because their products have no form over codes. As on a CPU, routers and gates of
+        shared experts are not quantised, and `--quantization int4` gives the LM head int8 weights.
+        """
+
+        def moved(linear: Linear, kind: str = self._quantization) -> Linear:
+            codes = weight_only.coded(linear.weight, stored, kind, self._device)
+            bias = None if linear.bias is None else linear.bias.to(self._device)
+            if not codes:
+                return Linear(linear.weight.to(self._device), bias)
+            return Linear(torch.empty(0, dtype=self._dtype, device=self._device), bias, codes)
+
+        def moved_mlp(mlp: Mlp) -> Mlp:
+            return Mlp(moved(mlp.gate_up), moved(mlp.down))
+
+        def moved_mixture(mixture: Mixture) -> Mixture:
+            for matrix in (*mixture.gate_up, *mixture.down):
+                stored.fill(matrix)
+            return replace(
+                mixture,
+                router=moved(mixture.router, "none"),
+                gate_up=mixture.gate_up.to(self._device),
+                down=mixture.down.to(self._device),
+                shared=None if mixture.shared is None else moved_mlp(mixture.shared),
+                shared_gate=None if mixture.shared_gate is None else moved(mixture.shared_gate, "none"),
+            )
+
+        for index, layer in enumerate(self._layers):
+            self._layers[index] = Layer(
+                input_norm=layer.input_norm.to(self._device),
+                qkv=moved(layer.qkv),
+                query_norm=None if layer.query_norm is None else layer.query_norm.to(self._device),
+                key_norm=None if layer.key_norm is None else layer.key_norm.to(self._device),
+                output=moved(layer.output),
+                mlp_norm=layer.mlp_norm.to(self._device),
+                mlp=moved_mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else moved_mixture(layer.mlp),
+                sliding_window=layer.sliding_window,
+            )
+        self._final_norm = self._final_norm.to(self._device)
+        if self._tied:  # The rows of an embedding are not quantised.
+            stored.fill(self._head)
+            self._embedding = self._head = self._head.to(self._device)
+            return
+        stored.fill(self._embedding)
+        self._embedding = self._embedding.to(self._device)
+        head = moved(Linear(self._head, None), "int8" if self._quantization == "int4" else self._quantization)
+        self._head, self._head_codes = head.weight, head.codes
 
     def _add_norm(
         self, update: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
@@ -413,7 +482,7 @@ class LlamaModel:
         return self._empty(count, outputs, inputs)
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self._dtype, device=self._host)
 
 
 def _named_mlp(prefix: str, mlp: Mlp, names: Experts) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,10 @@ from torch.nn.functional import linear
 
 from kernels.activation import silu_mul
 from kernels.experts import mix_experts
+from kernels.fp8_linear import Fp8Weight, fp8_linear
+from kernels.weight_only import WeightOnly, weight_only_linear
+
+Codes = tuple[WeightOnly | Fp8Weight, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +18,24 @@ class Linear:
     """Linear layer `x @ weight.T + bias`, with weight `[out, in]` and bias `[out]`."""
 
     weight: torch.Tensor
+    """Empty if `codes` has the weights."""
     bias: torch.Tensor | None
+    codes: Codes = ()
+    """Quantised weights on a GPU, whose outputs are concatenated."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to `x` `[..., in]`."""
-        return linear(x, self.weight, self.bias)
+        if not self.codes:
+            return linear(x, self.weight, self.bias)
+        results, first = [], 0
+        for part in self.codes:
+            bias = None if self.bias is None else self.bias[first : first + part.outputs]
+            if isinstance(part, Fp8Weight):
+                results.append(fp8_linear(x, part, bias))
+            else:
+                results.append(weight_only_linear(x, part, bias))
+            first += part.outputs
+        return results[0] if len(results) == 1 else torch.cat(results, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,16 @@ class StoredWeights:
         self._dequantise(parts, matrix)
         return None
 
+    def take(self, matrix: torch.Tensor) -> list[StoredWeight] | None:
+        """Remove and return the weights that make up a matrix `[outputs, inputs]`, in order; None if it has others."""
+        if not self._weights:
+            return None
+        parts = self._pop_all(matrix)
+        if parts and sum(part.shape[0] for part in parts.values()) == matrix.shape[0]:
+            return list(parts.values())
+        self._dequantise(parts, matrix)
+        return None
+
     def fill(self, matrix: torch.Tensor) -> None:
         """Dequantise the weights of a matrix `[outputs, inputs]` into it, such as those of an embedding."""
         self._dequantise(self._pop_all(matrix), matrix)

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from shared.config import ConfigError
-from worker_svc.model import families, llama, llama_packed
+from worker_svc.model import families, llama, llama_packed, weight_only
 from worker_svc.model.base import Model
 from worker_svc.model.decoder_config import DecoderConfig, ModelConfig
+from worker_svc.model.weights import is_quantised
 from worker_svc.ranks.group import Group
 
 _RANDOM_SEED = 0
@@ -86,14 +87,19 @@ def build_model(
                     intermediate_size=size,
                     vocab_size=decoder.vocab_size,
                 )
+    keeps_codes = weight_only.is_available(device) and (
+        quantization != "none" or (not random_weights and is_quantised(folder))
+    )
+    cpu_kernels = llama_packed.choose_kernels(decoder, dtype, device, "none" if keeps_codes else quantization)
     model = llama.LlamaModel(
         decoder,
         dtype=dtype,
         device=device,
         num_positions=num_positions,
-        cpu_kernels=llama_packed.choose_kernels(decoder, dtype, device, quantization),
+        cpu_kernels=cpu_kernels,
         quantization=quantization,
         group=group,
+        keeps_codes=keeps_codes and cpu_kernels is None,
     )
     if random_weights:
         model.randomise(_RANDOM_SEED)

@@ -153,6 +153,15 @@ def _not_described(name: str, what: str) -> ConfigError:
     )
 
 
+def is_quantised(folder: Path) -> bool:
+    """Return whether a checkpoint has quantised weights.
+
+    Raises:
+        ConfigError: there are no weights, or config.json describes a quantisation that is not supported.
+    """
+    return weight_files(folder)[0].suffix == gguf.SUFFIX or read_quantisation(folder) is not None
+
+
 def tensor_names(folder: Path) -> frozenset[str]:
     """Return the names of all tensors in a safetensors checkpoint.
 

@@ -1,0 +1,226 @@
+"""``y = x Wᵀ + b`` on a GPU with weights that stay quantised: W4A16 and W8A16.
+
+A weight is ``(value(code) - zero) * scale``, or ``value(code) * scale - offset``. A group of consecutive inputs of an
+output shares these numbers. Activations keep their type; weights are dequantised in registers, rounded to the type of
+the activations, and multiplied by the tensor cores. So the result is that of the dequantised weights, up to the order
+of the sum.
+
+    kind    code                                 used for
+    int4    0 to 15                              GPTQ, AWQ, compressed-tensors, GGUF Q4_0, `--quantization int4`
+    fp4     place in a table of 16 numbers       MXFP4 (gpt-oss), the values of e2m1
+    int8    -128 to 127                          compressed-tensors, GPTQ, GGUF Q8_0, `--quantization int8`
+    fp8     e4m3                                 FP8 on GPUs without products over e4m3
+
+Four-bit codes are packed along the inputs: in a chunk of 64 inputs, byte j has the code of input j in its lower half
+and that of input j + 32 in its upper half. A program thus reads two tiles of 32 adjacent activations per chunk, and no
+register is shuffled.
+
+For few rows, the inputs are divided among several programs (split-K), whose partial sums are added in order. For many
+rows, a program computes a large tile. The split depends on the sizes and on whether there are at most 16 rows, so a
+row's result does not depend on the other rows within either range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+from torch.nn.functional import linear, pad
+
+from kernels._dispatch import architecture, num_multiprocessors, runs_on_triton
+
+CHUNK = 64
+"""Inputs of a chunk of four-bit codes."""
+_FEW_ROWS = 16
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Kind(IntEnum):
+    """How a code stands for a value; the kernels' parameter has the same numbers."""
+
+    INT4 = 0
+    FP4 = 1
+    INT8 = 2
+    FP8 = 3
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self in (Kind.INT4, Kind.FP4) else 8
+
+
+@dataclass(frozen=True, slots=True)
+class WeightOnly:
+    """Quantised weights of a linear layer."""
+
+    kind: Kind
+    inputs: int
+    """Inputs of the layer, a multiple of 64; the codes may be padded."""
+    group: int
+    """Inputs that share a scale: 16, or a multiple of 32."""
+    codes: torch.Tensor
+    """``[outputs, inputs / 2]`` uint8, or ``[outputs, inputs]`` int8 or uint8 (e4m3)."""
+    scales: torch.Tensor
+    """``[groups, outputs]`` float32, bfloat16 or float16."""
+    zeros: torch.Tensor | None
+    """``[groups, outputs]`` uint8 zero points of INT4, or float32 offsets that are subtracted from the scaled values;
+    None: zero points of 8 for INT4, and nothing for other kinds."""
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return self.codes.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def to(self, device: torch.device) -> WeightOnly:
+        """Return the weights on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros)
+
+
+def weight_only_linear(x: torch.Tensor, weight: WeightOnly, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply ``x`` ``[..., inputs]`` (bfloat16, float16 or float32); return ``[..., outputs]`` in the same type."""
+    if not runs_on_triton(x):
+        return weight_only_linear_reference(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return _launch(rows, weight, bias).view(*x.shape[:-1], weight.outputs)
+
+
+def weight_only_linear_reference(x: torch.Tensor, weight: WeightOnly, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Plain torch form of `weight_only_linear`; also the CPU path."""
+    return linear(x, dequantised(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def dequantised(weight: WeightOnly, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the weights ``[outputs, inputs]``, computed in float32 and rounded to ``dtype``."""
+    codes = weight.codes
+    if weight.kind.bits == 4:
+        halves = codes.view(len(codes), -1, 1, CHUNK // 2)
+        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
+    if weight.kind is Kind.FP4:
+        table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)
+        values = table[codes.long()]
+    elif weight.kind is Kind.FP8:
+        values = codes.view(torch.float8_e4m3fn).float()
+    else:
+        values = codes.float()
+    zeros = None if weight.zeros is None else _spread(weight.zeros, weight.group, codes.shape[1])
+    has_offsets = weight.zeros is not None and weight.zeros.is_floating_point()
+    if weight.kind is Kind.INT4 and not has_offsets:
+        values = values - (8 if zeros is None else zeros)
+    values = values * _spread(weight.scales, weight.group, codes.shape[1])
+    if has_offsets and zeros is not None:
+        values = values - zeros
+    return values[:, : weight.inputs].to(dtype)
+
+
+def _spread(x: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
+    """Return numbers of groups ``[groups, outputs]`` for all inputs, ``[outputs, inputs]`` float32."""
+    return x.float().t().repeat_interleave(group, 1)[:, :inputs]
+
+
+def pack_four_bits(codes: torch.Tensor) -> torch.Tensor:
+    """Pack codes ``[outputs, inputs]`` uint8 from 0 to 15; return ``[outputs, inputs / 2]``."""
+    halves = codes.reshape(len(codes), -1, 2, CHUNK // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
+
+
+def quantise_weight(weight: torch.Tensor, kind: Kind, group: int = CHUNK) -> WeightOnly | None:
+    """Quantise weights ``[outputs, inputs]`` as `--quantization` does; None if the sizes do not fit.
+
+    INT8 has one scale per output. INT4 has a scale and a zero point per group of inputs, as `kernels.linear`.
+    """
+    inputs = weight.shape[1]
+    if inputs % CHUNK:
+        return None
+    wide = weight.float()
+    if kind is Kind.INT8:
+        scales = wide.abs().amax(1, keepdim=True) / 127
+        codes = torch.where(scales > 0, wide / scales, 0).round().to(torch.int8)
+        return WeightOnly(kind, inputs, inputs, codes, scales.t().contiguous(), None)
+    groups = wide.view(len(wide), -1, group)
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scales = ((high - low) / 15).bfloat16().float()
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    zeros = (-low * inverse).round().clamp(0, 15)
+    codes = ((groups * inverse[..., None]).round() + zeros[..., None]).clamp(0, 15).byte().flatten(1)
+    return WeightOnly(
+        kind, inputs, group, pack_four_bits(codes), scales.t().contiguous().bfloat16(), zeros.t().byte().contiguous()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Sizes of a launch."""
+
+    tall: int
+    wide: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiles(rows: int, weight: WeightOnly, multiprocessors: int, element: int) -> _Tiles:
+    chunks = -(-weight.inputs // CHUNK)
+    if rows <= _FEW_ROWS:
+        wide = 64
+        programs = -(-weight.outputs // wide)
+        # Two programs per multiprocessor, each with at least four chunks.
+        splits = max(1, min(2 * multiprocessors // programs, chunks // 4, 16))
+        return _Tiles(16, wide, splits, 4, 4)
+    if element == 4:
+        return _Tiles(32, 64, 1, 4, 2)
+    return _Tiles(64, 128, 1, 4, 3) if rows <= 64 else _Tiles(128, 128, 1, 8, 3)
+
+
+def _launch(x: torch.Tensor, weight: WeightOnly, bias: torch.Tensor | None) -> torch.Tensor:
+    from kernels.gpu.weight_only import add_splits_kernel, weight_only_kernel
+
+    rows, outputs = x.shape[0], weight.outputs
+    has_offsets = weight.zeros is not None and weight.zeros.is_floating_point()
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    tiles = _tiles(rows, weight, num_multiprocessors(x), x.element_size())
+    chunks = -(-weight.inputs // CHUNK)
+    per_split = -(-chunks // tiles.splits)
+    splits = -(-chunks // per_split)
+    partial = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
+    grid = (-(-rows // tiles.tall), -(-outputs // tiles.wide), splits)
+    weight_only_kernel[grid](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        bias if splits == 1 else None,
+        partial,
+        rows,
+        outputs,
+        weight.inputs,
+        weight.codes.stride(0),
+        per_split,
+        KIND=int(weight.kind),
+        GROUP=weight.group if weight.scales.shape[0] > 1 or has_offsets else 0,
+        OFFSETS=has_offsets,
+        NATIVE=architecture(x) >= 89,
+        TALL=tiles.tall,
+        WIDE=tiles.wide,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if splits > 1:
+        count = rows * outputs
+        add_splits_kernel[(-(-count // 1024),)](
+            partial, bias, out, count, outputs, SPLITS=splits, SIZE=1024, num_warps=4
+        )
+    return out
+
+
+def padded_inputs(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes ``[outputs, inputs]`` padded with zeros to a whole number of chunks."""
+    return pad(codes, (0, -codes.shape[1] % CHUNK))
