@@ -439,6 +439,7 @@ class Decoder:
             queued_s=message.queued_s,
             draft_tokens=message.draft_tokens,
             accepted_draft_tokens=message.accepted_draft_tokens,
+            energy_j=message.energy_j,
         )
 
 

@@ -5,7 +5,8 @@ over workers must therefore be sums of rates (`sum(rate(...))`), not rates of su
 """
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -19,6 +20,8 @@ from scheduler_svc.standby.leading import StandbyStats
 from shared import metric_names as names
 from shared.metrics import Distribution, Registry, make_family
 
+_READINGS_KEPT_S = 5.0
+"""Time after which readings of a device are too old to report, because its worker computes nothing."""
 _PHASES_OF = attrgetter("prepare_ns", "forward_ns", "sample_ns", "idle_before_ns")
 
 
@@ -37,6 +40,12 @@ class _WorkerTimes:
     forward_ns: int = 0
     sample_ns: int = 0
     idle_ns: int = 0
+    energy_uj: int = 0
+    idle_energy_uj: int = 0
+    device: plan_pb2.DeviceReadings | None = None
+    """Newest readings of the device; None if it has none."""
+    read: float = 0.0
+    """Time of these readings."""
     sent: dict[int, float] = field(default_factory=dict)
     """Send times of the plans in flight, by step."""
     answered: float = 0.0
@@ -111,6 +120,11 @@ class SchedulerMetrics:
         times.forward_ns += forward
         times.sample_ns += sample
         times.idle_ns += idle
+        if timings.energy_uj or timings.idle_energy_uj:
+            times.energy_uj += timings.energy_uj
+            times.idle_energy_uj += timings.idle_energy_uj
+        if timings.HasField("device"):
+            times.device, times.read = timings.device, now
         sent = times.sent.pop(step, None)
         if sent is not None:
             times.link.observe(max(now - max(sent, times.answered) - seconds, 0.0))
@@ -175,6 +189,7 @@ class SchedulerMetrics:
             names.STEP_COST,
             [((each.worker_id, part), s) for each in stats.workers for part, s in each.step_costs.items()],
         )
+        yield from _device_families(self._times, time.monotonic())
         yield from _worker_families(stats.workers, model)
         yield from self._registry.in_parts()
         if stats.workers:
@@ -200,6 +215,37 @@ class SchedulerMetrics:
                 model=self.model,
             )
         return times
+
+
+def _device_families(workers: Mapping[str, _WorkerTimes], now: float) -> list[link_pb2.MetricFamily]:
+    """Return energy and readings of the devices. A value that no worker can read has no family."""
+    energy = [
+        ((worker_id, phase), total_uj / 1e6)
+        for worker_id, times in workers.items()
+        if times.energy_uj or times.idle_energy_uj
+        for phase, total_uj in (("step", times.energy_uj), ("idle", times.idle_energy_uj))
+    ]
+    read = {
+        worker_id: times.device
+        for worker_id, times in workers.items()
+        if times.device is not None and now - times.read <= _READINGS_KEPT_S
+    }
+
+    def values(field_name: str, *labels: str) -> list[tuple[tuple[str, ...], float]]:
+        return [
+            ((worker_id, *labels), getattr(device, field_name))
+            for worker_id, device in read.items()
+            if device.HasField(field_name)  # type: ignore[arg-type]
+        ]
+
+    found = (
+        (names.WORKER_ENERGY, energy),
+        (names.DEVICE_UTILISATION, values("utilisation")),
+        (names.DEVICE_MEMORY, values("memory_used", "used") + values("memory_total", "total")),
+        (names.DEVICE_POWER, values("power")),
+        (names.DEVICE_CLOCK, values("processor_clock", "processor") + values("memory_clock", "memory")),
+    )
+    return [make_family(metric, samples) for metric, samples in found if samples]
 
 
 def _journal_families(journal: Journal) -> list[link_pb2.MetricFamily]:

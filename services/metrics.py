@@ -34,6 +34,8 @@ class Output:
     """Time from arrival until the last token was written."""
     queued: float
     """Time in the queue."""
+    energy_j: float = 0.0
+    """Energy of its share of its steps, J; 0 if not known."""
     first_target: float | None = None
     """Target for the first token, counted from arrival; None without a target."""
     total_target: float | None = None
@@ -101,6 +103,7 @@ class FrontendMetrics:
         self._tenant_requests = registry.values(names.TENANT_REQUESTS)
         self._tenant_tokens = registry.values(names.TENANT_TOKENS)
         self._tenant_queue = registry.values(names.TENANT_QUEUE)
+        self._tenant_energy = registry.values(names.TENANT_ENERGY)
         registry.computed(names.SPANS_DROPPED, spans_dropped, "frontend")
 
     def watch_share(self, name: str, limit: int, held: Callable[[], int], refusals: Callable[[], int]) -> None:
@@ -165,6 +168,8 @@ class FrontendMetrics:
         self._tenant_requests.add(1, tenant, output.reason)
         self._tenant_tokens.add(output.output_tokens, tenant, "output")
         self._tenant_queue.add(output.queued, tenant)
+        if output.energy_j:
+            self._tenant_energy.add(output.energy_j, tenant)
         if output.reason not in ("stop", "length"):
             return
         lengths = (

@@ -18,7 +18,7 @@ class Kind(enum.Enum):
     HISTOGRAM = "histogram"
 
 
-_UNITS = {"s": "seconds", "By": "bytes"}
+_UNITS = {"s": "seconds", "By": "bytes", "J": "joules", "W": "watts", "Hz": "hertz"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     unit: str = ""
-    """Unit in UCUM's form: "s", "By" or "{token}"."""
+    """Unit in UCUM's form: "s", "By", "J", "W", "Hz" or "{token}"."""
     bounds: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, without infinity."""
     source: str = "scheduler"
@@ -285,6 +285,14 @@ TENANT_TOKENS = Metric(
 TENANT_QUEUE = Metric(
     "quire.tenant.queue_time", _C, "Time that a tenant's requests waited", ("tenant",), "s", source=_FRONTEND
 )
+TENANT_ENERGY = Metric(
+    "quire.tenant.energy",
+    _C,
+    "Energy by tenant: its requests' shares of their steps; absent if no worker can read energy",
+    ("tenant",),
+    "J",
+    source=_FRONTEND,
+)
 SCHEDULER_CONNECTED = Metric(
     "quire.scheduler.connected",
     _G,
@@ -331,6 +339,27 @@ QUEUE = Metric(
 )
 FRONTENDS = Metric("quire.frontends", _G, "Connected front ends")
 WORKERS = Metric("quire.workers", _G, "Usable workers")
+WORKER_ENERGY = Metric(
+    "quire.worker.energy",
+    _C,
+    "Energy of the workers' devices by phase: step, or idle between steps; absent if it cannot be read",
+    ("worker", "phase"),
+    "J",
+)
+DEVICE_UTILISATION = Metric(
+    "quire.device.utilisation",
+    _G,
+    "Share of the time in which the device computed, as NVML reports it. This and the next three are absent if NVML"
+    " cannot be read, and while the worker computes nothing",
+    ("worker",),
+)
+DEVICE_MEMORY = Metric(
+    "quire.device.memory", _G, "Device memory by state: used (by all processes) or total", ("worker", "state"), "By"
+)
+DEVICE_POWER = Metric("quire.device.power", _G, "Power draw of the devices", ("worker",), "W")
+DEVICE_CLOCK = Metric(
+    "quire.device.clock", _G, "Clock of a device by kind: processor or memory", ("worker", "kind"), "Hz"
+)
 WORKERS_JOINED = Metric("quire.workers_joined", _C, "Connections from workers, including restarted ones")
 WORKERS_LOST = Metric("quire.workers_lost", _C, "Workers that were lost without a goodbye")
 REQUESTS_ENDED = Metric("quire.requests_ended", _C, "Requests to the scheduler that ended, by reason", ("reason",))

@@ -12,9 +12,11 @@ from structlog.contextvars import bind_contextvars, unbind_contextvars
 
 from shared.logging import LEVELS, get_logger, set_level
 from shared.pulse import Pulse
+from worker_svc.device.sensors import DeviceMonitor
 from worker_svc.execution.engine import Engine
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport, GrammarRequest
+from worker_svc.interface.result import StepResult
 from worker_svc.link.connection import Link
 from worker_svc.link.session import (
     GrammarRequested,
@@ -44,11 +46,15 @@ class RefusedError(Exception):
 class WorkerLoop:
     """Loop that runs one engine over one link."""
 
-    def __init__(self, link: Link, engine: Engine, pulse: Pulse, followers: Followers) -> None:
+    def __init__(
+        self, link: Link, engine: Engine, pulse: Pulse, followers: Followers, monitor: DeviceMonitor | None = None
+    ) -> None:
         self._link = link
         self._pulse = pulse
         self._engine = engine
         self._followers = followers
+        self._monitor = monitor
+        """Adds energy to results; None if the device's sensors cannot be read."""
         self._stop = threading.Event()
         self._waiting: deque[tuple[PlanArrived, int]] = deque()
         self._max_launched = 0
@@ -135,7 +141,7 @@ class WorkerLoop:
                 self._engine.launch(plan, received_unix_ns)
             if self._engine.ready():
                 bind_contextvars(step=self._engine.oldest_step)
-                lost = self._link.send_result(self._engine.collect())
+                lost = self._link.send_result(self._collect())
                 self._followers.collected()
                 self._pulse.served()
                 return lost
@@ -152,12 +158,16 @@ class WorkerLoop:
             time.sleep(_BUSY_WAIT_S)
         return None
 
+    def _collect(self) -> StepResult:
+        result = self._engine.collect()
+        return result if self._monitor is None else self._monitor.measured(result)
+
     def _collect_all(self) -> Lost | None:
         """Send the results of all steps in flight before shutdown."""
         while self._engine.num_in_flight:
             bind_contextvars(step=self._engine.oldest_step)
             try:
-                lost = self._link.send_result(self._engine.collect())
+                lost = self._link.send_result(self._collect())
             except Exception as error:
                 get_logger().error("last step before shutdown failed", exc_info=error)
                 return Lost("last step before shutdown failed", HelloReason.STEP_FAILED)

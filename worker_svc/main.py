@@ -24,6 +24,7 @@ from shared.telemetry import Telemetry
 from worker_svc.device.accelerator import make_accelerator
 from worker_svc.device.choice import choose_device, describe_device, set_threads
 from worker_svc.device.compiling import announce_compiling
+from worker_svc.device.sensors import start_monitor
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
 from worker_svc.follower import follow
@@ -156,7 +157,8 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
     link = Link(config.worker_address, _identity(name, engine, description, device, group.size), protect)
     pulse = Pulse()
     followers = Followers(group)
-    stop.loop = loop = WorkerLoop(link, engine, pulse, followers)
+    monitor = start_monitor(device, place.local_size)
+    stop.loop = loop = WorkerLoop(link, engine, pulse, followers, monitor)
     get_logger().info(
         "worker ready",
         worker=name,
@@ -181,6 +183,8 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
             loop.run()
             followers.stop()
     finally:
+        if monitor is not None:
+            monitor.stop()
         engine.reset()  # The reset ends the spans of the rows.
 
 

@@ -134,6 +134,8 @@ class Life:
     num_drafted: int = 0
     """Draft tokens that were verified for the request."""
     num_accepted: int = 0
+    energy_j: float = 0.0
+    """Energy of its share of its steps, J; 0 if not known, or while it runs."""
     notes: tuple[Note, ...]
     """The request's history in order; the first note is ARRIVED, the last is ENDED unless the request is live."""
     steps: tuple[Step, ...] = ()

@@ -55,6 +55,7 @@ def as_json(found: Account) -> dict[str, Any]:
         "completion_tokens": life.num_generated,
         "draft_tokens": life.num_drafted,
         "accepted_draft_tokens": life.num_accepted,
+        "energy_j": life.energy_j or None,
         "total_s": found.total_s,
         "link_error_s": found.error_s,
         "causes": [
@@ -124,8 +125,9 @@ def _headline(found: Account) -> str:
         ended = ", how it ended is not recorded"
     prompt = f"prompt of {life.num_prompt_tokens} tokens{cached}"
     drafts = f", {life.num_accepted} of {life.num_drafted} drafts accepted" if life.num_drafted else ""
+    energy = f", {life.energy_j:.3g} J" if life.energy_j else ""
     choice = "" if life.choice is None else f", choice {life.choice}"
-    return f"{life.request_id}{choice}: {seconds_text(found.total_s)}{so_far}; {prompt}{drafts}{ended}"
+    return f"{life.request_id}{choice}: {seconds_text(found.total_s)}{so_far}; {prompt}{drafts}{energy}{ended}"
 
 
 def _details(cause: Cause, life: Life) -> list[str]:

@@ -580,6 +580,7 @@ class _Pass:
             num_generated=end.completion_tokens if end is not None else 0,
             num_drafted=request.num_drafted,
             num_accepted=request.num_accepted,
+            energy_j=end.energy_j if end is not None else 0.0,
             notes=tuple(self._with_silent(note) for note in request.notes),
             end=end.reason.value if end is not None else "",
             policy=self._policy_of(spec.request_class),

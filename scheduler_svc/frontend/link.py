@@ -385,6 +385,7 @@ def from_stream_end(end: link_pb2.StreamEnd, frontend: ev.Peer, spec: RequestSpe
         preemptions=end.preemptions,
         draft_tokens=end.draft_tokens,
         accepted_draft_tokens=end.accepted_draft_tokens,
+        energy_j=end.energy_j,
         queued_s=end.queued_ns / 1e9,
         field=end.field,
     )
@@ -401,6 +402,7 @@ def _encode_end(message: link_pb2.StreamEnd, effect: ef.RequestEnded) -> None:
     message.preemptions = effect.preemptions
     message.draft_tokens = effect.draft_tokens
     message.accepted_draft_tokens = effect.accepted_draft_tokens
+    message.energy_j = effect.energy_j
     message.queued_ns = max(0, int(effect.queued_s * 1e9))
     message.embedding = effect.embedding
     message.field = effect.field

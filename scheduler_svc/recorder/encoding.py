@@ -351,6 +351,7 @@ class Encoder:
         message.cached_prompt_tokens, message.preemptions = end.cached_prompt_tokens, end.preemptions
         message.queued_s, message.retry_ms = end.queued_s, end.retry_ms
         message.draft_tokens, message.accepted_draft_tokens = end.draft_tokens, end.accepted_draft_tokens
+        message.energy_j = end.energy_j
 
 
 _STRANGER = ev.WorkerHello(

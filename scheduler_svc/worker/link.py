@@ -217,7 +217,7 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> tuple[
         completed_copies = from_column(copy_column).tolist() if copy_column else ()
     except MalformedColumnError as error:
         raise MalformedFrameError(str(error)) from None
-    copied_blocks, copy_ns, idle_ns = _COPIES_OF(timings)
+    copied_blocks, copy_ns, idle_ns, energy_uj = _COPIES_OF(timings)
     event = ev.StepDone(
         worker=peer,
         epoch=epoch,
@@ -242,6 +242,7 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> tuple[
         copied_blocks=copied_blocks,
         copy_s=copy_ns / 1e9,
         idle_s=idle_ns / 1e9,
+        energy_j=energy_uj / 1e6,
     )
     return event, timings
 
@@ -258,7 +259,7 @@ _RESULT_OF = attrgetter(
     "embeddings",
     "timings",
 )
-_COPIES_OF = attrgetter("copied_blocks", "copy_ns", "idle_before_ns")
+_COPIES_OF = attrgetter("copied_blocks", "copy_ns", "idle_before_ns", "energy_uj")
 
 
 def _failed_row(failure: plan_pb2.RowFailure) -> ev.FailedRow:

@@ -300,6 +300,7 @@ class Choices:
             first=watch.first - arrival if watch.first else None,
             last=watch.last - arrival if watch.last else None,
             queued=0.0 if stream.end is None else stream.end.queued_ns / 1e9,
+            energy_j=0.0 if stream.end is None else stream.end.energy_j,
             first_target=None if due.first_token is None else due.first_token - arrival,
             total_target=None if due.last_token is None else due.last_token - arrival,
             span=span,

@@ -65,6 +65,20 @@ class RowEmbedding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReadings:
+    """Readings of the device's own sensors; None for what cannot be read."""
+
+    utilisation: float | None = None
+    """Share of the time in which the device computed, 0 to 1."""
+    memory_used: int | None = None
+    """Memory in use by all processes, bytes."""
+    memory_total: int | None = None
+    power_w: float | None = None
+    processor_clock_hz: float | None = None
+    memory_clock_hz: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimings:
     """Measurements of one step; durations in ns, timestamps as Unix ns."""
 
@@ -77,6 +91,12 @@ class StepTimings:
     num_tokens: int
     copied_blocks: int = 0
     copy_ns: int = 0
+    energy_uj: int = 0
+    """Energy of the step, uJ; 0 if not known."""
+    idle_energy_uj: int = 0
+    """Energy between the previous step and this one."""
+    device: DeviceReadings | None = None
+    """New readings of the device, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,15 @@ from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport
-from worker_svc.interface.result import FailureKind, RowEmbedding, RowFailure, Scores, StepResult, StepTimings
+from worker_svc.interface.result import (
+    DeviceReadings,
+    FailureKind,
+    RowEmbedding,
+    RowFailure,
+    Scores,
+    StepResult,
+    StepTimings,
+)
 from worker_svc.link.identity import Identity
 from worker_svc.link.session import HelloReason
 from worker_svc.rows.retained import Retained
@@ -141,6 +149,9 @@ def _embedding(embedding: RowEmbedding) -> plan_pb2.RowEmbedding:
 
 def _timings(timings: StepTimings) -> plan_pb2.StepTimings:
     return plan_pb2.StepTimings(
+        energy_uj=timings.energy_uj,
+        idle_energy_uj=timings.idle_energy_uj,
+        device=None if timings.device is None else _readings(timings.device),
         received_unix_ns=timings.received_unix_ns,
         started_unix_ns=timings.started_unix_ns,
         prepare_ns=timings.prepare_ns,
@@ -150,4 +161,15 @@ def _timings(timings: StepTimings) -> plan_pb2.StepTimings:
         num_tokens=timings.num_tokens,
         copied_blocks=timings.copied_blocks,
         copy_ns=timings.copy_ns,
+    )
+
+
+def _readings(readings: DeviceReadings) -> plan_pb2.DeviceReadings:
+    return plan_pb2.DeviceReadings(
+        utilisation=readings.utilisation,
+        memory_used=readings.memory_used,
+        memory_total=readings.memory_total,
+        power=readings.power_w,
+        processor_clock=readings.processor_clock_hz,
+        memory_clock=readings.memory_clock_hz,
     )

@@ -264,6 +264,8 @@ class StepDone:
     """Duration of these copies, s."""
     idle_s: float = 0.0
     """Time that the device was idle before the step, s."""
+    energy_j: float = 0.0
+    """Energy that the device used for the step, J; 0 if not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,8 @@ class RequestEnded:
     draft_tokens: int = 0
     """Draft tokens that were verified."""
     accepted_draft_tokens: int = 0
+    energy_j: float = 0.0
+    """Energy that its share of its steps used, J; 0 if not known."""
     queued_s: float = 0.0
     embedding: bytes = b""
     """For EMBEDDED, a float32 column `[hidden_size]`."""

@@ -359,6 +359,7 @@ class RequestRegistry:
             preemptions=request.preemptions,
             draft_tokens=request.drafted_tokens,
             accepted_draft_tokens=request.accepted_tokens,
+            energy_j=request.energy_j,
             queued_s=(request.first_planned or now) - request.arrival,
             embedding=embedding,
             field=field,

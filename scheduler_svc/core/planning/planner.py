@@ -559,6 +559,7 @@ class Planner:
                 goes_on=bool(worker.in_flight) or len(decodes) > len(releases),
                 chunk_rows=self._chunks.rows,
                 chunk_generations=rows.generation[chunk_rows],
+                chunk_lengths=self._chunks.lengths,
                 solo=worker.trial.request if worker.trial is not None else None,
                 copy_ids=[copy.copy_id for copy in swap_outs + swap_ins],
                 allowance=allowance,

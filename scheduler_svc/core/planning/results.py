@@ -15,6 +15,7 @@ from scheduler_svc.core.interface.arrays import ONE, IndexArray, Int32Array, any
 from scheduler_svc.core.interface.errors import ProtocolViolationError
 from scheduler_svc.core.interface.events import FailedRow, RowScores, StepDone
 from scheduler_svc.core.interface.records import NoteKind
+from scheduler_svc.core.planning.energy import charge
 from scheduler_svc.core.planning.row_failures import FailedRequest
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.rows import FREE
@@ -106,6 +107,8 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     worker.in_flight.popleft()
     worker.answered_step = record.step
     _measure(worker, record, event, 0 if drafts is None else drafts.num_verified, now)
+    if event.energy_j:
+        charge(worker, record, event)
     if worker.in_flight:
         next_step = worker.in_flight[0]
         next_step.started = now

@@ -73,6 +73,7 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
             goes_on=True,
             chunk_rows=[],
             chunk_generations=NO_NUMBERS,
+            chunk_lengths=[],
             solo=None,
             copy_ids=[],
             allowance=allowance,

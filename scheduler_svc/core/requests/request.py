@@ -169,6 +169,8 @@ class Request:
     """Draft tokens verified for it in earlier attempts and steps."""
     accepted_tokens: int = 0
     """Number of `drafted_tokens` that were accepted."""
+    energy_j: float = 0.0
+    """Energy charged to it in earlier attempts and steps, J; 0 if no worker measures energy."""
     swapped: SwappedKV | None = None
     """Its KV in a worker's host memory, while it waits after a swap-out."""
     restored_tokens: int = 0

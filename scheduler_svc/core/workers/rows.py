@@ -105,6 +105,8 @@ class RowTable:
         """Drafts verified since the request was admitted."""
         self.accepted = np.zeros(max_rows, np.int32)
         """Number of `drafted` that were accepted."""
+        self.energy_j = np.zeros(max_rows)
+        """Energy charged since the request was admitted, J."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.stream = np.zeros(max_rows, np.int32)
         self.frontend = np.zeros(max_rows, np.int32)
@@ -289,6 +291,8 @@ class RowTable:
         request.drafted_tokens += self.drafted.item(row)
         request.accepted_tokens += self.accepted.item(row)
         self.draft_limit[row] = self.drafts[row] = self.drafted[row] = self.accepted[row] = 0
+        request.energy_j += self.energy_j.item(row)
+        self.energy_j[row] = 0.0
         self.hits[row] = self.tries[row] = 0.0
         self._accounts.leave(self._account.item(row))
         self._decoding_changed()

@@ -68,6 +68,8 @@ class StepInFlight:
     """Rows with a chunk of their prompt in the step."""
     chunk_generations: Int32Array
     """Generations of the chunk rows when the step was planned."""
+    chunk_lengths: list[int]
+    """Tokens of the chunks, in the order of `chunk_rows`."""
     solo: Request | None
     """The suspect, if the step holds no other request."""
     copy_ids: list[int]
