@@ -70,7 +70,7 @@ again.
 """
 STOPPED_S = 1.0
 """Time between two turns above which this process was stopped, so that another scheduler may lead, seconds."""
-TURN_PARTS = ("snapshot", "results", "requests", "upkeep", "metrics", "plans", "messages")
+TURN_PARTS = ("snapshot", "results", "losses", "requests", "upkeep", "metrics", "plans", "messages")
 """The parts of a turn, in order."""
 SHUTDOWN_FLUSH_S = 1.0
 SHUTDOWN_LINGER_MS = 500
@@ -336,8 +336,9 @@ class SchedulerService:
         more = self._take_in(self._workers.socket, self._worker_frame)
         self._part_done(1)
         self._lose_gone(time.monotonic())
-        more |= self._take_in(self._frontends.socket, self._frontend_frame)
         self._part_done(2)
+        more |= self._take_in(self._frontends.socket, self._frontend_frame)
+        self._part_done(3)
         now = time.monotonic()
         if now >= self._look_at():
             self._looked_at = now
@@ -349,14 +350,14 @@ class SchedulerService:
             self._pulse.beat()
         for peer, reply in self._explanations.replies(now):
             self._frontends.outgoing(peer).add_reply(reply)
-        self._part_done(3)
+        self._part_done(4)
         if self._snapshots:
             more |= self._continue_snapshots(now)
-            self._part_done(4)
+            self._part_done(5)
         self._planned_at = now
         if now >= self._settled_at:
             more |= self._plan_for(self._core.due_workers(now), now)
-        self._part_done(5)
+        self._part_done(6)
         written, durable = 0, 0.0
         if self._journal is not None:
             self._journal.commit()
@@ -368,7 +369,7 @@ class SchedulerService:
                 durable = min(durable, self._standbys.acknowledged())
         for peer, reason in self._frontends.flush(written, durable).items():
             self._lose_frontend(peer, reason, time.monotonic())
-        self._part_done(6)
+        self._part_done(7)
         return more or bool(self._gone)
 
     def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:

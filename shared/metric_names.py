@@ -389,8 +389,9 @@ TURN = Metric(
 TURN_PART = Metric(
     "quire.scheduler.turn_part",
     _H,
-    "Time of the parts of a turn: snapshot (fork for the flight recorder), results, requests, upkeep, metrics, plans,"
-    " messages; and of garbage collections (collection), which are also in the part that they interrupt",
+    "Time of the parts of a turn: snapshot (fork for the flight recorder), results, losses (of workers), requests,"
+    " upkeep, metrics, plans, messages; and of garbage collections (collection), which are also in the part that they"
+    " interrupt",
     ("part",),
     "s",
     _TURN_BOUNDS,

@@ -17,6 +17,7 @@ its `EchoReport`. It exits when its standard input is closed, so that it does no
 import argparse
 import heapq
 import json
+import math
 import select
 import sys
 import time
@@ -42,6 +43,7 @@ FIRST_TOKEN = 3
 """Lowest token ID; lower ones are special tokens."""
 WARM_UP_S = 0.5
 """Warm-up in which the scheduler learns the time of a step."""
+_MAX_SLEEP_S = 1.0
 _NUM_DRAWS = 16
 """Number of token columns drawn in advance, which steps use in turn."""
 
@@ -252,6 +254,8 @@ class EchoProcess:
         """Heap of (end of the oldest unreported step, worker index), for each worker with a step."""
         self._index = {id(worker): index for index, worker in enumerate(workers)}
         self._lateness: list[float] = []
+        self._is_measured = self._is_ended = False
+        """Whether the report was made, and whether standard input was closed after that."""
 
     def run(self, seconds: float, give_up_s: float, *, begin_rows: int) -> EchoReport:
         """Join, warm up, and measure for `seconds` once `begin_rows` rows are in decode.
@@ -275,6 +279,15 @@ class EchoProcess:
         self._lateness.clear()
         self._turns_until(begin + seconds)
         return self._report(begin, time.monotonic(), begin_rows)
+
+    def serve(self) -> None:
+        """Serve until standard input is closed.
+
+        The loss of all workers takes the scheduler a long time, which must not count as part of the measurement.
+        """
+        self._is_measured = True
+        while not self._is_ended:
+            self._turn(math.inf)
 
     def _num_sampling(self) -> int:
         return sum(worker.rows.num_sampling for worker in self._workers)
@@ -308,14 +321,17 @@ class EchoProcess:
         now = time.monotonic()
         if awaited and now > end:
             raise EchoError(f"timeout: no answer while waiting for {awaited}")
-        wake = min(end, self._agenda[0][0]) if self._agenda else end
+        wake = min(end, self._agenda[0][0] if self._agenda else math.inf, now + _MAX_SLEEP_S)
         # `epoll` waits in whole milliseconds, while `select` on its descriptor waits in microseconds.
         if select.select([self._poll.fileno()], [], [], max(0.0, wake - now))[0]:
             for descriptor, _ in self._poll.poll(0):
                 worker = self._by_descriptor.get(descriptor)
-                if worker is None:
+                if worker is not None:
+                    self._take_frames(worker)
+                elif self._is_measured:
+                    self._is_ended = True
+                else:
                     raise EchoError("the parent process ended")
-                self._take_frames(worker)
         while self._agenda and self._agenda[0][0] <= (now := time.monotonic()):
             index = heapq.heappop(self._agenda)[1]
             worker = self._workers[index]
@@ -372,7 +388,10 @@ def main(arguments: Sequence[str]) -> int:
     ]  # fmt: skip
     workers = [EchoWorker(context, options.address, hello, options.step_ms / 1000) for hello in hellos]
     try:
-        report = EchoProcess(workers).run(options.seconds, options.give_up_s, begin_rows=options.begin_rows)
+        process = EchoProcess(workers)
+        report = process.run(options.seconds, options.give_up_s, begin_rows=options.begin_rows)
+        print(json.dumps(asdict(report)), flush=True)
+        process.serve()
     except EchoError as error:
         print(f"quire bench link: {error}", file=sys.stderr)
         return 1
@@ -380,7 +399,6 @@ def main(arguments: Sequence[str]) -> int:
         for worker in workers:
             worker.socket.close()
         context.term()
-    print(json.dumps(asdict(report)), flush=True)
     return 0
 
 
