@@ -151,6 +151,7 @@ class SchedulerService:
                 address=config.standby_address,
                 others=addresses(config.standby_of),
                 number=leader_number,
+                is_synchronous=config.journal_sync == "standby",
                 protect_server=protector(keys, SCHEDULER),
                 protect_client=(lambda _socket: None) if keys is None else keys.protect_scheduler,
             )

@@ -31,6 +31,8 @@ from shared.versions import UnsupportedVersionError, negotiate, spoken
 
 TIMEOUT_S = 1.5
 """Silence of a standby, or delay of an acknowledgement, after which nothing waits for the standby, seconds."""
+BATCH_S = 0.05
+"""Minimum time between two parts if no token waits for a standby, seconds."""
 TICK_S = 0.25
 """Interval of heartbeats to standbys and of announcements to other schedulers, seconds."""
 _FLUSH_S = 1.0
@@ -81,6 +83,7 @@ class Standbys:
         address: address for standbys; empty if there is none.
         others: addresses of other schedulers, which learn that this scheduler leads.
         number: number under which this scheduler leads.
+        is_synchronous: whether tokens wait for a standby, so that each turn is sent at once.
         protect_server: sets up encryption of the socket for standbys.
         protect_client: sets up encryption of the sockets to other schedulers.
     """
@@ -92,12 +95,15 @@ class Standbys:
         address: str,
         others: Sequence[str],
         number: int,
+        is_synchronous: bool = False,
         protect_server: Protect = lambda _socket: None,
         protect_client: Protect = lambda _socket: None,
     ) -> None:
         self._router = bind(context, address, protect_server) if address else None
         self._links = [PeerLink(context, other, protect_client) for other in others]
         self._number = number
+        self._batch_s = 0.0 if is_synchronous else BATCH_S
+        self._sent_at = -math.inf
         self._standbys: dict[bytes, _Standby] = {}
         self._ticked_at = -math.inf
         self._dropped = 0
@@ -142,8 +148,11 @@ class Standbys:
         """Send what the standbys lack, and heartbeats."""
         if self._router is None and not self._links:
             return
+        is_due = journal is not None and now - self._sent_at >= self._batch_s
+        if is_due:
+            self._sent_at = now
         for peer, standby in list(self._standbys.items()):
-            if journal is not None:
+            if journal is not None and (is_due or standby.replicated < 0):
                 self._send_parts(peer, standby, journal, now)
             if now - standby.informed_at >= TICK_S:
                 standby.informed_at = now
