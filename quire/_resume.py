@@ -63,7 +63,7 @@ class Resumption:
         )
 
     def failed(self, error: errors.QuireError, now: float | None = None) -> float | None:
-        """Return the seconds to wait before the next attempt; None to give up."""
+        """Return the seconds to wait before the next attempt; None to stop retrying."""
         now = time.monotonic() if now is None else now
         if isinstance(error, errors.RequestNotFoundError) and not self._tokens and not self._send_again:
             self._send_again = True  # The request did not reach the server.

@@ -44,7 +44,7 @@ class GenerateOptions(TypedDict, total=False):
     messages: Sequence[Message]
     """Conversation that replaces the text; the server renders it with the model's chat template."""
     token_ids: Sequence[int]
-    """Token ids in place of the text, used as they are."""
+    """Token ids to use instead of the text, without changes."""
     model: str
     """Name of the model; by default the served model."""
     max_tokens: int

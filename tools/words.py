@@ -31,6 +31,13 @@ WORDS = {
     r"\btold\b": "notify",
     r"\blittle of the processor\b": "little CPU time",
     r"(?<![Ee]ndpoint )(?<![-/])\bpickers?\b(?![-.])": "endpoint picker",
+    r"\bto the last bit\b": "bitwise identical",
+    r"\b(equal|common) beginnings?\b": "shared prefix",
+    r"\bgives? up\b|\bgave up\b|\bgiven up\b": "declare lost, abandon, or stop retrying",
+    r"(?<!-)\bworlds?\b(?![-:]| size)": "simulation",
+    r"\bas differences\b|\bdifferences from (the|earlier)\b": "deltas",
+    r"\bin place of\b|\btakes? (the|its|their) place\b": "instead of, or replace",
+    r"\bgoes on\b|\bgo on\b|\bcarr(y|ies) on\b": "continue",
     r"^\s*(\"\"\")?(What|Who|Whoever) (a|an|the|one|each|every|all) [\w ]+\.$": "a noun as the subject",
 }
 """Pattern, and what to write instead."""

@@ -1,7 +1,7 @@
 """Simulates the scheduler core with faults and checks its invariants.
 
-With --seed, one world is simulated. The seed determines everything in it, so a failure can be replayed. With --minutes,
-worlds are simulated for this time in one process per core, and coverage is counted over all of them.
+With --seed, one simulation runs. The seed determines the whole simulation, so a failure can be replayed. With
+--minutes, one process per CPU core runs simulations for this time, and coverage is counted over all simulations.
 
 A step of the core that takes more than ten seconds of CPU time is a failure: the core hangs.
 """

@@ -155,7 +155,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
 
 
 def _draw_state(seed: int) -> int:
-    """Draw the recurrent state of the model. One world in eight has some."""
+    """Draw the recurrent state of the model. One simulation in eight has a recurrent state."""
     return 64 if random.Random(f"state of {seed}").random() < 1 / 8 else 0
 
 
@@ -184,7 +184,7 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
 
 
 def _draw_drafts(*facts: int) -> int:
-    """Draw the drafts that a worker verifies per row and step. One world in three has some."""
+    """Draw the number of drafts that a worker verifies per row and step. One simulation in three has drafts."""
     rng = random.Random(f"drafts of {facts}")
     return rng.choice((1, 2, 4, 8)) if rng.random() < 1 / 3 else 0
 
@@ -251,7 +251,7 @@ def _draw_keeping(seed: int) -> dict[str, Any]:
 
 
 def _with_extras(traffic: TrafficShape, seed: int) -> TrafficShape:
-    """Add grammars, log-probabilities, reconnecting clients and model names, each in one of four worlds."""
+    """Add grammars, log-probabilities, reconnecting clients and model names, each in one of four simulations."""
     rng = random.Random(f"extras of {seed}")
     shares = [rng.choice((0.1, 0.6)) if rng.random() < 0.25 else 0.0 for _ in range(4)]
     return replace(traffic, grammars=shares[0], scored=shares[1], identified=shares[2], models=shares[3])

@@ -3,7 +3,7 @@
 OpenAI's:  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}
            → {"id": …, "custom_id": "a", "response": {"status_code": 200, "request_id": …, "body": {…}}, "error": null}
 
-Simple:    {"id": "a", "prompt": "…", "max_tokens": 64}, or "messages" in place of "prompt"; the other fields are those
+Simple:    {"id": "a", "prompt": "…", "max_tokens": 64}, or "messages" instead of "prompt"; the other fields are those
            of the HTTP API. If a line has no id, its line number is the id.
            → {"id": "a", "text": "…", "finish_reason": "stop", "usage": {…}} or {"id": "a", "error": {…}}
 """

@@ -20,7 +20,7 @@ class RestartPolicy:
     """Restarts with exponential backoff, without limit once the service was ready.
 
     Before that, a process that exits by itself (a bad model path, a forbidden port) would fail again, so the service
-    gives up. A process killed by a signal (for example because memory ran out) gets a few more attempts.
+    stops. A process killed by a signal (for example because memory ran out) gets a few more attempts.
     """
 
     first_delay_s: float = 0.2

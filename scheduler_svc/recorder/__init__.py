@@ -4,9 +4,9 @@ The core is a pure state machine, so its inputs are a complete record: `quire re
 the same plans. The loop only appends references to a list. A thread encodes and writes them a few times per second. A
 full or slow disk stops the recording but never the service.
 
-* `tags`: keyed hashes in place of secrets.
+* `tags`: keyed hashes that replace secrets.
 * `tape`: collects the calls of a core, with all facts about token ids.
-* `encoding`: encodes these calls as messages of record.proto, as differences.
+* `encoding`: converts these calls to delta-encoded messages of record.proto.
 * `segments`: files of checksummed frames, and the ring of these files.
 * `snapshot`: the core's state as a tree of plain values, so that a replay can start at any segment.
 * `recorder`: the thread.

@@ -1,4 +1,4 @@
-"""Encoding of plans and step results in a record, as differences from the previous ones."""
+"""Encoding of plans and step results in a record, as deltas from the previous ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class WorkerState:
 
 
 def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Callable[[Peer], int]) -> None:
-    """Write a plan as differences from the worker's previous plan.
+    """Write a plan as deltas from the worker's previous plan.
 
     Args:
         message: the message; its worker is set.
@@ -128,7 +128,7 @@ def write_answer(
     *,
     with_tokens: bool,
 ) -> None:
-    """Write a result as differences from the worker's previous result.
+    """Write a result as deltas from the worker's previous result.
 
     Args:
         message: the message; its worker is set.

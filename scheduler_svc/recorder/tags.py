@@ -1,7 +1,7 @@
 """Tags: keyed hashes that stand in a record for block keys, identities, cache scopes and grammars.
 
 Equal values have equal tags. Without the key, a tag reveals nothing else. The key is generated when the scheduler
-starts and is never written. A replay uses the tags in place of the values.
+starts and is never written. A replay uses the tags instead of the values.
 
 Where the size of a value matters, as for a block key or a grammar, the tag is zero-padded or truncated to that size.
 Two three-byte grammars, the shortest that can differ, have equal tags in one of 16 million pairs.

@@ -41,7 +41,7 @@ class Verification:
     def check(self, tokens: Int32Array, not_reached: int) -> tuple[IntArray, Int32Array]:
         """Verify the drafts, given the sampled tokens `[S]`.
 
-        A failure code in place of a token ends its row, because the next step detects the failure at its base token.
+        A failure code instead of a token ends the row, because the next step detects the failure at its base token.
 
         Returns:
             the number of counted tokens in each row, `[Q]`, which are those up to the first rejected draft; and

@@ -343,7 +343,7 @@ class Engine:
     def _take_tokens(self, launched: _Launched, tokens: Int32Array) -> Int32Array:
         """Pass the sampled tokens of a step to the row table, once per step and in order.
 
-        Returns: The tokens, with `NOT_REACHED` in place of tokens after rejected drafts.
+        Returns: The tokens, with `NOT_REACHED` instead of tokens after rejected drafts.
         """
         if launched.taken is not None:
             return launched.taken

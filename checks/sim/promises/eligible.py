@@ -99,7 +99,7 @@ class Eligibility(Promise):
     def obstacle(
         self, stream: Stream, epoch: Epoch, memory: Memory, *, without: Stream | None = None
     ) -> Obstacle | None:
-        """Return a waiting stream's obstacle; None if the stream could start in place of `without`."""
+        """Return a waiting stream's obstacle; None if the stream could start instead of `without`."""
         demand = stream.demand
         if stream.starved:
             return Obstacle.CREDIT

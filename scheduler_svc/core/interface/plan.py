@@ -1,4 +1,4 @@
-"""Plan: one step for one worker, as differences from the worker's previous step.
+"""Plan: one step for one worker, as deltas from the worker's previous step.
 
 A plan has the same fields as `quire.plan.v1.Plan`. This module does not know the wire format.
 """
