@@ -177,7 +177,7 @@ class SchedulerConfig(_Checked):
     )
     journal: str = _option(
         "",
-        "folder of the journal, which lets Resume work even after scheduler and front ends are lost together; it "
+        "folder of the journal; Resume then works even if the scheduler and the front ends fail together; the journal "
         "contains prompts and outputs of resumable requests; empty: no journal",
         is_path=True,
     )

@@ -50,7 +50,7 @@ class Session:
 
 
 class Workload(Protocol):
-    """Numbered sessions."""
+    """A source of sessions, which are numbered from 0."""
 
     def session(self, index: int) -> Session | None:
         """Return one session; None after the last session of a finite workload."""

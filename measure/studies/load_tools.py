@@ -144,7 +144,7 @@ def summary(runs: dict[str, list[Means]]) -> dict[str, dict[str, Interval]]:
 
 
 def table(intervals: dict[str, dict[str, Interval]]) -> str:
-    """Return a table of a Markdown page: ms ± half of the 95 % confidence interval, and whether they overlap."""
+    """Return a Markdown table: ms ± half of the 95 % confidence interval, and whether the intervals overlap."""
     tools = list(intervals)
     lines = [f"| | {' | '.join(tools)} | intervals overlap |", "|---|" + "--:|" * len(tools) + "---|"]
     for name, title in zip(FIGURES, ("TTFT", "TPOT", "e2e"), strict=True):

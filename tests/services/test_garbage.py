@@ -94,6 +94,6 @@ def test_a_finished_call_leaves_no_garbage(tmp_path: Path, call: Call) -> None:
 
     found = asyncio.run(main())
 
-    # gRPC keeps a reference to the frame of a refused call, in which only the error is left.
+    # gRPC keeps a reference to the stack frame of a refused call. Only the error is left in this frame.
     ours = {name for name in found if name.startswith(("services.", "shared.", "protos."))}
     assert {name for name in ours if not name.startswith("shared.errors.")} == set()

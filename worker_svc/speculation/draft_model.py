@@ -275,6 +275,6 @@ class DraftModelProposer:
 
 
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """Return the numbers of all ranges from `starts[i]`, `lengths[i]` of each, one range after the other."""
+    """Return the concatenated ranges of integers; range i has `lengths[i]` integers, from `starts[i]`."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])

@@ -79,7 +79,7 @@ class Grammars:
         return tuple(self._unused.popitem(last=False)[0] for _ in range(min(num_excess, len(self._unused))))
 
     def reported(self, key: bytes, failure: GrammarFailure | None = None) -> bool:
-        """Record the worker's report; return False, and ignore it, if the worker was not asked."""
+        """Record the worker's report. If the worker was not asked, ignore the report and return False."""
         if key not in self._asked:
             return False
         self._asked.remove(key)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: blocks become a chat, and an output becomes blocks."""
+"""Tests for Anthropic's Messages API: conversion of content blocks to a chat, and of outputs to content blocks."""
 
 import asyncio
 import json
