@@ -4,8 +4,8 @@
     python -m tools.dashboards --check              fail if a file is out of date
     python -m tools.dashboards --runbook-url URL    write the rules with links to URL#ALERT
 
-The dashboards need the package grafana-foundation-sdk, which is not among the development dependencies. `make
-dashboards` installs it into an environment of its own.
+The dashboards need the package grafana-foundation-sdk, which is not a development dependency. `make dashboards`
+installs it into a separate environment.
 """
 
 import argparse
@@ -23,7 +23,7 @@ INTERVAL = "$__rate_interval"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query of a panel and the legend of its series."""
+    """A panel's query, and the legend of its series."""
 
     expr: str
     legend: str = ""
@@ -65,7 +65,7 @@ def _values(title: str, unit: str, metric: str, by: str = "", description: str =
 
 
 def _quantiles(title: str, metric: str, by: str = "", unit: str = "s", description: str = "") -> Panel:
-    """Return a panel with p50, p95 and p99 of a histogram; a point of it leads to a trace."""
+    """Return a panel with a histogram's p50, p95 and p99, whose points link to traces."""
     group = f"le, {by}" if by else "le"
     legend = f" {{{{{by}}}}}" if by else ""
     return Panel(

@@ -1,14 +1,14 @@
-"""Build the wheels of the client, which other services install, and of the server.
+"""Builds two wheels: the client, which other services install, and the server.
 
     python -m tools.dist                 both wheels, into dist/
     python -m tools.dist --out FOLDER    into another folder
     python -m tools.dist --installed     with the installed setuptools
 
-Each wheel is built from a tree of its own under build/dist. The client's holds the package `quire` and nothing else.
-The server's holds `quire_server`, with all other packages in its folder `_packages` (see `quire_server.entry`), the
-client's among them. So the server requires no distribution of ours, the two wheels have no file in common, and a
-package `quire` of somebody else does not disturb the server.
-The package `checks`, and of `measure` all but load on a running service, are for developers and left out.
+Each wheel is built from a separate tree under build/dist. The client's wheel contains only the package `quire`. The
+server's wheel contains `quire_server`, with all other packages, including the client, in its folder `_packages` (see
+`quire_server.entry`). The server therefore requires no distribution of ours, the two wheels have no file in common, and
+another project's package named `quire` does not disturb the server. The package `checks`, and all of `measure` except
+load generation for a running service, are for developers and omitted.
 
 pyproject.toml states the names of both wheels, in `project.name` and `tool.quire.client`.
 """
@@ -39,7 +39,7 @@ TAKEN = (
     "measure/spread.py",
     *(f"measure/commands/{name}.py" for name in _COMMANDS),
 )
-"""Parts of these in the wheel: load on a running service, and what-if replays, which read traces of load."""
+"""Parts of these packages in the wheel: load generation, and what-if replays, which read load traces."""
 
 
 def stage_client(root: Path, stage: Path) -> Path:
@@ -81,7 +81,7 @@ def build(folder: Path, out: Path, *, isolated: bool = True) -> None:
         isolated: build with a setuptools that pip fetches, instead of the installed one.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; what it said is on stderr.
+        subprocess.CalledProcessError: pip failed; its error is on stderr.
     """
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += [] if isolated else ["--no-build-isolation"]

@@ -1,10 +1,11 @@
-"""Write the lock files of the images, and of what builds them: every package with its version and SHA-256.
+"""Writes the images' lock files, and the lock file for building: every package with its version and SHA-256.
 
     make locks
     make locks ARGS="--torch-wheels /wheels"
 
-pip resolves the dependencies of pyproject.toml for Python and platform of the images. It reads metadata only, so the
-lock of CUDA needs no download of gigabytes. The images install exactly these files (`--require-hashes`). Torch for CPUs
+pip resolves the dependencies in pyproject.toml for the images' Python version and platform. It reads metadata only, so
+CUDA's lock file needs no download of gigabytes. The images install exactly these files (`--require-hashes`). Torch for
+CPUs
 is not on PyPI: pip looks for it at --torch-wheels, a page or a folder. Other platforms need lock files of their own.
 """
 
@@ -29,11 +30,11 @@ TORCH = "2.13.0"
 TORCH_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
 IMAGES = ("scheduler", "worker-cpu", "worker-cuda")
 BUILD = "build"
-"""The lock file of what builds the wheels of Quire; no image has these packages."""
+"""Lock file for building Quire's wheels; no image contains these packages."""
 LEFT_OUT = {"scheduler": {"hf-xet"}}
 """By image: packages that their dependents import only where they are installed.
 
-hf-xet speeds up downloads of weights. Front ends download only the files of the tokenizer.
+hf-xet speeds up weight downloads. Front ends download only tokenizer files.
 """
 
 
@@ -43,7 +44,7 @@ def lock_of(image: str) -> Path:
 
 
 def wanted(image: str) -> list[str]:
-    """Return the requirements of an image, or of BUILD. Kernels for CPUs do not need triton."""
+    """Return the requirements for an image, or for BUILD. CPU kernels do not need triton."""
     described = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     project = described["project"]
     needs: list[str] = described["build-system"]["requires"] if image == BUILD else project["dependencies"]
@@ -57,16 +58,16 @@ def wanted(image: str) -> list[str]:
 
 
 def locked(image: str) -> dict[str, str]:
-    """Return the version of each package in the lock file of an image."""
+    """Return each package's version in an image's lock file."""
     lines = lock_of(image).read_text("utf-8").splitlines()
     return dict(line.split()[0].split("==") for line in lines if not line.startswith("#"))
 
 
 def report(image: str, wanted: Sequence[str], torch_wheels: str, *options: str) -> list[dict[str, Any]]:
-    """Return what pip would install in an image for requirements, by name: metadata, and the hash of each file.
+    """Return what pip would install in an image for requirements, by name: metadata, and each file's hash.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; what it said is on stderr.
+        subprocess.CalledProcessError: pip failed; its error is on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"

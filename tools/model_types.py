@@ -4,10 +4,10 @@
     python -m tools.model_types --types olmo2 gemma  survey some, and write them into the result of the last survey
 
 For each type with a causal language model, a tiny checkpoint with random weights is written and served in another
-process, which is ended after five minutes for one type. Its greedy tokens are compared with the logits of the class
+process, with a time limit of five minutes per type. Its greedy tokens are compared with the logits of the class
 itself for the same tokens: prompts of 1 to 130 tokens, in chunks of random length, four rows at once. A type is *equal*
-if no token in float32 lags behind the best one by more than rounding, and tokens in bfloat16 lag on average as those of
-the class in bfloat16 do.
+if two conditions hold. In float32, no token lags behind the best one by more than rounding. In bfloat16, the mean lag
+is no more than that of the class in bfloat16.
 """
 
 import argparse
@@ -49,7 +49,10 @@ _OUTPUT = 16
 _LARGEST_LAG = 1e-3
 """Of the largest logit; 0 in most cases."""
 _LARGEST_MEAN_LAG = 1e-2
-"""In bfloat16, beyond twice that of the class: a token of a mixture may have other experts. Errors lag by more."""
+"""Limit for the mean lag in bfloat16, beyond twice the class's lag.
+
+A token may get other experts in a mixture; errors cause a larger lag.
+"""
 _MAX_MODEL_LEN = 256
 _MARK = "finding: "
 _SECONDS = 300
@@ -111,7 +114,7 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }
-"""Fields that a class needs for tiny sizes, or that published models have and the defaults of the class do not."""
+"""Fields that a class needs for tiny sizes, or that published models set differently from the class's defaults."""
 _KINDS: dict[str, tuple[str, ...]] = {
     "sliding_attention": ("window",),
     "local": ("window",),
@@ -123,7 +126,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "hybrid_sliding": ("window", "state"),
     **dict.fromkeys(("moe", "mlp", "dummy"), ()),
 }
-"""What the cache has for each kind of layer; keys and values of the whole context for others."""
+"""What the cache stores for each kind of layer; for other kinds, keys and values for the whole context."""
 _LATENT = {"head_dim": 8, "num_key_value_heads": _HEADS}
 """Sizes of classes whose heads have a part without rotation."""
 
@@ -173,7 +176,7 @@ def survey(model_type: str) -> Finding:
 
 
 def _tiny(model_type: str) -> PreTrainedModel:
-    """Return a decoder of a type with small sizes; the first that its class accepts.
+    """Return a type's decoder with small sizes; the first one that its class accepts.
 
     Raises:
         Exception: it accepts none.
@@ -215,7 +218,7 @@ def _attempts(config_class: Any, base: PretrainedConfig) -> Iterator[Any]:
 
 
 def _known(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the wanted values of fields that a configuration has, each by one of its names."""
+    """Return the wanted values for those fields that a configuration has, each under one of its names."""
     aliases: Mapping[str, str] = getattr(type(config), "attribute_map", None) or {}
     values = _fitting(config, _WANTED)
     return {
@@ -249,7 +252,7 @@ def _reason(message: str) -> str:
 
 
 def _generate(driver: Driver) -> list[tuple[list[int], int]]:
-    """Return the tokens of each row after a random schedule, with the length of its prompt."""
+    """Return each row's tokens after a random schedule, with its prompt length."""
     prompts = [driver.rng.integers(3, VOCAB_SIZE, length).tolist() for length in _PROMPTS]
     rows = {driver.admit(prompt): prompt for prompt in prompts}
     while rows:
@@ -278,9 +281,9 @@ def _lags(
 ) -> tuple[float, float]:
     """Return how far logits of generated tokens are below the best ones, relative to the largest logit, and a limit.
 
-    The lag is the largest one in float32. In bfloat16 rounding may choose other tokens, so that it is the mean, and the
-    limit is twice that of the class's own choices in bfloat16. The logits that judge are computed in float32 from
-    weights in `dtype`.
+    In float32, the result is the largest lag. In bfloat16, rounding may choose other tokens, so the result is the mean
+    lag, and the limit is twice that of the class's own choices in bfloat16. The reference logits are computed in
+    float32 from weights in `dtype`.
     """
     if dtype == "float32":
         return max(float(_lag(model, *answer).max()) for answer in answers), _LARGEST_LAG
@@ -320,7 +323,7 @@ def _kinds(config: PretrainedConfig, served: Model | None) -> str:
 
 
 def surveyed(types: Sequence[str]) -> Iterator[tuple[str, Finding]]:
-    """Yield the finding of each type, each from another process that is ended if it takes too long."""
+    """Yield each type's finding, each from a separate process with a time limit."""
     left = list(types)
     while left:
         command = [sys.executable, "-m", "tools.model_types", "--in-this-process", *left]
@@ -393,7 +396,7 @@ def written(page: str, text: str) -> str:
 
 
 def read_result() -> tuple[dict[str, Finding], str]:
-    """Return the findings of the last survey, and the version of `transformers`."""
+    """Return the last survey's findings, and the version of `transformers`."""
     result = json.loads(RESULT.read_text("utf-8"))
     return {name: Finding(**each) for name, each in result["types"].items()}, result["transformers"]
 

@@ -26,7 +26,7 @@ NO_COUNTERPART = {
     "vllm:request_params_n, …_max_tokens": "attributes of spans",
     "http_requests_total": "`http_server_request_duration_seconds_count`",
 }
-"""Metrics of vLLM that Quire does not have, and what to read instead."""
+"""vLLM metrics that Quire does not have, and what to read instead."""
 
 _HEAD = """# Metrics, spans and attributes
 

@@ -1,9 +1,9 @@
-"""Write the bill of materials of each image: CycloneDX 1.6 (JSON) in deploy/sbom.
+"""Writes each image's bill of materials: CycloneDX 1.6 (JSON) in deploy/sbom.
 
     make sbom
 
-Each package of a lock file is a component with its version, hash, licence and what it needs. Names and licences are
-those of the packages' metadata. Packages of Debian are not listed: /var/lib/dpkg/status in the image has them.
+Each package in a lock file is a component with version, hash, licence and requirements. Names and licences come from
+the packages' metadata. Debian packages are not listed, because /var/lib/dpkg/status in the image has them.
 """
 
 import argparse
@@ -30,7 +30,7 @@ KNOWN = {"cuda-toolkit": "LicenseRef-NVIDIA-Proprietary"}
 
 
 def licence_of(metadata: Mapping[str, Any]) -> str:
-    """Return the licence in the metadata of a package: an SPDX expression, or the name that its authors give."""
+    """Return the licence from a package's metadata: an SPDX expression, or the authors' name for it."""
     if expression := metadata.get("license_expression"):
         return str(expression)
     classifiers = [each for each in metadata.get("classifier", []) if each.startswith("License ::")]
@@ -61,7 +61,7 @@ def needs(found: Mapping[str, Any]) -> set[str]:
 
 
 def bill(image: str, found: Sequence[Mapping[str, Any]]) -> str:
-    """Return the bill of materials of an image as JSON, the same text for the same lock file."""
+    """Return an image's bill of materials as JSON. The same lock file always gives the same text."""
     project = read_project(ROOT)
     licences = LicenseFactory()
     ours = Component(

@@ -11,7 +11,7 @@ from tools.demo_model.errand import Errand, Tool, Value, answer_to
 
 @dataclass(frozen=True, slots=True)
 class _Action:
-    """Something to do: names and a description of its tool, the command with its slots, the parameters of the slots."""
+    """An action: names and a description for its tool, the command with its slots, the parameters for the slots."""
 
     names: tuple[str, ...]
     description: str

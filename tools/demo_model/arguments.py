@@ -67,7 +67,7 @@ def draw_number(rng: random.Random, _held_out: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """What a question is about: the names of a parameter for it, its noun, the preposition, and how to draw one."""
+    """What a question is about: parameter names for it, its noun, the preposition, and how to generate one."""
 
     parameters: tuple[str, ...]
     nouns: tuple[str, ...]

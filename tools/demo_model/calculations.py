@@ -17,7 +17,7 @@ CALCULATOR = "calculator"
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """An operation: its word and sign, names and descriptions of its tools, and commands that state it."""
+    """An operation: its word and sign, names and descriptions for its tools, and commands that state it."""
 
     word: str
     sign: str

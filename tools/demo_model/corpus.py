@@ -1,10 +1,11 @@
 """The training corpus: a deterministic stream of documents, made from a seed while training reads it.
 
-A document is a page of pieces in random order: facts, questions about earlier facts of the page, arithmetic, stories
-and single remarks. A piece is written either as plain text or as a chat in the tokens of the chat template. Other
-documents are dialogues in which a system turn offers tools, and some questions need a call of one. Each stretch of text
-has a loss weight. Answers that can be known weigh more. Random text (operands, the value of a new fact) weighs little,
-because it teaches nothing.
+A document is a page of pieces in random order: facts, questions about earlier facts on the page, arithmetic, stories
+and single remarks. A piece is either plain text or a chat in the chat template's tokens. Other documents are dialogues
+in which a system turn offers tools, and some questions need a tool call.
+
+Each stretch of text has a loss weight. Answers that can be known have a higher weight. Random text (operands, the value
+of a new fact) has a low weight, because nothing can be learned from it.
 
 `sequences(seed, step, ...)` depends only on its arguments. A training run therefore resumes at any step without a
 stored position in the data, and no document is stored.
@@ -32,7 +33,7 @@ TOOLS, TOOLS_END = "<tools>", "</tools>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 RESPONSE, RESPONSE_END = "<tool_response>", "</tool_response>"
 MARKERS = (TOOLS, TOOLS_END, CALL, CALL_END, RESPONSE, RESPONSE_END)
-"""Tokens of the tool format. They are not special: outputs show them, and the server's parser looks for them."""
+"""Tool format tokens. They are not special, so outputs contain them, and the server's parser looks for them."""
 
 GIVEN, CHANCE, PLAIN, RESULT, RECALLED = 0.0, 0.1, 1.0, 4.0, 6.0
 _CHARACTERS_PER_TOKEN = 3.2
@@ -83,7 +84,7 @@ _GREETINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of text and the loss weight of each of its tokens."""
+    """A stretch of text and the loss weight for its tokens."""
 
     text: str
     weight: float = PLAIN
@@ -111,11 +112,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The distribution of documents at one stage of training.
+    """The document distribution in one training stage.
 
-    `pages`, `sums`, `tales` and `dialogues` are relative shares of documents. `tale_share` is the probability that the
-    filler of a page is a whole story instead of one remark or problem. `facts` is the smallest and largest number of
-    facts on a page. `most_sums` is the largest number of problems in a document that contains only problems.
+    `pages`, `sums`, `tales` and `dialogues` are relative shares of documents. `tale_share` is the probability that a
+    page's filler is a whole story instead of one remark or problem. `facts` is the minimum and maximum number of facts
+    on a page. `most_sums` is the maximum number of problems in a document that contains only problems.
     """
 
     pages: float
@@ -159,7 +160,7 @@ def document(rng: random.Random, mix: Mix, tokens: int) -> Document:
 
 
 def sequences(seed: int, step: int, count: int, tokens: int, mix: Mix) -> list[list[Document]]:
-    """Return the documents of `count` training sequences of about `tokens` tokens each."""
+    """Return the documents for `count` training sequences of about `tokens` tokens each."""
     rng = random.Random(f"{seed}/{step}")
     return [list(_fill(rng, mix, tokens)) for _ in range(count)]
 
@@ -276,7 +277,7 @@ def _as_chat(rng: random.Random, pieces: Sequence[Piece]) -> list[Span]:
 
 
 def _dialogue(rng: random.Random, mix: Mix, budget: float) -> Iterator[Span]:
-    """Return a chat with tools: calls, their results and answers; some questions need no tool."""
+    """Return a chat with tools: calls, results and answers; some questions need no tool."""
     errands: list[Errand] = []
     for _ in range(rng.randint(1, max(1, min(4, int(budget // 350))))):
         errand = draw_another(rng, errands[-1]) if errands and rng.random() < 0.35 else draw_errand(rng)
@@ -378,7 +379,7 @@ def _turn_without_tool(rng: random.Random, mix: Mix, subjects: set[str]) -> Iter
 
 
 def _instructions(rng: random.Random) -> str:
-    """Return a system prompt; what it says does not matter to the model."""
+    """Return a system prompt. Its content does not matter to the model."""
     lines = rng.sample(_INSTRUCTIONS, rng.choice((1, 1, 1, 2, 3)))
     if rng.random() < 0.1:
         lines += [stories.remark(rng) for _ in range(rng.randint(1, 3))]

@@ -1,4 +1,4 @@
-"""A tool, and an errand: a question that one call of a tool answers."""
+"""A tool, and an errand: a question that one call to a tool answers."""
 
 import json
 from collections.abc import Mapping
@@ -41,10 +41,10 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """A question that one call of `tool` answers.
+    """A question that one call to `tool` answers.
 
-    `subject` says what the question is about; two tools of one subject compete. `held_out` says whether the errand is
-    reserved for measuring. `tool_seed` determines the tool.
+    `subject` is what the question is about; two tools with one subject compete. `held_out` means that the errand is
+    reserved for evaluation. `tool_seed` determines the tool.
     """
 
     tool: Tool
@@ -65,7 +65,7 @@ class Errand:
 
 
 def answer_to(result: Any, otherwise: str) -> str:
-    """Return the answer that tells the result of a tool; `otherwise` is the answer to a plain value.
+    """Return an answer that states a tool's result; `otherwise` is the answer for a plain value.
 
     A sentence is repeated. The members of an object are listed.
     """

@@ -1,8 +1,8 @@
-"""Measure the bundled model: held-out arithmetic, recall by distance, calls of tools, and perplexity of stories.
+"""Evaluates the bundled model: held-out arithmetic, recall by distance, tool calls, and perplexity of stories.
 
-Arithmetic and recall are measured through a function `complete(prompt, max_tokens) -> str`, plain or async. Here this
-is `generate` of transformers, in a test the whole server. The problem lists are functions of their arguments and
-contain only items that `split` excludes from the corpus.
+Arithmetic and recall are measured through a function `complete(prompt, max_tokens) -> str`, plain or async: here the
+`generate` of transformers, in a test the whole server. The problem lists depend only on their arguments and contain
+only items that `split` excludes from the corpus.
 
     python -m tools.demo_model.evaluate shared/demo_model            print the results
     python -m tools.demo_model.evaluate shared/demo_model --write    and write them to quality.json
@@ -53,7 +53,7 @@ QUALITY_FILE = "quality.json"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt with its only right continuation; `distance` is the number of tokens from the fact to the question."""
+    """A prompt with its only correct continuation; `distance` is the number of tokens from the fact to the question."""
 
     prompt: str
     expected: str
@@ -81,7 +81,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The published results of a checkpoint."""
+    """A checkpoint's published results."""
 
     arithmetic_accuracy: float
     arithmetic_chat_accuracy: float
@@ -102,14 +102,14 @@ def held_out_arithmetic(n: int, seed: int) -> list[Item]:
 
 
 def held_out_questions(n: int, seed: int) -> list[Item]:
-    """Return `n` different held-out problems as questions of a user; each prompt is one chat message."""
+    """Return `n` different held-out problems as user questions; each prompt is one chat message."""
     return [Item(f"What is {problem.phrase}?", _sentence(problem)) for problem in _problems(n, seed)]
 
 
 def held_out_recall(n: int, seed: int, tokenizer: Tokenizer | None = None) -> list[Item]:
     """Return `n` texts that state facts, continue with 200 to 600 tokens of filler, and ask for one fact.
 
-    Distances are spread evenly. Every name in them is held out, and the other facts share its attributes.
+    Distances are spread evenly. All names are held out, and the other facts share the attributes.
     """
     counted_by = tokenizer or Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     rng = random.Random(f"recall/{seed}")
@@ -125,7 +125,7 @@ def held_out_stories(n: int, seed: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A held-out errand, and the tools that are offered with its question; one of them is right."""
+    """A held-out errand, and the tools offered with its question, one of which is right."""
 
     tools: tuple[Tool, ...]
     errand: Errand
@@ -169,7 +169,7 @@ def held_out_tasks(n: int, seed: int) -> list[Task]:
 
 
 def held_out_direct(n: int, seed: int) -> list[Item]:
-    """Return `n` problems and requests for stories that no offered tool serves; each expected text is the beginning."""
+    """Return `n` problems and story requests that no offered tool serves; each expected text is the answer's start."""
     rng = random.Random(f"direct/{seed}")
     items: list[Item] = []
     while len(items) < n:
@@ -209,7 +209,7 @@ def by_distance(items: Sequence[Item]) -> dict[str, list[Item]]:
 
 
 def perplexity(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
-    """Return exp of the mean loss per token over `texts`, each with BOS before it and its end token after it."""
+    """Return exp of the mean loss per token over `texts`, each between a BOS token and its end token."""
     import torch
 
     loss, count = 0.0, 0
@@ -223,7 +223,7 @@ def perplexity(model: Any, tokenizer: Any, texts: Sequence[str]) -> float:
 
 
 def acceptance(model: Any, draft: Any, tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> float:
-    """Return the share of tokens of the model's greedy continuations that are also the draft model's choice."""
+    """Return the fraction of tokens in the model's greedy continuations that the draft model also chooses."""
     import torch
 
     accepted, count = 0, 0
@@ -238,7 +238,7 @@ def acceptance(model: Any, draft: Any, tokenizer: Any, prompts: Sequence[str], m
 
 
 def generate_with(model: Any, tokenizer: Any, chat: bool = False) -> Callable[[str, int], str]:
-    """Return a greedy `complete` over `generate`; with `chat`, the prompt is sent as one message of a user."""
+    """Return a greedy `complete` based on `generate`; with `chat`, the prompt is sent as one user message."""
     import torch
 
     def complete(prompt: str, max_tokens: int) -> str:
@@ -289,7 +289,7 @@ def measure(folder: Path, items: int, seed: int) -> Quality:
 
 
 def _other_tools(rng: random.Random, subject: str, count: int, without: Sequence[str] = ()) -> dict[str, Tool]:
-    """Return `count` tools by name that do not serve `subject`, nor those of `without`."""
+    """Return `count` tools by name, excluding those that serve `subject` and those in `without`."""
     tools: dict[str, Tool] = {}
     subjects = {subject, *without}
     while len(tools) < count:
@@ -352,7 +352,7 @@ def _recall_item(rng: random.Random, distance: float, tokenizer: Tokenizer) -> I
 
 
 def _filler(rng: random.Random, room: float, tokenizer: Tokenizer) -> list[str]:
-    """Return stories, remarks and sums that fill `room` tokens; the excess is less than one remark."""
+    """Return stories, remarks and sums with at least `room` tokens; the excess is less than one remark."""
     lines: list[str] = []
     while room > 0:
         if room > 250 and rng.random() < 0.75:

@@ -1,8 +1,8 @@
 """Muon: momentum with orthogonalised updates, for the weight matrices of a small transformer.
 
-A few Newton-Schulz steps replace the momentum of each matrix by approximately the nearest matrix whose singular values
-are all equal. On this small model and a slow CPU, it reaches the same accuracy in clearly fewer tokens than AdamW.
-Embeddings and norms stay with AdamW.
+A few Newton-Schulz steps replace each matrix's momentum by approximately the nearest matrix with equal singular values.
+On this small model and a slow CPU, this reaches the same accuracy in clearly fewer tokens than AdamW. Embeddings and
+norms stay with AdamW.
 
 Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """

@@ -1,11 +1,11 @@
 """Arithmetic problems and facts: the two tasks with a right or wrong answer.
 
-A hash decides whether each is held out. Sums are split by the unordered pair, so that 17 + 25 does not reveal 25 + 17.
-A fact is held out when its name is, or when its (name, attribute, value) is. Held-out names never occur in the training
-corpus, in any role.
+A hash decides whether each item is held out. Sums are split by the unordered pair, so that 17 + 25 does not reveal 25 +
+17. A fact is held out if its name is, or if its (name, attribute, value) is. Held-out names never occur in the training
+corpus.
 
 All facts have the form `The ATTRIBUTE of NAME is VALUE.` The value is one of hundreds to thousands of equally likely
-ones. So the only way to answer is attention to the place where the fact was stated.
+ones, so the model can answer only by attending to the place where the fact was stated.
 """
 
 import random
@@ -20,7 +20,7 @@ _OPERATOR_SIGNS = {"plus": "+", "minus": "-"}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A sum, or a non-negative difference, of two numbers from 0 to 99; `operator` is "plus" or "minus"."""
+    """A sum, or a non-negative difference, with two numbers from 0 to 99; `operator` is "plus" or "minus"."""
 
     left: int
     operator: str
@@ -90,7 +90,7 @@ def draw_problem(rng: random.Random, held_out: bool = False) -> Problem:
 
 
 def draw_facts(rng: random.Random, count: int, held_out: bool = False) -> list[Fact]:
-    """Return `count` facts on the given side of the split, with distinct pairs of attribute and name.
+    """Return `count` facts on the given side of the split, with distinct (attribute, name) pairs.
 
     Names and attributes repeat among them, so that neither alone identifies the right fact.
     """

@@ -1,8 +1,8 @@
 """Short stories from a template grammar in which characters, things and events stay coherent.
 
-A story draws its cast once (a hero, a friend, a treasure, a place, ...) and then follows one plot: an ordered list of
-beats, each with several wordings over the same cast. Early details (the red kite, the name of the friend) return later.
-So a reader of a served story sees at once whether attention works.
+A story chooses its cast once (a hero, a friend, a treasure, a place, ...) and then follows one plot: an ordered list of
+beats, each with several wordings for the same cast. Early details (the red kite, the friend's name) return later, so a
+reader of a served story sees at once whether attention works.
 
 A cast is held out by the hash of (hero, treasure, place, plot). Stories for measurement use held-out casts only.
 """
@@ -305,7 +305,7 @@ _REMARKS = (
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The characters and things of one story; a request may ask for `kind` and `treasure`."""
+    """A story's characters and things; a request may ask for `kind` and `treasure`."""
 
     plot: str
     hero: str

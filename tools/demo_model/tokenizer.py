@@ -1,7 +1,7 @@
-"""The tokenizer of the bundled model: byte-level BPE, every digit a token of its own; and its chat template.
+"""The bundled model's tokenizer (byte-level BPE with one token per digit) and chat template.
 
-A number of n digits has n tokens, which makes addition learnable for a small model. The alphabet is bytes, so any text
-can be encoded without an unknown token. The chat template writes one special token before each turn and ends each
+A number with n digits has n tokens, which makes addition learnable for a small model. The alphabet is bytes, so any
+text can be encoded without an unknown token. The chat template writes one special token before each turn and ends each
 answer with `<|endoftext|>`, where generation stops.
 
     python -m tools.demo_model.tokenizer build/demo_model/tokenizer

@@ -1,7 +1,7 @@
-"""Errands for the corpus: questions that one call of a tool answers.
+"""Errands for the corpus: questions that one tool call answers.
 
-Tools, parameters and values are drawn from large sets, so the model must read the definition of a tool instead of
-knowing it. An argument stands in the question word for word, and the answer repeats the result.
+Tools, parameters and values come from large sets, so the model must read a tool's definition instead of knowing it. An
+argument occurs in the question word for word, and the answer repeats the result.
 
 An errand for measuring has a held-out topic or held-out operands, and a held-out value where it has any.
 """
@@ -108,7 +108,7 @@ def _described(rng: random.Random, topic: str, noun: str = "") -> str:
 
 
 def _told(rng: random.Random, topic: str, place: str, value: Value, own: Mapping[str, Value]) -> tuple[str, str]:
-    """Return the result of a tool that finds `value`, and the answer; `place` says whose ("in Oslo", or nothing)."""
+    """Return a tool's result for `value`, and the answer; `place` is the location phrase ("in Oslo", or empty)."""
     subject = f"{topic} {place}".strip()
     plain = f"The {subject} is {value}."
     style = rng.random()
@@ -145,7 +145,7 @@ def _about(
     value: Value,
     held_out: bool,
 ) -> Errand:
-    """Return an errand that asks for the topic of an entity; `asked` are forms of the question."""
+    """Return an errand that asks for an entity's topic; `asked` are forms of the question."""
     parameter, noun = tool_rng.choice(entity.parameters), tool_rng.choice(entity.nouns)
     whose = entity.draw(rng, held_out)
     preposition = rng.choice(entity.prepositions)

@@ -1,16 +1,16 @@
-"""Training of the bundled model: a small transformer of the Qwen3 architecture, from random weights, on a CPU.
+"""Trains the bundled model, a small transformer with the Qwen3 architecture, from random weights on a CPU.
 
 The recipe is a list of stages with growing sequence length. The first stages have short pages with many facts and
 questions, on which induction heads form quickly. Then the distances grow until recall works beyond 600 tokens. Muon
-trains the weight matrices, and AdamW everything else. The learning rate warms up, stays, and decays linearly to zero.
-The last stage, with more sums, starts again at a third of the rate and decays as well.
+trains the weight matrices, and AdamW trains everything else. The learning rate warms up, stays constant, and decays
+linearly to zero. The last stage, with more sums, restarts at a third of the rate and decays too.
 
-`--draft` trains the draft model of speculative decoding: a smaller model with the same tokenizer. It learns the
-distribution that the trained model gives to each token of the corpus, because a draft must equal the model's own token.
+`--draft` trains the draft model for speculative decoding, a smaller model with the same tokenizer. It learns the
+trained model's distribution for each token in the corpus, because a draft must equal the model's own token.
 
-The data of a step is a function of (seed, step). So a checkpoint contains only the weights, the optimiser states and
-the number of the next step. It is written every few minutes. The same command run again continues from it. The same
-seed reaches the same accuracies; bits differ only where the machine's arithmetic does.
+A step's data is a function of (seed, step). A checkpoint therefore contains only the weights, the optimiser states and
+the next step's number. It is written every few minutes. If the command is run again, it continues from the checkpoint.
+The same seed reaches the same accuracies; results differ bitwise only where the machine's arithmetic does.
 
     python -m tools.demo_model.train          train shared/demo_model
     python -m tools.demo_model.train --draft  train shared/demo_draft from it
@@ -43,7 +43,7 @@ PROBE_STEPS = 250
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`steps` optimiser steps on batches of `count` sequences of `tokens` tokens."""
+    """`steps` optimiser steps on batches of `count` sequences with `tokens` tokens each."""
 
     steps: int
     count: int
@@ -53,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model: heads of 32 dimensions, half as many heads of keys and values."""
+    """Model sizes: heads have 32 dimensions, and there are half as many KV heads as query heads."""
 
     layers: int
     hidden: int
@@ -97,7 +97,7 @@ class Recipe:
         return self.all_stages[-1]
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate of `step` as a share of its peak."""
+        """Return the learning rate at `step`, as a fraction of its peak."""
         first = sum(stage.steps for stage in self.stages)
         if step >= first:
             return self.finish_rate * (self.steps - step) / (self.steps - first)
@@ -154,7 +154,7 @@ def new_model(shape: Shape, tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
 
 
 def batch_at(recipe: Recipe, seed: int, step: int, tokenizer: Tokenizer) -> Batch:
-    """Return the training batch of `step`: documents packed end to end, cut to the length of the stage."""
+    """Return the training batch for `step`: documents packed end to end, truncated to the stage's length."""
     stage = recipe.stage_at(step)
     rows = sequences(seed, step, stage.count, stage.tokens, stage.mix)
     packed = [_packed(row, stage.tokens + 1, tokenizer) for row in rows]
@@ -177,7 +177,7 @@ def _packed(documents: list[Document], length: int, tokenizer: Tokenizer) -> tup
 
 
 def _token_weights(document: Document, encoding: Any) -> Any:
-    """Return the weight of each token: that of the span with its last character."""
+    """Return each token's weight, which is the weight of the span that contains its last character."""
     characters = np.repeat(
         np.array([span.weight for span in document.spans], dtype=np.float32),
         [len(span.text) for span in document.spans],
@@ -186,9 +186,9 @@ def _token_weights(document: Document, encoding: Any) -> Any:
 
 
 class Trainer:
-    """A model, its optimisers and the number of the next step, which a checkpoint contains.
+    """A model, its optimisers and the next step's number: the content of a checkpoint.
 
-    Each thread computes the gradients of its own share of a batch, and the threads synchronise once per step. On a
+    Each thread computes the gradients for its own part of a batch, and the threads synchronise once per step. On a
     machine with other load, this loses far less time than threads that synchronise in every operation.
     """
 
@@ -260,7 +260,7 @@ class Trainer:
     def _gradients(
         self, ids: torch.Tensor, weights: torch.Tensor, total: torch.Tensor
     ) -> tuple[float, tuple[torch.Tensor, ...]]:
-        """Return the share of the loss of `ids` and its gradients; the gradients of the parameters stay unchanged."""
+        """Return this part's loss and its gradients for `ids`; the parameters' own gradients stay unchanged."""
         logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), self._targets(ids), reduction="none")
         loss = losses @ weights.flatten() / total

@@ -1,7 +1,7 @@
-"""The vocabulary of the corpus: names, towns, values of facts, and the subjects of stories.
+"""Corpus vocabulary: names, towns, fact values, and story subjects.
 
-Names and towns are combined from syllables. So the lists are large (about 1,700 names), and an answer cannot be
-guessed. A held-out name consists of familiar syllables in an order that training never shows.
+Names and towns are combined from syllables, so the lists are large (about 1,700 names) and an answer cannot be guessed.
+A held-out name consists of familiar syllables in an order that never occurs in training.
 """
 
 from tools.demo_model.split import is_held_out
