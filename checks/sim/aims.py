@@ -116,7 +116,7 @@ def with_swaps(scenario: Scenario) -> Scenario:
 
 
 def with_host_cache(scenario: Scenario) -> Scenario:
-    """Let long prompts with common beginnings share little memory, and much host memory with almost free copies."""
+    """Let long prompts with shared prefixes share little memory, and much host memory with almost free copies."""
     limits = with_limits(
         **CONTINUOUS, policy="fcfs", capacity="max_utilization", prefix_cache="hash", max_plans_in_flight=2,
         max_tokens_in_paged_kv_cache=0, max_num_seqs=4, max_num_batched_tokens=40,
