@@ -2,6 +2,7 @@
 
 load        `quire bench serve` and `quire bench sweep`: load on a running service
 offline     `quire bench offline`: fixed requests to a service that it starts
+claims      the claims of the articles on batching, checked: docs/strategies.md
 strategies  `quire bench strategies`: static, dynamic and continuous batching
 policies    `quire bench policies`: scheduling policies in virtual time
 scheduler, frontend, kernels, cpu, gpu: one part alone

@@ -4,7 +4,7 @@ Step contents are derived from plans as a worker does. Prompt block keys are com
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -35,7 +35,14 @@ _NATURAL = (EndReason.LENGTH,)
 class QuireEngine(Engine):
     """Engine with one core for all workers."""
 
-    def __init__(self, config: CoreConfig, costs: Costs, num_workers: int) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        costs: Costs,
+        num_workers: int,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._cpu_clock = cpu_clock
         self.version = f"Quire {__version__}"
         self._core = Scheduler(config, 1 << 62)
         self._root = root_key(_FINGERPRINT, b"")
@@ -101,9 +108,9 @@ class QuireEngine(Engine):
             self._ticked_at = now
             self._handle(ev.TimePassed(), now)
         self._planned_at = now
-        began = time.thread_time()
+        began = self._cpu_clock()
         peers = self._core.due_workers(now + _START_S)
-        self.cpu_s += time.thread_time() - began
+        self.cpu_s += self._cpu_clock() - began
         return [self._peers[peer] for peer in peers]
 
     def next_due(self, now: float) -> float | None:
@@ -114,11 +121,11 @@ class QuireEngine(Engine):
         return tick if due is None else min(tick, due - _START_S)
 
     def next_step(self, worker: int, now: float) -> Step | None:
-        began = time.thread_time()
+        began = self._cpu_clock()
         plan, effects = self._core.plan(self._names[worker], now + _START_S)
         if plan is not None:
             self._core.tidy()
-        self.cpu_s += time.thread_time() - began
+        self.cpu_s += self._cpu_clock() - began
         self._receive(effects)
         return None if plan is None else self._step(worker, plan)
 
@@ -135,9 +142,9 @@ class QuireEngine(Engine):
         return self._core.stats().forecasts
 
     def _handle(self, event: ev.Event, now: float) -> None:
-        began = time.thread_time()
+        began = self._cpu_clock()
         effects = self._core.handle(event, now + _START_S)
-        self.cpu_s += time.thread_time() - began
+        self.cpu_s += self._cpu_clock() - began
         self._receive(effects)
 
     def _receive(self, effects: Sequence[ef.Effect]) -> None:

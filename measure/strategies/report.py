@@ -119,13 +119,6 @@ def markdown_table(results: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def markdown_claims(results: Sequence[Row]) -> str:
-    """Return claims and results as a Markdown table."""
-    head = ["| claim | claimed | measured here | why |", "|---|---|---|---|"]
-    lines = [f"| {each.claim} | {each.claimed} | {each.measured} | {each.why} |" for each in claims(results)]
-    return "\n".join(head + lines)
-
-
 def plots(results: Sequence[Row]) -> dict[str, str]:
     """Return the charts as SVG, by name. Workloads that did not run have no chart."""
     found = {}
@@ -210,7 +203,7 @@ def _batch_ends(held: Row) -> list[int]:
 def html(document: Row) -> str:
     """Return a self-contained HTML page."""
     results = document["results"]
-    told = [(each.claim, each.claimed, each.measured, each.why) for each in claims(results)]
+    told = [(each.claim, each.claimed, each.verdict, each.measured, each.why) for each in claims(results)]
     body = [
         "<h1>Batching strategies</h1>",
         f"<p>{markup.escape(origin(document))}</p>",
@@ -218,7 +211,7 @@ def html(document: Row) -> str:
         '<div class="charts">',
         *plots(results).values(),
         '</div><h2>Claims</h2><div class="words">',
-        page.table(("claim", "claimed", "measured here", "why"), told),
+        page.table(("claim", "claimed", "verdict", "measured here", "why"), told),
         "</div><h2>All runs</h2>",
         page.table(_HEADER, [cells(row, results) for row in results]),
         "<h2>Throughput against latency</h2>",

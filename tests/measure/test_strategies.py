@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from measure.claims.parts import STRATEGIES as RESULTS
 from measure.strategies import cases, other_work, report
 from measure.strategies.bounds import (
     continuous_steps,
@@ -26,7 +27,6 @@ from measure.strategies.claims import claims
 from measure.strategies.measure import grouped, run_cases
 from measure.strategies.occupancy import Bar, Step, bars, idle_share, kv_waste, padded, steps_of
 from measure.strategies.other_work import Moment
-from measure.strategies.page import PAGE, PLOTS, RESULTS, filled
 from quire_server.cli.main import main
 from tests.examples import examples
 
@@ -146,15 +146,6 @@ def test_the_published_results_hold_every_case() -> None:
         for _ in range(2 if case.strategy == "static" else 1)
     ]
     assert found == wanted
-
-
-def test_the_page_shows_the_published_results() -> None:
-    """docs/strategies.md and its plots match the results; `python -m measure.strategies.page` generates them."""
-    results = _results()["results"]
-
-    assert PAGE.read_text("utf-8") == filled(PAGE.read_text("utf-8"), _results())
-    for name, svg in report.plots(results).items():
-        assert (PLOTS / f"strategies-{name}.svg").read_text("utf-8") == svg
 
 
 def test_the_report_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
