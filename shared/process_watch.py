@@ -34,7 +34,7 @@ def own_process() -> str:
 
 
 class ProcessWatch:
-    """Watch on one process. Created by `open`."""
+    """Detects the exit of one process. Use `open` to create it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

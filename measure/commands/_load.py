@@ -403,7 +403,7 @@ def share(text: str) -> float:
     """Parse a number from 0 to 1."""
     value = non_negative(text)
     if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share; use a number from 0 to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction; use a number from 0 to 1")
     return value
 
 

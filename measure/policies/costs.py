@@ -146,7 +146,7 @@ def read_costs(name: str) -> Costs:
             raise ConfigError(f"--costs: {name}: {key} is {value!r}; use a whole number of at least 1")
     missing = [each.name for each in dataclasses.fields(Costs) if each.default is dataclasses.MISSING]
     if absent := [key for key in missing if key not in fields]:
-        raise ConfigError(f"--costs: {name}: lacks {', '.join(absent)}; add it")
+        raise ConfigError(f"--costs: {name}: missing: {', '.join(absent)}; add the missing fields")
     if fields["constant_s"] == 0:
         raise ConfigError(f"--costs: {name}: constant_s is 0; use a number above 0")
     values: dict[str, Any] = {key: int(value) if types[key] is int else value for key, value in fields.items()}

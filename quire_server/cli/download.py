@@ -40,7 +40,7 @@ def run(options: Namespace) -> int:
         shutil.rmtree(partial / ".cache", ignore_errors=True)  # The hub client stores its state in this folder.
         partial.rename(folder)
     except OSError as error:
-        raise CommandError(f"{partial}: {error.strerror or error}; free the disk, or choose another folder") from None
+        raise CommandError(f"{partial}: {error.strerror or error}; free disk space, or choose another folder") from None
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {options.model}, {size / 1e9:.2f} GB")
     return 0

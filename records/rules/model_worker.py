@@ -339,7 +339,7 @@ class ModelWorker:
         for block in blocks:
             used = self._used_before.get(block, self._last_named[block])
             if self._holders[block] or used > self.answered_step:
-                raise ViolationError("kv.reuse", f"block {block} is copied to; step {used} may use it")
+                raise ViolationError("kv.reuse", f"block {block} is the target of a copy; step {used} may still use it")
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
         if len(sources) != len(set(targets)) or max(sources + targets) >= len(self._holders):
@@ -387,7 +387,7 @@ class ModelWorker:
             work.append((row, length))
             num_tokens += length
         if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step:
-            raise ViolationError("plan.tokens", f"{num_tokens} tokens, the plan counts {plan.num_tokens}")
+            raise ViolationError("plan.tokens", f"the result has {num_tokens} tokens, the plan has {plan.num_tokens}")
         num_drafts = sum(row.draft_limit for row, _ in work if row.decoding)
         if num_tokens + num_drafts > self.max_tokens_per_step:
             raise ViolationError("plan.tokens", f"{num_tokens} tokens and {num_drafts} drafts in a step")

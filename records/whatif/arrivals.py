@@ -293,7 +293,7 @@ class _Pass:
         """Return the run."""
         members = [*self._members, *(worker.member for worker in self._workers.values())]
         members.sort(key=lambda member: member.joined)
-        # Ignore departures after the last request. Otherwise workers would leave a slower simulation too early.
+        # Ignore workers that leave after the last request arrives. A slower simulation still needs them.
         last = self._now if self._live else max(each.ended_at for each in self._requests)
         members = [
             member

@@ -106,7 +106,7 @@ def _reason_of(trial: Trial) -> str:
         try:
             result = trial()
             if iscoroutine(result):
-                # Some clients keep connections of a loop, so all trials share one.
+                # Some clients bind their connections to an event loop, so all trials share one loop.
                 asyncio.run_coroutine_threadsafe(result, LOOP).result(FEATURE_S)
             reasons.append("")
         except BaseException as error:

@@ -25,7 +25,7 @@ NUM_SCHEMAS = int(os.environ.get("QUIRE_SCHEMAS", "30"))
 
 
 def request(grammar: v1.Grammar, temperature: float, seed: int, max_tokens: int = 1500) -> v1.GenerateOnceRequest:
-    """A request whose answer the grammar ends."""
+    """A request that ends when its grammar is complete."""
     return v1.GenerateOnceRequest(
         request=v1.GenerateRequest(
             text="Answer with JSON: ",

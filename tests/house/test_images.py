@@ -1,4 +1,4 @@
-"""The images are built from part of the tree, which must contain everything for their installation."""
+"""The images are built from part of the tree. That part must contain every file that the installation needs."""
 
 import json
 import re

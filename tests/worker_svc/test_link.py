@@ -228,7 +228,7 @@ def test_a_bad_plan_brings_a_new_hello(scheduler: Scheduler, bad: plan_pb2.Plan)
 
 @pytest.mark.every(3)
 def test_lines_of_the_log_say_which_epoch_and_step(router: "zmq.Socket[bytes]", checkpoint: Path) -> None:
-    """Errors in a step are logged with the step, so that they can be found from the scheduler's side."""
+    """An error in a step is logged with the step's number, so that the scheduler's log leads to it."""
     scheduler = Scheduler(router, start_worker(router, checkpoint, "--worker-id=logged"))
     scheduler.hello(START_MS)
     scheduler.welcome()

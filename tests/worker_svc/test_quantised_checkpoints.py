@@ -221,7 +221,7 @@ def test_the_kernels_compute_with_weights_as_stored(layout: str, level: str, tmp
     ],
 )
 def test_a_gguf_file_computes_what_its_dequantised_weights_do(kind: str, architecture: str, tmp_path: Path) -> None:
-    """Names, the order of rows for the rotation, and each type of blocks are those that `gguf` writes."""
+    """Tensor names, the row order for rotary embeddings, and every block type match what `gguf` writes."""
     pair = make_gguf(kind, tmp_path, architecture)
     with cpu_kernels("off"):
         expected, found = (

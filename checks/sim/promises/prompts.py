@@ -99,7 +99,7 @@ class PromptOrder(Promise):
         return sum(each.cost for each in behind) <= share * budget + tolerance
 
     def _first_may_be_late(self, prompts: list[Prompt]) -> bool:
-        """Return whether a prompt that may be the first one in progress has missed its target for the first token."""
+        """Return whether a prompt missed its first-token target although it may be the oldest prompt in progress."""
         if not self.has_keys or self.config.policy in _URGENT_ALL_THE_SAME:
             return False
         started = [each for each in prompts if not each.is_new]

@@ -1,4 +1,4 @@
-"""A request's records outside the core: its arrival, its end, its notes, and the log retained in between."""
+"""A request's records outside the core: its arrival, its end, its notes, and the log retained from arrival to end."""
 
 import enum
 from dataclasses import dataclass

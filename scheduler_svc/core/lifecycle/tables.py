@@ -71,7 +71,7 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Requests that wait for one reason."""
+    """Requests that all wait for the same reason."""
 
     reason: str
     length: int

@@ -247,7 +247,7 @@ class PrefixCache:
         node, offset, depth, _ = self._walk(keys[: KEY_BYTES * number])
         if depth < number or offset == len(node.blocks) or not self.partial.proven[node.blocks[offset]]:
             return match
-        # The sequence ends within a run, so only the next block of that run can follow.
+        # The match ends inside a run of blocks, so only the next block of that run can continue it.
         num_tokens = num_common(node.tokens[self._width * offset : self._width * (offset + 1)], tokens)
         if num_tokens < self.partial.least_tokens or (match is not None and match.num_tokens >= num_tokens):
             return match

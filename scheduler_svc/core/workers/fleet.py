@@ -166,7 +166,7 @@ class Fleet:
         self._model = hello.model
         self._block_size = hello.block_size
         max_model_len = min(hello.model.max_model_len, num_blocks * hello.block_size, MAX_SERVED_SEQUENCE)
-        # A recurrent state cannot be rolled back, and a row begins with computed tokens only from a checkpoint.
+        # A recurrent state cannot be rolled back, so a row can reuse computed tokens only up to a checkpoint.
         is_recurrent = hello.model.state_bytes > 0
         num_slots = hello.num_checkpoints if is_recurrent and config.prefix_cache != "off" else 0
         checkpoints = StateCheckpoints(num_slots, num_blocks) if num_slots else None

@@ -282,7 +282,7 @@ class RowTable:
         return row
 
     def vacate(self, row: int) -> tuple[Request, IndexArray]:
-        """Free a row; return its request, with all committed tokens, and its blocks."""
+        """Free a row. Return the row's request, with all committed tokens, and the row's blocks."""
         request = self.requests[row]
         assert request is not None
         self._flush(row, request)
