@@ -45,6 +45,16 @@ KV_TYPES = {
 }
 
 
+def unsuitable_heads(kv_type: str, widths: Iterable[int]) -> str:
+    """Return why a cache type cannot store keys and values with these numbers of elements; "" if it can."""
+    multiple = KV_TYPES[kv_type].multiple
+    odd = next((width for width in widths if width % multiple), None)
+    if odd is None:
+        return ""
+    others = "auto" if odd % KV_TYPES["int8"].multiple else "int8 or auto"
+    return f"{kv_type} needs heads whose size is a multiple of {multiple}, not {odd}; use {others}"
+
+
 def kv_bytes_per_token(layers: Iterable[tuple[int, tuple[int, int]]], kv_type: str) -> int:
     """Return the size in bytes of a token's keys and values in all layers.
 

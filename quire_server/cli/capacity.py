@@ -76,7 +76,7 @@ def run(options: Namespace) -> int:
         with_states,
     )
     from shared.config import parse_bytes
-    from shared.kv_sizes import KV_TYPES
+    from shared.kv_sizes import unsuitable_heads
 
     is_default = options.max_num_seqs is None
     options.max_num_seqs = (256 if options.kv_cache_memory is None else 64) if is_default else options.max_num_seqs
@@ -99,12 +99,8 @@ def run(options: Namespace) -> int:
         max_tokens_per_step=options.max_num_batched_tokens,
         tensor_parallel_size=options.tensor_parallel_size,
     )
-    multiple = KV_TYPES[serving.kv_type].multiple
-    if sizes.head_dim % multiple:
-        raise CommandError(
-            f"--kv-cache-dtype: {serving.kv_type} needs heads whose size is a multiple of {multiple}, not"
-            f" {sizes.head_dim}; use auto"
-        )
+    if reason := unsuitable_heads(serving.kv_type, [sizes.head_dim]):
+        raise CommandError(f"--kv-cache-dtype: {reason}")
     if sizes.num_heads % serving.tensor_parallel_size:
         raise CommandError(
             f"--tensor-parallel-size: {serving.tensor_parallel_size} does not divide the {sizes.num_heads} query heads;"

@@ -83,6 +83,17 @@ def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
         (["--model", "demo", "--gpu-memory", "1GB", "--gpu-memory-utilization", "90"], "90 is not a share"),
         (["--model", "demo", "--gpu-memory", "1GB", "--tensor-parallel-size", "3"], "does not divide"),
         (
+            [
+                "--params",
+                "layers=2,kv_heads=2,head_dim=80,parameters=1e9,positions=64",
+                "--gpu-memory",
+                "80GB",
+                "--kv-cache-dtype",
+                "int4",
+            ],
+            "int4 needs heads whose size is a multiple of 32, not 80; use int8 or auto",
+        ),
+        (
             ["--params", _RECURRENT, "--kv-cache-memory", "6GB", "--max-num-seqs", "64"],
             "recurrent state 6,400,000,000: 0 bytes remain",
         ),

@@ -8,7 +8,7 @@ import torch
 
 from kernels.kv_quantised import DTYPES
 from shared.config import ConfigError, WorkerConfig
-from shared.kv_sizes import KV_TYPES
+from shared.kv_sizes import KV_TYPES, unsuitable_heads
 from shared.logging import get_logger
 from shared.model_path import resolve_model, served_name
 from worker_svc.model import config as model_config
@@ -79,13 +79,8 @@ def _check_heads(kv_type: str, widths: Sequence[int]) -> None:
     Raises:
         ConfigError: they do not.
     """
-    multiple = KV_TYPES[kv_type].multiple if kv_type in KV_TYPES else 1
-    odd = [width for width in widths if width % multiple]
-    if odd:
-        raise ConfigError(
-            f"kv_cache_dtype: {kv_type} needs heads whose size is a multiple of {multiple}, not {odd[0]};"
-            f" use {'auto' if odd[0] % 4 else 'int8 or auto'}"
-        )
+    if kv_type in KV_TYPES and (reason := unsuitable_heads(kv_type, widths)):
+        raise ConfigError(f"kv_cache_dtype: {reason}")
 
 
 def describe_model(config: WorkerConfig, device: torch.device) -> tuple[ModelConfig, ModelDescription]:
