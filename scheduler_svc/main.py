@@ -67,11 +67,16 @@ def _number_file(config: SchedulerConfig) -> NumberFile | None:
     """Return the file with the leader numbers; None without standbys on other machines.
 
     Raises:
-        ConfigError: there is no journal.
+        ConfigError: there is no journal, or a lease on one machine is configured too.
     """
     setting = "standby_address" if config.standby_address else "standby_of" if config.standby_of else ""
     if not setting:
         return None
+    if config.leader_lease:
+        raise ConfigError(
+            f"{setting} (--{setting.replace('_', '-')}): cannot be combined with --leader-lease FILE, which is for"
+            " schedulers on one machine; remove one of them"
+        )
     if not config.journal:
         raise ConfigError(f"{setting} (--{setting.replace('_', '-')}): standbys need a journal; add --journal FOLDER")
     return NumberFile(Path(config.journal))

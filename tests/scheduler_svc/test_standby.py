@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -199,13 +199,22 @@ def test_a_scheduler_without_an_allowed_key_gets_no_journal(tmp_path: Path) -> N
         each.close()
 
 
-def test_a_standby_without_a_journal_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ((), "standbys need a journal; add --journal FOLDER"),
+        (
+            ("--journal={folder}/j", "--leader-lease={folder}/lease"),
+            "cannot be combined with --leader-lease FILE, which is for schedulers on one machine; remove one of them",
+        ),
+    ],
+)
+def test_a_standby_with_unsuitable_settings_is_refused(tmp_path: Path, flags: Sequence[str], reason: str) -> None:
     """The message names the setting and the remedy."""
+    options = [f"--standby-of=ipc://{tmp_path}/s", *(flag.format(folder=tmp_path) for flag in flags)]
     failed = subprocess.run(
-        [sys.executable, "-m", "quire_server.cli.main", "scheduler", f"--standby-of=ipc://{tmp_path}/s"],
+        [sys.executable, "-m", "quire_server.cli.main", "scheduler", *options],
         capture_output=True, timeout=WAIT_S, check=False, text=True, env={**os.environ, "HOME": str(tmp_path)},
     )  # fmt: skip
     assert failed.returncode == 1
-    assert (
-        failed.stderr == "quire scheduler: standby_of (--standby-of): standbys need a journal; add --journal FOLDER\n"
-    )
+    assert failed.stderr == f"quire scheduler: standby_of (--standby-of): {reason}\n"
