@@ -26,6 +26,7 @@ _VLLM = {
     "-dp": "use --workers",
     "--api-server-count": "use --frontends",
     "--max-concurrency": "use --max-concurrent-requests",
+    "--swap-space": "use --host-cache, which also holds preempted requests",
     "--preemption-mode": "Quire chooses between swap and recompute; --host-cache 0 leaves recompute",
     "--cpu-offload-gb": "weights stay on the device; --host-cache keeps cached prefixes in host memory",
     "--kv-cache-memory-bytes": "use --kv-cache-memory on a CPU, --gpu-memory-utilization on a GPU",
