@@ -66,7 +66,7 @@ class Report:
                 )
             if short := sum(each.is_short for each in run.outcomes if each.counted) if run.plan.ignore_eos else 0:
                 found.append(
-                    f"{repeat}{short} of {run.figures.done} answers have fewer tokens than asked for: the server does"
+                    f"{repeat}{short} of {run.figures.done} responses have fewer tokens than requested: the server does"
                     " not heed ignore_eos, or does not say how many tokens a message has"
                 )
         if self.figures.done == 0:

@@ -141,6 +141,7 @@ def test_a_standby_that_is_stopped_delays_tokens_only_until_it_is_dropped(pair: 
     assert _log(standby) == [1, 2, 3, 11, 12]
 
 
+@pytest.mark.parametrize("pair", [("--journal-sync=standby",)], indirect=True)
 def test_a_leader_that_was_stopped_sends_nothing_after_it_was_replaced(pair: tuple[Scheduler, Scheduler]) -> None:
     """It continues with a result of its worker and a plan that is due, but steps down before it sends anything."""
     leader, standby = pair

@@ -23,7 +23,7 @@ class _Key(SimpleNamespace):
 
 
 def _watched(**config: Any) -> Any:
-    scenario = SimpleNamespace(shares_prefixes=True, config=CoreConfig(**config))
+    scenario = SimpleNamespace(shares_prefixes=True, state_bytes=0, config=CoreConfig(**config))
     world = SimpleNamespace(scenario=scenario, coverage=Coverage(), now=0.0)
     one = {"w": object()}
     cluster = SimpleNamespace(epochs=one, sites=one, longest=lambda: 100)
