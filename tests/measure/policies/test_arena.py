@@ -229,7 +229,7 @@ def test_wrong_flags_are_one_line(flags: str, message: str, capsys: pytest.Captu
     ("fields", "message"),
     [
         ({"speed": 1}, "unknown field 'speed'"),
-        ({"constant_s": 1}, "lacks prefill_s"),
+        ({"constant_s": 1}, "missing: prefill_s"),
         ({"constant_s": -1}, "at least 0"),
         ([], "not a JSON object"),
     ],
