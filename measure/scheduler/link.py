@@ -234,10 +234,11 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         )
         submit(num_rows - case.burst)
         stand.expect("measuring")
+        # Read these first: a busy scheduler takes a while to compute its metrics.
+        cpu_s, threads, tokens = scheduler.cpu_seconds(), scheduler.thread_cpu_seconds(), sink.num_tokens
         sink.ask_for_metrics()
         submit(case.burst)
         turns_before = stand.turns()
-        cpu_s, threads, tokens = scheduler.cpu_seconds(), scheduler.thread_cpu_seconds(), sink.num_tokens
         report = EchoReport(**json.loads(stand.line()))
         scheduler_cpu_s, tokens = scheduler.cpu_seconds() - cpu_s, sink.num_tokens - tokens
         thread_cpu_s = {name: s - threads[name] for name, s in scheduler.thread_cpu_seconds().items()}
