@@ -107,7 +107,7 @@ dev-lock: build/lock/.installed ## resolve the packages of .venv anew, newest ve
 sbom: build/lock/.installed ## list the packages of the images with their licences: deploy/sbom (CycloneDX)
 	@exec build/lock/bin/python -m tools.sbom $(ARGS)
 
-test: setup node-packages kube-tools ## the daily selection of tests: every promise that can be checked in 10 minutes on 2 cores
+test: setup node-packages kube-tools ## the daily selection of tests (12 to 31 minutes on 2 cores)
 	@exec $(BIN)/python -m tests.run $(ARGS)
 
 test-all: setup node-packages kube-tools checkov ## every test, also those that take long and change seldom: before a release

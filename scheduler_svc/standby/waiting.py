@@ -1,12 +1,10 @@
 """A standby: mirrors the leader's journal until this scheduler leads.
 
-A standby listens only on its --standby-address, where it gets the operator's command. It takes over when an operator
-commands it, or when it acquires the leader lease. It first asks the leader to step down, and waits for it a short time,
-because the leader may have been lost.
+A standby listens only on its --standby-address. It takes over when an operator commands it there. It first asks the
+leader to step down, and waits for the leader only a short time, because the leader may have been lost.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,17 +91,11 @@ class Standby:
         """Make `run` return. May be called from a signal handler."""
         self._stopping = True
 
-    def run(self, acquired: Callable[[], bool] = lambda: False) -> Succession | None:
-        """Wait until this scheduler must lead; return None after `stop`.
-
-        Args:
-            acquired: returns whether this scheduler holds the leader lease.
-        """
+    def run(self) -> Succession | None:
+        """Wait until this scheduler must lead; return None after `stop`."""
         log.info("standby: waiting", leader=[link.address for link in self._links])
         while not self._stopping:
             now = time.monotonic()
-            if self._commanded_at is None and acquired():
-                self._begin_to_take_over(now)
             self._read(now)
             if self._commanded_at is not None and self._may_lead(now):
                 number = self.numbers.to_take_over(time.time_ns() // 1_000_000)
