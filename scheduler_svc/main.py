@@ -1,6 +1,8 @@
 """Scheduler process: from a configuration to an exit code."""
 
+import os
 import signal
+import socket as names
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +17,15 @@ from scheduler_svc.collector import tune_collector
 from scheduler_svc.core.interface.errors import InvalidLimitsError
 from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.service import SchedulerService
+from scheduler_svc.standby.election import Election
 from scheduler_svc.standby.leader_number import NumberFile, ReplacedError
+from scheduler_svc.standby.stores import is_remote, open_store
 from scheduler_svc.standby.waiting import Standby
 from shared.config import ConfigError, SchedulerConfig
 from shared.curve import SCHEDULER, STANDBY_DOMAIN, AllowList, check_bind, load_keys
 from shared.ids import draw_incarnation
 from shared.logging import configure_logging, get_logger
+from shared.pulse import Pulse
 from shared.telemetry import Telemetry
 
 SWITCH_S = 0.001
@@ -34,55 +39,88 @@ times while the flight recorder's thread runs.
 def run(config: SchedulerConfig) -> int:
     """Run the scheduler until SIGTERM or SIGINT; return the exit code.
 
-    With a leader lease, the scheduler is a standby until it holds the lease. With `standby_of`, it is a standby until
-    an operator commands it to lead, and again after another scheduler has taken over. A standby listens only on its
-    `standby_address`, and writes only its journal.
+    With a lease file, the scheduler is a standby until it holds the lease. With `standby_of`, it is a standby until it
+    acquires the lease in a store or, without a lease, until an operator commands it to lead, and again after another
+    scheduler has taken over. A standby listens only on its `standby_address`, and writes only its journal.
     """
     configure_logging("quire-scheduler")
     lease: LeaderLease | None = None
+    election: Election | None = None
     try:
         telemetry = Telemetry("quire-scheduler")
         admission = load_admission(config.admission_file)
         to_core_config(config, admission)
-        numbers = _number_file(config)
+        check_leadership(config)
+        numbers = NumberFile(Path(config.journal)) if config.standby_address or config.standby_of else None
         # Before this process waits as a standby, because it must lead at once later.
         tune_collector()
-        if config.leader_lease:
+        if config.leader_lease and not is_remote(config.leader_lease):
             lease = LeaderLease(Path(config.leader_lease), f"{config.frontend_address} {config.worker_address}")
+        pulse = Pulse()
         while True:
-            number = _await_leadership(config, numbers, lease)
+            election = _election(config)
+            number = _await_leadership(config, numbers, lease, election, pulse)
             if number is None:
                 return 0
-            successor = _lead(config, telemetry, admission, number, lease)
+            successor = _lead(config, telemetry, admission, number, lease, election, pulse)
             if numbers is not None and successor:
                 numbers.write(numbers.read().seen(successor))
             if not successor or not config.standby_of:
                 return 0
+            if election is not None:
+                election.end()
     except (ConfigError, InvalidLimitsError, ReplacedError, zmq.ZMQError) as error:
         print(f"quire scheduler: {error}", file=sys.stderr)
         return 1
+    finally:
+        # Last, because a standby leads as soon as the lease ends.
+        if election is not None:
+            election.end()
 
 
-def _number_file(config: SchedulerConfig) -> NumberFile | None:
-    """Return the file with the leader numbers; None without standbys on other machines.
+def _election(config: SchedulerConfig) -> Election | None:
+    """Return the lease in etcd or Kubernetes that is configured, if any.
 
     Raises:
-        ConfigError: there is no journal, or a lease on one machine is configured too.
+        ConfigError: the lease is invalid.
+    """
+    if not is_remote(config.leader_lease):
+        return None
+    holder = f"{names.gethostname()}-{os.getpid()}"
+    return Election(open_store(config.leader_lease, holder, config.leader_lease_s), config.leader_lease_s)
+
+
+def check_leadership(config: SchedulerConfig) -> None:
+    """Check that the settings of standbys and leases fit together.
+
+    Raises:
+        ConfigError: there is no journal, or the lease is of the wrong kind.
     """
     setting = "standby_address" if config.standby_address else "standby_of" if config.standby_of else ""
-    if not setting:
-        return None
-    if config.leader_lease:
+    flag = f"{setting} (--{setting.replace('_', '-')})"
+    if is_remote(config.leader_lease):
+        if not (config.standby_address and config.standby_of):
+            missing = "--standby-of" if config.standby_address else "--standby-address"
+            raise ConfigError(
+                "leader_lease (--leader-lease): a lease in etcd or Kubernetes is for schedulers that replicate their"
+                f" journal; add {missing}"
+            )
+    elif config.leader_lease and setting:
         raise ConfigError(
-            f"{setting} (--{setting.replace('_', '-')}): cannot be combined with --leader-lease FILE, which is for"
-            " schedulers on one machine; remove one of them"
+            f"{flag}: cannot be combined with --leader-lease FILE, which is for schedulers on one machine; remove one"
+            " of them"
         )
-    if not config.journal:
-        raise ConfigError(f"{setting} (--{setting.replace('_', '-')}): standbys need a journal; add --journal FOLDER")
-    return NumberFile(Path(config.journal))
+    if setting and not config.journal:
+        raise ConfigError(f"{flag}: standbys need a journal; add --journal FOLDER")
 
 
-def _await_leadership(config: SchedulerConfig, numbers: NumberFile | None, lease: LeaderLease | None) -> int | None:
+def _await_leadership(
+    config: SchedulerConfig,
+    numbers: NumberFile | None,
+    lease: LeaderLease | None,
+    election: Election | None,
+    pulse: Pulse,
+) -> int | None:
     """Wait until this scheduler must lead; return its leader number, or None if it must exit before that."""
     if numbers is None:
         if lease is not None:
@@ -106,12 +144,13 @@ def _await_leadership(config: SchedulerConfig, numbers: NumberFile | None, lease
         context,
         config,
         known,
+        election=election,
         protect_server=protector(keys, SCHEDULER),
         protect_client=(lambda _socket: None) if keys is None else keys.protect_scheduler,
     )
     try:
         with _on_signals(standby.stop):
-            succession = standby.run()
+            succession = standby.run(pulse)
     finally:
         standby.close()
         if allowed is not None:
@@ -130,11 +169,13 @@ def _lead(
     admission: AdmissionSettings,
     number: int,
     lease: LeaderLease | None,
+    election: Election | None,
+    pulse: Pulse,
 ) -> int:
     """Serve until a signal or until another scheduler leads; return the leader number of the latter, or 0."""
     incarnation = draw_incarnation()
     recorder = open_recorder(config, to_core_config(config, admission), incarnation)
-    service = SchedulerService(config, telemetry, incarnation, admission, recorder, lease, number)
+    service = SchedulerService(config, telemetry, incarnation, admission, recorder, lease, number, election, pulse)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: service.stop())
     sys.setswitchinterval(SWITCH_S)

@@ -31,6 +31,7 @@ from scheduler_svc.metrics import Leadership, SchedulerMetrics
 from scheduler_svc.operator import Operator
 from scheduler_svc.recorder.recorder import Recorder, RecorderStats
 from scheduler_svc.recorder.tape import RecordedScheduler
+from scheduler_svc.standby.election import Election
 from scheduler_svc.standby.leading import Standbys
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker import link as worker_link
@@ -120,6 +121,8 @@ class SchedulerService:
         recorder: Recorder | None = None,
         lease: LeaderLease | None = None,
         leader_number: int = 0,
+        election: Election | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self._config = config
         self._lease = lease
@@ -152,6 +155,7 @@ class SchedulerService:
                 others=addresses(config.standby_of),
                 number=leader_number,
                 is_synchronous=config.journal_sync == "standby",
+                election=election,
                 protect_server=protector(keys, SCHEDULER),
                 protect_client=(lambda _socket: None) if keys is None else keys.protect_scheduler,
             )
@@ -176,7 +180,7 @@ class SchedulerService:
         self._silence_s = config.worker_silence_s
         if self._standbys is not None:
             self._silence_s = min(config.worker_silence_s, SILENCE_WITH_STANDBY_S)
-        self._pulse = Pulse()
+        self._pulse = pulse or Pulse()
         self._ticked_at = self._looked_at = -math.inf
         self._gather_s = 0.0
         """Time for which to wait for more results after a wake-up, s."""

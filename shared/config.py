@@ -222,8 +222,16 @@ class SchedulerConfig(_Checked):
     leader_lease: str = _option(
         "",
         "file that several schedulers on one machine share, with the same addresses: one leads, the others wait as "
-        "standbys and take over when it ends; empty: this scheduler leads at once",
+        "standbys and take over when it ends; for schedulers with --standby-of: a lease in etcd"
+        " (etcd://HOST:PORT/NAME) or Kubernetes (kubernetes), whose holder leads; empty: this scheduler leads at once",
         is_path=True,
+    )
+    leader_lease_s: float = _option(
+        2.0,
+        "a lease in etcd or Kubernetes ends, and a standby takes over, if the leader does not renew it for this long",
+        unit="s",
+        least=1,
+        most=60,
     )
     frontend_lease_s: float = _option(
         10.0, "a front end that is silent for this long is considered lost", unit="s", least=3

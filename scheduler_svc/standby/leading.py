@@ -23,6 +23,7 @@ from protos.quire.journal.v1.replication_pb2 import (
 )
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.standby.cursor import Cursor, Part
+from scheduler_svc.standby.election import Election
 from scheduler_svc.standby.peers import PeerLink, bind, receive_peer
 from shared.frames import STANDBY_VERSIONS
 from shared.logging import get_logger
@@ -84,6 +85,7 @@ class Standbys:
         others: addresses of other schedulers, which learn that this scheduler leads.
         number: number under which this scheduler leads.
         is_synchronous: whether tokens wait for a standby, so that each turn is sent at once.
+        election: the lease of this scheduler; None without a lease.
         protect_server: sets up encryption of the socket for standbys.
         protect_client: sets up encryption of the sockets to other schedulers.
     """
@@ -96,9 +98,11 @@ class Standbys:
         others: Sequence[str],
         number: int,
         is_synchronous: bool = False,
+        election: Election | None = None,
         protect_server: Protect = lambda _socket: None,
         protect_client: Protect = lambda _socket: None,
     ) -> None:
+        self._election = election
         self._router = bind(context, address, protect_server) if address else None
         self._links = [PeerLink(context, other, protect_client) for other in others]
         self._number = number
@@ -134,7 +138,10 @@ class Standbys:
         wait_readable(self.sockets, _LISTEN_S)
 
     def read(self, now: float) -> None:
-        """Handle all messages that have arrived."""
+        """Handle all messages that have arrived, and the end of the lease."""
+        if self._election is not None and now > self._election.held_until:
+            # The holder of the next lease leads under this number or a higher one.
+            self._step_down(self._number + 1, silent=True)
         if self._router is not None and is_readable(self._router):
             while (received := receive_peer(self._router)) is not None:
                 self._handle(*received, now)
@@ -238,7 +245,7 @@ class Standbys:
     def _step_down(self, number: int, *, silent: bool) -> None:
         if number > self.successor:
             self.successor = number
-            log.warning("stepping down: another scheduler leads", leader_number=number, own=self._number)
+            log.warning("stepping down: another scheduler may lead", leader_number=number, own=self._number)
         self.must_be_silent |= silent
 
     def _send_parts(self, peer: bytes, standby: _Standby, journal: Journal, now: float) -> None:

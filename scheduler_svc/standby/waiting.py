@@ -1,7 +1,9 @@
 """A standby: mirrors the leader's journal until this scheduler leads.
 
-A standby listens only on its --standby-address. It takes over when an operator commands it there. It first asks the
-leader to step down, and waits for the leader only a short time, because the leader may have been lost.
+A standby listens only on its --standby-address. With a lease in a store, it takes over as soon as it acquires the
+lease. A standby that may have missed a part of the journal lets others acquire it first. Without a lease, the standby
+takes over when an operator commands it. It first asks the leader to step down, and waits for the leader only a short
+time, because the leader may have been lost.
 """
 
 import time
@@ -19,12 +21,14 @@ from protos.quire.journal.v1.replication_pb2 import (
     Status,
     StepDown,
 )
+from scheduler_svc.standby.election import Election
 from scheduler_svc.standby.leader_number import Numbers
 from scheduler_svc.standby.mirror import GapError, Mirror
 from scheduler_svc.standby.peers import PeerLink, bind, receive_peer
 from shared.config import ConfigError, SchedulerConfig, addresses
 from shared.frames import STANDBY_VERSIONS
 from shared.logging import get_logger
+from shared.pulse import Pulse
 from shared.sockets import Protect, is_readable, send_to, wait_readable
 
 HELLO_S = 0.25
@@ -53,6 +57,7 @@ class Standby:
     Args:
         config: its settings.
         numbers: the leader numbers that it knows.
+        election: its lease; None without a lease.
         protect_server: sets up encryption of its own socket.
         protect_client: sets up encryption of its sockets to other schedulers.
 
@@ -66,10 +71,13 @@ class Standby:
         config: SchedulerConfig,
         numbers: Numbers,
         *,
+        election: Election | None = None,
         protect_server: Protect = lambda _socket: None,
         protect_client: Protect = lambda _socket: None,
     ) -> None:
         self.numbers = numbers
+        self._election = election
+        self._heard_leader_at = time.monotonic()
         try:
             self._mirror = Mirror(Path(config.journal), syncs=config.journal_fsync == "step")
         except OSError as error:
@@ -91,14 +99,15 @@ class Standby:
         """Make `run` return. May be called from a signal handler."""
         self._stopping = True
 
-    def run(self) -> Succession | None:
+    def run(self, pulse: Pulse) -> Succession | None:
         """Wait until this scheduler must lead; return None after `stop`."""
         log.info("standby: waiting", leader=[link.address for link in self._links])
         while not self._stopping:
             now = time.monotonic()
+            pulse.beat()
             self._read(now)
-            if self._commanded_at is not None and self._may_lead(now):
-                number = self.numbers.to_take_over(time.time_ns() // 1_000_000)
+            number = self._elected(now) if self._election is not None else self._commanded(now)
+            if number:
                 log.warning(
                     "taking over", leader_number=number, has_whole_journal=self._mirror.is_complete,
                     leader_has_stepped_down=self._has_stepped_down,
@@ -121,8 +130,23 @@ class Standby:
         links = tuple(link.socket for link in self._links)
         return links if self._router is None else (self._router, *links)
 
+    def _elected(self, now: float) -> int:
+        """Return the number under which this scheduler leads by its lease; 0 if it does not hold the lease."""
+        assert self._election is not None
+        is_current = self._mirror.is_complete or self.numbers.own == self.numbers.highest
+        if is_current or now - self._heard_leader_at > self._election.grace_s:
+            self._election.stand(self.numbers.highest)
+        return self._election.number
+
+    def _commanded(self, now: float) -> int:
+        """Return the number under which this scheduler leads by command; 0 if it must not lead yet."""
+        if self._commanded_at is None or not self._may_lead(now):
+            return 0
+        return self.numbers.to_take_over(time.time_ns() // 1_000_000)
+
     def _begin_to_take_over(self, now: float) -> None:
-        self._commanded_at = now
+        if self._election is None:
+            self._commanded_at = now
         if self._leader is not None and self.numbers.highest:
             request = StepDown(leader_number=self.numbers.highest + 1, leads=False)
             if not self._leader.send(PeerMessage(step_down=request)):
@@ -163,6 +187,7 @@ class Standby:
             case "stepped_down" if link is self._leader:
                 self._has_stepped_down = True
             case "part" if message.leads and is_highest:
+                self._heard_leader_at = now
                 if self._leader is not link:
                     log.info("standby: follows a leader", leader=link.address, leader_number=message.leader_number)
                     self._leader = link

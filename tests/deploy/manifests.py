@@ -16,7 +16,7 @@ TOOLS = ROOT / "build" / "kube" / "bin"
 EXAMPLES = tuple(sorted(path.name for path in (KUBERNETES / "examples").iterdir()))
 SECRETS = frozenset(
     {"quire-keys-frontend", "quire-keys-scheduler", "quire-keys-worker", "quire-allowed-workers"}
-    | {"quire-allowed-frontends", "quire-tls", "quire-principals"}
+    | {"quire-allowed-frontends", "quire-allowed-schedulers", "quire-tls", "quire-principals"}
 )
 """Secrets that an operator makes (deploy/kubernetes/README.md)."""
 CLAIMS = frozenset({"quire-model"})

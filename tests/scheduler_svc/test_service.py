@@ -40,9 +40,9 @@ class Peer:
         assert self._socket.poll(WAIT_MS), "nothing came"
         return self._socket.recv()
 
-    def has_message(self) -> bool:
-        """Whether a frame is there already."""
-        return bool(self._socket.poll(0))
+    def has_message(self, timeout_ms: int = 0) -> bool:
+        """Whether a frame is there, or comes in this time."""
+        return bool(self._socket.poll(timeout_ms))
 
     def close(self) -> None:
         """Goes away without a word."""
@@ -61,14 +61,18 @@ class FrontendPeer(Peer):
 
     def hello(self, oldest: int = LINK_VERSIONS.oldest, newest: int = 0) -> link_pb2.CoreMessage:
         """Send a Hello with these versions, and wait for the state or a refusal."""
-        hello = link_pb2.FrontendHello(
-            protocol_version=oldest, newest_protocol_version=newest, frontend_id="f", incarnation=1
-        )
-        self.send(link_pb2.FrontendMessage(hello=hello))
+        self.send_hello(oldest, newest)
         while True:
             message = link_pb2.CoreMessage.FromString(self.receive())
             if message.HasField("state") or message.refused:
                 return message
+
+    def send_hello(self, oldest: int = LINK_VERSIONS.oldest, newest: int = 0) -> None:
+        """Send a Hello with these versions."""
+        hello = link_pb2.FrontendHello(
+            protocol_version=oldest, newest_protocol_version=newest, frontend_id="f", incarnation=1
+        )
+        self.send(link_pb2.FrontendMessage(hello=hello))
 
     def families(self) -> list[link_pb2.MetricFamily]:
         """The metrics of the service, as of now."""

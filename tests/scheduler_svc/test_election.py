@@ -1,0 +1,261 @@
+"""Promises of a leader lease in etcd or Kubernetes: one scheduler leads per number, and another one if it is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc.standby.election import Election, LeaseError, LeaseStore
+from scheduler_svc.standby.stores import open_store
+from shared.config import ConfigError
+from tests.scheduler_svc import lease_servers
+from tests.scheduler_svc.test_standby import Scheduler, _begin, _log, _take_over
+
+WAIT_S = 60
+DURATION_S = 1.0
+TIMEOUT_S = 5.0
+
+Open = Callable[[str], LeaseStore]
+"""Opens the lease for the holder with this name."""
+
+
+@pytest.fixture(params=["etcd", "kubernetes"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Yield a function that opens a new lease."""
+    with ExitStack() as stack:
+        if request.param == "etcd":
+            server, _ = stack.enter_context(lease_servers.etcd(tmp_path))
+            yield lambda holder: open_store(f"etcd://{server}/quire", holder, DURATION_S)
+        else:
+            environ, account, _ = stack.enter_context(lease_servers.kubernetes(tmp_path))
+            yield lambda holder: open_store("kubernetes", holder, DURATION_S, environ=environ, account=account)
+
+
+def _acquire(store: LeaseStore, highest: int = 0) -> int:
+    """Acquire a lease that has ended or is about to end."""
+    end = time.monotonic() + WAIT_S
+    while not (number := store.acquire(highest, TIMEOUT_S)):
+        assert time.monotonic() < end, "the lease does not end"
+        time.sleep(0.05)
+    return number
+
+
+def test_one_of_two_holds_a_lease_and_its_successor_has_a_higher_number(opened: Open) -> None:
+    """Also the number of a successor that knows a higher number than the store."""
+    first, second = opened("first"), opened("second")
+    number = first.acquire(0, TIMEOUT_S)
+    assert number > 1e12
+    assert first.renew(TIMEOUT_S)
+    assert second.acquire(0, TIMEOUT_S) == 0
+
+    first.release(TIMEOUT_S)
+
+    assert second.acquire(0, TIMEOUT_S) == number + 1
+    second.release(TIMEOUT_S)
+    assert first.acquire(number + 100, TIMEOUT_S) == number + 101
+
+
+def test_a_lease_that_is_not_renewed_ends_and_cannot_be_renewed(opened: Open) -> None:
+    """Its holder learns that another scheduler has it."""
+    first, second = opened("first"), opened("second")
+    number = first.acquire(0, TIMEOUT_S)
+
+    assert _acquire(second) == number + 1
+
+    assert not first.renew(TIMEOUT_S)
+    assert first.acquire(number, TIMEOUT_S) == 0
+    assert second.renew(TIMEOUT_S)
+
+
+def test_a_renewed_lease_does_not_end(opened: Open) -> None:
+    """A scheduler that waits for three durations does not get it."""
+    first, second = opened("first"), opened("second")
+    assert first.acquire(0, TIMEOUT_S)
+    end = time.monotonic() + 3 * DURATION_S
+    while time.monotonic() < end:
+        assert first.renew(TIMEOUT_S)
+        assert second.acquire(0, TIMEOUT_S) == 0
+        time.sleep(DURATION_S / 10)
+
+
+def test_an_election_has_one_winner_at_any_time(opened: Open) -> None:
+    """Five schedulers stand; the winner ends or is cut off; no two hold the lease at the same time."""
+    numbers: list[int] = []
+    elections = [Election(opened(f"holder-{index}"), DURATION_S) for index in range(5)]
+    for each in elections:
+        each.stand(0)
+    while elections:
+        end = time.monotonic() + WAIT_S
+        while not (leading := [each for each in elections if each.number and time.monotonic() < each.held_until]):
+            assert time.monotonic() < end, "nobody leads"
+            time.sleep(0.01)
+        assert len(leading) == 1
+        numbers.append(leading[0].number)
+        leading[0].end()
+        elections.remove(leading[0])
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_lease_object_of_kubernetes_may_be_changed_by_others(tmp_path: Path) -> None:
+    """The holder still renews it after a label was added, and not after it was deleted."""
+    with lease_servers.kubernetes(tmp_path) as (environ, account, stored):
+        store = open_store("kubernetes://quire/quire", "holder", DURATION_S, environ=environ, account=account)
+        number = store.acquire(0, TIMEOUT_S)
+        assert stored.content["spec"]["holderIdentity"] == "holder"
+        assert stored.content["metadata"]["annotations"] == {"quire.dev/leader-number": str(number)}
+        stored.handle("PUT", "quire", stored.content)
+        assert store.renew(TIMEOUT_S)
+        (account / "token").write_text("expired")
+        with pytest.raises(LeaseError, match="status 401: Unauthorized"):
+            store.renew(TIMEOUT_S)
+        (account / "token").write_text(lease_servers.TOKEN)
+        stored.content = None
+        assert not store.renew(TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Two schedulers that replicate to each other, with a lease in etcd."""
+
+    schedulers: tuple[Scheduler, Scheduler]
+    etcd: "subprocess.Popen[bytes]"
+
+    def leader(self) -> tuple[Scheduler, Scheduler]:
+        """Return the scheduler that leads, and the other one, once the latter has the whole journal."""
+        end = time.monotonic() + WAIT_S
+        while time.monotonic() < end:
+            for scheduler, other in (self.schedulers, self.schedulers[::-1]):
+                if not scheduler.killed and _leads(scheduler):
+                    if not other.killed:
+                        scheduler.until("quire_standby_ready", lambda value: value == 1)
+                    return scheduler, other
+        raise AssertionError("no scheduler leads")
+
+
+def _leads(scheduler: Scheduler) -> bool:
+    """Return whether a scheduler responds to a front end."""
+    frontend = scheduler.frontend()
+    try:
+        frontend.send_hello()
+        return frontend.has_message(1000)
+    finally:
+        frontend.close()
+
+
+@pytest.fixture
+def cell(tmp_path: Path) -> Iterator[Cell]:
+    """Yield two schedulers, one of which leads soon."""
+    with lease_servers.etcd(tmp_path) as (server, process):
+        flags = (f"--leader-lease=etcd://{server}/quire", f"--leader-lease-s={DURATION_S}", "--journal-sync=standby")
+        addresses = [f"ipc://{tmp_path}/{name}/s" for name in "ab"]
+        first = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags)
+        second = Scheduler(tmp_path / "b", f"--standby-of={addresses[0]}", *flags)
+        yield Cell((first, second), process)
+        for each in (first, second):
+            each.close()
+
+
+def test_a_standby_leads_after_the_leader_was_killed(cell: Cell) -> None:
+    """It has every token that was delivered, and leads under a higher number."""
+    leader, standby = cell.leader()
+    number = leader.until("quire_leader_number", lambda value: value > 0)
+    _begin(leader)
+    leader.kill()
+
+    standby.until("quire_leader_number", lambda value: value > number)
+
+    assert _log(standby) == [1, 2, 3, 11, 12]
+
+
+def test_a_leader_that_was_stopped_becomes_the_standby(cell: Cell) -> None:
+    """It sends nothing after it continues, although a result of its worker has arrived meanwhile."""
+    leader, standby = cell.leader()
+    frontend, worker = _begin(leader)
+    plan = worker.until("plan")
+    leader.process.send_signal(signal.SIGSTOP)
+    standby.until("quire_leader_number", lambda value: value > 0)
+    worker.answer(plan, [0], [13])
+    while frontend.has_message():
+        frontend.receive()
+
+    leader.process.send_signal(signal.SIGCONT)
+
+    standby.until("quire_standby_ready", lambda value: value == 1)
+    assert not frontend.has_message()
+    assert _log(standby) == [1, 2, 3, 11, 12]
+
+
+def test_a_leader_that_exits_hands_over_at_once(cell: Cell) -> None:
+    """It releases the lease, and its journal is complete at the standby."""
+    leader, standby = cell.leader()
+    _begin(leader)
+    leader.process.terminate()
+    assert leader.process.wait(WAIT_S) == 0
+
+    standby.until("quire_leader_number", lambda value: value > 0)
+
+    assert _log(standby) == [1, 2, 3, 11, 12]
+
+
+def test_a_command_changes_the_leader(cell: Cell) -> None:
+    """The old leader releases the lease and becomes the standby of the new one."""
+    for _ in range(3):
+        leader, standby = cell.leader()
+        number = leader.until("quire_leader_number", lambda value: value > 0)
+        assert _take_over(standby.address) > number
+        standby.until("quire_standby_ready", lambda value: value == 1)
+
+
+def test_nobody_leads_while_the_store_is_away(cell: Cell) -> None:
+    """The leader steps down before its lease ends, and a scheduler leads when the store is back."""
+    leader, standby = cell.leader()
+    frontend, worker = _begin(leader)
+    plan = worker.until("plan")
+    cell.etcd.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + WAIT_S
+    while _leads(leader) or _leads(standby):
+        assert time.monotonic() < end, "the leader does not step down"
+    while frontend.has_message():
+        frontend.receive()
+    worker.answer(plan, [0], [13])
+    assert not frontend.has_message()
+
+    cell.etcd.send_signal(signal.SIGCONT)
+
+    assert _log(cell.leader()[0]) == [1, 2, 3, 11, 12]
+
+
+@pytest.mark.parametrize(
+    ("lease", "reason"),
+    [
+        ("etcd://", "a server or the name is missing"),
+        ("etcd://h:2379", "a server or the name is missing"),
+        ("etcd://h:2379/quire?cacert=x", "unknown parameter cacert"),
+        ("etcd://h:2379/quire?ca=/nowhere", "No such file"),
+        ("kubernetes", "KUBERNETES_SERVICE_HOST is not set, so this is no pod"),
+    ],
+)
+def test_an_invalid_lease_is_refused(lease: str, reason: str) -> None:
+    """The message names the setting and the remedy."""
+    with pytest.raises(ConfigError, match=rf"leader_lease \(--leader-lease\): .*{reason}.*; use etcd://HOST:PORT/NAME"):
+        open_store(lease, "holder", DURATION_S, environ={})
+
+
+def test_a_lease_in_a_store_needs_replication(tmp_path: Path) -> None:
+    """The message names the setting that is missing."""
+    failed = subprocess.run(
+        [
+            *(sys.executable, "-m", "quire_server.cli.main", "scheduler", "--leader-lease=etcd://h:2379/quire"),
+            *(f"--standby-address=ipc://{tmp_path}/s", f"--journal={tmp_path}/j"),
+        ],
+        capture_output=True, timeout=WAIT_S, check=False, text=True, env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("for schedulers that replicate their journal; add --standby-of\n")
