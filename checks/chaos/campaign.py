@@ -237,8 +237,6 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             f"--speculation={campaign.speculation}",
             *(f"--{name}={campaign.disk}/{name}" for name in folders),
         ) as (served, wires),
-        pressure.busy(campaign.busy),
-        contextlib.nullcontext() if campaign.disk is None else pressure.full_disk(campaign.disk),
     ):
         resumable = campaign.disk is not None
         load = Load(
@@ -249,10 +247,11 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             campaign.seed,
             resumable=resumable,
         )
-        strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))
+        full_disk = contextlib.nullcontext() if campaign.disk is None else pressure.full_disk(campaign.disk)
+        with pressure.busy(campaign.busy), full_disk:
+            strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))
         served.wait_until_empty()
-        for strike in strikes:
-            _read_log(served, strike)
+        _read_log(served.log_lines(), strikes)
     tally = Tally()
     for streamed in load.done:
         check(oracle, streamed, tally)
@@ -327,18 +326,21 @@ async def _strike(fault: Fault, name: str, pid: int, wires: Wires, *, stays: boo
                 wires.mend(name)
 
 
-def _read_log(served: Served, strike: Strike) -> None:
-    """Find when the scheduler detected a fault, its target, and when the worker was back."""
-    for line in served.log_lines():
-        if line.get("worker") != strike.worker or line.get("service") != "quire-scheduler":
-            continue
-        at = datetime.fromisoformat(line["timestamp"]).timestamp()
-        if at < strike.time:
-            continue
-        if line["event"] == "worker lost; its requests wait for another worker" and not strike.request_ids:
-            strike.request_ids = line["request_ids"]
-        elif line["event"] == "worker lost" and strike.noticed is None:
-            strike.noticed = at
-        elif line["event"] == "worker joined":
-            strike.served_again = at
-            return
+def _read_log(lines: Sequence[dict[str, Any]], strikes: Sequence[Strike]) -> None:
+    """Find when the scheduler detected each fault, its target, and when the worker was back."""
+    of_worker: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for line in lines:
+        if line.get("service") == "quire-scheduler" and "worker" in line:
+            at = datetime.fromisoformat(line["timestamp"]).timestamp()
+            of_worker.setdefault(line["worker"], []).append((at, line))
+    for strike in strikes:
+        for at, line in of_worker.get(strike.worker, []):
+            if at < strike.time:
+                continue
+            if line["event"] == "worker lost; its requests wait for another worker" and not strike.request_ids:
+                strike.request_ids = line["request_ids"]
+            elif line["event"] == "worker lost" and strike.noticed is None:
+                strike.noticed = at
+            elif line["event"] == "worker joined":
+                strike.served_again = at
+                break

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -57,9 +58,8 @@ class Campaign:
 
 @dataclass(slots=True)
 class KillRecord:
-    """One kill, and the streams that were live."""
+    """The moment of one kill, and the streams that were live."""
 
-    kill: Kill
     time: float
     """Time of the kill, from `time.time()`."""
     live: list[Streamed] = field(default_factory=list)
@@ -70,25 +70,18 @@ class KillRecord:
 class Outcome:
     """Result of a campaign."""
 
-    records: list[KillRecord]
+    kills: list[tuple[Kill, KillRecord]]
     streams: list[Streamed]
     tally: Tally
     seconds: float
 
     def figures(self) -> dict[str, Any]:
-        """Return the results as JSON.
-
-        A stream's pause is its longest gap between two messages, from the last message before a kill until the next
-        kill. It is computed for each stream that was running at the kill.
-        """
+        """Return the results as JSON."""
         pauses: dict[Kill, list[float]] = {kill: [] for kill in Kill}
-        for record, following in zip_longest(self.records, self.records[1:]):
-            until = following.time if following is not None else math.inf
-            for streamed in record.live:
-                gaps = [b - a for a, b in pairwise(streamed.times) if b > record.time and a < until]
-                pauses[record.kill].append(max(gaps, default=0.0))
+        for (kill, _), found in zip(self.kills, longest_pauses([record for _, record in self.kills]), strict=True):
+            pauses[kill] += found
         return {
-            "kills": len(self.records),
+            "kills": len(self.kills),
             "streams": len(self.streams),
             "tokens": sum(len(streamed.tokens) for streamed in self.streams),
             "tokens_compared": self.tally.tokens,
@@ -97,6 +90,19 @@ class Outcome:
             "seconds": round(self.seconds, 1),
             "pause_s": {kill.value: quantiles(values) for kill, values in pauses.items()},
         }
+
+
+def longest_pauses(records: Sequence[KillRecord]) -> list[list[float]]:
+    """Return the pause of each live stream for each kill, in seconds.
+
+    A stream's pause is its longest gap between two messages, from the last message before a kill until the next kill.
+    """
+    pauses = []
+    for record, following in zip_longest(records, records[1:]):
+        until = following.time if following is not None else math.inf
+        gaps = [[b - a for a, b in pairwise(each.times) if b > record.time and a < until] for each in record.live]
+        pauses.append([max(found, default=0.0) for found in gaps])
+    return pauses
 
 
 def run(campaign: Campaign, folder: Path) -> Outcome:
@@ -123,33 +129,36 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             resumable=True,
             connections=CONNECTIONS,
         )
-        records = asyncio.run(_kill_under_load(campaign, served, load, folder / "leader"))
+        kills = asyncio.run(_kill_under_load(campaign, served, load, folder / "leader"))
         served.wait_until_empty()
         assert served.metric("quire_journal_failures_total") == 0
     tally = Tally()
     for streamed in load.done:
         check(oracle, streamed, tally)
     assert tally.near_ties * 1000 < tally.tokens, tally
-    return Outcome(records, load.done, tally, time.monotonic() - began)
+    return Outcome(kills, load.done, tally, time.monotonic() - began)
 
 
-async def _kill_under_load(campaign: Campaign, served: Served, load: Load, lease: Path) -> list[KillRecord]:
+async def _kill_under_load(
+    campaign: Campaign, served: Served, load: Load, lease: Path
+) -> list[tuple[Kill, KillRecord]]:
     rng = random.Random(campaign.seed)
     kills = [kill for kill in campaign.kinds for _ in range(campaign.kills_of_each_kind)]
     rng.shuffle(kills)
     streaming = asyncio.create_task(load.run())
-    records: list[KillRecord] = []
+    records: list[tuple[Kill, KillRecord]] = []
     try:
         await asyncio.wait_for(load.flows.wait(), PATIENCE_S)
         for kill in kills:
-            await _until_all_get_on(load, records[-1].time if records else time.time())
+            await until_all_get_on(load, records[-1][1].time if records else time.time())
             await asyncio.wait({streaming}, timeout=campaign.pause_s)
             if streaming.done():
                 break
-            records.append(KillRecord(kill, time.time(), [each for each in load.live.values() if each.tokens]))
+            record = KillRecord(time.time(), [each for each in load.live.values() if each.tokens])
+            records.append((kill, record))
             for pid in _victims(kill, served, rng, lease if campaign.standby else None):
                 os.kill(pid, signal.SIGKILL)
-        await _until_all_get_on(load, records[-1].time)
+        await until_all_get_on(load, records[-1][1].time)
     finally:
         load.stop()
         await streaming
@@ -181,7 +190,7 @@ def leader_pid(lease: Path) -> int:
     return int(process.split("/")[-2])
 
 
-async def _until_all_get_on(load: Load, moment: float) -> None:
+async def until_all_get_on(load: Load, moment: float) -> None:
     """Wait until every live stream has received a token since a given time."""
     end = time.monotonic() + PATIENCE_S
     while not all(streamed.times and streamed.times[-1] > moment for streamed in load.live.values()):

@@ -22,8 +22,8 @@ def test_kills_of_every_kind_lose_and_repeat_nothing(tmp_path: Path) -> None:
     outcome = run(Campaign(num_streams=12, kills_of_each_kind=1, max_tokens=150, fsync="step", pause_s=0.3), tmp_path)
 
     print(outcome.figures())
-    assert len(outcome.records) == len(Kill)
-    assert all(record.live for record in outcome.records)
+    assert len(outcome.kills) == len(Kill)
+    assert all(record.live for _, record in outcome.kills)
 
 
 def test_a_standby_takes_over_under_load(tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_a_standby_takes_over_under_load(tmp_path: Path) -> None:
     outcome = run(campaign, tmp_path)
 
     print(outcome.figures())
-    assert len(outcome.records) == 3
-    assert all(record.live for record in outcome.records)
+    assert len(outcome.kills) == 3
+    assert all(record.live for _, record in outcome.kills)
 
 
 def test_a_service_that_is_killed_altogether_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_front_ends_and_workers_know_both_schedulers(found: list[dict[str, Any]]
         ("scheduler", SchedulerConfig, "standby_of", 5703),
     ):
         settings = ConfigSources(None, _environment(made[role])).make(config)
-        assert addresses(getattr(settings, setting)) == tuple(f"tcp://{name}:{port}" for name in _PODS)
+        assert addresses(getattr(settings, setting)) == [f"tcp://{name}:{port}" for name in _PODS]
 
 
 def test_the_lease_object_has_the_name_of_the_cell(found: list[dict[str, Any]]) -> None:
@@ -95,7 +95,8 @@ def test_the_lease_object_has_the_name_of_the_cell(found: list[dict[str, Any]]) 
         {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create", "get", "update"]}
     ]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert binding["subjects"][0]["name"] == pod.spec["serviceAccountName"]
+    account = {"kind": "ServiceAccount", "name": pod.spec["serviceAccountName"], "namespace": "quire"}
+    assert binding["subjects"] == [account]
     assert pod.spec["automountServiceAccountToken"]
 
 
