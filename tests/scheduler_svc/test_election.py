@@ -94,7 +94,7 @@ def test_an_election_has_one_winner_at_any_time(opened: Open) -> None:
     while elections:
         end = time.monotonic() + WAIT_S
         while not (leading := [each for each in elections if each.number and time.monotonic() < each.held_until]):
-            assert time.monotonic() < end, "nobody leads"
+            assert time.monotonic() < end, "no scheduler leads"
             time.sleep(0.01)
         assert len(leading) == 1
         numbers.append(leading[0].number)
@@ -213,7 +213,7 @@ def test_a_command_changes_the_leader(cell: Cell) -> None:
         standby.until("quire_standby_ready", lambda value: value == 1)
 
 
-def test_nobody_leads_while_the_store_is_away(cell: Cell) -> None:
+def test_no_scheduler_leads_while_the_store_is_away(cell: Cell) -> None:
     """The leader steps down before its lease ends, and a scheduler leads when the store is back."""
     leader, standby = cell.leader()
     frontend, worker = _begin(leader)
