@@ -225,7 +225,8 @@ class KubernetesLease:
         version, now = lease["metadata"]["resourceVersion"], time.monotonic()
         if version != self._seen[0]:
             self._seen = (version, now)
-        return now - self._seen[1] > spec.get("leaseDurationSeconds", self._duration_s)
+        duration_s: float = spec.get("leaseDurationSeconds", self._duration_s)
+        return now - self._seen[1] > duration_s
 
     def _read(self, timeout_s: float) -> Any:
         status, found = self._call("GET", f"/{self._name}", None, timeout_s)

@@ -1,5 +1,6 @@
 """The component `standby`: two schedulers, of which the holder of a Lease object leads."""
 
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,14 @@ def test_front_ends_and_workers_know_both_schedulers(found: list[dict[str, Any]]
         ("worker", WorkerConfig, "worker_address", 5702),
         ("scheduler", SchedulerConfig, "standby_of", 5703),
     ):
-        settings = ConfigSources(None, _environment(made[role])).make(config)
+        settings = ConfigSources(argparse.Namespace(), _environment(made[role])).make(config)
         assert addresses(getattr(settings, setting)) == [f"tcp://{name}:{port}" for name in _PODS]
 
 
 def test_the_lease_object_has_the_name_of_the_cell(found: list[dict[str, Any]]) -> None:
     """The scheduler's account may use it, and the settings are accepted."""
     pod = _pods(found)["scheduler"]
-    settings = ConfigSources(None, _environment(pod)).make(SchedulerConfig)
+    settings = ConfigSources(argparse.Namespace(), _environment(pod)).make(SchedulerConfig)
     assert is_remote(settings.leader_lease)
     assert settings.leader_lease == f"kubernetes:///{_PREFIX}quire-scheduler"
     check_leadership(settings)
