@@ -46,6 +46,7 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
             max_tokens_per_batch=config.max_tokens_per_batch,
             delay_factor=config.scheduler_delay_factor,
         ),
+        session_wait_s=config.session_wait_s,
         policy_preemption=config.policy_preemption,
         preempt_threshold=config.preempt_threshold,
         victim_rule=config.victim_rule,

@@ -169,6 +169,12 @@ class SchedulerMetrics:
         yield make_family(names.VLLM_RUNNING, [((model,), stats.running)])
         yield make_family(names.VLLM_WAITING, [((model,), stats.waiting)])
         yield make_family(names.QUEUE, [((reason,), count) for reason, count in stats.waiting_by_reason.items()])
+        yield make_family(names.SESSION_GATE_HELD, [((), stats.gate.held)])
+        yield make_family(
+            names.SESSION_GATE_PASSED,
+            [(("room",), stats.gate.passed - stats.gate.timed_out), (("bound",), stats.gate.timed_out)],
+        )
+        yield make_family(names.SESSION_GATE_WAIT, [((), stats.gate.waited_s)])
         yield make_family(names.FRONTENDS, [((), stats.frontends)])
         yield make_family(names.WORKERS, [((), len(stats.workers))])
         yield make_family(names.WORKERS_JOINED, [((), self.workers_joined)])

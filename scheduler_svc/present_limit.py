@@ -34,6 +34,7 @@ class LimitKind(enum.Enum):
     DECODE = "decode bandwidth"
     CREDIT = "readers"
     TENANT = "tenant limit"
+    SESSION = "session memory"
     GRAMMAR = "grammar"
     PREFIX = "prefix"
     BATCH = "batch"
@@ -155,6 +156,9 @@ def _words(kind: LimitKind, found: Pressure, itl_s: float) -> tuple[str, str]:
             whose = f"tenant {found.tenant!r}" if found.tenant else "a tenant"
             state = f"{whose} is at its own limit ({setting}), {rows} of {most} rows busy"
             return state, remedies.tenant(found.tenant, setting)
+        case LimitKind.SESSION:
+            state = f"the working sets of the active sessions fill the KV memory, {rows} of {most} rows busy"
+            return state, remedies.SESSION
         case LimitKind.GRAMMAR:
             return "grammars are being compiled", remedies.GRAMMAR
         case LimitKind.PREFIX:
@@ -195,6 +199,7 @@ _OF_REASON = {
     WaitReason.ALONE: LimitKind.ALONE,
     WaitReason.TENANT_LIMIT: LimitKind.TENANT,
     WaitReason.TENANT_RATE: LimitKind.TENANT,
+    WaitReason.SESSION: LimitKind.SESSION,
     WaitReason.GRAMMAR: LimitKind.GRAMMAR,
     WaitReason.PREFIX: LimitKind.PREFIX,
     WaitReason.CREDIT: LimitKind.CREDIT,

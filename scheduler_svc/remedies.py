@@ -19,6 +19,10 @@ NO_WORKER = "start a worker, or see why none is ready (`quire workers`, the work
 DRAINED = "end the drain of one (`quire drain WORKER --resume`), or start another worker"
 GRAMMAR = "reuse grammars, or make them simpler: each new one is compiled once per worker"
 BATCH = "use --batching continuous, or a shorter --max-wait-ms"
+SESSION = (
+    "give workers more KV memory (--kv-cache-memory, --gpu-memory-utilization), add a worker, or set"
+    " --session-wait-s 0 if later turns may compute their prefixes again"
+)
 ALONE = "see the workers' logs: workers died while they computed these requests, so each runs alone"
 
 

@@ -93,6 +93,13 @@ class SchedulerConfig(_Checked):
         choices=("max_utilization", "guaranteed_no_evict"),
     )
     prefix_cache: str = _option("hash", "how equal prompt prefixes are shared", choices=("radix", "hash", "off"))
+    session_wait_s: float = _option(
+        300.0,
+        "how long the first turn of a session waits for KV memory for its working set, if turns usually follow; 0: it"
+        " does not wait",
+        unit="s",
+        least=0,
+    )
     policy_preemption: str = _option(
         "auto",
         "whether waiting requests preempt running ones; auto: with priority, edf and fair, under max_utilization",

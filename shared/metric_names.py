@@ -334,8 +334,21 @@ _FINE_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02
 QUEUE = Metric(
     "quire.queue.requests",
     _G,
-    "Waiting requests by what they wait for: room, tenant_limit, grammar, prefix, assigned_worker, credit, worker",
+    "Waiting requests by what they wait for: room, session, tenant_limit, grammar, prefix, assigned_worker, credit,"
+    " worker",
     ("reason",),
+)
+SESSION_GATE_HELD = Metric(
+    "quire.session_gate.held", _C, "First turns of sessions that had to wait for memory for their working set"
+)
+SESSION_GATE_PASSED = Metric(
+    "quire.session_gate.passed",
+    _C,
+    "First turns of sessions that started after a wait for memory, by cause: room, or bound (the longest wait)",
+    ("cause",),
+)
+SESSION_GATE_WAIT = Metric(
+    "quire.session_gate.wait_time", _C, "Time that first turns of sessions waited for memory", unit="s"
 )
 FRONTENDS = Metric("quire.frontends", _G, "Connected front ends")
 WORKERS = Metric("quire.workers", _G, "Usable workers")

@@ -2,7 +2,8 @@
 
 * `bug`: the definition of a planted bug
 * `memory`, `checkpoints`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`,
-  `hosts`, `suspects`, `urgency`, `resumption`, `holding`, `purposes`: the bugs, by affected area; importing a module
+  `hosts`, `suspects`, `urgency`, `resumption`, `holding`, `purposes`, `sessions`: the bugs, by affected area;
+  importing a module
   registers its bugs
 """
 
@@ -17,6 +18,7 @@ from checks.planted import (
     planning,
     purposes,
     resumption,
+    sessions,
     sharing,
     speculation,
     streams,
@@ -39,6 +41,7 @@ __all__ = [
     "planning",
     "purposes",
     "resumption",
+    "sessions",
     "sharing",
     "speculation",
     "streams",

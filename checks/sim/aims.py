@@ -167,6 +167,28 @@ def with_checkpoints(number: int) -> Aim:
     return lambda scenario: dataclasses.replace(with_state(with_few_words(scenario)), num_checkpoints=number)
 
 
+def with_sessions(scenario: Scenario) -> Scenario:
+    """Most requests continue an earlier one, and memory holds the working sets of a few sessions only."""
+    step = scenario.pace.step
+    limits = with_limits(
+        num_workers=1, policy="balanced", classes={}, prefix_cache="hash", capacity="max_utilization",
+        max_tokens_in_paged_kv_cache=0, max_queued_tokens=1 << 24, max_num_seqs=8, max_num_batched_tokens=200,
+        long_prefill_token_threshold=0, session_wait_s=60 * step, **CONTINUOUS,
+    )  # fmt: skip
+    scenario = both(limits, with_faults())(scenario)
+    size = dataclasses.replace(
+        scenario.workers[0], block_size=2, num_blocks=100, max_rows=8, max_tokens_per_step=200, max_model_len=4096,
+        max_draft_tokens=0, num_host_blocks=0,
+    )  # fmt: skip
+    traffic = dataclasses.replace(
+        scenario.traffic, conversations=0.9, longest_prompt=60, longest_output=40, context=160, giants=0.0,
+        deadlines=0.0, credit_tokens=0, embeds=0.0, scored=0.0, grammars=0.0, identified=0.0, models=0.0,
+        alphabet=900, families=0, shared_salt=True, most_live=12, gap_s=4 * step, burst=2,
+    )  # fmt: skip
+    pace = dataclasses.replace(scenario.pace, tick=4 * step, per_token=step / 10)
+    return dataclasses.replace(scenario, workers=(size,), traffic=traffic, pace=pace, state_bytes=0)
+
+
 def with_few_words(scenario: Scenario) -> Scenario:
     """Use repetitive prompts and a prefix cache."""
     return dataclasses.replace(
@@ -538,6 +560,7 @@ AIMS: tuple[tuple[str, Aim], ...] = (
         ),
     ),
     ("deadlines and a backlog", with_deadlines),
+    ("sessions", with_sessions),
 )
 """Every adaptation, with a name."""
 

@@ -38,6 +38,7 @@ class Limit(enum.Enum):
     MOVED_BACK = "cached blocks copied back from host memory"
     MOVED_BACK_IN_PARTS = "a request waits for the rest of its prefix in host memory"
     CREDIT = "held out for credit"
+    SESSION = "a new session waits for memory"
     CONTEXT = "context full"
     OVERTAKEN = "overtaken"
     OVERTAKEN_MOST = "overtaken up to the bound"

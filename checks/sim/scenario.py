@@ -91,6 +91,8 @@ class TrafficShape:
     """Share of requests that clients resume."""
     models: float = 0.0
     """Fraction of requests that name the model for which they were validated."""
+    conversations: float = 0.1
+    """Fraction of requests that continue the conversation of an earlier one."""
     steps_per_token: float = 5.0
     """Longest deadline, in steps per generated token."""
     embeds: float = 0.0

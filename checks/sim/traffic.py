@@ -176,7 +176,7 @@ class Traffic:
         length = rng.randint(1, max(1, int(shape.longest_prompt * rng.random())))
         if rng.random() < shape.giants:
             return self._tokens(rng.randint(shape.context // 2, shape.context))
-        if earlier is not None and len(earlier) < 2 * shape.longest_prompt and rng.random() < 0.1:
+        if earlier is not None and len(earlier) < 2 * shape.longest_prompt and rng.random() < shape.conversations:
             return [*earlier, *self._tokens(rng.randint(1, 4))]
         if self._families and rng.random() < 0.7:
             family = rng.choice(self._families)

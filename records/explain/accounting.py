@@ -56,6 +56,7 @@ class CauseKind(enum.Enum):
     MEMORY = "waiting for memory"
     ROWS = "waiting for a free row"
     TENANT = "waiting for its tenant's limit"
+    SESSION = "waiting for memory for a new session"
     GRAMMAR = "waiting for its grammar's compilation"
     PREFIX = "waiting for a prefix that another request computes"
     PREFIX_COPY = "waiting for its prefix, which is copied from host memory"
@@ -95,6 +96,7 @@ _OF_REASON = {
     WaitReason.ROWS: CauseKind.ROWS,
     WaitReason.TENANT_LIMIT: CauseKind.TENANT,
     WaitReason.TENANT_RATE: CauseKind.TENANT,
+    WaitReason.SESSION: CauseKind.SESSION,
     WaitReason.GRAMMAR: CauseKind.GRAMMAR,
     WaitReason.PREFIX: CauseKind.PREFIX,
     WaitReason.CREDIT: CauseKind.HELD_CREDIT,

@@ -26,6 +26,7 @@ _ADVICE: dict[CauseKind, str] = {
         "its tenant is at its own limit: raise max_running or tokens_per_s of the tenant in the admission file, or"
         " spread the tenant's requests over time"
     ),
+    CauseKind.SESSION: f"the working sets of other sessions filled the KV memory: {remedies.SESSION}",
     CauseKind.GRAMMAR: "a new grammar is compiled once per worker: reuse grammars, or make this one simpler",
     CauseKind.PREFIX: "",
     CauseKind.PREFIX_COPY: "its cached prefix had moved to host memory; more KV memory keeps it on the device",

@@ -47,6 +47,7 @@ _KEYS = {
     ("_Node", "keys"), ("_Node", "children"), ("PrefixCache", "_next_keys"), ("PrefixCache", "_pending"),
     ("Request", "keys"), ("PartialBlocks", ""), ("PartialBlocks", "_followers"),
     ("Backlog", "_prefixes"), ("OutputLengths", "_samples"), ("_Wanted", ""),
+    ("Sessions", "_kinds"), ("Sessions", "_tails"), ("_Session", "tail"),
 }  # fmt: skip
 _KEY_CLASSES = {"PrefixDirectory"}
 _GRAMMARS = {("Request", "grammar_key")}

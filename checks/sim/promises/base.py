@@ -19,6 +19,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.lifecycle.statistics import SchedulerStats
+from scheduler_svc.core.lifecycle.tables import Tables
 from scheduler_svc.core.scheduler import Scheduler
 
 
@@ -32,6 +33,8 @@ class Watched:
     book: Book
     stats: Callable[[], SchedulerStats]
     """The core's public statistics."""
+    tables: Callable[[], Tables]
+    """The core's public tables."""
     core: Scheduler
     """The core itself, only to measure its size and effort. No promise calls it."""
 

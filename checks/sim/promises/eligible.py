@@ -28,6 +28,7 @@ class Obstacle(enum.Enum):
     DRAINING = "the worker is drained"
     CONTEXT = "the worker's context is too short"
     MODEL = "the worker serves another model"
+    SESSION = "it may begin a session, and new sessions wait for memory"
     GRAMMAR = "the worker has not compiled its grammar"
     QUOTA = "its tenant's quota"
     RIVALS = "others of its tenant may use up the quota"
@@ -56,6 +57,8 @@ class Eligibility(Promise):
         super().__init__(watched)
         self._quotas = quotas
         self._suspects = suspects
+        self._holds_sessions = False
+        """Whether new sessions wait for memory."""
         self._given_up = self._growth = 0
         """Blocks of requests that left their rows in the current plan, and further blocks that they could have taken.
 
@@ -63,6 +66,7 @@ class Eligibility(Promise):
         """
 
     def asked(self, epoch: Epoch) -> None:
+        self._holds_sessions = self.config.holds_sessions and self.stats().waiting_by_reason["session"] > 0
         self._given_up = self._growth = 0
 
     def displaced(self, stream: Stream, epoch: Epoch, outcome: str) -> None:
@@ -103,6 +107,8 @@ class Eligibility(Promise):
         demand = stream.demand
         if stream.starved:
             return Obstacle.CREDIT
+        if self._holds_sessions and not stream.is_under_way:
+            return Obstacle.SESSION
         # While the only worker drains, the requests that it preempted return to it.
         if epoch.draining and (stream.home is not epoch or len(self.cluster.sites) > 1):
             return Obstacle.DRAINING

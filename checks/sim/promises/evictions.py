@@ -98,7 +98,6 @@ class LeastRecentlyUsedGoFirst(Promise):
             blocks = self._blocks[epoch] = _Blocks()
         for row in plan.leaves.tolist():
             blocks.leave(row, plan.step)
-        given: list[int] = []
         newest_evicted = blocks.newest_evicted
         for admission in plan.admissions:
             table: list[int] = admission.blocks.tolist()
@@ -113,7 +112,9 @@ class LeastRecentlyUsedGoFirst(Promise):
                             f"block {block}, unused since step {since}, is found; one of step {newest_evicted} is gone"
                         )
                         raise ViolationError("evict.order", what, StreamName(admission.frontend, admission.stream))
-            given += table[num_shared:]
+            # A later admission of this plan may already share these blocks, with their new content.
+            blocks.write(table[num_shared:])
+        given: list[int] = []
         for row, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
             blocks.tables[row].append(block)
             given.append(block)

@@ -42,7 +42,20 @@ _IS_LAZY = frozenset(
     }
 )
 _IS_TABLE = frozenset({"Grammars._failed", "Grammars._unused", "_Ratios.distances", "_Ratios.values"})
-_HAS_OWN_LIMIT = frozenset({"Forecast._admissions", "History._ended", "KeptLogs._logs", "OutputLengths._samples"})
+_HAS_OWN_LIMIT = frozenset(
+    {
+        "Forecast._admissions",
+        "History._ended",
+        "KeptLogs._logs",
+        "OutputLengths._samples",
+        "Sessions._free",
+        "Sessions._kinds",
+        "Sessions._lengths",
+        "Sessions._pausing",
+        "Sessions._sessions",
+        "Sessions._tails",
+    }
+)
 """Containers with limits that a simulation does not reach. Their contents are not examined."""
 _BY_BLOCK = (
     "BlockPool.", "HostKeys.", "HostPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.",

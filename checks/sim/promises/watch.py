@@ -23,6 +23,7 @@ from checks.sim.promises.prompts import PromptsAreShared, ShortPromptsStart
 from checks.sim.promises.queues import QueueLimits
 from checks.sim.promises.quotas import Quotas
 from checks.sim.promises.refusals import RefusalsAreNeeded
+from checks.sim.promises.sessions import OnlyNewSessionsWait
 from checks.sim.promises.sizes import MemoryIsBounded
 from checks.sim.promises.victims import VictimsRankLast
 from checks.sim.promises.waits import UnusableGrammarsEnd, WaitsAreBounded
@@ -45,7 +46,7 @@ class Promises:
         self._clients = clients
         self._world = world
         self._book = Book(world)
-        watched = Watched(world, cluster, clients, self._book, core.stats, core)
+        watched = Watched(world, cluster, clients, self._book, core.stats, core.tables, core)
         self._ends = EndsAreJustified(watched)
         promises: list[Promise] = [
             self._ends,
@@ -65,6 +66,7 @@ class Promises:
             promises += [
                 eligibility,
                 WaitsAreBounded(watched),
+                OnlyNewSessionsWait(watched),
                 QueueLimits(watched),
                 quotas,
                 suspects,

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.intp]
+Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 NO_INDICES: IndexArray = np.zeros(0, np.intp)

@@ -58,6 +58,8 @@ class CoreConfig:
     """One of PREFIX_CACHES."""
     capacity: str = "max_utilization"
     batching: BatchingLimits = field(default_factory=BatchingLimits)
+    session_wait_s: float = 300.0
+    """Longest wait of a new session for memory for its working set; 0 if new sessions do not wait."""
     policy_preemption: str = "auto"
     """"on" if a waiting request may preempt running requests of lower rank; "auto" if policy and capacity decide."""
     preempt_threshold: float = 5.0
@@ -128,6 +130,11 @@ class CoreConfig:
         """Whether part of each step's prompt tokens goes to the shortest prompts."""
         is_strict = self.policy == "fcfs" and not self.classes
         return not is_strict and self.batching.mode == "continuous" and not self.batching.delay_factor
+
+    @property
+    def holds_sessions(self) -> bool:
+        """Whether new sessions may have to wait for memory for their working sets."""
+        return self.session_wait_s > 0 and self.prefix_cache != "off" and self.batching.mode == "continuous"
 
     def policy_of(self, request_class: str) -> str:
         """Return the policy for requests of a class."""

@@ -100,6 +100,7 @@ class WaitReason(enum.Enum):
     ROWS = "a free row"
     TENANT_LIMIT = "its tenant's limit of running requests"
     TENANT_RATE = "its tenant's token rate"
+    SESSION = "memory for the working set of a new session"
     GRAMMAR = "the compilation of its grammar"
     PREFIX = "a prefix that another request computes"
     CREDIT = "its reader, which takes no more output"

@@ -6,6 +6,7 @@ request runs next; `batch_selection` does.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 from scheduler_svc.core.interface import events as ev
@@ -20,6 +21,8 @@ from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.policies import make_policy
+from scheduler_svc.core.queueing.session_gate import GateCounters, SessionGate
+from scheduler_svc.core.queueing.sessions import Sessions
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.history import History, Story, story_of
 from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait, to_request
@@ -48,9 +51,12 @@ class RequestRegistry:
         self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
         self.forecast = Forecast(fleet, config)
         self.tenants = Tenants(config.tenant_limits)
+        self.sessions = Sessions() if config.holds_sessions else None
+        gate = None if self.sessions is None else SessionGate(self.sessions, self.policy, config.session_wait_s)
         self.backlog = Backlog(
             self.policy,
             self.tenants,
+            gate,
             serves_by_length=config.serves_short_first and not self.policy.is_by_turns,
         )
         self.history = History()
@@ -129,6 +135,12 @@ class RequestRegistry:
         return self._states.waiting_by_reason
 
     @property
+    def gate_counters(self) -> GateCounters:
+        """A copy of the counters of the gate for sessions."""
+        gate = self.backlog.gate
+        return GateCounters() if gate is None else replace(gate.counters)
+
+    @property
     def models(self) -> set[str]:
         """Model fingerprints required by live requests; "" for requests that require no particular model."""
         return {request.spec.model for request in self._requests.values()}
@@ -184,6 +196,8 @@ class RequestRegistry:
             self._timeouts.watch_deadline(request)
             if request.prediction is not None:
                 request.note(now, NoteKind.FORECAST, request.prediction.text)
+            if self.sessions is not None and not (request.under_way or request.spec.pooling):
+                self.sessions.arrived(request, now)
             self.requeue(request, now)
 
     def _predict(self, request: Request, num_competing: int, now: float) -> None:
@@ -341,6 +355,9 @@ class RequestRegistry:
         num_generated = request.num_generated
         self.ended[reason] += 1
         kept = num_generated if completion_tokens is None else completion_tokens
+        if self.sessions is not None:
+            num_tokens = request.spec.num_prompt_tokens + kept
+            self.sessions.ended(request, num_tokens, now, is_complete=reason in _NATURAL_ENDS)
         what = f"ended: {reason.value}, {kept} tokens"
         request.note(now, NoteKind.ENDED, f"{what} ({message})" if message else what)
         self.history.keep(request, reason.value)
@@ -403,6 +420,9 @@ class RequestRegistry:
     def time_passed(self, now: float) -> None:
         """End the requests whose deadline has passed."""
         self.identified.time_passed(now)
+        if self.sessions is not None:
+            self.sessions.time_passed(now)
+            self.backlog.open_gate(now)
         while self._doubtful_grammars:
             self.refuse_grammar(self._doubtful_grammars.popitem()[0], now)
         unserved = (request for request in self.backlog if self.backlog.returns_to(request) is None)
@@ -417,6 +437,8 @@ class RequestRegistry:
                 assert request is not None
                 assert self._states.row_of(request.key) == (worker, row)
         self.backlog.validate()
+        if self.sessions is not None:
+            self.sessions.validate()
         self._states.validate(self._requests)
         waiting = [request for request in self._requests.values() if request.state in WAITING]
         for worker in self._fleet:

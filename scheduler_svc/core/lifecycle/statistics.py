@@ -1,12 +1,13 @@
 """The core's state in numbers, for metrics and operators."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.lifecycle.states import WAITING
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.queueing.forecast import Forecast
+from scheduler_svc.core.queueing.session_gate import GateCounters
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Worker, WorkerCounters
 
@@ -96,6 +97,8 @@ class SchedulerStats:
     ended: dict[EndReason, int]
     forecasts: list[ForecastStats]
     workers: list[WorkerStats]
+    gate: GateCounters = field(default_factory=GateCounters)
+    """Requests that waited as first turns of sessions."""
 
 
 def request_stats(request: Request, running: tuple[Worker, int] | None) -> RequestStats:

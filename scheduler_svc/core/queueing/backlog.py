@@ -6,6 +6,7 @@ to run alone (see `quarantine`).
 
 A request that cannot start even with enough room is *held* until an event:
 
+* it begins a session whose working set does not fit: until the gate opens (see `session_gate`);
 * its tenant is at its limit: until the tenant may run more;
 * its grammar is being compiled: until a worker reports it;
 * another request computes its prefix: until that request has advanced.
@@ -23,10 +24,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
+from typing import Any
 
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.queueing.holding import Holding
 from scheduler_svc.core.queueing.policies import CachedTokens, KeyedQueue, Place, Policy, WaitingQueue
+from scheduler_svc.core.queueing.session_gate import SessionGate
 from scheduler_svc.core.queueing.shortest_first import ShortestFirst
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.accounts import Account
@@ -48,12 +51,15 @@ _REFILL_S = 0.01
 class Backlog:
     """The waiting requests of one core that have credit."""
 
-    def __init__(self, policy: Policy, tenants: Tenants, *, serves_by_length: bool = True) -> None:
-        """Start empty, in the order of `policy`, within the limits of `tenants`.
+    def __init__(
+        self, policy: Policy, tenants: Tenants, gate: SessionGate | None = None, *, serves_by_length: bool = True
+    ) -> None:
+        """Start empty, in the order of `policy`, within the limits of `tenants`; new sessions wait at `gate`.
 
         With `serves_by_length`, `take_short` finds the shortest request.
         """
         self.policy = policy
+        self.gate = gate
         self._tenants = tenants
         self._num_requests = 0
         self.competing_tokens = 0
@@ -115,6 +121,7 @@ class Backlog:
         """Number of requests by waiting reason."""
         return {
             "room": len(self._competing),
+            "session": 0 if self.gate is None else len(self.gate.waiting),
             "tenant_limit": len(self._over_quota),
             "grammar": len(self._for_grammar),
             "prefix": len(self._for_prefix),
@@ -132,9 +139,10 @@ class Backlog:
         if len(queues) > 1:
             competing.sort(key=self.policy.place)
         held = (islice(holding, most) for holding in self._holdings())
-        tenant_limit, grammar, prefix, assigned = map(list, held)
+        tenant_limit, grammar, prefix, assigned, *sessions = map(list, held)
         return {
             "room": [*self._suspects.first_ones(most), *competing][:most],
+            "session": [request for each in sessions for request in each],
             "tenant_limit": tenant_limit,
             "grammar": grammar,
             "prefix": prefix,
@@ -169,7 +177,8 @@ class Backlog:
     @property
     def may_start(self) -> bool:
         """Whether any worker may be able to take a request, regardless of assignments."""
-        return len(self) > len(self._over_quota) + len(self._assigned)
+        num_at_gate = 0 if self.gate is None else len(self.gate.waiting)
+        return len(self) > len(self._over_quota) + len(self._assigned) + num_at_gate
 
     @property
     def assigned_workers(self) -> Iterable[Worker]:
@@ -219,6 +228,20 @@ class Backlog:
     def push(self, request: Request, now: float) -> None:
         """Add a request."""
         self._num_requests += 1
+        if self.gate is not None and not request.under_way and self.gate.holds(request, self._workers, now):
+            request.waits_for(WaitReason.SESSION, now)
+        else:
+            self._pass_gate(request, now)
+
+    def open_gate(self, now: float) -> None:
+        """Let new sessions compete for which there is room now, or that have waited for too long."""
+        if self.gate is not None:
+            for request in self.gate.open(self._workers, now):
+                request.waits_for(WaitReason.TURN, now)
+                request.wait.released = now
+                self._pass_gate(request, now)
+
+    def _pass_gate(self, request: Request, now: float) -> None:
         if self._tenants.may_run(request, now):
             self._enter(request)
             if not self.kinds.all:
@@ -232,6 +255,9 @@ class Backlog:
         self.late_tokens -= self._late.pop(request, 0)
         if request in self._over_quota:
             self._over_quota.discard(request)
+            return
+        if self.gate is not None and request in self.gate.waiting:
+            self.gate.discard(request)
             return
         if request in self._competing:
             queue = self._competing.pop(request)
@@ -495,15 +521,18 @@ class Backlog:
         assert None not in self._competing.values(), "an admission has not put a request back"
         queues = [self._common, *self._restricted.values(), self._suspects]
         assert sum(len(queue) for queue in queues) == len(self._competing)
-        assert self.competing_tokens == sum(each.wait.uncached for each in self if each not in self._over_quota)
+        assert self.competing_tokens == sum(
+            each.wait.uncached
+            for each in self
+            if each not in self._over_quota and (self.gate is None or each not in self.gate.waiting)
+        )
         assert len(set(self)) == len(list(self)) == self._num_requests, "a request waits twice, or is miscounted"
 
     # ----------------------------------------------------------------
 
-    def _holdings(
-        self,
-    ) -> tuple[Holding[tuple[str, bool]], Holding[bytes], Holding[tuple[Worker, BlockKey]], Holding[Worker]]:
-        return self._over_quota, self._for_grammar, self._for_prefix, self._assigned
+    def _holdings(self) -> "tuple[Holding[Any], ...]":
+        holdings = self._over_quota, self._for_grammar, self._for_prefix, self._assigned
+        return holdings if self.gate is None else (*holdings, self.gate.waiting)
 
     def _should_compile(self, worker: Worker, key: bytes) -> bool:
         return key not in self._compiling and not worker.grammars.is_known(key)

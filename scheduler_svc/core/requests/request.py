@@ -142,6 +142,8 @@ class Request:
     wait: Wait = field(default_factory=Wait)
     """Its present wait, or the last one."""
     faults: Faults = field(default_factory=Faults)
+    session: int = -1
+    """Its slot in the table of sessions; -1 if it has none."""
     prefix_waits: int = 0
     """Number of times that it began to wait for a prefix block computed by another request."""
     num_cached_prompt_tokens: int = 0

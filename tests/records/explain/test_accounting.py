@@ -198,6 +198,7 @@ _PLANTED = {
     CauseKind.MEMORY: _waiting(WaitReason.MEMORY),
     CauseKind.ROWS: _waiting(WaitReason.ROWS),
     CauseKind.TENANT: _waiting(WaitReason.TENANT_LIMIT),
+    CauseKind.SESSION: _waiting(WaitReason.SESSION),
     CauseKind.GRAMMAR: _waiting(WaitReason.GRAMMAR),
     CauseKind.PREFIX: _waiting(WaitReason.PREFIX),
     CauseKind.PREFIX_COPY: _waiting(WaitReason.COPY),

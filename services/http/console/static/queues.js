@@ -5,6 +5,7 @@ const TITLES = {
   assigned_worker: "Wait for the next plan of a worker",
   prefix: "Wait for a prefix that another request computes",
   grammar: "Wait for a grammar",
+  session: "New sessions: wait for memory",
   tenant_limit: "Wait for their tenant's limit",
   credit: "Wait for their reader",
   worker: "Wait for a worker that can serve them",

@@ -1,0 +1,455 @@
+"""Sessions: conversations whose turns extend each other, recognised by the keys of their blocks.
+
+A request that extends the whole sequence of an earlier one, prompt and answer, continues its session. The key of the
+last full block of that sequence, the *tail*, identifies it, also by cache scope. Clients do nothing for this.
+
+Each request has a slot in a table from its arrival on, and while its session pauses after it. The table has a fixed
+size. The session that has paused longest is dropped first.
+
+Chances of return, pauses and growth are learned by tenant and first block, and by tenant. The chance depends on the
+turn. A session counts as ended when it has paused for twice the mean pause. If it returns, this is corrected.
+"""
+
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import Float64Array
+from scheduler_svc.core.requests.request import Request
+from shared.prefix_keys import KEY_BYTES, BlockKey
+
+MAX_SESSIONS = 4096
+"""Maximum number of sessions in the table."""
+TURNS_AHEAD = np.array([*range(13), 14, 16, 20, 24, 32, 48], np.float64)
+"""Turns ahead at which the demand is computed."""
+MIN_FIRST_TURNS = 4
+"""Number of first turns after which what was learned about them is used."""
+_MAX_KINDS = 1024
+"""Maximum number of kinds of sessions. The least recently used one is dropped."""
+_NUM_STAGES = 8
+"""Stages of a session: turns 1, 2, 3 to 4, 5 to 8, and so on."""
+_MAX_EVENTS = 64.0
+"""Number of returns and ends per stage after which both counts are halved, so that recent ones count more."""
+_MAX_TURNS = 64.0
+"""Upper bound on the expected number of further turns."""
+_UNKNOWN_PAUSE_S = 60.0
+"""Pause after which a session counts as ended before any pause of its kind is known, s."""
+_LONGEST_PAUSE_S = 600.0
+"""Longer pauses count as this one in the mean, s."""
+_PAUSES = 2.0
+"""Number of mean pauses after which a session counts as ended."""
+_REVIEW_S = 0.25
+"""Time between two searches for sessions that have ended, s."""
+_OWN, _GROWTH, _AHEAD, _CHANCE, _PAUSE, _SINCE, _DUE, _STATE, _TENANT = range(9)
+"""Columns of the table: own tokens, growth per turn in tokens, expected further turns, chance of another turn, mean
+pause in s, start of the pause in s, time at which it counts as ended in s, state, number of the tenant.
+"""
+_FREE, _PAUSING, _ACTIVE, _AT_GATE = 0.0, 1.0, 2.0, 3.0
+"""Values of the column `_STATE`."""
+
+
+class Habits:
+    """What was learned about the sessions of one kind."""
+
+    __slots__ = ("growth", "left", "num_returns", "pause_s", "returned")
+
+    def __init__(self) -> None:
+        self.returned = [0.0] * _NUM_STAGES
+        self.left = [0.0] * _NUM_STAGES
+        self.num_returns = 0
+        self.pause_s = 0.0
+        """Mean pause before a return, s."""
+        self.growth = 0.0
+        """Mean growth of the prompt from turn to turn, tokens."""
+
+    def has_returned(self, turn: int, pause_s: float, growth: float) -> None:
+        """Record a return after a turn."""
+        self.num_returns += 1
+        weight = 1.0 / min(self.num_returns, _MAX_EVENTS)
+        self.pause_s += weight * (min(pause_s, _LONGEST_PAUSE_S) - self.pause_s)
+        self.growth += weight * (growth - self.growth)
+        self._count(self.returned, turn)
+
+    def has_left(self, turn: int) -> None:
+        """Record that a session has ended after a turn."""
+        self._count(self.left, turn)
+
+    def came_back(self, turn: int) -> None:
+        """Correct an end: the session has returned after all."""
+        stage = _stage(turn)
+        self.left[stage] = max(0.0, self.left[stage] - 1.0)
+
+    def chance(self, turn: int) -> float:
+        """Return the chance that another turn follows this one."""
+        return self._chance(_stage(turn))
+
+    def turns_ahead(self, turn: int) -> float:
+        """Return the expected number of turns that follow this one."""
+        ahead, survive = 0.0, 1.0
+        for stage in range(_stage(turn), _NUM_STAGES):
+            chance = self._chance(stage)
+            last = 1 << stage
+            num_turns = last - turn + 1 if stage < _NUM_STAGES - 1 else _MAX_TURNS
+            stay = chance**num_turns
+            ahead += survive * chance * (1.0 - stay) / (1.0 - chance)
+            survive *= stay
+            turn = last + 1
+            if survive < 0.01 or ahead >= _MAX_TURNS:
+                break
+        return min(_MAX_TURNS, ahead)
+
+    @property
+    def num_first_turns(self) -> float:
+        """Number of recent first turns whose sessions have returned or ended."""
+        return self.returned[0] + self.left[0]
+
+    def _chance(self, stage: int) -> float:
+        """Return the chance of another turn in a stage. Without events it is 0 in the first stage, a half in others."""
+        returned = self.returned[stage]
+        return (returned + (0.5 if stage else 0.0)) / (returned + self.left[stage] + 1.0)
+
+    def _count(self, counts: list[float], turn: int) -> None:
+        stage = _stage(turn)
+        counts[stage] += 1.0
+        if self.returned[stage] + self.left[stage] > _MAX_EVENTS:
+            self.returned[stage] /= 2.0
+            self.left[stage] /= 2.0
+
+
+class _Session:
+    """The parts of a slot that are not in the table."""
+
+    __slots__ = ("has_left", "kinds", "length", "prompt", "shared", "tail", "total", "turn")
+
+    def __init__(self, kinds: tuple[Habits, ...], turn: int, prompt: int, shared: int) -> None:
+        self.kinds = kinds
+        """What is known about sessions like this one, most specific first."""
+        self.turn = turn
+        self.prompt = prompt
+        """Prompt tokens of the last turn."""
+        self.shared = shared
+        """Leading tokens that were cached when the session began."""
+        self.total = 0
+        """Tokens after the last turn."""
+        self.tail: BlockKey = b""
+        self.length = 0
+        """Tokens up to the end of the tail."""
+        self.has_left = False
+
+    @property
+    def habits(self) -> Habits:
+        """The most specific kind with enough first turns, or the most general one."""
+        for kind in self.kinds:
+            if kind.num_first_turns >= MIN_FIRST_TURNS:
+                return kind
+        return self.kinds[-1]
+
+
+class Sessions:
+    """The sessions of one core."""
+
+    def __init__(self) -> None:
+        """Start without sessions."""
+        self._kinds: OrderedDict[tuple[str, bytes], tuple[Habits, ...]] = OrderedDict()
+        """By tenant and first block, most specific first; with an empty key for the tenant alone."""
+        self._sessions: list[_Session | None] = []
+        """By slot."""
+        self._table = np.zeros((64, 9))
+        """By slot, see `_OWN` and the following columns."""
+        self._free: list[int] = []
+        self._pausing: OrderedDict[int, None] = OrderedDict()
+        """Slots of pausing sessions, the longest pause first."""
+        self._tails: dict[BlockKey, int] = {}
+        """Slots by the tail of their sequence."""
+        self._lengths: Counter[int] = Counter()
+        """Number of tails by the number of tokens up to their end."""
+        self._reviewed = 0.0
+
+    # ---------------------------------------------------------------- life of a session
+
+    def arrived(self, request: Request, now: float) -> None:
+        """Assign a new request to the session that it continues, or to a new one."""
+        kinds = self._kinds_of(request)
+        slot = self._find(request, can_return=kinds[-1].num_returns > 0)
+        if slot is None:
+            self._begin(request, kinds, now)
+            return
+        session = self._sessions[slot]
+        assert session is not None
+        if self._table[slot, _STATE] != _PAUSING:
+            # Two requests continue one sequence. The second is a branch with its own session.
+            self._begin(request, kinds, now, session)
+            return
+        pause_s = now - float(self._table[slot, _SINCE])
+        for kind in session.kinds:
+            if session.has_left:
+                kind.came_back(session.turn)
+            kind.has_returned(session.turn, pause_s, len(request.tokens) - session.prompt)
+        session.has_left = False
+        session.turn += 1
+        session.prompt = len(request.tokens)
+        del self._pausing[slot]
+        request.session = slot
+        self._write(slot, session, request, _ACTIVE, now)
+
+    def ended(self, request: Request, num_tokens: int, now: float, *, is_complete: bool) -> None:
+        """Record the end of a request: its session pauses.
+
+        Args:
+            request: the request.
+            num_tokens: prompt and generated tokens that count.
+            now: the time, s.
+            is_complete: whether the request has ended by itself.
+        """
+        slot, request.session = request.session, -1
+        if slot < 0:
+            return
+        session = self._sessions[slot]
+        assert session is not None
+        if is_complete:
+            tail, at = _tail(request, num_tokens)
+            # Without a token of the answer, other sessions may have the same tail.
+            if at > request.spec.num_prompt_tokens:
+                self._set_tail(slot, session, tail, at)
+                session.total = num_tokens
+        if not session.tail:
+            self._drop(slot)
+            return
+        self._pausing[slot] = None
+        self._write(slot, session, request, _PAUSING, now)
+
+    def time_passed(self, now: float) -> None:
+        """Count the sessions as ended that have paused for long."""
+        if now < self._reviewed + _REVIEW_S:
+            return
+        self._reviewed = now
+        due = self._table[: len(self._sessions), _DUE]
+        for slot in np.flatnonzero(due < now).tolist():
+            self._left(slot)
+
+    # ---------------------------------------------------------------- what the gate needs
+
+    def begins(self, request: Request) -> bool:
+        """Return whether a request is probably the first turn of several."""
+        session = self._sessions[request.session] if request.session >= 0 else None
+        if session is None or session.turn > 1:
+            return False
+        habits = session.habits
+        return habits.num_first_turns >= MIN_FIRST_TURNS and 2.0 * habits.returned[0] >= habits.num_first_turns
+
+    def wait_at_gate(self, request: Request) -> None:
+        """Record that a request waits for room, so that its working set does not count."""
+        self._table[request.session, _STATE] = _AT_GATE
+
+    def pass_gate(self, request: Request) -> None:
+        """Record that a request has left the gate."""
+        if request.session >= 0:
+            self._table[request.session, _STATE] = _ACTIVE
+
+    def own_demand(self, request: Request) -> Float64Array:
+        """Return the tokens that the session of a request needs in the next turns, by `TURNS_AHEAD`."""
+        row = self._table[request.session]
+        return np.where(row[_AHEAD] >= TURNS_AHEAD, row[_OWN] + row[_GROWTH] * TURNS_AHEAD, 0.0)
+
+    def demand(self, horizon_s: float, now: float) -> dict[int, Float64Array]:
+        """Return the tokens that the sessions will need in the next turns, by the number of their tenant.
+
+        Args:
+            horizon_s: pausing sessions count with the chance that they return within this time.
+            now: the time, s.
+
+        Returns:
+            arrays by `TURNS_AHEAD`.
+        """
+        table = self._table[: len(self._sessions)]
+        weights = _weights(table, horizon_s, now)
+        counted = np.flatnonzero(weights > 0.01)
+        if not len(counted):
+            return {}
+        table, weights = table[counted], weights[counted]
+        tokens = table[:, _OWN, None] + table[:, _GROWTH, None] * TURNS_AHEAD
+        tokens *= weights[:, None] * (table[:, _AHEAD, None] >= TURNS_AHEAD)
+        tenants = table[:, _TENANT]
+        if (tenants == tenants[0]).all():
+            return {int(tenants[0]): tokens.sum(0)}
+        return {int(tenant): tokens[tenants == tenant].sum(0) for tenant in np.unique(tenants)}
+
+    def validate(self) -> None:
+        """Check that slots, tails and their lengths agree."""
+        states = self._table[: len(self._sessions), _STATE]
+        assert len(self._sessions) <= MAX_SESSIONS
+        assert sorted(self._free) == np.flatnonzero(states == _FREE).tolist()
+        assert sorted(self._pausing) == np.flatnonzero(states == _PAUSING).tolist()
+        assert sorted(self._free) == [slot for slot, each in enumerate(self._sessions) if each is None]
+        tails = {each.tail: slot for slot, each in enumerate(self._sessions) if each is not None and each.tail}
+        assert tails == self._tails
+        assert self._lengths == Counter(each.length for each in self._sessions if each is not None and each.tail)
+
+    # ----------------------------------------------------------------
+
+    def _find(self, request: Request, *, can_return: bool) -> int | None:
+        """Return the slot of the session that the request continues, or None.
+
+        Args:
+            request: the request.
+            can_return: whether to look for sessions whose blocks were evicted, which costs more.
+        """
+        num_tokens = len(request.tokens)
+        num_cached = num_tokens - request.wait.uncached
+        for size, keys in request.keys.items():
+            # The tail of a cached session is the last block found, or the one before it.
+            found = KEY_BYTES * (num_cached // size)
+            for end in (found, found - KEY_BYTES):
+                slot = self._tails.get(keys[end - KEY_BYTES : end]) if end > 0 else None
+                if slot is not None and self._total(slot) < num_tokens:
+                    return slot
+            if not can_return:
+                continue
+            ends: Iterable[int] = range(KEY_BYTES, len(keys) + 1, KEY_BYTES)
+            if len(self._lengths) < len(keys) // KEY_BYTES:
+                ends = [KEY_BYTES * (length // size) for length in self._lengths]
+            slots = [slot for end in ends if (slot := self._tails.get(keys[end - KEY_BYTES : end])) is not None]
+            slots = [slot for slot in slots if self._total(slot) < num_tokens]
+            if slots:
+                return max(slots, key=self._total)
+        return None
+
+    def _total(self, slot: int) -> int:
+        session = self._sessions[slot]
+        assert session is not None
+        return session.total
+
+    def _begin(self, request: Request, kinds: tuple[Habits, ...], now: float, parent: _Session | None = None) -> None:
+        """Give a request a slot of its own, unless all sessions are active."""
+        slot = self._take_slot()
+        if slot is None:
+            return
+        shared = max(0, len(request.tokens) - request.wait.uncached)
+        turn = 1 if parent is None else parent.turn + 1
+        session = self._sessions[slot] = _Session(kinds, turn, len(request.tokens), shared)
+        self._table[slot, _TENANT] = tenant_number(request.spec.tenant)
+        request.session = slot
+        self._write(slot, session, request, _ACTIVE, now)
+
+    def _take_slot(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        slot = len(self._sessions)
+        if slot == MAX_SESSIONS:
+            if not self._pausing:
+                return None
+            self._left(next(iter(self._pausing)))
+            self._drop(next(iter(self._pausing)))
+            return self._free.pop()
+        self._sessions.append(None)
+        if slot == len(self._table):
+            self._table = np.concatenate((self._table, np.zeros_like(self._table)))
+        return slot
+
+    def _kinds_of(self, request: Request) -> tuple[Habits, ...]:
+        """Return what is known about the sessions with the request's tenant and first block, and of its tenant."""
+        tenant = request.spec.tenant
+        key = tenant, next(iter(request.keys.values()), b"")[:KEY_BYTES]
+        kinds = self._kinds.get(key)
+        if kinds is None:
+            general = self._kinds.get((tenant, b""))
+            if general is None:
+                general = self._kinds[tenant, b""] = (Habits(),)
+            if key[1]:
+                kinds = self._kinds[key] = (Habits(), *general)
+            else:
+                kinds = general
+            while len(self._kinds) > _MAX_KINDS:
+                self._kinds.popitem(last=False)
+        else:
+            self._kinds.move_to_end(key)
+        return kinds
+
+    def _write(self, slot: int, session: _Session, request: Request, state: float, now: float) -> None:
+        """Write a session into the table as of now."""
+        habits, turn = session.habits, session.turn
+        is_pausing = state == _PAUSING
+        own = (session.total if is_pausing else len(request.tokens)) - session.shared
+        if not habits.num_returns:
+            due = now + _UNKNOWN_PAUSE_S if is_pausing else np.inf
+            self._table[slot, :_TENANT] = (own, 0.0, 0.0, 0.0, 1.0, now, due, state)
+            return
+        pause_s = max(habits.pause_s, 1e-3)
+        due = now + _PAUSES * pause_s if is_pausing else np.inf
+        ahead, chance = habits.turns_ahead(turn), habits.chance(turn)
+        self._table[slot, :_TENANT] = (own, habits.growth, ahead, chance, pause_s, now, due, state)
+
+    def _left(self, slot: int) -> None:
+        session = self._sessions[slot]
+        assert session is not None
+        self._table[slot, _DUE] = np.inf
+        if not session.has_left:
+            session.has_left = True
+            for kind in session.kinds:
+                kind.has_left(session.turn)
+
+    def _set_tail(self, slot: int, session: _Session, tail: BlockKey, length: int) -> None:
+        self._clear_tail(session)
+        other = self._tails.get(tail)
+        if other is not None:
+            # Equal sequences. Only the newest of them is continued.
+            owner = self._sessions[other]
+            assert owner is not None
+            self._clear_tail(owner)
+            if other in self._pausing:
+                self._left(other)
+                self._drop(other)
+        session.tail, session.length = tail, length
+        self._tails[tail] = slot
+        self._lengths[length] += 1
+
+    def _clear_tail(self, session: _Session) -> None:
+        if session.tail:
+            del self._tails[session.tail]
+            self._lengths[session.length] -= 1
+            if not self._lengths[session.length]:
+                del self._lengths[session.length]
+            session.tail = b""
+
+    def _drop(self, slot: int) -> None:
+        session = self._sessions[slot]
+        assert session is not None
+        self._clear_tail(session)
+        self._pausing.pop(slot, None)
+        self._sessions[slot] = None
+        self._table[slot] = 0.0
+        self._table[slot, _DUE] = np.inf
+        self._free.append(slot)
+
+
+def tenant_number(tenant: str) -> int:
+    """Return a number for a tenant. Tenants with equal numbers share their part of the memory."""
+    return zlib.crc32(tenant.encode())
+
+
+def _weights(table: Float64Array, horizon_s: float, now: float) -> Float64Array:
+    """Return how much of each session counts: 1 while it is active, its chance of return while it pauses."""
+    state, chance, pause = table[:, _STATE], table[:, _CHANCE], table[:, _PAUSE]
+    with np.errstate(under="ignore", divide="ignore", invalid="ignore"):
+        stays = chance * np.exp(-(now - table[:, _SINCE]) / pause)
+        returns = stays * -np.expm1(-horizon_s / pause) / (stays + 1.0 - chance)
+    return np.where(state == _ACTIVE, 1.0, np.where(state == _PAUSING, np.nan_to_num(returns), 0.0))
+
+
+def _tail(request: Request, num_tokens: int) -> tuple[BlockKey, int]:
+    """Return the key of the last full block before the last token of a sequence, and the tokens up to its end.
+
+    The last token may be one that the next prompt does not repeat.
+    """
+    tail, most = b"", 0
+    for size, keys in request.keys.items():
+        number = min(len(keys) // KEY_BYTES, (num_tokens - 1) // size)
+        if number * size > most:
+            tail, most = keys[KEY_BYTES * (number - 1) : KEY_BYTES * number], number * size
+    return tail, most
+
+
+def _stage(turn: int) -> int:
+    return min((turn - 1).bit_length(), _NUM_STAGES - 1)
