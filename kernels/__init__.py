@@ -15,8 +15,8 @@ reference has its own module (``…_reference``).
     rotary            rotary position embedding for queries and keys
     qkv               QK norm, rotary embedding and KV write for a packed projection, fused
     fp8               conversion of KV to and from fp8 e4m3
-    activation        SiLU gate of the MLP
-    experts           mixture of experts: routing, and the matrix products of each expert with its tokens
+    activation        gates of MLPs: SiLU, and the clamped one of gpt-oss
+    experts           mixture of experts: routing, and the products of each expert, perhaps with quantised weights
     philox            the counter-based random numbers that sampling draws from
     sampling          temperature, top-k, top-p, min-p, typical-p and the draw of tokens
     block_copy        copies whole blocks on the device, or between device and host

@@ -6,6 +6,9 @@
     down        [num_experts, hidden, intermediate]
     result      [T, hidden]: the sum over a token's ``top_k`` experts e of  p_e · down_e(silu(gate_e(x)) · up_e(x))
 
+The matrices may be quantised: `kernels.weight_only` (16-bit activations) or `kernels.fp8_linear` (activations in e4m3).
+Experts may have biases and a clamped activation (gpt-oss, `kernels.activation.ClampedSwiglu`).
+
 ``p`` is the softmax of the logits. The experts with the largest p are chosen. With ``renormalise``, their p values are
 divided by their sum.
 
@@ -26,8 +29,14 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
-from kernels._dispatch import next_power_of_2, runs_on_triton
-from kernels.activation import silu_mul
+from kernels import weight_only
+from kernels._dispatch import architecture, next_power_of_2, runs_on_triton
+from kernels.activation import ClampedSwiglu, gated, gated_reference
+from kernels.fp8_linear import DEEP, Fp8Weight, fp8_linear_reference, quantise_rows, tile_outputs
+from kernels.weight_only import WeightOnly, kernel_options, weight_only_linear_reference
+
+ExpertWeights = torch.Tensor | WeightOnly | Fp8Weight
+"""Matrices of one layer of all experts: ``[num_experts, outputs, inputs]``, perhaps quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,43 +50,57 @@ class Pairs:
     top_k: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """Weights and activation of all experts."""
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    gate_up_bias: torch.Tensor | None = None
+    """``[num_experts, 2 * intermediate]``."""
+    down_bias: torch.Tensor | None = None
+    """``[num_experts, hidden]``."""
+    clamped: ClampedSwiglu | None = None
+    """Activation; None: ``silu(gate) * up``."""
+
+
 def mix_experts(
-    x: torch.Tensor,
-    logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    top_k: int,
-    renormalise: bool,
+    x: torch.Tensor, logits: torch.Tensor, layers: ExpertLayers, *, top_k: int, renormalise: bool
 ) -> torch.Tensor:
     """Compute the mixture of experts for every token (shapes and rules: see the module)."""
     if not runs_on_triton(x):
-        return mix_experts_reference(x, logits, gate_up, down, top_k=top_k, renormalise=renormalise)
+        return mix_experts_reference(x, logits, layers, top_k=top_k, renormalise=renormalise)
     weights, experts = route(logits, top_k, renormalise)
-    pairs = sort_pairs(experts, gate_up.shape[0])
-    inner = silu_mul(_grouped_product(x, gate_up, pairs, None))
-    outputs = _grouped_product(inner, down, pairs, weights)
+    pairs = sort_pairs(experts, logits.shape[1])
+    inner = gated(_grouped_product(x, layers.gate_up, layers.gate_up_bias, pairs, None), layers.clamped)
+    outputs = _grouped_product(inner, layers.down, layers.down_bias, pairs, weights)
     return outputs.view(x.shape[0], top_k, -1).sum(1)
 
 
 def mix_experts_reference(
-    x: torch.Tensor,
-    logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    *,
-    top_k: int,
-    renormalise: bool,
+    x: torch.Tensor, logits: torch.Tensor, layers: ExpertLayers, *, top_k: int, renormalise: bool
 ) -> torch.Tensor:
     """Plain torch form of `mix_experts`, expert by expert, which is also the CPU path."""
     weights, experts = route(logits, top_k, renormalise)
     out = torch.zeros_like(x)
-    for number in range(gate_up.shape[0]):
+    for number in range(logits.shape[1]):
         tokens, choices = (experts == number).nonzero(as_tuple=True)
-        gate, up = linear(x[tokens], gate_up[number]).chunk(2, dim=-1)
-        found = linear(torch.nn.functional.silu(gate) * up, down[number])
+        gate_up = _product_reference(x[tokens], layers.gate_up, layers.gate_up_bias, number)
+        found = _product_reference(gated_reference(gate_up, layers.clamped), layers.down, layers.down_bias, number)
         out.index_add_(0, tokens, (found * weights[tokens, choices, None]).to(x.dtype))
     return out
+
+
+def _product_reference(
+    x: torch.Tensor, weight: ExpertWeights, biases: torch.Tensor | None, number: int
+) -> torch.Tensor:
+    """Multiply the rows of one expert."""
+    bias = None if biases is None else biases[number].to(x.dtype)
+    if isinstance(weight, WeightOnly):
+        return weight_only_linear_reference(x, weight.expert(number), bias)
+    if isinstance(weight, Fp8Weight):
+        return fp8_linear_reference(x, weight.expert(number), bias)
+    return linear(x, weight[number], bias)
 
 
 def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,37 +120,101 @@ def sort_pairs(experts: torch.Tensor, num_experts: int) -> Pairs:
     return Pairs(order, starts, experts.shape[1])
 
 
-def _grouped_product(x: torch.Tensor, weight: torch.Tensor, pairs: Pairs, factors: torch.Tensor | None) -> torch.Tensor:
-    """Multiply each expert's rows by the expert's matrix in ``weight`` ``[num_experts, outputs, inputs]``.
+def _grouped_product(
+    x: torch.Tensor,
+    weight: ExpertWeights,
+    bias: torch.Tensor | None,
+    pairs: Pairs,
+    factors: torch.Tensor | None,
+) -> torch.Tensor:
+    """Multiply each expert's rows by the expert's matrix, and add the expert's bias.
 
     Without ``factors``, ``x`` has a row per token, and the result has a row per pair in sorted order. With ``factors``
     ``[T, top_k]``, ``x`` has a row per pair in sorted order, and row token · top_k + choice of the result is multiplied
     by the pair's factor.
     """
-    num_experts, outputs, inputs = weight.shape
-    num_pairs = pairs.order.shape[0]
+    from kernels.gpu.experts import fp8_experts_kernel, grouped_product_kernel, weight_only_experts_kernel
+
+    num_experts, num_pairs = len(pairs.starts) - 1, pairs.order.shape[0]
+    outputs = weight.shape[1] if isinstance(weight, torch.Tensor) else weight.outputs
+    inputs = x.shape[1]
     out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
     tall = _tile_rows(num_pairs, num_experts)
-    wide, deep = (64, 32) if x.dtype == torch.float32 else (128, 64)
+    if isinstance(weight, Fp8Weight):
+        tall = min(tall, 64)
     # Each expert with rows has at most one partial tile.
     num_tiles = num_pairs // tall + min(num_experts, num_pairs)
-    from kernels.gpu.experts import grouped_product_kernel
-
+    rows = (pairs.order, pairs.starts, out)
+    options = {
+        "TOP_K": pairs.top_k,
+        "EXPERTS": next_power_of_2(num_experts),
+        "SCATTERS": factors is not None,
+        "TALL": tall,
+    }
+    if isinstance(weight, Fp8Weight):
+        high, block = weight.block
+        group = min(block, inputs)
+        codes, scales = quantise_rows(x.contiguous(), group)
+        wide = tile_outputs(weight, tall)
+        fp8_experts_kernel[(num_tiles, -(-outputs // wide))](
+            codes,
+            scales,
+            weight.codes,
+            weight.scales,
+            bias,
+            factors,
+            *rows,
+            num_experts,
+            outputs,
+            inputs,
+            inputs // group,
+            weight.scales.shape[1],
+            **options,
+            GROUP=0 if group == inputs else group,
+            HIGH=high,
+            NATIVE=architecture(x) >= 89,
+            WIDE=wide,
+            DEEP=DEEP,
+            num_warps=4,
+            num_stages=4 if tall == 16 else 3,
+        )
+        return out
+    if isinstance(weight, WeightOnly):
+        wide = 64 if tall == 16 or x.dtype == torch.float32 else weight_only.tile_outputs(x)
+        weight_only_experts_kernel[(num_tiles, -(-outputs // wide))](
+            x,
+            weight.codes,
+            weight.scales,
+            weight.zeros,
+            weight.factors,
+            bias,
+            factors,
+            *rows,
+            x.stride(0),
+            num_experts,
+            outputs,
+            inputs,
+            weight.codes.stride(1),
+            weight.scales.shape[1],
+            **options,
+            **kernel_options(weight, x),
+            WIDE=wide,
+            num_warps=8 if tall > 16 else 4,
+            num_stages=3 if tall > 16 else 4,
+        )
+        return out
+    wide, deep = (64, 32) if x.dtype == torch.float32 else (128, 64)
     grouped_product_kernel[(num_tiles, -(-outputs // wide))](
         x,
         weight,
+        bias,
         factors,
-        pairs.order,
-        pairs.starts,
-        out,
+        *rows,
         x.stride(0),
         num_experts,
         outputs,
         inputs,
-        TOP_K=pairs.top_k,
-        EXPERTS=next_power_of_2(num_experts),
-        SCATTERS=factors is not None,
-        TALL=tall,
+        **options,
         WIDE=wide,
         DEEP=deep,
         num_warps=8 if tall > 32 else 4,

@@ -11,6 +11,7 @@ others. GPUs before sm_89 have no products over e4m3: `kernels.weight_only` serv
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +27,10 @@ _FEW_ROWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """Weights of a linear layer in e4m3."""
+    """Weights in e4m3 of a linear layer, or of one layer of all experts of a mixture.
+
+    The tensors of experts have the expert as additional first dimension.
+    """
 
     codes: torch.Tensor
     """``[outputs, inputs]`` uint8; the inputs are a multiple of 128."""
@@ -38,11 +42,23 @@ class Fp8Weight:
     @property
     def outputs(self) -> int:
         """Number of outputs."""
-        return self.codes.shape[0]
+        return self.codes.shape[-2]
 
     def to(self, device: torch.device) -> Fp8Weight:
         """Return the weights on a device."""
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device))
+
+    def expert(self, number: int) -> Fp8Weight:
+        """Return the weights of one expert."""
+        return replace(self, codes=self.codes[number], scales=self.scales[number])
+
+
+def stack(weights: Sequence[Fp8Weight]) -> Fp8Weight | None:
+    """Return the weights of all experts as one; None if their blocks differ."""
+    if len({each.block for each in weights}) > 1:
+        return None
+    codes, scales = (torch.stack(each) for each in zip(*((each.codes, each.scales) for each in weights), strict=True))
+    return replace(weights[0], codes=codes, scales=scales)
 
 
 def fits(outputs: int, inputs: int, block: tuple[int, int]) -> bool:
@@ -63,13 +79,24 @@ def fp8_linear_reference(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor 
     """Plain torch form of `fp8_linear`; also the CPU path. float64 is computed in float64."""
     wide = torch.promote_types(x.dtype, torch.float32)
     size = min(weight.block[1], x.shape[-1])
-    groups = x.to(wide).reshape(*x.shape[:-1], -1, size)
+    groups = x.to(wide).reshape(*x.shape[:-1], x.shape[-1] // size, size)
     scales = groups.abs().amax(-1, keepdim=True).float() / LARGEST
     factor = torch.where(scales > 0, 1 / scales, 0).to(wide)
     rounded = (groups * factor).float().to(torch.float8_e4m3fn).to(wide) * scales.to(wide)
     return linear(rounded.flatten(-2), dequantised(weight).to(wide), None if bias is None else bias.to(wide)).to(
         x.dtype
     )
+
+
+def quantise_weight(weight: torch.Tensor) -> Fp8Weight | None:
+    """Quantise weights ``[outputs, inputs]`` with one scale per output; None if the sizes do not fit."""
+    outputs, inputs = weight.shape
+    if not fits(outputs, inputs, (1, inputs)):
+        return None
+    wide = weight.float()
+    scales = wide.abs().amax(1, keepdim=True) / LARGEST
+    codes = torch.where(scales > 0, wide / scales, 0).to(torch.float8_e4m3fn).view(torch.uint8)
+    return Fp8Weight(codes, scales, (1, inputs))
 
 
 def dequantised(weight: Fp8Weight) -> torch.Tensor:
@@ -80,8 +107,26 @@ def dequantised(weight: Fp8Weight) -> torch.Tensor:
     return weight.codes.view(torch.float8_e4m3fn).float() * scales
 
 
+def quantise_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise activations ``[rows, inputs]`` on a GPU, with a scale per row and group of inputs.
+
+    Returns: codes ``[rows, inputs]`` uint8, and scales ``[rows, groups]`` float32.
+    """
+    from kernels.gpu.fp8_linear import quantise_rows_kernel
+
+    rows, inputs = x.shape
+    groups = inputs // group
+    codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    native = architecture(x) >= 89
+    quantise_rows_kernel[(rows, groups)](
+        x, codes, scales, inputs, groups, GROUP=group, SIZE=next_power_of_2(group), NATIVE=native, num_warps=4
+    )
+    return codes, scales
+
+
 def _launch(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    from kernels.gpu.fp8_linear import fp8_linear_kernel, quantise_rows_kernel
+    from kernels.gpu.fp8_linear import fp8_linear_kernel
 
     rows, inputs = x.shape
     outputs = weight.outputs
@@ -91,12 +136,7 @@ def _launch(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> to
     high, wide = weight.block
     group = min(wide, inputs)
     groups = inputs // group
-    native = architecture(x) >= 89
-    codes = torch.empty(rows, inputs, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    quantise_rows_kernel[(rows, groups)](
-        x, codes, scales, inputs, groups, GROUP=group, SIZE=next_power_of_2(group), NATIVE=native, num_warps=4
-    )
+    codes, scales = quantise_rows(x, group)
     if _by_torch(x, weight, groups):
         return torch._scaled_mm(
             codes.view(torch.float8_e4m3fn),
@@ -107,7 +147,7 @@ def _launch(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> to
             out_dtype=x.dtype,
         )
     tall = 16 if rows <= _FEW_ROWS else 64
-    across = 64 if high > 1 or tall == 16 else 128
+    across = tile_outputs(weight, tall)
     fp8_linear_kernel[(-(-rows // tall), -(-outputs // across))](
         codes,
         scales,
@@ -121,7 +161,7 @@ def _launch(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> to
         groups,
         GROUP=0 if groups == 1 else group,
         HIGH=high,
-        NATIVE=native,
+        NATIVE=architecture(x) >= 89,
         TALL=tall,
         WIDE=across,
         DEEP=DEEP,
@@ -129,6 +169,11 @@ def _launch(x: torch.Tensor, weight: Fp8Weight, bias: torch.Tensor | None) -> to
         num_stages=4 if tall == 16 else 3,
     )
     return out
+
+
+def tile_outputs(weight: Fp8Weight, tall: int) -> int:
+    """Return the outputs of a tile with ``tall`` rows."""
+    return 64 if weight.block[0] > 1 or tall == 16 else 128
 
 
 def _by_torch(x: torch.Tensor, weight: Fp8Weight, groups: int) -> bool:

@@ -14,7 +14,7 @@ from shared.config import ConfigError
 from shared.kv_sizes import KV_TYPES, count_blocks, default_checkpoints, kv_bytes_per_token
 from worker_svc.interface.limits import Limits
 
-_FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+_FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 """Values of `model_type` whose weights `_num_weights` counts."""
 _ALIASES = {
     "num_hidden_layers": ("n_layer", "num_layers"),
@@ -45,9 +45,12 @@ _GGUF_LAYOUTS = {
 """Inputs of a packed block and eighths of a bit per weight, by the type (`kernels.gguf`)."""
 _GGUF_BITS_ON_GPU = {"Q4_0": 4.5, "Q5_0": 8.5, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
 """Bits per weight with scales and offsets (`worker_svc.model.weight_only`)."""
+_FP4_BITS = {16: 4.5, 32: 4.25}
+"""Bits per weight in e2m1 with a scale of 8 bits, by inputs per scale."""
 _PARTS_OF_QUANTISED = frozenset(
     {
         *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        *("weight_global_scale", "weight_scale_2", "input_global_scale"),
         *("scales", "qzeros", "g_idx", "input_scale", "input_zero_point", "k_scale", "v_scale"),
     }
 )
@@ -87,6 +90,10 @@ class ModelSizes:
     """
     stored_on_gpu: float = 0.0
     """Bits per weight, with scales, of the layers of a quantised checkpoint on a GPU; 0 if they are dequantised."""
+    only_experts_stored: bool = False
+    """Whether only the experts of the checkpoint are quantised (gpt-oss)."""
+    biases: bool = False
+    """Whether attention and experts have biases, and heads have sinks (gpt-oss)."""
     gguf: tuple[GgufTensor, ...] = ()
     """Tensors of a GGUF file, which a CPU does not convert; empty for other checkpoints."""
 
@@ -98,7 +105,7 @@ class Serving:
     kv_type: str
     """One of `shared.kv_sizes.KV_TYPES`."""
     quantization: str = "none"
-    """Type of the weights: none, int8 or int4."""
+    """Type of the weights: none, int8, int4 or fp8."""
     block_size: int = 16
     max_model_len: int = 0
     """Longest sequence in tokens; 0 for the model's positions."""
@@ -181,7 +188,9 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
         tied=bool(text.get("tie_word_embeddings", False)),
         dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
         stored=_stored(config) if counts_weights_of(config) else "none",
-        stored_on_gpu=_bits_on_gpu(config) if counts_weights_of(config) and experts == 1 else 0.0,
+        stored_on_gpu=_bits_on_gpu(config) if counts_weights_of(config) else 0.0,
+        only_experts_stored=_method(config) == "mxfp4",
+        biases=text.get("model_type") == "gpt_oss",
     )
 
 
@@ -204,12 +213,18 @@ def _stored(config: Mapping[str, Any]) -> str:
             return "none"
 
 
+def _method(config: Mapping[str, Any]) -> str:
+    """Return the quantisation method of a checkpoint; "" if there is none."""
+    raw = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return str(raw.get("quant_method", "")).lower().replace("_", "-") if isinstance(raw, Mapping) else ""
+
+
 def _bits_on_gpu(config: Mapping[str, Any]) -> float:
     """Return the bits per weight that a GPU holds of a quantised checkpoint (`worker_svc.model.weight_only`)."""
     raw = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not isinstance(raw, Mapping):
         return 0.0
-    match str(raw.get("quant_method", "")).lower().replace("_", "-"):
+    match _method(config):
         case "gptq" if not raw.get("desc_act"):
             return _grouped_bits(raw.get("bits"), raw.get("group_size", 128), symmetric=bool(raw.get("sym", True)))
         case "awq":
@@ -218,11 +233,17 @@ def _bits_on_gpu(config: Mapping[str, Any]) -> float:
             block = raw.get("weight_block_size")
             # Scales take 32 bits per group without products over e4m3, and nearly none with them.
             return _grouped_bits(8, block[1] if block else 0, symmetric=True)
+        case "mxfp4":
+            return _FP4_BITS[32]
+        case "modelopt" | "modelopt-fp4":
+            return _FP4_BITS[16] if raw.get("quant_algo") == "NVFP4" else 8.0
         case "compressed-tensors":
             groups = (raw.get("config_groups") or {}).values()
             weights = [group["weights"] for group in groups if group.get("weights")]
             found = {
-                _grouped_bits(each.get("num_bits"), each.get("group_size"), symmetric=each.get("symmetric", True))
+                _FP4_BITS.get(each.get("group_size"), 0.0)
+                if (each.get("num_bits"), each.get("type")) == (4, "float")
+                else _grouped_bits(each.get("num_bits"), each.get("group_size"), symmetric=each.get("symmetric", True))
                 for each in weights
             }
             return found.pop() if len(found) == 1 else 0.0
@@ -357,8 +378,8 @@ def weights_bytes(
 
     Args:
         sizes: the model.
-        quantization: "none", "int8" or "int4". Norms and an embedding apart from the head keep the model's type; with
-            int4 the head has int8.
+        quantization: "none", "int8", "int4" or, on a GPU, "fp8". Norms and an embedding apart from the head keep the
+            model's type; with int4 the head has int8.
         num_positions: maximum sequence length, which determines the size of the tables.
         tensor_parallel_size: number of cards that share the model.
         on_cpu: whether the CPU kernels hold the weights; False for a GPU. Without `quantization`, both keep the codes
@@ -375,7 +396,7 @@ def weights_bytes(
     on_gpu = sizes.stored_on_gpu if not on_cpu and quantization == "none" else 0.0
     of_layers = "codes" if on_gpu else of_layers
     if sizes.num_parameters:
-        per_weight = {"none": float(element), "int8": 1.0, "int4": 4.5 / 8}[quantization]
+        per_weight = {"none": float(element), "int8": 1.0, "int4": 4.5 / 8, "fp8": 1.0}[quantization]
         return -int(-sizes.num_parameters * per_weight // tensor_parallel_size)
     if not (sizes.num_heads and sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
         raise ConfigError(
@@ -386,25 +407,34 @@ def weights_bytes(
     query, kv = sizes.num_heads // cards * sizes.head_dim, _kv_heads_per_card(sizes, cards) * sizes.head_dim
     vocab = -(-sizes.vocab_size // cards)
 
-    def product(outputs: int, inputs: int, kind: str = of_layers) -> int:
+    def product(outputs: int, inputs: int, kind: str) -> int:
         if kind == "none":
             return outputs * inputs * element
         if kind == "codes":
             return int(outputs * inputs * on_gpu / 8)
+        if kind == "fp8":
+            return outputs * (inputs + 4)
         rows = -(-outputs // 16) * 16
         if kind == "int8":
             return rows * (-(-inputs // 4) * 4 + 8)  # Each output has a scale and a sum.
         # 64 weights of 4 bits, plus a scale and a zero point of 2 bytes each
         return rows * -(-inputs // INT4_GROUP) * 36
 
-    # A GPU dequantises experts, and a tied LM head because its rows are the embedding.
-    of_experts = "none" if sizes.num_experts > 1 and not on_cpu else of_layers
+    # On a CPU, `transformers` computes gpt-oss, and its experts are not quantised.
+    of_experts = "none" if sizes.biases and on_cpu else of_layers
+    of_layers = "none" if of_layers == "codes" and sizes.only_experts_stored else of_layers
     experts = sizes.num_experts * (product(2 * inner, hidden, of_experts) + product(hidden, inner, of_experts))
     if sizes.num_experts > 1:
         experts += sizes.num_experts * hidden * element
     shared = sizes.shared_intermediate_size // cards
-    experts += product(2 * shared, hidden) + product(hidden, shared) if shared else 0
-    layer = product(query + 2 * kv, hidden) + product(hidden, query) + experts + 2 * hidden * element
+    experts += product(2 * shared, hidden, of_layers) + product(hidden, shared, of_layers) if shared else 0
+    layer = product(query + 2 * kv, hidden, of_layers) + product(hidden, query, of_layers)
+    layer += experts + 2 * hidden * element
+    if sizes.biases:
+        of_one_expert = 2 * inner + hidden + 1
+        layer += (query + 2 * kv + hidden + sizes.num_experts * of_one_expert) * element
+        layer += sizes.num_heads // cards * 4  # sinks
+    # The rows of a tied LM head are the embedding, which a GPU does not quantise.
     of_head = "int8" if quantization == "int4" else quantization
     head = product(vocab, hidden, "none" if sizes.tied and not on_cpu else of_head)
     embedding = 0 if sizes.tied else vocab * hidden * element

@@ -271,7 +271,7 @@ class WorkerConfig(_Checked):
     )
     quantization: str = _option(
         "none",
-        "weight quantization at load: none, int8, or int4 in groups of 64 inputs (fp8 is refused)",
+        "weight quantization at load: none, int8, int4 in groups of 64 inputs, or fp8 on a GPU",
         choices=("none", "int8", "int4", "fp8"),
     )
     load_format: str = _option(

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from kernels._triton import kernel, kernel_with, tl
+from kernels._triton import jit, kernel, kernel_with, tl
 from kernels.gpu.fp8 import float_from_fp8, fp8_from_float
 
 
@@ -30,6 +30,45 @@ def quantise_rows_kernel(
     factor = tl.where(scale > 0, 1.0 / scale, 0.0)
     tl.store(scales_ptr + row * groups + group, scale)
     tl.store(codes_ptr + row * inputs + group * GROUP + place, fp8_from_float(x * factor, NATIVE), mask=inside)
+
+
+@jit
+def multiply_blocks(
+    x_base: tl.tensor,
+    x_scales_base: tl.tensor,
+    codes_base: tl.tensor,
+    scales_base: tl.tensor,
+    has_row: tl.tensor,
+    has_output: tl.tensor,
+    inputs: tl.tensor,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+    DEEP: tl.constexpr,
+) -> tl.tensor:
+    """Return the products ``[TALL, WIDE]`` with their scales.
+
+    ``x_base`` ``[TALL, DEEP]`` and ``codes_base`` ``[DEEP, WIDE]`` point to the first inputs, ``x_scales_base``
+    ``[TALL]`` and ``scales_base`` ``[WIDE]`` to the first scales of the rows and outputs.
+    """
+    total = tl.zeros([TALL, WIDE], dtype=tl.float32)
+    for start in range(0, inputs, DEEP):
+        x = tl.load(x_base + start, mask=has_row[:, None], other=0)
+        codes = tl.load(codes_base + start, mask=has_output[None, :], other=0)
+        if NATIVE:
+            part = tl.dot(x.to(tl.float8e4nv, bitcast=True), codes.to(tl.float8e4nv, bitcast=True))
+        else:
+            part = tl.dot(float_from_fp8(x, False), float_from_fp8(codes, False))
+        if GROUP != 0:
+            group = start // GROUP
+            part *= tl.load(x_scales_base + group, mask=has_row, other=0.0)[:, None]
+            part *= tl.load(scales_base + group, mask=has_output, other=0.0)[None, :]
+        total += part
+    if GROUP == 0:
+        total *= tl.load(x_scales_base, mask=has_row, other=0.0)[:, None]
+        total *= tl.load(scales_base, mask=has_output, other=0.0)[None, :]
+    return total
 
 
 @kernel_with(varying=("rows",))
@@ -58,22 +97,20 @@ def fp8_linear_kernel(
     x_base = x_ptr + row.to(tl.int64)[:, None] * inputs + deep[None, :]
     codes_base = codes_ptr + output.to(tl.int64)[None, :] * inputs + deep[:, None]
     has_row, has_output = row < rows, output < outputs
-    total = tl.zeros([TALL, WIDE], dtype=tl.float32)
-    for start in range(0, inputs, DEEP):
-        x = tl.load(x_base + start, mask=has_row[:, None], other=0)
-        codes = tl.load(codes_base + start, mask=has_output[None, :], other=0)
-        if NATIVE:
-            part = tl.dot(x.to(tl.float8e4nv, bitcast=True), codes.to(tl.float8e4nv, bitcast=True))
-        else:
-            part = tl.dot(float_from_fp8(x, False), float_from_fp8(codes, False))
-        if GROUP != 0:
-            group = start // GROUP
-            part *= tl.load(x_scales_ptr + row * groups + group, mask=has_row, other=0.0)[:, None]
-            part *= tl.load(scales_ptr + output // HIGH * groups + group, mask=has_output, other=0.0)[None, :]
-        total += part
-    if GROUP == 0:
-        total *= tl.load(x_scales_ptr + row, mask=has_row, other=0.0)[:, None]
-        total *= tl.load(scales_ptr + output // HIGH, mask=has_output, other=0.0)[None, :]
+    total = multiply_blocks(
+        x_base,
+        x_scales_ptr + row.to(tl.int64) * groups,
+        codes_base,
+        scales_ptr + output // HIGH * groups,
+        has_row,
+        has_output,
+        inputs,
+        GROUP,
+        NATIVE,
+        TALL,
+        WIDE,
+        DEEP,
+    )
     if bias_ptr is not None:
         total += tl.load(bias_ptr + output, mask=has_output, other=0.0).to(tl.float32)[None, :]
     place = row.to(tl.int64)[:, None] * outputs + output[None, :]

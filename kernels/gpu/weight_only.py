@@ -24,6 +24,18 @@ def _values(codes: tl.tensor, KIND: tl.constexpr, NATIVE: tl.constexpr) -> tl.te
 
 
 @jit
+def _scales(scales: tl.tensor, SCALES: tl.constexpr, NATIVE: tl.constexpr) -> tl.tensor:
+    """Return stored scales in float32."""
+    if SCALES == 1:
+        values = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    elif SCALES == 2:
+        values = float_from_fp8(scales, NATIVE).to(tl.float32)
+    else:
+        values = scales.to(tl.float32)
+    return values
+
+
+@jit
 def _weights(
     codes: tl.tensor,
     scales_ptr: tl.tensor,
@@ -33,6 +45,7 @@ def _weights(
     outputs: tl.tensor,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
     OFFSETS: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
@@ -51,10 +64,65 @@ def _weights(
         else:
             values -= tl.load(zeros_ptr + places, mask=has_place, other=0).to(tl.float32)
     if GROUP != 0:
-        values *= tl.load(scales_ptr + places, mask=has_place, other=0.0).to(tl.float32)
+        values *= _scales(tl.load(scales_ptr + places, mask=has_place, other=0), SCALES, NATIVE)
     if OFFSETS:
         values -= tl.load(zeros_ptr + places, mask=has_place, other=0.0)
     return values
+
+
+@jit
+def multiply_chunks(
+    x_base: tl.tensor,
+    codes_base: tl.tensor,
+    scales_ptr: tl.tensor,
+    zeros_ptr: tl.tensor,
+    has_row: tl.tensor,
+    output: tl.tensor,
+    outputs: tl.tensor,
+    inputs: tl.tensor,
+    first_chunk: tl.tensor,
+    end_chunk: tl.tensor,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    TALL: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """Return the products ``[TALL, WIDE]`` over some chunks of the inputs; with one group, with its scale.
+
+    ``x_base`` ``[TALL, 32]`` and ``codes_base`` ``[32, WIDE]`` point to the first inputs of the rows and outputs. With
+    ``RAGGED``, the last chunk has only 32 inputs.
+    """
+    has_output = (output < outputs)[None, :]
+    total = tl.zeros([TALL, WIDE], dtype=tl.float32)
+    for chunk in range(first_chunk, end_chunk):
+        first = chunk * 64
+        second = first + 32
+        x_low = tl.load(x_base + first, mask=has_row, other=0.0)
+        if RAGGED:
+            x_high = tl.load(x_base + second, mask=has_row & (second + tl.arange(0, 32) < inputs)[None, :], other=0.0)
+            second = tl.minimum(second, inputs - 32)  # the padding has no scales
+        else:
+            x_high = tl.load(x_base + second, mask=has_row, other=0.0)
+        if KIND <= 1:
+            pairs = tl.load(codes_base + chunk * 32, mask=has_output, other=0)
+            low, high = pairs & 15, pairs >> 4
+        else:
+            low = tl.load(codes_base + first, mask=has_output, other=0)
+            high = tl.load(codes_base + first + 32, mask=has_output, other=0)
+        low_weights = _weights(low, scales_ptr, zeros_ptr, first, output, outputs, KIND, GROUP, SCALES, OFFSETS, NATIVE)
+        total = tl.dot(x_low, low_weights.to(x_low.dtype), total, input_precision="ieee")
+        high_weights = _weights(
+            high, scales_ptr, zeros_ptr, second, output, outputs, KIND, GROUP, SCALES, OFFSETS, NATIVE
+        )
+        total = tl.dot(x_high, high_weights.to(x_low.dtype), total, input_precision="ieee")
+    if GROUP == 0:
+        scales = tl.load(scales_ptr + output, mask=output < outputs, other=0)
+        total *= _scales(scales, SCALES, NATIVE)[None, :]
+    return total
 
 
 @kernel_with(varying=("rows",))
@@ -63,6 +131,7 @@ def weight_only_kernel(
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
+    factors_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     rows: tl.tensor,
@@ -72,8 +141,10 @@ def weight_only_kernel(
     chunks_per_split: tl.tensor,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
     OFFSETS: tl.constexpr,
     NATIVE: tl.constexpr,
+    RAGGED: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
@@ -86,25 +157,30 @@ def weight_only_kernel(
     codes_base = codes_ptr + output.to(tl.int64)[None, :] * codes_stride + deep[:, None]
     has_row = (row < rows)[:, None]
     has_output = (output < outputs)[None, :]
-    element = x_ptr.dtype.element_ty
-    total = tl.zeros([TALL, WIDE], dtype=tl.float32)
     first_chunk = split * chunks_per_split
-    for chunk in range(first_chunk, tl.minimum(first_chunk + chunks_per_split, inputs // 64)):
-        first = chunk * 64
-        x_low = tl.load(x_base + first, mask=has_row, other=0.0)
-        x_high = tl.load(x_base + first + 32, mask=has_row, other=0.0)
-        if KIND <= 1:
-            pairs = tl.load(codes_base + chunk * 32, mask=has_output, other=0)
-            low, high = pairs & 15, pairs >> 4
-        else:
-            low = tl.load(codes_base + first, mask=has_output, other=0)
-            high = tl.load(codes_base + first + 32, mask=has_output, other=0)
-        low_weights = _weights(low, scales_ptr, zeros_ptr, first, output, outputs, KIND, GROUP, OFFSETS, NATIVE)
-        total = tl.dot(x_low, low_weights.to(element), total, input_precision="ieee")
-        high_weights = _weights(high, scales_ptr, zeros_ptr, first + 32, output, outputs, KIND, GROUP, OFFSETS, NATIVE)
-        total = tl.dot(x_high, high_weights.to(element), total, input_precision="ieee")
-    if GROUP == 0:
-        total *= tl.load(scales_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    end_chunk = tl.minimum(first_chunk + chunks_per_split, (inputs + 63) // 64)
+    total = multiply_chunks(
+        x_base,
+        codes_base,
+        scales_ptr,
+        zeros_ptr,
+        has_row,
+        output,
+        outputs,
+        inputs,
+        first_chunk,
+        end_chunk,
+        KIND,
+        GROUP,
+        SCALES,
+        OFFSETS,
+        NATIVE,
+        RAGGED,
+        TALL,
+        WIDE,
+    )
+    if factors_ptr is not None:
+        total *= tl.load(factors_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     place = (split.to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]

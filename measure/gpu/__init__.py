@@ -1,6 +1,7 @@
 """`make gpu PART=…`: every measurement that needs a GPU, as commands of minutes each.
 
     kernels    kernels against float64 references on the device, then their speed (`quire bench kernels`)
+    weights    products with quantised weights, and decode steps of a model that is quantised at load
     decode     decode and prefill of two model shapes through the real three processes, compared with the roofline;
                greedy tokens of a small float32 model on CPU and GPU
     workloads  nano-vllm's workload and one like ShareGPT, offline

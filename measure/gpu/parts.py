@@ -13,7 +13,7 @@ from measure.gpu import steps as engine_steps
 from measure.gpu.results import Figures, Results
 from measure.gpu.serving import Served, with_service
 from measure.gpu.smoke import smoke
-from measure.kernels import bench
+from measure.kernels import bench, bench_weights
 from measure.offline import OfflineRequest
 from quire_server.serve.supervisor import ServeError
 
@@ -120,12 +120,26 @@ def steps(context: Context) -> None:
         _steps_of_shape(context, shape)
 
 
-def _steps_of_shape(context: Context, shape: shapes.Shape) -> None:
-    """Measure the steps of one model.
+def weights(context: Context) -> None:
+    """Measure products with quantised weights, and decode steps of models that are quantised at load."""
+    ceilings = _ceilings(context)
+    with torch.inference_mode():
+        for name, measure in bench_weights.measurements(context.device, context.dtype, context.scale.kernels):
+            context.results.run(name, partial(_measure_one, measure, ceilings), 10.0)
+    # A CPU quantises with other kernels, which are not the subject here.
+    kinds = ("none", "int8", "int4", "fp8") if context.device.type == "cuda" else ("none",)
+    for shape in context.scale.models[-1:]:
+        for kind in kinds:
+            _steps_of_shape(context, shape, quantization=kind)
+
+
+def _steps_of_shape(context: Context, shape: shapes.Shape, *, quantization: str | None = None) -> None:
+    """Measure the steps of one model; with `quantization`, only those with graphs.
 
     This is a separate function so that no local variable retains the model afterwards.
     """
-    model = f"{shape.name}: model"
+    label = shape.name if quantization is None else f"{shape.name} in {quantization}"
+    model = f"{label}: model"
     try:
         with (
             context.results.patience(model, 30.0),
@@ -136,10 +150,11 @@ def _steps_of_shape(context: Context, shape: shapes.Shape) -> None:
                 tokens_per_step=context.scale.tokens_per_step,
                 max_model_len=context.scale.longest(),
                 utilization=0.6,
+                quantization=quantization or "none",
             ) as loaded,
         ):
-            for graphs in (True, False):
-                _steps(context, f"{shape.name}, {'graphs' if graphs else 'no graphs'}", loaded, graphs=graphs)
+            for graphs in (True, False) if quantization is None else (True,):
+                _steps(context, f"{label}, {'graphs' if graphs else 'no graphs'}", loaded, graphs=graphs)
     except torch.OutOfMemoryError as error:  # Continue, because the next shape may succeed.
         context.results.fail(model, error)
 
@@ -220,6 +235,7 @@ def peers(context: Context) -> None:
 PARTS: dict[str, Callable[[Context], None]] = {
     "kernels": kernels,
     "steps": steps,
+    "weights": weights,
     "decode": decode,
     "workloads": workloads,
     "peers": peers,

@@ -10,9 +10,10 @@ from functools import partial
 
 import torch
 
-from kernels.activation import silu_mul, silu_mul_reference
+from kernels.activation import ClampedSwiglu, gated, gated_reference, silu_mul, silu_mul_reference
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
+from kernels.experts import ExpertLayers, mix_experts, mix_experts_reference
 from kernels.fp8_linear import Fp8Weight, fp8_linear, fp8_linear_reference
 from kernels.kv_cache import write_kv
 from kernels.kv_quantised import INT4, cached_size, from_parts, from_quantised, quantise_heads, to_quantised
@@ -23,9 +24,10 @@ from kernels.sampling import SamplingTensors, sample, sample_reference
 from kernels.scatter import scatter_words
 from kernels.split_sampling import best_in_part, best_of_parts
 from kernels.token_masks import mask_tokens, mask_tokens_reference
-from kernels.weight_only import Kind, quantise_weight, weight_only_linear, weight_only_linear_reference
+from kernels.weight_only import WeightOnly, weight_only_linear, weight_only_linear_reference
 from measure.gpu.results import Figures
 from measure.kernels.bench import Sizes
+from measure.kernels.bench_weights import drawn, drawn_experts
 from worker_svc.device.accelerator import make_accelerator
 
 _PAGE = 16
@@ -49,6 +51,7 @@ def smoke(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tu
         ("prepare_decode_kernel", partial(_decode_inputs, device)),
         ("rms_norm_kernel", partial(_norm, at)),
         ("silu_mul_kernel", partial(_silu_mul, at)),
+        ("clamped_swiglu_kernel", partial(_clamped_swiglu, at)),
         ("rotate_and_cache_kernel", partial(_qkv, at)),
         ("write_kv_kernel over fp8", partial(_write_quantised, at, torch.uint8)),
         ("write_kv_kernel over int4", partial(_write_quantised, at, INT4)),
@@ -66,8 +69,14 @@ def smoke(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[tu
         ("draw_tiles_kernel, draw_rows_kernel", partial(_sampling, at, False)),
         ("draw_tiles_kernel over parts of the vocabulary", partial(_sampling_parts, at)),
         ("mask_tokens_kernel", partial(_mask, at)),
-        ("weight_only_kernel over int4, add_splits_kernel", partial(_weight_only, at, Kind.INT4)),
-        ("weight_only_kernel over int8", partial(_weight_only, at, Kind.INT8)),
+        ("weight_only_kernel over int4, add_splits_kernel", partial(_weight_only, at, "int4")),
+        ("weight_only_kernel over int8", partial(_weight_only, at, "int8")),
+        ("weight_only_kernel over MXFP4", partial(_weight_only, at, "mxfp4")),
+        ("weight_only_kernel over NVFP4", partial(_weight_only, at, "nvfp4")),
+        ("weight_only_experts_kernel over int4", partial(_experts, at, "int4")),
+        ("weight_only_experts_kernel over MXFP4", partial(_experts, at, "mxfp4")),
+        ("weight_only_experts_kernel over NVFP4", partial(_experts, at, "nvfp4")),
+        ("fp8_experts_kernel", partial(_experts, at, "fp8 in blocks")),
         ("fp8_linear_kernel, quantise_rows_kernel", partial(_fp8_linear, at, (128, 128))),
         ("fp8 products by output", partial(_fp8_linear, at, (1, 1024))),
         ("copy_blocks_kernel", partial(_copy, at, pinned=False)),
@@ -254,14 +263,39 @@ def _draws(at: At, truncated: bool) -> tuple[torch.Tensor, SamplingTensors]:
     return 3 * torch.randn(rows, at.sizes.vocab_size, device=at.device), params
 
 
-def _weight_only(at: At, kind: Kind) -> float:
-    weight = quantise_weight(torch.randn(512, 1024, device=at.device), kind)
-    assert weight is not None
+def _clamped_swiglu(at: At) -> float:
+    gate_up, clamped = 4 * torch.randn(7, 520, device=at.device).to(at.dtype), ClampedSwiglu(1.702, 7.0)
+    return _close(gated(gate_up, clamped), gated_reference(gate_up, clamped), _tolerance(at.dtype))
+
+
+def _weight_only(at: At, form: str) -> float:
+    weight = drawn(form, 512, 1024, at.device)
+    assert isinstance(weight, WeightOnly)
     errors = []
     for rows in (3, 200):
         x = torch.randn(rows, 1024, device=at.device).to(at.dtype)
         expected = weight_only_linear_reference(x.float(), weight)
         errors.append(_close(weight_only_linear(x, weight), expected, _tolerance(at.dtype)))
+    return max(errors)
+
+
+def _experts(at: At, form: str) -> float:
+    """Check experts with biases and the clamped activation, for few and many rows per expert."""
+    count, hidden, inner = 4, 512, 384
+    layers = ExpertLayers(
+        drawn_experts(form, count, 2 * inner, hidden, at.device),
+        drawn_experts(form, count, hidden, inner, at.device),
+        torch.randn(count, 2 * inner, device=at.device).to(at.dtype),
+        torch.randn(count, hidden, device=at.device).to(at.dtype),
+        ClampedSwiglu(1.702, 7.0),
+    )
+    errors = []
+    for tokens in (3, 200):
+        x = torch.randn(tokens, hidden, device=at.device).to(at.dtype)
+        logits = torch.randn(tokens, count, device=at.device)
+        found = mix_experts(x, logits, layers, top_k=2, renormalise=True)
+        expected = mix_experts_reference(x.float(), logits, layers, top_k=2, renormalise=True)
+        errors.append(_close(found, expected, 3e-2 if form.startswith("fp8") else 2 * _tolerance(at.dtype)))
     return max(errors)
 
 

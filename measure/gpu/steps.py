@@ -50,7 +50,14 @@ class Case:
 
 @contextmanager
 def loaded(
-    folder: Path, device: torch.device, *, rows: int, tokens_per_step: int, max_model_len: int, utilization: float
+    folder: Path,
+    device: torch.device,
+    *,
+    rows: int,
+    tokens_per_step: int,
+    max_model_len: int,
+    utilization: float,
+    quantization: str = "none",
 ) -> Iterator["Loaded"]:
     """Release the memory of the previous model, then load a model with random weights.
 
@@ -67,6 +74,7 @@ def loaded(
         max_num_batched_tokens=tokens_per_step,
         max_model_len=max_model_len,
         gpu_memory_utilization=utilization,
+        quantization=quantization,
     )
     yield Loaded(config, *load_model(config, device), device)
 

@@ -9,6 +9,8 @@ from the public functions.
     python -m measure.kernels.aot                 the cases of CI
     python -m measure.kernels.aot --all           every case (half an hour on two cores)
     python -m measure.kernels.aot --json FILE     the table as JSON as well
+    python -m measure.kernels.aot --all --only weights --architectures 80,89,90,100,120
+                                                  cases whose names contain "weights", for other GPUs
 
 Specialisation follows Triton's rule for launches: an integer 1 becomes a constant; integers divisible by 16 and all
 tensors (which the allocator aligns) are marked as divisible, unless the kernel declares the argument as varying.
@@ -29,10 +31,10 @@ from typing import Any
 import torch
 
 from kernels._dispatch import HAVE_TRITON, Launch, record_launches
-from kernels.activation import silu_mul
+from kernels.activation import ClampedSwiglu, silu_mul
 from kernels.block_copy import BlockPool, copy_blocks
 from kernels.decode_inputs import DecodeInputs, prepare_decode
-from kernels.experts import mix_experts
+from kernels.experts import ExpertLayers, ExpertWeights, mix_experts
 from kernels.fp8_linear import Fp8Weight, fp8_linear
 from kernels.kv_cache import write_kv
 from kernels.kv_quantised import DTYPES as KV_DTYPES
@@ -45,12 +47,12 @@ from kernels.sampling import SamplingTensors, sample
 from kernels.scatter import scatter_words
 from kernels.split_sampling import best_in_part
 from kernels.token_masks import mask_tokens
-from kernels.weight_only import Kind, WeightOnly, weight_only_linear
+from kernels.weight_only import Kind, Scales, WeightOnly, weight_only_linear
 from measure.kernels.machine_code import copies_ahead, disassemble, loop_instructions, num_instructions, resource_usage
 
 ARCHITECTURES = (80, 90)
-SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
-"""Shared memory limit per program in bytes, by architecture; 89 and 120 have the limit of 86."""
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Shared memory limit per program in bytes, by architecture."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 80, 96, 128, 256, 512)
@@ -156,10 +158,20 @@ def cases() -> list[Case]:
             call = partial(_weight_only, weights, group, rows)
             name = f"{weights.name.lower()} weights, group {group}, {rows} rows of 4096x4096"
             found.append(Case(name, call, (weights, group, rows) in compiled_in_ci))
+    for scale_type, group in ((Scales.E8M0, 32), (Scales.E4M3, 16)):
+        for rows in (16, 512):
+            call = partial(_weight_only, Kind.FP4, group, rows, scale_type)
+            name = f"fp4 weights, group {group}, scales in {scale_type.name.lower()}, {rows} rows of 4096x4096"
+            found.append(Case(name, call, False))
+    for form in ("mxfp4", "nvfp4", "int4", "e4m3 in blocks"):
+        for tokens in (8, 4096):
+            name = f"expert weights in {form}, 4 of 32 of 2880x2880, {tokens} tokens"
+            in_ci = form in ("mxfp4", "e4m3 in blocks") and tokens == 4096
+            found.append(Case(name, partial(_quantised_experts, form, tokens), in_ci))
     for rows in (16, 512):
         blocks = partial(_fp8_linear, 128, rows)
-        found.append(Case(f"e4m3 in blocks of 128, {rows} rows of 4096x4096", blocks, rows > 16))
-        found.append(Case(f"e4m3 by output, {rows} rows of 4096x4096", partial(_fp8_linear, 0, rows), False))
+        found.append(Case(f"e4m3 weights in blocks of 128, {rows} rows of 4096x4096", blocks, rows > 16))
+        found.append(Case(f"e4m3 weights by output, {rows} rows of 4096x4096", partial(_fp8_linear, 0, rows), False))
     found.append(Case("sample 128256", _sample, True))
     found.append(Case("sample 128256, no truncation", partial(_sample, any_truncation=False), True))
     found.append(Case("sample 128256, greedy", partial(_sample, any_random=False), True))
@@ -236,13 +248,45 @@ def _silu_mul() -> None:
 def _experts(count: int, top_k: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     gate_up, down = _meta(count, 2 * 768, 2048, dtype=dtype), _meta(count, 2048, 768, dtype=dtype)
     x, logits = _meta(num_tokens, 2048, dtype=dtype), _meta(num_tokens, count, dtype=dtype)
-    mix_experts(x, logits, gate_up, down, top_k=top_k, renormalise=True)
+    mix_experts(x, logits, ExpertLayers(gate_up, down), top_k=top_k, renormalise=True)
 
 
-def _weight_only(kind: Kind, group: int, rows: int) -> None:
+def _quantised_experts(form: str, num_tokens: int) -> None:
+    count = 32
+    hidden, inner = (3072, 2944) if form == "e4m3 in blocks" else (2880, 2880)
+
+    def layer(outputs: int, inputs: int) -> ExpertWeights:
+        if form == "e4m3 in blocks":
+            scales = _meta(count, outputs // 128, inputs // 128, dtype=torch.float32)
+            return Fp8Weight(_meta(count, outputs, inputs, dtype=torch.uint8), scales, (128, 128))
+        kind, group, scale_type = {
+            "mxfp4": (Kind.FP4, 32, Scales.E8M0),
+            "nvfp4": (Kind.FP4, 16, Scales.E4M3),
+            "int4": (Kind.INT4, 64, Scales.FLOAT),
+        }[form]
+        scales = _meta(
+            count, inputs // group, outputs, dtype=torch.uint8 if scale_type is not Scales.FLOAT else torch.bfloat16
+        )
+        factors = _meta(count, outputs, dtype=torch.float32) if scale_type is Scales.E4M3 else None
+        codes = _meta(count, outputs, inputs // 2, dtype=torch.uint8)
+        return WeightOnly(kind, inputs, group, codes, scales, None, scale_type, factors)
+
+    layers = ExpertLayers(
+        layer(2 * inner, hidden),
+        layer(hidden, inner),
+        _meta(count, 2 * inner),
+        _meta(count, hidden),
+        ClampedSwiglu(1.702, 7.0),
+    )
+    mix_experts(_meta(num_tokens, hidden), _meta(num_tokens, count), layers, top_k=4, renormalise=True)
+
+
+def _weight_only(kind: Kind, group: int, rows: int, scale_type: Scales = Scales.FLOAT) -> None:
     codes = _meta(4096, 4096 * kind.bits // 8, dtype=torch.int8 if kind is Kind.INT8 else torch.uint8)
     zeros = _meta(4096 // group, 4096, dtype=torch.uint8) if kind is Kind.INT4 else None
-    weight = WeightOnly(kind, 4096, group, codes, _meta(4096 // group, 4096), zeros)
+    scales = _meta(4096 // group, 4096, dtype=torch.bfloat16 if scale_type is Scales.FLOAT else torch.uint8)
+    factors = _meta(4096, dtype=torch.float32) if scale_type is Scales.E4M3 else None
+    weight = WeightOnly(kind, 4096, group, codes, scales, zeros, scale_type, factors)
     weight_only_linear(_meta(rows, 4096), weight, _meta(4096))
 
 
@@ -373,6 +417,10 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m measure.kernels.aot", description="Compile the kernels without a GPU."
     )
     parser.add_argument("--all", action="store_true", help="compile every case, not only those of CI")
+    parser.add_argument("--only", default="", metavar="TEXT", help="compile cases whose names contain this text")
+    parser.add_argument(
+        "--architectures", default=",".join(map(str, ARCHITECTURES)), metavar="N,…", help="compute capabilities"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     options = parser.parse_args(arguments)
 
@@ -381,7 +429,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{'sm':>3} {'regs':>5} {'spill B':>8} {'shared B':>9} {'warps':>6} {'ahead':>6} {'in loops':>12} {'in all':>6}"
         "  kernel"
     )
-    for row in compile_cases(case for case in cases() if options.all or case.in_ci):
+    chosen = [case for case in cases() if (options.all or case.in_ci) and options.only in case.name]
+    for row in compile_cases(chosen, map(int, options.architectures.split(","))):
         rows.append(row)
         print(
             f"{row.architecture:>3} {row.registers:>5} {row.spill_bytes:>8} {row.shared_bytes:>9} {row.num_warps:>6}"

@@ -59,11 +59,15 @@ def convert_checkpoint(base: Path, folder: Path, layout: str, *, only: str = ".l
             plain[name] = weights
         else:
             tensors[name] = plain[name] = weight
+    return _write_pair(base, folder, tensors, plain, config)
+
+
+def _write_pair(base: Path, folder: Path, tensors: Tensors, plain: Tensors, config: Mapping[str, Any]) -> Pair:
     pair = Pair(folder / "quantised", folder / "plain")
     for target, content in ((pair.quantised, tensors), (pair.plain, plain)):
         shutil.copytree(base, target)
         save_file(content, target / "model.safetensors", {"format": "pt"})
-    edit_config(pair.quantised, lambda values: values.update(quantization_config=config))
+    edit_config(pair.quantised, lambda values: values.update(quantization_config=dict(config)))
     return pair
 
 
@@ -182,17 +186,83 @@ def _fp8(block: tuple[int, int] | None) -> Callable[[torch.Tensor], Any]:
     """Return the layout of FP8 checkpoints that need no library, with one scale per block or per tensor."""
 
     def convert(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        outputs, inputs = weight.shape
         high, wide = block or weight.shape
-        blocks = _split(_split(weight, 1, -1, wide), 0, -1, high)
+        padded = torch.nn.functional.pad(weight, (0, -inputs % wide, 0, -outputs % high))  # blocks at the edges
+        blocks = _split(_split(padded, 1, -1, wide), 0, -1, high)
         scales = blocks.abs().amax((1, 3), keepdim=True) / 448
         codes = (blocks / scales).to(torch.float8_e4m3fn)
-        restored = (codes.float() * scales).flatten(2).flatten(0, 1)
+        restored = (codes.float() * scales).flatten(2).flatten(0, 1)[:outputs, :inputs]
         parts = scales[:, 0, :, 0]
-        stored = {"weight": codes.flatten(2).flatten(0, 1)}
+        stored = {"weight": codes.flatten(2).flatten(0, 1)[:outputs, :inputs]}
         stored |= {"weight_scale_inv": parts} if block else {"weight_scale": parts[0, 0], "input_scale": torch.ones(())}
         return stored, restored
 
     return convert
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _e2m1(weight: torch.Tensor, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the nearest e2m1 codes in pairs, `[..., inputs / 2]` uint8, and their values, without `steps`.
+
+    Args:
+        weight: `[..., inputs]`.
+        steps: as `weight`; a weight is a value times its step.
+    """
+    scaled = torch.where(steps > 0, weight / steps, 0)
+    places = (scaled.abs()[..., None] - _E2M1).abs().argmin(-1)
+    codes = (places + 8 * (scaled < 0)).byte()
+    return codes[..., 0::2] | codes[..., 1::2] << 4, _E2M1[places] * scaled.sign()
+
+
+def _nvfp4(*, modelopt: bool) -> Callable[[torch.Tensor], Any]:
+    """Return the layout of NVFP4: scales in e4m3 for 16 inputs, and a global scale."""
+
+    def convert(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        highest = _split(weight, 1, -1, 16).abs().amax(2)
+        factor = weight.abs().max() / (6 * 448)
+        scales = (highest / 6 / factor).to(torch.float8_e4m3fn)
+        steps = (scales.float() * factor).repeat_interleave(16, 1)
+        codes, values = _e2m1(weight, steps)
+        if modelopt:
+            stored = {"weight": codes, "weight_scale_2": factor, "input_scale": torch.ones(())}
+        else:
+            stored = {"weight_packed": codes, "weight_global_scale": 1 / factor[None]}
+        return stored | {"weight_scale": scales}, values * steps
+
+    return convert
+
+
+def _powers(weight: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of MXFP4's scales for 32 inputs, `[..., inputs / 32]` uint8 with a bias of 127."""
+    highest = _split(weight, weight.dim() - 1, -1, 32).abs().amax(-1)
+    return (highest.log2().floor() - 2 + 127).clamp(1, 254).byte()
+
+
+def _mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    powers = _powers(weight)
+    steps = torch.exp2(powers.float() - 127).repeat_interleave(32, -1)
+    codes, values = _e2m1(weight, steps)
+    return {"weight_packed": codes, "weight_scale": powers}, values * steps
+
+
+def make_mxfp4(folder: Path, **changes: Any) -> Pair:
+    """Write random weights of a gpt-oss as it is published: the experts of a layer in MXFP4, in one tensor."""
+    base = make_checkpoint("GptOssForCausalLM", folder / "base", **changes)
+    tensors: Tensors = {}
+    plain: Tensors = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = plain[name] = weight
+            continue
+        stored, weights = _mxfp4(weight.transpose(1, 2))
+        codes, powers = stored["weight_packed"], stored["weight_scale"]
+        tensors[f"{name}_blocks"] = codes.view(*powers.shape, 16)
+        tensors[f"{name}_scales"] = powers
+        plain[name] = weights.transpose(1, 2).contiguous()
+    return _write_pair(base, folder, tensors, plain, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
 
 
 def _by_library(form: str, weights: Mapping[str, Any], dtype: torch.dtype) -> Callable[[torch.Tensor], Any]:
@@ -268,7 +338,23 @@ LAYOUTS: dict[str, tuple[Callable[[torch.Tensor], Any], dict[str, Any]]] = {
     "gptq-int8": _gptq_layout(8, -1, symmetric=True),
     "awq": (_awq, {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}),
     "fp8-block": (_fp8((64, 32)), {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 32]}),
+    "fp8-block-128": (_fp8((128, 128)), {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
     "fp8-tensor": (_fp8(None), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "ct-nvfp4": (
+        _nvfp4(modelopt=False),
+        _config(
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        ),
+    ),
+    "ct-mxfp4": (
+        _mxfp4,
+        _config("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+    ),
+    "modelopt-nvfp4": (
+        _nvfp4(modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    ),
 }
 """Functions from a weight to its stored tensors and its dequantised weight, and the `quantization_config`, by name."""
 

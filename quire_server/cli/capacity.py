@@ -53,7 +53,7 @@ def configure(parser: OneLineParser) -> None:
     )
     add("--dtype", type=lambda word: DTYPE_ALIASES.get(word, word), choices=("auto", "float32", "bfloat16", "float16"),
         default="auto", help="type of weights and KV (default: as in config.json)")  # fmt: skip
-    add("--quantization", choices=("none", "int8", "int4"), default="none", help="weights")
+    add("--quantization", choices=("none", "int8", "int4", "fp8"), default="none", help="weights")
     add("--kv-cache-dtype", choices=("auto", "fp8", "int8", "int4"), default="auto", help="KV; auto: as the weights")
     add("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
     add("--max-num-seqs", type=int, metavar="N", help="running requests (default: 256, with --kv-cache-memory 64)")
@@ -106,6 +106,8 @@ def run(options: Namespace) -> int:
             f"--tensor-parallel-size: {serving.tensor_parallel_size} does not divide the {sizes.num_heads} query heads;"
             " give a divisor"
         )
+    if serving.quantization == "fp8" and options.kv_cache_memory is not None:
+        raise CommandError("--quantization: fp8 needs a GPU; use int8 or none, or --gpu-memory")
     longest = serving.max_model_len or sizes.max_positions
     on_cpu = options.kv_cache_memory is not None
     weights = weights_bytes(sizes, serving.quantization, longest, on_cpu=on_cpu)
@@ -156,6 +158,10 @@ def _model(options: Namespace) -> "ModelSizes":
         raise CommandError(f"--model: {path} is not JSON; use a config.json") from None
     if not isinstance(config, dict):
         raise CommandError(f"--model: {path} is not a JSON object; use a config.json")
+    modelopt = path.parent / "hf_quant_config.json"
+    if not config.get("quantization_config") and modelopt.is_file():
+        found = json.loads(modelopt.read_text("utf-8")).get("quantization")
+        config["quantization_config"] = {"quant_method": "modelopt", **(found or {})}
     sizes = sizes_from_config(config)
     if counts_weights_of(config):
         return dataclasses.replace(sizes, gguf=_gguf_tensors(path.parent))

@@ -8,9 +8,7 @@ The oracle is `transformers` with only the numerical effects of the quantised fe
 activations and KV rounded as specified, by each rank for its part. The number of drafts depends on measured times.
 """
 
-import itertools
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from measure.testbed.quantised_checkpoints import SIZES, make_pair, rounds_activations, rounds_weights
 from measure.testbed.service import serve
 from quire import Client
+from tests.covering import Case, covering
 from tests.e2e.load import draw_prompts, generate_all
 
 FEATURES = {
@@ -41,26 +40,7 @@ KV_TIE, ACTIVATIONS_TIE = 0.1, 0.3
 If embeddings differ by one millionth, a logit of the oracle changes by at most 0.09 with KV in fp8, and by 0.27 with KV
 in int4 or activations in int8. The standard deviation of a logit is 1.4.
 """
-Case = dict[str, str]
-
-
-def pairs(case: Case) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    """All pairs of values in a case."""
-    return set(itertools.combinations(case.items(), 2))
-
-
-def covering() -> Iterator[Case]:
-    """Cases that together have every pair, chosen greedily."""
-    names = list(FEATURES)
-    cases = [dict(zip(names, values, strict=True)) for values in itertools.product(*FEATURES.values())]
-    missing = set().union(*map(pairs, cases))
-    while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        missing -= pairs(best)
-        yield best
-
-
-CASES = [pytest.param(case, id="-".join(case.values())) for case in covering()]
+CASES = [pytest.param(case, id="-".join(case.values())) for case in covering(FEATURES)]
 
 
 @pytest.mark.skipif(native() is None, reason="needs the native CPU kernels")

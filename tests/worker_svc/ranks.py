@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from checks.driver import CPU, Driver, collect, launch, make_engine
 from protos.quire.plan.v1 import plan_pb2
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.follower import follow
+from worker_svc.model import weight_only
 from worker_svc.ranks.commands import Followers
 from worker_svc.ranks.group import RENDEZVOUS, Group, Place, join, meet
 from worker_svc.ranks.shard import Shard
@@ -62,16 +64,21 @@ class Ranks:
 
     @contextlib.contextmanager
     def driver(
-        self, folder: Path, *, seed: int = 0, accelerated: bool = False, **settings: Any
+        self, folder: Path, *, seed: int = 0, accelerated: bool = False, in_e4m3: bool = False, **settings: Any
     ) -> Iterator[LeadingDriver]:
-        """A driver for an engine on all ranks; with `accelerated` they work as on GPUs."""
+        """A driver for an engine on all ranks; with `accelerated` they work as on GPUs.
+
+        With `in_e4m3`, they have products in e4m3.
+        """
+        job = {"folder": str(folder), "accelerated": accelerated, "in_e4m3": in_e4m3, **settings}
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"folder": str(folder), "accelerated": accelerated, **settings}) + "\n")
+            process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
         followers = Followers(self.group)
         accelerator = FakeAccelerator() if accelerated else None
-        engine = make_engine(folder, group=self.group, accelerator=accelerator, **settings)
+        with patch.object(weight_only, "multiplies_e4m3", lambda _: in_e4m3):
+            engine = make_engine(folder, group=self.group, accelerator=accelerator, **settings)
         yield LeadingDriver(engine, followers, seed=seed)
         followers.stop()
 
@@ -116,7 +123,10 @@ def main() -> int:
     for line in sys.stdin:
         settings = json.loads(line)
         accelerator = FakeAccelerator() if settings.pop("accelerated") else None
-        follow(group, make_engine(Path(settings.pop("folder")), group=group, accelerator=accelerator, **settings))
+        in_e4m3 = settings.pop("in_e4m3")
+        with patch.object(weight_only, "multiplies_e4m3", lambda _, in_e4m3=in_e4m3: in_e4m3):
+            engine = make_engine(Path(settings.pop("folder")), group=group, accelerator=accelerator, **settings)
+        follow(group, engine)
     return 0
 
 

@@ -319,7 +319,7 @@ def _quiet_inference() -> Iterator[None]:
     [
         pytest.param(name, marks=[pytest.mark.release] * (family.experts is not None))
         for name, family in FAMILIES.items()
-        if family.architectures
+        if family.architectures and not family.needs_triton
     ],
 )
 def test_a_field_means_what_it_means_to_the_class_of_transformers(model_type: str, tmp_path: Path) -> None:

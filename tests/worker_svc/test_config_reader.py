@@ -21,7 +21,7 @@ from worker_svc.model.decoder_config import DecoderConfig
 from worker_svc.model.families import ARCHITECTURES, FAMILIES
 from worker_svc.model.rope import ROPE_TYPES, rope_tables
 
-TYPES = [name for name, family in FAMILIES.items() if family.architectures]
+TYPES = [name for name, family in FAMILIES.items() if family.architectures and not family.needs_triton]
 HUB: dict[str, dict[str, Any]] = {
     "llama of 2023": {
         "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",

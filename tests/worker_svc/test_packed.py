@@ -227,9 +227,9 @@ def test_a_class_that_cannot_compute_with_packed_weights_is_refused_at_load(
         load(mixture("HunYuanMoEV1ForCausalLM", tmp_path), quantization="int8", load_format="random")
 
 
-def test_fp8_weights_are_not_made_at_load(tmp_path: Path) -> None:
+def test_fp8_weights_are_not_made_on_a_cpu(tmp_path: Path) -> None:
     """The message says why, and what to use."""
-    with pytest.raises(ConfigError, match=r"quantization: fp8 is not available at load.*; use int8 on a CPU"):
+    with pytest.raises(ConfigError, match=r"quantization: fp8 needs a GPU.*; use int8 or none"):
         load(make_checkpoint("LlamaForCausalLM", tmp_path), quantization="fp8")
 
 

@@ -16,11 +16,11 @@ from kernels.linear import PackedLinear, dequantised
 from kernels.native.library import native_levels
 from kernels.native.serving import native
 from measure.testbed.checkpoints import VOCAB_SIZE, edit_config, make_checkpoint
-from measure.testbed.quantised_checkpoints import LAYOUTS, make_gguf, make_pair, rounds_activations
+from measure.testbed.quantised_checkpoints import LAYOUTS, make_gguf, make_mxfp4, make_pair, rounds_activations
 from shared.config import ConfigError
 from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.test_packed import load, logits_of
-from worker_svc.model.quantised import QuantisedWeight, StoredWeights
+from worker_svc.model.quantised import Fp4Weight, QuantisedWeight, StoredWeights
 from worker_svc.model.weights import read_tensors
 
 TOKENS = [list(range(5, 45)), [7], list(range(60, 63))]
@@ -58,8 +58,65 @@ def test_dequantised_weights_are_those_of_the_layout(layout: str, tmp_path: Path
         torch.testing.assert_close(found[name], expected, rtol=3e-7, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize("layout", ["ct-nvfp4", "ct-mxfp4"])
+def test_weights_in_e2m1_are_those_that_the_library_decompresses(layout: str, tmp_path: Path) -> None:
+    """compressed-tensors decompresses them into bfloat16, which has all values of MXFP4."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    folder = make_pair(layout, tmp_path).quantised
+    name = "model.layers.0.mlp.down_proj"
+    raw = json.loads((folder / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(raw).config_groups["group_0"]
+    stored = {
+        key.removeprefix(f"{name}."): tensor
+        for key, tensor in load_file(folder / "model.safetensors").items()
+        if key.startswith(f"{name}.")
+    }
+    expected = BaseCompressor.get_value_from_registry(raw["format"]).decompress(stored, scheme)["weight"]
+    ((_, found),) = read_tensors(folder, only=(f"{name}.weight",))
+    assert isinstance(found, Fp4Weight)
+
+    torch.testing.assert_close(found.dequantised(), expected.float(), rtol=0 if layout == "ct-mxfp4" else 8e-3, atol=0)
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    """gpt-oss stores blocks and scales of all experts; a CPU serves the dequantised weights."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    pair = make_mxfp4(tmp_path)
+    plain, stored = (load_file(folder / "model.safetensors") for folder in (pair.plain, pair.quantised))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    converted = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
+    found = {
+        key: tensor if isinstance(tensor, torch.Tensor) else tensor.dequantised()
+        for key, tensor in read_tensors(pair.quantised)
+    }
+
+    assert torch.equal(found[name], converted)
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[key], plain[key]) for key in plain)
+    expected, logits = (
+        logits_of(load(folder, dtype="float32"), TOKENS, torch.float32) for folder in (pair.plain, pair.quantised)
+    )
+    assert distance(logits, expected) < 1e-6
+
+
+def test_older_checkpoints_of_modelopt_describe_their_weights_in_a_file(tmp_path: Path) -> None:
+    """`hf_quant_config.json` stands for the field of config.json."""
+    pair = make_pair("modelopt-nvfp4", tmp_path)
+    edit_config(pair.quantised, lambda values: values.pop("quantization_config"))
+    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (pair.quantised / "hf_quant_config.json").write_text(json.dumps(content))
+    expected, logits = (
+        logits_of(load(folder, dtype="float32"), TOKENS, torch.float32) for folder in (pair.plain, pair.quantised)
+    )
+
+    assert distance(logits, expected) < 1e-6
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
-@pytest.mark.parametrize("layout", ["ct-int4", "ct-int8-channel", "gptq-int4-order", "awq", "fp8-block"])
+@pytest.mark.parametrize("layout", ["ct-int4", "ct-int8-channel", "gptq-int4-order", "awq", "fp8-block", "ct-nvfp4"])
 def test_a_quantised_checkpoint_computes_what_its_dequantised_weights_do(
     layout: str, architecture: str, tmp_path: Path
 ) -> None:
@@ -78,15 +135,16 @@ def test_a_part_of_a_weight_is_that_part_of_its_values(layout: str, tmp_path: Pa
     """Ranks get parts of the codes and scales; a part that begins inside a block is dequantised instead."""
     name = "model.layers.0.mlp.down_proj.weight"
     ((_, weight),) = read_tensors(make_pair(layout, tmp_path).quantised, only=(name,))
-    assert isinstance(weight, QuantisedWeight)
+    assert isinstance(weight, QuantisedWeight | Fp4Weight)
     whole = weight.dequantised()
+    block = weight.block if isinstance(weight, QuantisedWeight) else (1, weight.group)
 
     for dim in (0, 1):
         size = whole.shape[dim]
         for begin, length in ((0, size // 2), (size // 2, size // 2), (16, 48)):
             part = weight.narrow(dim, begin, length)
             if part is None:
-                assert begin % weight.block[dim]
+                assert begin % block[dim] or length % block[dim]
             else:
                 assert torch.equal(part.dequantised(), whole.narrow(dim, begin, length))
 
@@ -293,11 +351,12 @@ def test_a_quantised_checkpoint_can_be_quantised_again(tmp_path: Path) -> None:
         (
             {
                 "quant_method": "compressed-tensors",
-                "format": "nvfp4-pack-quantized",
-                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}},
+                "format": "mxfp8-quantized",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
             },
-            "the format nvfp4-pack-quantized with 4 bits",
+            "the format mxfp8-quantized with 8 bits",
         ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "the ModelOpt algorithm W4A8_AWQ"),
     ],
 )
 def test_unknown_methods_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ class DecoderConfig:
     mlp_only_layers: list[int] = field(default_factory=list)
     decoder_sparse_step: int = 1
     norm_topk_prob: bool = False
+    swiglu_alpha: float = 0.0
+    swiglu_limit: float = 0.0
 
     eos_token_id: int | list[int] | None = None
 

@@ -38,6 +38,10 @@ class Experts:
     """Whether `mlp_only_layers` and `decoder_sparse_step` select the layers; False: all layers."""
     shared: bool = False
     """Whether an additional expert computes all tokens."""
+    router: str = "gate"
+    merged: bool = False
+    """Whether the checkpoint has all experts of a layer in one tensor `[experts, inputs, outputs]` with a bias, and
+    gate and up alternate (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,10 @@ class Family:
     qk_norm: bool = False
     window: Window
     experts: Experts | None = None
+    sinks: bool = False
+    """Whether each head has an attention sink."""
+    needs_triton: bool = False
+    """Whether `llama` implements the family only with Triton kernels; `hf` serves it elsewhere."""
 
 
 FAMILIES = {
@@ -109,6 +117,21 @@ FAMILIES = {
         window=Window.EVERY_LAYER,
         experts=Experts(),
     ),
+    "gpt_oss": Family(
+        architectures=("GptOssForCausalLM",),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        window=Window.BY_LAYER_TYPE,
+        experts=Experts(
+            router="router",
+            intermediate_size="intermediate_size",
+            renormalise=True,
+            some_layers=False,
+            merged=True,
+        ),
+        sinks=True,
+        needs_triton=True,
+    ),
     # For text, the positions are equal in all dimensions, so multimodal rotary embeddings equal ordinary ones.
     "qwen2_vl_text": Family(text_of=("Qwen2VLForConditionalGeneration",), qkv_bias=True, window=Window.BY_LAYER_TYPE),
     "qwen2_5_vl_text": Family(
@@ -123,7 +146,10 @@ FAMILIES = {
     ),
 }
 """Families by the `model_type` in config.json or in its text part."""
-ARCHITECTURES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.architectures))
+ARCHITECTURES = tuple(
+    dict.fromkeys(name for family in FAMILIES.values() if not family.needs_triton for name in family.architectures)
+)
+"""Class names of the families that `llama` implements on every device."""
 
 
 def own_config(architecture: str, whole: ModelConfig) -> DecoderConfig | None:

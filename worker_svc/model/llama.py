@@ -1,11 +1,12 @@
-"""Native implementation of the Llama family over `kernels`: Llama, Mistral, Mixtral, Qwen2 and Qwen3.
+"""Native implementation of the Llama family over `kernels`: Llama, Mistral, Mixtral, Qwen2, Qwen3 and gpt-oss.
 
 One decoder implements all `families`. They differ only in these properties:
 
 * biases on the projections (Qwen2);
 * a norm on queries and keys (Qwen3);
 * a sliding window per layer (all but Llama);
-* mixtures of experts instead of MLPs (Mixtral, Qwen-MoE);
+* mixtures of experts instead of MLPs (Mixtral, Qwen-MoE, gpt-oss);
+* attention sinks, and experts with biases and a clamped activation (gpt-oss);
 * tied embeddings.
 
 The query, key and value projections are one matrix, gate and up another, so that a layer has four
@@ -19,7 +20,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import embedding
 
+from kernels.activation import ClampedSwiglu
 from kernels.decoder import DecoderPart, PackedDecoder
+from kernels.experts import ExpertWeights
 from kernels.linear import empty_weights
 from kernels.native.library import Native
 from kernels.norm import rms_norm
@@ -66,7 +69,7 @@ class LlamaModel:
             device: the device of the model.
             num_positions: length of the longest sequence in tokens.
             cpu_kernels: the kernels that compute the model on a CPU; None: the operations of `kernels`.
-            quantization: quantization of the weights at load: "none", "int8" or "int4".
+            quantization: quantization of the weights at load: "none", "int8" or "int4"; "fp8" with `keeps_codes`.
             group: the ranks that share the model; None if this process has all of it.
             keeps_codes: whether matrices may stay quantised without `cpu_kernels` (`weight_only`). They are then
                 allocated on the host, and go to the device one by one.
@@ -231,7 +234,7 @@ class LlamaModel:
         for name, weight in self._named_weights(frozenset()):
             if name.endswith("norm.weight"):
                 weight.fill_(1.0)
-            elif name.endswith(".bias"):
+            elif name.endswith("bias"):
                 weight.zero_()
             elif (cut := cuts.get(name)) is None:
                 weight.normal_(0.0, self._config.initializer_range, generator=generator)
@@ -245,7 +248,8 @@ class LlamaModel:
         """Pack the weights for the native CPU kernels, if they are used, and drop the matrices."""
         if self._group.rank > 0:  # Only rank 0 adds biases to sums over all ranks.
             for layer in self._layers:
-                for bias in (layer.output.bias, layer.mlp.down.bias if isinstance(layer.mlp, Mlp) else None):
+                mlp_bias = layer.mlp.down.bias if isinstance(layer.mlp, Mlp) else layer.mlp.down_bias
+                for bias in (layer.output.bias, mlp_bias):
                     if bias is not None:
                         bias.zero_()
         if self._cpu_kernels is None:
@@ -274,8 +278,8 @@ class LlamaModel:
     def _move(self, stored: StoredWeights) -> None:
         """Move the weights to the device matrix by matrix, quantised if possible.
 
-        Experts are dequantised, because their products have no form over codes. As on a CPU, routers and gates of
-        shared experts are not quantised, and `--quantization int4` gives the LM head int8 weights.
+        As on a CPU, routers and gates of shared experts are not quantised, and `--quantization int4` gives the LM head
+        int8 weights.
         """
 
         def moved(linear: Linear, kind: str = self._quantization) -> Linear:
@@ -288,14 +292,22 @@ class LlamaModel:
         def moved_mlp(mlp: Mlp) -> Mlp:
             return Mlp(moved(mlp.gate_up), moved(mlp.down))
 
+        def moved_experts(matrices: ExpertWeights) -> ExpertWeights:
+            assert isinstance(matrices, torch.Tensor)
+            codes = weight_only.coded_experts(matrices, stored, self._quantization, self._device)
+            return matrices.to(self._device) if codes is None else codes
+
+        def moved_tensor(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(self._device)
+
         def moved_mixture(mixture: Mixture) -> Mixture:
-            for matrix in (*mixture.gate_up, *mixture.down):
-                stored.fill(matrix)
             return replace(
                 mixture,
                 router=moved(mixture.router, "none"),
-                gate_up=mixture.gate_up.to(self._device),
-                down=mixture.down.to(self._device),
+                gate_up=moved_experts(mixture.gate_up),
+                down=moved_experts(mixture.down),
+                gate_up_bias=moved_tensor(mixture.gate_up_bias),
+                down_bias=moved_tensor(mixture.down_bias),
                 shared=None if mixture.shared is None else moved_mlp(mixture.shared),
                 shared_gate=None if mixture.shared_gate is None else moved(mixture.shared_gate, "none"),
             )
@@ -304,12 +316,13 @@ class LlamaModel:
             self._layers[index] = Layer(
                 input_norm=layer.input_norm.to(self._device),
                 qkv=moved(layer.qkv),
-                query_norm=None if layer.query_norm is None else layer.query_norm.to(self._device),
-                key_norm=None if layer.key_norm is None else layer.key_norm.to(self._device),
+                query_norm=moved_tensor(layer.query_norm),
+                key_norm=moved_tensor(layer.key_norm),
                 output=moved(layer.output),
                 mlp_norm=layer.mlp_norm.to(self._device),
                 mlp=moved_mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else moved_mixture(layer.mlp),
                 sliding_window=layer.sliding_window,
+                sinks=moved_tensor(layer.sinks),
             )
         self._final_norm = self._final_norm.to(self._device)
         if self._tied:  # The rows of an embedding are not quantised.
@@ -363,6 +376,7 @@ class LlamaModel:
             num_leading_decodes=attention.num_leading_decodes,
             scale=self._scale,
             sliding_window=layer.sliding_window,
+            sinks=layer.sinks,
             schedule=schedule,
         )
         return self._group.all_reduce(layer.output(attended.view(hidden.shape[0], -1)))
@@ -391,6 +405,7 @@ class LlamaModel:
             if mixture and family.experts is not None
             else self._mlp(config.intermediate_size, bias=has_bias(family.mlp_bias, config)),
             sliding_window=sliding_window,
+            sinks=torch.empty(self._heads.length, device=self._host) if family.sinks else None,
         )
 
     def _mlp(self, intermediate: int, *, bias: bool) -> Mlp:
@@ -401,14 +416,18 @@ class LlamaModel:
         config = self._config
         hidden, count = config.hidden_size, config.num_experts
         inner = self._group.shard.span(getattr(config, experts.intermediate_size)).length
+        merged = experts.merged
         return Mixture(
-            router=self._linear(hidden, count, bias=False),
+            router=self._linear(hidden, count, bias=merged),
             gate_up=self._empty_weights(count, 2 * inner, hidden),
             down=self._empty_weights(count, hidden, inner),
             top_k=config.num_experts_per_tok,
             renormalise=config.norm_topk_prob if experts.renormalise is None else experts.renormalise,
             shared=self._mlp(config.shared_expert_intermediate_size, bias=False) if experts.shared else None,
             shared_gate=self._linear(hidden, 1, bias=False) if experts.shared else None,
+            gate_up_bias=self._empty(count, 2 * inner) if merged else None,
+            down_bias=self._empty(count, hidden) if merged else None,
+            clamped=ClampedSwiglu(config.swiglu_alpha, config.swiglu_limit) if merged else None,
         )
 
     def _named_weights(self, given: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -432,12 +451,17 @@ class LlamaModel:
             if layer.query_norm is not None and layer.key_norm is not None:
                 yield f"{attention}.q_norm.weight", layer.query_norm
                 yield f"{attention}.k_norm.weight", layer.key_norm
+            if layer.sinks is not None:
+                yield f"{attention}.sinks", layer.sinks
             if isinstance(layer.mlp, Mlp):
                 yield from _named_mlp(f"{prefix}.mlp", layer.mlp, Experts())
+            elif self._family.experts is not None and self._family.experts.merged:
+                yield from _named_merged(f"{prefix}.mlp", layer.mlp)
             elif f"{prefix}.mlp.experts.gate_up_proj" in given:  # This is the format of the classes in `transformers`.
                 yield f"{prefix}.mlp.gate.weight", layer.mlp.router.weight
-                yield f"{prefix}.mlp.experts.gate_up_proj", layer.mlp.gate_up
-                yield f"{prefix}.mlp.experts.down_proj", layer.mlp.down
+                gate_up, down = _matrices(layer.mlp)
+                yield f"{prefix}.mlp.experts.gate_up_proj", gate_up
+                yield f"{prefix}.mlp.experts.down_proj", down
                 yield from _named_shared(f"{prefix}.mlp", layer.mlp)
             elif self._family.experts is not None:
                 yield from _named_mixture(prefix, layer.mlp, self._family.experts)
@@ -454,6 +478,7 @@ class LlamaModel:
         for index, mixed in enumerate(mixture_layers(config)):
             prefix = f"model.layers.{index}"
             attention = f"{prefix}.self_attn"
+            cuts[f"{attention}.sinks"] = Cut(0, (self._heads,), config.num_attention_heads)
             outputs = {f"{attention}.q_proj": heads, f"{attention}.k_proj": kv_heads, f"{attention}.v_proj": kv_heads}
             inputs = {f"{attention}.o_proj": heads}
             for mlp, names, size in mlps(prefix, config, mixed=mixed):
@@ -461,8 +486,13 @@ class LlamaModel:
                 # One tensor with all experts, the format of the classes in `transformers`.
                 if mlp.endswith(".experts.0"):
                     merged = f"{prefix}.mlp.experts"
-                    cuts[f"{merged}.gate_up_proj"] = replace(inner.twice(), dim=1)
-                    cuts[f"{merged}.down_proj"] = replace(inner, dim=2)
+                    if names.merged:
+                        cuts[f"{merged}.gate_up_proj"] = replace(inner.times(2), dim=2)
+                        cuts[f"{merged}.gate_up_proj_bias"] = replace(inner.times(2), dim=1)
+                        cuts[f"{merged}.down_proj"] = replace(inner, dim=1)
+                    else:
+                        cuts[f"{merged}.gate_up_proj"] = replace(inner.twice(), dim=1)
+                        cuts[f"{merged}.down_proj"] = replace(inner, dim=2)
                 outputs |= {f"{mlp}.{names.gate}": inner, f"{mlp}.{names.up}": inner}
                 inputs[f"{mlp}.{names.down}"] = inner
             for name, cut in outputs.items():
@@ -494,9 +524,31 @@ def _named_mlp(prefix: str, mlp: Mlp, names: Experts) -> Iterator[tuple[str, tor
 def _named_mixture(layer: str, mixture: Mixture, names: Experts) -> Iterator[tuple[str, torch.Tensor]]:
     block = f"{layer}.{names.block}"
     yield f"{block}.gate.weight", mixture.router.weight
-    for number, (gate_up, down) in enumerate(zip(mixture.gate_up, mixture.down, strict=True)):
+    for number, (gate_up, down) in enumerate(zip(*_matrices(mixture), strict=True)):
         yield from _named_mlp(f"{block}.experts.{number}", Mlp(Linear(gate_up, None), Linear(down, None)), names)
     yield from _named_shared(block, mixture)
+
+
+def _named_merged(block: str, mixture: Mixture) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of gpt-oss's mixture, which stores the transposed matrices of all experts in one tensor."""
+    gate_up, down = _matrices(mixture)
+    yield f"{block}.router.weight", mixture.router.weight
+    yield f"{block}.experts.gate_up_proj", gate_up.transpose(1, 2)
+    yield f"{block}.experts.down_proj", down.transpose(1, 2)
+    for name, bias in (
+        ("router.bias", mixture.router.bias),
+        ("experts.gate_up_proj_bias", mixture.gate_up_bias),
+        ("experts.down_proj_bias", mixture.down_bias),
+    ):
+        if bias is not None:
+            yield f"{block}.{name}", bias
+
+
+def _matrices(mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrices of the experts before they may be quantised."""
+    assert isinstance(mixture.gate_up, torch.Tensor)
+    assert isinstance(mixture.down, torch.Tensor)
+    return mixture.gate_up, mixture.down
 
 
 def _named_shared(block: str, mixture: Mixture) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
-from kernels.activation import silu_mul
-from kernels.experts import mix_experts
+from kernels.activation import ClampedSwiglu, silu_mul
+from kernels.experts import ExpertLayers, ExpertWeights, mix_experts
 from kernels.fp8_linear import Fp8Weight, fp8_linear
 from kernels.weight_only import WeightOnly, weight_only_linear
 
@@ -56,9 +56,9 @@ class Mixture:
     """Mixture of experts: the experts that the router chooses compute each token."""
 
     router: Linear
-    gate_up: torch.Tensor
-    """`[experts, 2 * intermediate, hidden]`; an expert's rows: gate, then up."""
-    down: torch.Tensor
+    gate_up: ExpertWeights
+    """`[experts, 2 * intermediate, hidden]`; an expert's rows: gate, then up; with `clamped`, alternating."""
+    down: ExpertWeights
     """`[experts, hidden, intermediate]`."""
     top_k: int
     """Experts of a token."""
@@ -68,10 +68,17 @@ class Mixture:
     """Expert that computes all tokens; None if there is none."""
     shared_gate: Linear | None
     """Computes the logit of the shared expert's weight."""
+    gate_up_bias: torch.Tensor | None = None
+    """`[experts, 2 * intermediate]`."""
+    down_bias: torch.Tensor | None = None
+    """`[experts, hidden]`."""
+    clamped: ClampedSwiglu | None = None
+    """Activation of the experts; None: SiLU."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the mixture to `x` `[T, hidden]`."""
-        mixed = mix_experts(x, self.router(x), self.gate_up, self.down, top_k=self.top_k, renormalise=self.renormalise)
+        layers = ExpertLayers(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.clamped)
+        mixed = mix_experts(x, self.router(x), layers, top_k=self.top_k, renormalise=self.renormalise)
         if self.shared is None or self.shared_gate is None:
             return mixed
         return mixed + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
@@ -91,3 +98,5 @@ class Layer:
     mlp: Mlp | Mixture
     sliding_window: int | None
     """Number of tokens that the layer attends over; None for all."""
+    sinks: torch.Tensor | None = None
+    """`[heads]` float32: logit of each head's attention sink."""

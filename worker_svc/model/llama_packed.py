@@ -93,6 +93,8 @@ def pack(
         return MlpWeights(gate_up=convert(mlp.gate_up), down=convert(mlp.down))
 
     def convert_mixture(mixture: Mixture) -> MixtureWeights:
+        assert isinstance(mixture.gate_up, torch.Tensor)
+        assert isinstance(mixture.down, torch.Tensor)
         experts = zip(mixture.gate_up, mixture.down, strict=True)
         return MixtureWeights(
             router=convert(mixture.router, "none"),

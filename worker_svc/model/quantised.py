@@ -1,12 +1,13 @@
 """Quantised weights of a checkpoint: one form for all layouts, read from the tensors that a `scheme` describes.
 
 A weight is `(codes - zeros) * scales`, where a block of outputs and inputs shares a scale and a zero point. A weight
-of a GGUF file has the bytes of the file. If `kernels.linear` or `kernels.gguf` has a matching layout, `StoredWeights`
-packs the codes and scales into it unchanged. All other weights are dequantised.
+of a GGUF file has the bytes of the file, and one in e2m1 those of the checkpoint. If `kernels.linear` or
+`kernels.gguf` has a matching layout, `StoredWeights` packs the codes and scales into it unchanged. All other weights
+are dequantised.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -14,18 +15,21 @@ import torch
 
 from kernels import gguf
 from kernels.linear import INT4_GROUP, PackedLinear, fits_int4, pack_int4, pack_int8
+from kernels.weight_only import Scales, e2m1_values, scale_values
 from shared.config import ConfigError
 from shared.logging import get_logger
 from worker_svc.model.scheme import Layout, Scheme
 
-MAIN_PARTS = ("weight_packed", "qweight")
+MAIN_PARTS = ("weight_packed", "qweight", "blocks")
 """Last parts of the names of tensors that hold the codes of a quantised layer, besides `weight`."""
 SCALES = ("weight_scale", "weight_scale_inv")
-"""Scales that are stored next to a `weight` in int8 or e4m3."""
+"""Scales that are stored next to a `weight` in int8, e4m3 or e2m1."""
 OTHER_PARTS = frozenset(
     {
         *SCALES,
         "weight_zero_point",
+        "weight_global_scale",
+        "weight_scale_2",
         "weight_shape",
         "weight_g_idx",
         "scales",
@@ -35,6 +39,7 @@ OTHER_PARTS = frozenset(
         "input_scale",
         "input_zero_point",
         "input_scale_ub",
+        "input_global_scale",
         "k_scale",
         "v_scale",
         "q_scale",
@@ -127,10 +132,68 @@ class GgufWeight:
         return replace(self, blocks=self.blocks.narrow(dim, begin // size, length // size))
 
 
-StoredWeight = QuantisedWeight | GgufWeight
+@dataclass(frozen=True, slots=True)
+class Fp4Weight:
+    """Weight `[outputs, inputs]` of a linear layer in e2m1, or those of all experts of a mixture.
+
+    The tensors of experts have the expert as additional first dimension.
+    """
+
+    codes: torch.Tensor
+    """`[outputs, inputs / 2]` uint8; the lower half is the first of two inputs."""
+    scales: torch.Tensor
+    """`[outputs, groups]` uint8."""
+    scale_type: Scales
+    """Meaning of the scales: e8m0 or e4m3."""
+    factor: float = 1.0
+    """Factor of all scales."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[outputs, inputs]`; with experts, `[experts, inputs, outputs]`, as an unquantised gpt-oss stores them."""
+        *experts, outputs, half = self.codes.shape
+        return torch.Size((*experts, 2 * half, outputs) if experts else (outputs, 2 * half))
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return 2 * self.codes.shape[-1] // self.scales.shape[-1]
+
+    def unpacked(self) -> torch.Tensor:
+        """Return the codes of a matrix, one per byte, `[outputs, inputs]`."""
+        return torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the weight in float32, in the form of `shape`."""
+        values = e2m1_values(self.unpacked())
+        scales = scale_values(self.scales, self.scale_type).float() * self.factor
+        weights = values * scales.repeat_interleave(self.group, -1)
+        return weights.transpose(1, 2) if weights.dim() == 3 else weights
+
+    def narrow(self, dim: int, begin: int, length: int) -> "Fp4Weight | None":
+        """Return a range of a dimension of `shape`; None if it is no range of whole groups."""
+        outputs_dim = self.codes.dim() - 2
+        if self.codes.dim() == 3:
+            dim = {0: 0, 1: 2, 2: 1}[dim]
+        if dim <= outputs_dim:
+            codes, scales = (x.narrow(dim, begin, length) for x in (self.codes, self.scales))
+            return replace(self, codes=codes, scales=scales)
+        if begin % self.group or length % self.group:
+            return None
+        codes = self.codes.narrow(dim, begin // 2, length // 2)
+        return replace(self, codes=codes, scales=self.scales.narrow(dim, begin // self.group, length // self.group))
+
+    def experts(self) -> "list[Fp4Weight]":
+        """Return the matrix of each expert."""
+        return [
+            replace(self, codes=codes, scales=scales) for codes, scales in zip(self.codes, self.scales, strict=True)
+        ]
 
 
-def read_weight(layer: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
+StoredWeight = QuantisedWeight | GgufWeight | Fp4Weight
+
+
+def read_weight(layer: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
     """Return the weight of a layer.
 
     Args:
@@ -172,8 +235,15 @@ class StoredWeights:
         """Number of weights that match no layout of the kernels."""
 
     def put(self, name: str, rows: torch.Tensor, weight: StoredWeight) -> None:
-        """Store a weight of the checkpoint instead of writing it to `rows`, which are whole rows of a matrix."""
-        self._weights[rows.data_ptr()] = name, weight
+        """Store a weight of the checkpoint instead of writing it to `rows`, which are whole rows of a matrix.
+
+        The weights of experts are stored one by one; their `rows` are `[experts, inputs, outputs]`.
+        """
+        if isinstance(weight, Fp4Weight) and len(weight.shape) == 3:
+            for matrix, expert in zip(rows, weight.experts(), strict=True):
+                self._weights[matrix.data_ptr()] = name, expert
+        else:
+            self._weights[rows.data_ptr()] = name, weight
         self._addresses.clear()
 
     def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear | None:
@@ -251,6 +321,8 @@ def _packed(weights: Sequence[StoredWeight], bias: torch.Tensor | None) -> Packe
     Returns:
         The weights; None if no layout of the kernels holds all parts exactly.
     """
+    if any(isinstance(weight, Fp4Weight) for weight in weights):
+        return None
     of_gguf = [weight for weight in weights if isinstance(weight, GgufWeight)]
     parts = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
     if of_gguf:
@@ -353,7 +425,36 @@ def _awq(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight
     return _consistent(codes, tensors["scales"].t().contiguous(), zeros.short(), scheme, None)
 
 
-_CHECKED = {Layout.PLAIN: _plain, Layout.PACKED: _compressed, Layout.GPTQ: _gptq, Layout.AWQ: _awq}
+def _fp4(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
+    if "weight" in tensors and tensors["weight"].dtype != torch.uint8:
+        return _plain(tensors, scheme)  # a layer in e4m3 among layers in e2m1
+    if "blocks" in tensors:  # [experts, outputs, groups, bytes of a group]
+        codes, scales = tensors["blocks"].flatten(2), tensors["scales"]
+    else:
+        codes = tensors["weight"] if "weight" in tensors else tensors["weight_packed"]
+        scales = tensors["weight_scale"]
+    factor = 1.0
+    if "weight_scale_2" in tensors:
+        factor = float(tensors["weight_scale_2"])
+    elif "weight_global_scale" in tensors:
+        factor = 1 / float(tensors["weight_global_scale"])
+    if codes.dtype != torch.uint8 or scales.dtype not in (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu):
+        raise ValueError(f"codes and scales have the types {codes.dtype} and {scales.dtype}")
+    if scales.shape != (*codes.shape[:-1], 2 * codes.shape[-1] // scheme.group_size):
+        raise ValueError(
+            f"scales {tuple(scales.shape)} do not match codes {tuple(codes.shape)} in groups of {scheme.group_size}"
+        )
+    scale_type = Scales.E4M3 if scales.dtype == torch.float8_e4m3fn else Scales.E8M0
+    return Fp4Weight(codes, scales.view(torch.uint8), scale_type, factor)
+
+
+_CHECKED: dict[Layout, Callable[[Mapping[str, torch.Tensor], Scheme], StoredWeight]] = {
+    Layout.PLAIN: _plain,
+    Layout.PACKED: _compressed,
+    Layout.GPTQ: _gptq,
+    Layout.AWQ: _awq,
+    Layout.FP4: _fp4,
+}
 
 
 def _fields(words: torch.Tensor, bits: int) -> torch.Tensor:

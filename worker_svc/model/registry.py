@@ -51,18 +51,19 @@ def build_model(
         dtype: type of weights and activations.
         device: the device of the model.
         num_positions: length of the longest sequence in tokens.
-        quantization: quantization of the weights: "none", "int8" or "int4".
+        quantization: quantization of the weights: "none", "int8" or "int4"; "fp8" on a GPU.
         group: the ranks that share the model; None if this process has the whole model.
 
     Raises:
         ConfigError: no implementation supports the model, or the weights do not match config.json.
     """
-    if quantization == "fp8":
+    if quantization == "fp8" and not weight_only.is_available(device):
         raise ConfigError(
-            "quantization: fp8 is not available at load, because int8 is faster and more accurate on a CPU and a GPU"
-            " has no products for it; use int8 on a CPU, or none"
+            "quantization: fp8 needs a GPU, because int8 is faster and more accurate on a CPU; use int8 or none"
         )
     decoder = families.own_config(architecture, config)
+    if decoder is not None and families.FAMILIES[decoder.model_type].needs_triton:
+        decoder = decoder if weight_only.is_available(device) else None
     if decoder is None:
         from worker_svc.model import hf
 
@@ -90,7 +91,9 @@ def build_model(
     keeps_codes = weight_only.is_available(device) and (
         quantization != "none" or (not random_weights and is_quantised(folder))
     )
-    cpu_kernels = llama_packed.choose_kernels(decoder, dtype, device, "none" if keeps_codes else quantization)
+    cpu_kernels = None
+    if not families.FAMILIES[decoder.model_type].needs_triton:
+        cpu_kernels = llama_packed.choose_kernels(decoder, dtype, device, "none" if keeps_codes else quantization)
     model = llama.LlamaModel(
         decoder,
         dtype=dtype,

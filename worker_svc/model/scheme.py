@@ -4,7 +4,7 @@ A *scheme* describes the tensors of one quantised linear layer. The names of the
 are quantised, so lists of ignored layers are not needed. `quantised` reads the tensors that a scheme describes.
 
 compressed-tensors has its own library, which is imported only for its checkpoints because the import takes seconds.
-GPTQ, AWQ and the plain FP8 layout have a few fields, which are read here.
+The other methods have a few fields, which are read here.
 """
 
 import json
@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.config import ConfigError
+
+_MODELOPT = "hf_quant_config.json"
+"""File of older versions of NVIDIA's ModelOpt, instead of the field in config.json."""
 
 
 class Layout(Enum):
@@ -29,6 +32,9 @@ class Layout(Enum):
     """`qweight` int32 along the inputs, transposed; `qzeros`, `scales`, `g_idx`."""
     AWQ = "awq"
     """`qweight` int32 along the outputs, transposed and interleaved; `qzeros`, `scales`."""
+    FP4 = "fp4"
+    """Pairs of e2m1 codes in uint8: `weight_packed`, `weight` or `…_blocks`; `weight_scale` or `…_scales`; perhaps
+    `weight_global_scale` (the scales are divided by it) or `weight_scale_2` (they are multiplied with it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +84,10 @@ def read_quantisation(folder: Path) -> Quantisation | None:
     try:
         config = json.loads((folder / "config.json").read_text())
         found = [part.get("quantization_config") for part in (config, config.get("text_config") or {})]
-    except (OSError, ValueError, AttributeError):
+        if not any(found) and (folder / _MODELOPT).is_file():
+            modelopt = json.loads((folder / _MODELOPT).read_text())
+            found = [{"quant_method": "modelopt", **modelopt["quantization"]}]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None  # `read_config` reports this case.
     raw = next((each for each in found if isinstance(each, dict)), None)
     if raw is None:
@@ -88,7 +97,8 @@ def read_quantisation(folder: Path) -> Quantisation | None:
     if reader is None:
         raise ConfigError(
             f"model: the quantisation method {method or '(none)'} of config.json is not supported; use a checkpoint in"
-            " the layout of compressed-tensors, GPTQ, AWQ, FP8 or GGUF, or an unquantised one with --quantization"
+            " the layout of compressed-tensors, GPTQ, AWQ, FP8, MXFP4, ModelOpt or GGUF, or an unquantised one with"
+            " --quantization"
         )
     try:
         return Quantisation(method, reader(raw))
@@ -130,6 +140,9 @@ def _of_arguments(stored: str, weights: Any) -> Scheme:
         return Scheme(layout=Layout.PACKED, bits=bits, group_size=group_size)
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
         return Scheme(layout=Layout.PLAIN, bits=8, group_size=group_size, block=block)
+    if stored in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") and bits == 4 and is_float:
+        size = group_size or (16 if stored.startswith("nvfp4") else 32)
+        return Scheme(layout=Layout.FP4, bits=4, group_size=size)
     raise _unsupported(f"the format {stored} with {bits} bits ({'float' if is_float else 'int'})")
 
 
@@ -167,12 +180,28 @@ def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
     return (("", Scheme(layout=Layout.PLAIN, bits=8, block=block)),)
 
 
+def _mxfp4(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
+    return (("", Scheme(layout=Layout.FP4, bits=4, group_size=32)),)
+
+
+def _modelopt(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
+    algorithm = str(raw["quant_algo"])
+    if algorithm == "NVFP4":
+        return (("", Scheme(layout=Layout.FP4, bits=4, group_size=int(raw.get("group_size") or 16))),)
+    if algorithm == "FP8":
+        return (("", Scheme(layout=Layout.PLAIN, bits=8)),)
+    raise _unsupported(f"the ModelOpt algorithm {algorithm}")
+
+
 _READERS = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
     "fbgemm-fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
+    "modelopt-fp4": _modelopt,
 }
 
 
@@ -199,7 +228,8 @@ def _is_class(target: str) -> bool:
 def _unsupported(what: str) -> ConfigError:
     return ConfigError(
         f"model: quantization_config of config.json has {what}, which is not supported; use int8, 4-bit or e4m3 weights"
-        " in the layout of compressed-tensors, GPTQ, AWQ or FP8, or an unquantised checkpoint with --quantization"
+        " in the layout of compressed-tensors, GPTQ, AWQ, FP8, MXFP4 or ModelOpt, or an unquantised checkpoint"
+        " with --quantization"
     )
 
 

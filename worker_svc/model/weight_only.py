@@ -1,4 +1,4 @@
-"""Quantised weights of a checkpoint in the form of `kernels.weight_only`, for a GPU.
+"""Quantised weights in the forms of `kernels.weight_only` and `kernels.fp8_linear`, for a GPU.
 
 The matrices of a model are allocated on the host and hold nothing where the checkpoint is quantised. `coded` converts
 the codes of one matrix, or quantises the matrix, and moves the result to the device. So the device never holds the
@@ -11,12 +11,12 @@ from itertools import groupby
 
 import torch
 
-from kernels import gguf
+from kernels import fp8_linear, gguf, weight_only
 from kernels._dispatch import architecture, runs_on_triton
-from kernels.fp8_linear import Fp8Weight, fits
-from kernels.weight_only import CHUNK, Kind, WeightOnly, pack_four_bits, quantise_weight
+from kernels.fp8_linear import Fp8Weight
+from kernels.weight_only import UNIT, Kind, Scales, WeightOnly, pack_four_bits, padded_inputs
 from worker_svc.model.llama_layer import Codes
-from worker_svc.model.quantised import GgufWeight, QuantisedWeight, StoredWeight, StoredWeights
+from worker_svc.model.quantised import Fp4Weight, GgufWeight, QuantisedWeight, StoredWeight, StoredWeights
 
 
 def is_available(device: torch.device) -> bool:
@@ -35,15 +35,14 @@ def coded(matrix: torch.Tensor, stored: StoredWeights, quantization: str, device
     Args:
         matrix: on the host; it holds nothing where `stored` has its weights.
         stored: weights of the checkpoint; those of the matrix are removed.
-        quantization: "int8" or "int4" to quantise the matrix, or "none" to use the codes of the checkpoint.
+        quantization: "int8", "int4" or "fp8" to quantise the matrix, or "none" to use the codes of the checkpoint.
         device: where the weights go.
 
     Returns: Weights whose outputs are those of the matrix, in order. Empty if the matrix is not quantised, or no form
         holds it; it then has all of its weights.
     """
     if quantization != "none":
-        kind = Kind.INT4 if quantization == "int4" else Kind.INT8
-        quantised = quantise_weight(matrix.to(device), kind)
+        quantised = _quantised(matrix.to(device), quantization)
         return () if quantised is None else (quantised,)
     parts = stored.take(matrix)
     if not parts:
@@ -58,8 +57,48 @@ def coded(matrix: torch.Tensor, stored: StoredWeights, quantization: str, device
         stored.num_dequantised += len(parts)
         return ()
     stored.num_packed += len(usable)
-    alike = groupby(usable, lambda part: (part.kind, part.group, None if part.zeros is None else part.zeros.dtype))
+    alike = groupby(usable, _form)
     return tuple(_joined(list(each)).to(device) for _, each in alike)
+
+
+def coded_experts(
+    matrices: torch.Tensor, stored: StoredWeights, quantization: str, device: torch.device
+) -> WeightOnly | Fp8Weight | None:
+    """Return one layer of all experts, `[experts, outputs, inputs]`, on the device; arguments as for `coded`.
+
+    Returns: None if the experts are not quantised, or no form holds all of them; the matrices then have all weights.
+    """
+    before = stored.num_packed
+    found = [coded(matrix, stored, quantization, device) for matrix in matrices]
+    alone = [codes[0] for codes in found if len(codes) == 1]
+    in_e4m3 = [each for each in alone if isinstance(each, Fp8Weight)]
+    weight_only_forms = [each for each in alone if isinstance(each, WeightOnly)]
+    if len(weight_only_forms) == len(found) and (whole := weight_only.stack(weight_only_forms)) is not None:
+        return whole
+    if len(in_e4m3) == len(found) and (of_e4m3 := fp8_linear.stack(in_e4m3)) is not None:
+        return of_e4m3
+    if quantization == "none":  # Otherwise the matrices still have their weights.
+        stored.num_dequantised += stored.num_packed - before
+        stored.num_packed = before
+        for matrix, codes in zip(matrices, found, strict=True):
+            if codes:
+                matrix.copy_(torch.cat([_dequantised(each) for each in codes]))
+    return None
+
+
+def _dequantised(weight: WeightOnly | Fp8Weight) -> torch.Tensor:
+    if isinstance(weight, Fp8Weight):
+        return fp8_linear.dequantised(weight)
+    return weight_only.dequantised(weight)
+
+
+def _quantised(matrix: torch.Tensor, quantization: str) -> WeightOnly | Fp8Weight | None:
+    """Quantise a matrix on its device; None if its sizes do not fit."""
+    if quantization != "fp8":
+        return weight_only.quantise_weight(matrix, Kind.INT4 if quantization == "int4" else Kind.INT8)
+    if multiplies_e4m3(matrix.device) and (whole := fp8_linear.quantise_weight(matrix)) is not None:
+        return whole
+    return weight_only.quantise_weight(matrix, Kind.FP8)
 
 
 def _as_fp8(parts: Sequence[StoredWeight]) -> Fp8Weight | None:
@@ -83,7 +122,7 @@ def _as_fp8(parts: Sequence[StoredWeight]) -> Fp8Weight | None:
         return None
     (block,) = blocks
     whole = Fp8Weight(torch.cat(codes), torch.cat(scales).contiguous(), block)
-    return whole if fits(whole.outputs, whole.codes.shape[1], block) else None
+    return whole if fp8_linear.fits(whole.outputs, whole.codes.shape[1], block) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +135,24 @@ class _Coded:
     """`[outputs, inputs]`."""
     scales: torch.Tensor
     """`[outputs, groups]`."""
-    zeros: torch.Tensor | None
+    zeros: torch.Tensor | None = None
     """`[outputs, groups]` uint8 zero points, or float32 offsets that are subtracted from the scaled values."""
+    scale_type: Scales = Scales.FLOAT
+    factor: float | None = None
+    """Factor of all weights."""
 
 
 def _coded(weight: StoredWeight) -> _Coded | None:
     """Return the codes, scales and zero points of a weight; None if the kernels have no form for it."""
-    if weight.shape[1] % CHUNK:
+    if weight.shape[1] % UNIT:
         return None
     if isinstance(weight, GgufWeight):
         return _of_gguf(weight)
+    if isinstance(weight, Fp4Weight):
+        if weight.group not in (16, 32):
+            return None
+        factor = weight.factor if weight.scale_type is Scales.E4M3 else None
+        return _Coded(Kind.FP4, weight.group, weight.unpacked(), weight.scales, None, weight.scale_type, factor)
     return _of_layout(weight)
 
 
@@ -155,16 +202,25 @@ def _of_layout(weight: QuantisedWeight) -> _Coded | None:
     return _Coded(Kind.INT8, wide, weight.codes, scales, None)
 
 
+def _form(part: _Coded) -> tuple[object, ...]:
+    """Return what weights have in common if `_joined` can concatenate them."""
+    zeros = None if part.zeros is None else part.zeros.dtype
+    return part.kind, part.group, zeros, part.scales.dtype, part.scale_type, part.factor is None
+
+
 def _joined(parts: Sequence[_Coded]) -> WeightOnly:
-    """Concatenate the outputs of weights with the same kind and groups."""
+    """Concatenate the outputs of weights with the same form."""
     first = parts[0]
     codes = torch.cat([part.codes for part in parts])
     zeros = [part.zeros for part in parts if part.zeros is not None]
+    factors = [torch.full((len(part.codes),), part.factor) for part in parts if part.factor is not None]
     return WeightOnly(
         first.kind,
         codes.shape[1],
         first.group,
-        pack_four_bits(codes) if first.kind.bits == 4 else codes.contiguous(),
+        pack_four_bits(codes) if first.kind.bits == 4 else padded_inputs(codes).contiguous(),
         torch.cat([part.scales for part in parts]).t().contiguous(),
         torch.cat(zeros).t().contiguous() if zeros else None,
+        first.scale_type,
+        torch.cat(factors) if factors else None,
     )

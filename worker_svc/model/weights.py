@@ -223,7 +223,7 @@ def read_tensors(
             quantised = quantisation is not None and _is_main(layer, part, places)
             if quantisation is not None and part in OTHER_PARTS and not quantised:
                 continue
-            plain = f"{layer}.weight" if quantised else name
+            plain = (layer if part == "blocks" else f"{layer}.weight") if quantised else name
             if other_media:
                 plain = _name_in_text(plain)
             if not plain or (only is not None and plain not in only):
@@ -254,8 +254,11 @@ def _name_in_text(name: str) -> str:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a tensor's name into the layer's name and the part's name."""
-    layer, _, part = name.rpartition(".")
+    """Split a tensor's name into the layer's name and the part's name.
+
+    gpt-oss stores the experts of a layer in `…_blocks` and `…_scales`.
+    """
+    layer, _, part = name.rpartition("_" if name.endswith(("_blocks", "_scales")) else ".")
     return layer, part
 
 
@@ -267,8 +270,9 @@ def _is_main(layer: str, part: str, names: Collection[str]) -> bool:
 def _read_layer(
     layer: str, names: Collection[str], value: Callable[[str], torch.Tensor], quantisation: Quantisation
 ) -> StoredWeight:
-    parts = [part for part in ("weight", *MAIN_PARTS, *OTHER_PARTS) if f"{layer}.{part}" in names]
-    return read_weight(layer, {part: value(f"{layer}.{part}") for part in parts}, quantisation.scheme_of(layer))
+    link = "_" if f"{layer}_blocks" in names else "."
+    parts = [part for part in ("weight", *MAIN_PARTS, *OTHER_PARTS) if f"{layer}{link}{part}" in names]
+    return read_weight(layer, {part: value(f"{layer}{link}{part}") for part in parts}, quantisation.scheme_of(layer))
 
 
 def _is_padding(name: str, tensor: torch.Tensor | StoredWeight) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.activation import silu_mul, silu_mul_reference
+from kernels.activation import ClampedSwiglu, gated, gated_reference, silu_mul, silu_mul_reference
 from kernels.kv_cache import write_kv, write_kv_reference
 from kernels.norm import rms_norm, rms_norm_reference
 from kernels.rotary import apply_rotary, apply_rotary_reference
@@ -91,3 +91,16 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     eps = 4 * torch.finfo(dtype).eps
 
     torch.testing.assert_close(silu_mul(gate_up), silu_mul_reference(gate_up), rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 260), (2, 4098)])
+def test_clamped_swiglu(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Gate and up alternate; values beyond the limit are clamped, and NaN stays."""
+    clamped = ClampedSwiglu(1.702, 2.0)
+    gate_up = (3 * torch.randn(shape)).to(dtype)
+    gate_up[0, 0] = torch.nan
+
+    expected = gated_reference(gate_up, clamped)
+    torch.testing.assert_close(gated(gate_up, clamped), expected, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert bool(expected[0, 0].isnan())

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.experts import mix_experts, mix_experts_reference, sort_pairs
+from kernels import fp8_linear, weight_only
+from kernels.activation import ClampedSwiglu
+from kernels.experts import ExpertLayers, ExpertWeights, mix_experts, mix_experts_reference, sort_pairs
+from kernels.fp8_linear import Fp8Weight
+from kernels.weight_only import Kind, Scales
 from tests.examples import examples
+from tests.kernels.interpreted import test_fp8_linear, test_weight_only
 
 
 @settings(max_examples=examples(12), deadline=None)
@@ -26,12 +32,83 @@ def test_equals_its_reference(data: st.DataObject) -> None:
     gate_up = (torch.randn(num_experts, 2 * intermediate, hidden) * hidden**-0.5).to(dtype)
     down = (torch.randn(num_experts, hidden, intermediate) * intermediate**-0.5).to(dtype)
 
-    ours = mix_experts(x, logits, gate_up, down, top_k=top_k, renormalise=renormalise)
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if data.draw(st.booleans()):
+        biases = torch.randn(num_experts, 2 * intermediate).to(dtype), torch.randn(num_experts, hidden).to(dtype)
+    clamped = data.draw(st.sampled_from([None, ClampedSwiglu(1.7, 1.5)]))
 
-    wide = (tensor.double() for tensor in (x, logits, gate_up, down))
-    expected = mix_experts_reference(*wide, top_k=top_k, renormalise=renormalise)
+    layers = ExpertLayers(gate_up, down, *biases, clamped)
+    ours = mix_experts(x, logits, layers, top_k=top_k, renormalise=renormalise)
+
+    wide = ExpertLayers(gate_up.double(), down.double(), *biases, clamped)
+    expected = mix_experts_reference(x.double(), logits.double(), wide, top_k=top_k, renormalise=renormalise)
     tolerance = 1e-5 if dtype is torch.float32 else 5e-3
     torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+FORMS = {
+    "int4": (Kind.INT4, 64, Scales.FLOAT),
+    "int4 with zero points": (Kind.INT4, 32, Scales.FLOAT),
+    "mxfp4": (Kind.FP4, 32, Scales.E8M0),
+    "nvfp4": (Kind.FP4, 16, Scales.E4M3),
+    "int8": (Kind.INT8, 0, Scales.FLOAT),
+    "fp8, 16-bit activations": (Kind.FP8, 0, Scales.FLOAT),
+}
+
+
+def quantised_experts(form: str, count: int, outputs: int, inputs: int) -> ExpertWeights:
+    """Return random weights of experts in a form."""
+    if form in FORMS:
+        kind, group, scale_type = FORMS[form]
+        drawn = [
+            test_weight_only.drawn(kind, outputs, inputs, group, zeros=form.endswith("points"), scale_type=scale_type)
+            for _ in range(count)
+        ]
+        whole: ExpertWeights | None = weight_only.stack(drawn)
+    else:
+        block = (128, 128) if form == "fp8 in blocks" else (1, inputs)
+        whole = fp8_linear.stack([test_fp8_linear.drawn(outputs, inputs, block) for _ in range(count)])
+    assert whole is not None
+    return whole
+
+
+@pytest.mark.parametrize("form", [*FORMS, "fp8 in blocks", "fp8 by output"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 150])
+def test_quantised_experts_equal_their_reference(form: str, num_tokens: int) -> None:
+    """Each form, for few and many rows per expert, with biases and the clamped activation.
+
+    An activation in the middle between two e4m3 codes may be rounded either way.
+    """
+    torch.manual_seed(0)
+    count, top_k, hidden = 4, 2, 256
+    intermediate = 128 if form.startswith("fp8 ") else 96
+    layers = ExpertLayers(
+        quantised_experts(form, count, 2 * intermediate, hidden),
+        quantised_experts(form, count, hidden, intermediate),
+        torch.randn(count, 2 * intermediate),
+        torch.randn(count, hidden),
+        ClampedSwiglu(1.7, 7.0) if num_tokens == 5 else None,
+    )
+    x, logits = torch.randn(num_tokens, hidden), torch.randn(num_tokens, count)
+
+    ours = mix_experts(x, logits, layers, top_k=top_k, renormalise=True)
+
+    expected = mix_experts_reference(x.double(), logits.double(), layers, top_k=top_k, renormalise=True)
+    error = float((ours.double() - expected).norm() / expected.norm())
+    assert error < (2e-2 if isinstance(layers.gate_up, Fp8Weight) else 1e-5)
+
+
+def test_experts_of_different_forms_are_not_stacked() -> None:
+    """Kinds and groups must be equal."""
+    first = test_weight_only.drawn(Kind.INT4, 16, 128, 64, zeros=False)
+    for other in (
+        test_weight_only.drawn(Kind.INT4, 16, 128, 32, zeros=False),
+        test_weight_only.drawn(Kind.INT4, 16, 128, 64, zeros=True),
+        test_weight_only.drawn(Kind.FP4, 16, 128, 64, zeros=False),
+    ):
+        assert weight_only.stack([first, other]) is None
+    blocks = [test_fp8_linear.drawn(128, 256, block) for block in ((128, 128), (1, 256))]
+    assert fp8_linear.stack(blocks) is None
 
 
 def test_a_token_is_computed_alike_in_every_batch() -> None:
@@ -39,9 +116,10 @@ def test_a_token_is_computed_alike_in_every_batch() -> None:
     torch.manual_seed(0)
     x, logits = torch.randn(30, 32).half(), torch.randn(30, 4)
     gate_up, down = torch.randn(4, 32, 32).half(), torch.randn(4, 32, 16).half()
-    together = mix_experts(x, logits, gate_up, down, top_k=2, renormalise=True)
+    layers = ExpertLayers(gate_up, down)
+    together = mix_experts(x, logits, layers, top_k=2, renormalise=True)
     for keep in (slice(0, 20), slice(7, 29)):
-        part = mix_experts(x[keep], logits[keep], gate_up, down, top_k=2, renormalise=True)
+        part = mix_experts(x[keep], logits[keep], layers, top_k=2, renormalise=True)
 
         assert torch.equal(part, together[keep])
 
