@@ -95,6 +95,19 @@ inline I32 dpbusd(I32 sum, I32 x, I32 y) {
   });
 }
 
+// VPDPWSSD: two signed words of x times two of y, added without saturation.
+inline I32 dpwssd(I32 sum, I32 x, I32 y) {
+  return ints([&](int i) {
+    std::uint32_t total = static_cast<std::uint32_t>(sum.lane[i]);
+    for (int k = 0; k < 2; ++k) {
+      const std::int32_t a = static_cast<std::int16_t>(static_cast<std::uint32_t>(x.lane[i]) >> 16 * k);
+      const std::int32_t b = static_cast<std::int16_t>(static_cast<std::uint32_t>(y.lane[i]) >> 16 * k);
+      total += static_cast<std::uint32_t>(a * b);
+    }
+    return static_cast<std::int32_t>(total);
+  });
+}
+
 // VSCALEFPS: x * 2^floor(n).
 inline float scalef(float x, float n) {
   if (std::isnan(x) || std::isnan(n)) return NAN;
@@ -145,6 +158,39 @@ inline std::uint64_t long_of(const I32& x, int i) {
 // VPUNPCKLQDQ and VPUNPCKHQDQ: of each 128 bits the low (or high) half of x, then of y.
 inline I32 unpack(I32 x, I32 y, int high) {
   return longs([&](int i) { return long_of(i % 2 == 0 ? x : y, i / 2 * 2 + high); });
+}
+
+// VPUNPCKLDQ and VPUNPCKHDQ, and the same for floats: of each 128 bits the low (or high) half, alternately from x and y.
+template <class T>
+T unpack_lanes(T x, T y, int high) {
+  T out;
+  for (int i = 0; i < 16; ++i) out.lane[i] = (i % 2 == 0 ? x : y).lane[i / 4 * 4 + i % 4 / 2 + 2 * high];
+  return out;
+}
+
+// VINSERTI32X4: x with 128 bits replaced. The rest of a register that a cast makes wider holds anything.
+inline I32 insert(I32 x, __m128i y, int place) {
+  std::memcpy(x.lane + 4 * place, &y, sizeof y);
+  return x;
+}
+
+// VPMOVZXBW: 32 unsigned bytes to words.
+inline I32 widened_bytes(__m256i x) {
+  std::uint8_t bytes[32];
+  std::memcpy(bytes, &x, sizeof bytes);
+  std::uint16_t words[32];
+  for (int i = 0; i < 32; ++i) words[i] = bytes[i];
+  return read<I32>(words);
+}
+
+// VPMOVDW: the lower words; VPMOVSDW: the nearest words.
+inline __m256i low_words(I32 x, bool saturates) {
+  std::uint16_t words[16];
+  for (int i = 0; i < 16; ++i) {
+    const std::int32_t lane = x.lane[i];
+    words[i] = static_cast<std::uint16_t>(!saturates ? lane : lane > 32767 ? 32767 : lane < -32768 ? -32768 : lane);
+  }
+  return read<__m256i>(words);
 }
 
 inline HalfBF16 narrow(F32 x) {
@@ -344,3 +390,17 @@ inline __m512i model_widen_unsigned_bytes(__m128i x) {
 #define _mm512_dpbf16_ps(sum, x, y) avx512_model::dpbf16(sum, x, y)
 #define _mm512_dpbusd_epi32(sum, x, y) avx512_model::dpbusd(sum, x, y)
 inline __m512bh model_as_bf16(__m512i x) { return avx512_model::cast<__m512bh>(x); }
+#define _mm512_dpwssd_epi32(sum, x, y) avx512_model::dpwssd(sum, x, y)
+#define _mm512_unpacklo_epi32(x, y) avx512_model::unpack_lanes(x, y, 0)
+#define _mm512_unpackhi_epi32(x, y) avx512_model::unpack_lanes(x, y, 1)
+#define _mm512_unpacklo_ps(x, y) avx512_model::unpack_lanes(x, y, 0)
+#define _mm512_unpackhi_ps(x, y) avx512_model::unpack_lanes(x, y, 1)
+#define _mm512_castsi128_si512(x) avx512_model::insert(_mm512_set1_epi32(0x7fc17fc1), x, 0)
+#undef _mm512_inserti32x4
+#define _mm512_inserti32x4(x, y, place) avx512_model::insert(x, y, place)
+#define _mm512_cvtepu8_epi16(x) avx512_model::widened_bytes(x)
+#define _mm512_cvtepi32_epi16(x) avx512_model::low_words(x, false)
+#define _mm512_cvtsepi32_epi16(x) avx512_model::low_words(x, true)
+// VPERMT2D: lane i of the result is the lane of x, then y, that the lower five bits of index i name.
+#define _mm512_permutex2var_epi32(x, index, y) \
+  avx512_model::ints([&](int i) { return ((index).lane[i] & 16 ? y : x).lane[(index).lane[i] & 15]; })

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.kv_quantised import QUANTISED
+from kernels.kv_quantised import INT4, QUANTISED, parts_of
 from kernels.native.attention import paged_attention_native
-from kernels.native.library import native_levels
+from kernels.native.library import Native, native_levels
 from kernels.paged_attention import paged_attention, paged_attention_reference
 from tests.examples import examples
 from tests.kernels.batches import PagedBatch, as_float64, head_dims, paged_batch
@@ -113,11 +113,12 @@ def test_a_few_tokens_have_the_bits_of_each_alone(data: st.DataObject) -> None:
     kernels = data.draw(st.sampled_from(levels))
     query, k_cache, v_cache, block_tables = batch.tensors[:4]
     finite = tokens
-    if dtype not in QUANTISED and data.draw(st.booleans()):
+    if data.draw(st.booleans()):
         block_size, last = k_cache.shape[2], context - 1
         finite = tokens - 1
         for cache in (k_cache, v_cache):
-            cache[block_tables[0, last // block_size], :, last % block_size] = torch.nan
+            numbers = parts_of(cache)[1] if dtype in QUANTISED else cache
+            numbers[block_tables[0, last // block_size], :, last % block_size] = torch.nan
 
     def attend(first: int, end: int) -> torch.Tensor:
         return paged_attention_native(
@@ -138,6 +139,33 @@ def test_a_few_tokens_have_the_bits_of_each_alone(data: st.DataObject) -> None:
 
     assert torch.equal(together[:finite], torch.cat([attend(i, i + 1) for i in range(finite)]))
     assert together[finite:].isnan().all()
+
+
+@pytest.mark.parametrize("kernels", native_levels(), ids=lambda kernels: kernels.level_name)
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 10.0])
+def test_decode_over_int4_rounds_queries_and_weights_to_sixteen_bits(kernels: Native, sharpness: float) -> None:
+    """The weights of a row may be nearly equal, or one may be many times as large as all others together."""
+    batch = paged_batch([(2500, 1), (700, 5), (1, 1)], num_heads=7, num_kv_heads=1, head_dim=96, dtype=INT4)
+    query = batch.query * sharpness
+    expected = paged_attention_reference(query.double(), *as_float64(batch)[1:], max_query_len=5, scale=0.5)
+
+    got = paged_attention_native(query, *batch.tensors[1:], kernels=kernels, scale=0.5)
+
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize("kernels", native_levels(), ids=lambda kernels: kernels.level_name)
+@pytest.mark.parametrize("part", [0, 1], ids=["scale", "zero"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_with_a_number_of_int4_that_is_not_finite_fails(kernels: Native, part: int, number: float) -> None:
+    """So does no other row, whether the number belongs to a key or to a value."""
+    for cache in (1, 2):
+        batch = paged_batch([(40, 1), (45, 1)], dtype=INT4)
+        parts_of(batch.tensors[cache])[1][batch.block_tables[0, 1], :, 3, :, part] = number
+        out = paged_attention_native(*batch.tensors, kernels=kernels, scale=0.125)
+
+        assert not out[0].isfinite().any()
+        torch.testing.assert_close(out[1].double(), reference(batch)[1], rtol=3e-3, atol=3e-3)
 
 
 def test_soft_cap_squashes_the_logits_before_the_mask() -> None:

@@ -168,6 +168,97 @@ inline void finish_eight(const Partial* sums, float* out) {
   _mm256_storeu_ps(out, _mm256_add_ps(crossed, blended));
 }
 
+// Sixteen lanes of two words, or of one integer.
+struct Words {
+  __m256i a, b;
+};
+
+inline Words no_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Words load_words(const char* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+inline Words set1_words(const int16_t* p) {  // a pair
+  int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
+}
+// Adds the products of pairs of words.
+inline Words dot_words(Words sum, Words x, Words w) {
+  sum = {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, w.a)), _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, w.b))};
+  // Otherwise the compiler adds the products first, and runs out of registers.
+  __asm__("" : "+x"(sum.a), "+x"(sum.b));
+  return sum;
+}
+inline V words_to_float(Words sums) { return {_mm256_cvtepi32_ps(sums.a), _mm256_cvtepi32_ps(sums.b)}; }
+// Rounds 16 floats to words.
+inline void store_words(int16_t* p, V x) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));  // 0-3 8-11 4-7 12-15
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
+}
+// Lanes 0, 2, ... of x and then y, or lanes 1, 3, ...
+inline Words alternate(Words x, Words y, int64_t odd) {
+  const auto half = [odd](__m256i low, __m256i high) {
+    const __m256 first = _mm256_castsi256_ps(low), second = _mm256_castsi256_ps(high);
+    const __m256 taken = odd != 0 ? _mm256_shuffle_ps(first, second, 0xdd) : _mm256_shuffle_ps(first, second, 0x88);
+    return _mm256_permute4x64_epi64(_mm256_castps_si256(taken), 0xd8);
+  };
+  return {half(x.a, x.b), half(y.a, y.b)};
+}
+// Converts pairs of float16.
+inline void widen_pairs(Words pairs, V* first, V* second) {
+  const auto widen = [](__m256i low, __m256i high) {
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+    return V{_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+  };
+  const __m256i low = _mm256_set1_epi32(0xffff);
+  *first = widen(_mm256_and_si256(pairs.a, low), _mm256_and_si256(pairs.b, low));
+  *second = widen(_mm256_srli_epi32(pairs.a, 16), _mm256_srli_epi32(pairs.b, 16));
+}
+// The codes of one group of the keys of 16 tokens, `stride` bytes apart: a token per lane, and two elements per vector.
+// Vector 4 d + j has elements 4 d + j / 2 and 4 d + j / 2 + 2; for an odd j, 16 more.
+inline void load_keys(const char* p, int64_t stride, Words* out) {
+  const __m256i codes = _mm256_set1_epi32(0x000f000f);
+  for (int half = 0; half < 2; ++half, p += 8 * stride) {
+    const auto row = [&](int token) {
+      return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(p + (token + 4) * stride),
+                                 reinterpret_cast<const __m128i*>(p + token * stride));
+    };
+    const __m256i rows[4] = {row(0), row(1), row(2), row(3)};
+    const __m256i low01 = _mm256_unpacklo_epi32(rows[0], rows[1]), high01 = _mm256_unpackhi_epi32(rows[0], rows[1]);
+    const __m256i low23 = _mm256_unpacklo_epi32(rows[2], rows[3]), high23 = _mm256_unpackhi_epi32(rows[2], rows[3]);
+    const __m256i columns[4] = {_mm256_unpacklo_epi64(low01, low23), _mm256_unpackhi_epi64(low01, low23),
+                                _mm256_unpacklo_epi64(high01, high23), _mm256_unpackhi_epi64(high01, high23)};
+    for (int column = 0; column < 4; ++column)
+      for (int i = 0; i < 4; ++i) {
+        Words& to = out[4 * column + i];
+        (half == 0 ? to.a : to.b) = _mm256_and_si256(_mm256_srli_epi32(columns[column], 4 * i), codes);
+      }
+  }
+}
+// The codes of one group of the values of 16 tokens: an element per lane, and two tokens per vector. Vector 2 i has
+// elements 0 .. 15 of tokens 2 i and 2 i + 1, and the next one elements 16 .. 31.
+inline void load_values(const char* p, int64_t stride, Words* out) {
+  const __m256i codes = _mm256_set1_epi16(15);
+  for (int i = 0; i < 8; ++i, p += 2 * stride) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + stride));
+    const __m256i low = _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(x, y)), high = _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(x, y));
+    out[2 * i] = {_mm256_and_si256(low, codes), _mm256_and_si256(high, codes)};
+    out[2 * i + 1] = {_mm256_srli_epi16(low, 4), _mm256_srli_epi16(high, 4)};
+  }
+}
+// The largest lane of each of four vectors.
+inline void largest_of_four(const V* x, float* out) {
+  const auto both = [](V first, V second) {
+    const __m256 eight = _mm256_max_ps(first.a, first.b), others = _mm256_max_ps(second.a, second.b);
+    return _mm256_castps_pd(_mm256_max_ps(_mm256_unpacklo_ps(eight, others), _mm256_unpackhi_ps(eight, others)));
+  };
+  const __m256d low = both(x[0], x[1]), high = both(x[2], x[3]);
+  const __m256 four = _mm256_max_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(low, high)),
+                                    _mm256_castpd_ps(_mm256_unpackhi_pd(low, high)));
+  _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
+}
+
 // Bit mask of the lanes that are not less than those of y (NaN is not less), lane 0 lowest.
 inline uint32_t not_less(V x, V y) {
   const uint32_t low = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLT_UQ)));
@@ -401,6 +492,7 @@ constexpr int kByteOffset = 0;  // added to the weights of Q8_0 before the produ
 // 16 registers: up to 12 of sums, two of weights, one of inputs.
 constexpr bool kFewRegisters = true;
 constexpr int kMaxTileRows = 6;
+constexpr int kGgufTileRows = 4;  // of the types of GGUF
 constexpr int64_t kChunkBytes = 5 << 16;  // for L2 caches of 512 KiB or more
 constexpr int tile_blocks(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 

@@ -141,6 +141,7 @@ struct Float32Step {
 #ifdef QUIRE_AVX512_MODEL  // replacement of the instructions in tests
 inline __m512bh as_bf16(__m512i x) { return model_as_bf16(x); }
 inline __m512i dot_bytes(__m512i sum, __m512i x, __m512i w) { return _mm512_dpbusd_epi32(sum, x, w); }
+inline __m512i dot_words(__m512i sum, __m512i x, __m512i w) { return _mm512_dpwssd_epi32(sum, x, w); }
 #else
 inline __m512bh as_bf16(__m512i x) { return (__m512bh)x; }
 // _mm512_dpbusd_epi32(sum, x, w) as assembly, because GCC 12 keeps the sums of a tile in memory with the intrinsic.
@@ -148,7 +149,84 @@ inline __m512i dot_bytes(__m512i sum, __m512i x, __m512i w) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
   return sum;
 }
+// Adds the products of pairs of words.
+inline __m512i dot_words(__m512i sum, __m512i x, __m512i w) {
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+  return sum;
+}
 #endif
+
+// Sixteen lanes of two words, or of one integer.
+using Words = __m512i;
+
+inline Words no_words() { return _mm512_setzero_si512(); }
+inline Words load_words(const char* p) { return _mm512_castps_si512(load(reinterpret_cast<const float*>(p))); }
+inline Words set1_words(const int16_t* p) {  // a pair
+  int32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return _mm512_set1_epi32(pair);
+}
+inline V words_to_float(Words sums) { return _mm512_cvtepi32_ps(sums); }
+// Rounds 16 floats to words.
+inline void store_words(int16_t* p, V x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+// Lanes 0, 2, ... of x and then y, or lanes 1, 3, ...
+inline Words alternate(Words x, Words y, int64_t odd) {
+  const Words even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  return _mm512_permutex2var_epi32(x, _mm512_add_epi32(even, _mm512_set1_epi32(static_cast<int32_t>(odd))), y);
+}
+// Converts pairs of float16.
+inline void widen_pairs(Words pairs, V* first, V* second) {
+  *first = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
+  *second = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+}
+// The codes of one group of the keys of 16 tokens, `stride` bytes apart: a token per lane, and two elements per vector.
+// Vector 4 d + j has elements 4 d + j / 2 and 4 d + j / 2 + 2; for an odd j, 16 more.
+inline void load_keys(const char* p, int64_t stride, Words* out) {
+  Words rows[4];
+  for (int row = 0; row < 4; ++row) {
+    const auto of_token = [&](int token) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + token * stride));
+    };
+    rows[row] = _mm512_inserti32x4(_mm512_castsi128_si512(of_token(row)), of_token(row + 4), 1);
+    rows[row] = _mm512_inserti32x4(_mm512_inserti32x4(rows[row], of_token(row + 8), 2), of_token(row + 12), 3);
+  }
+  const Words low01 = _mm512_unpacklo_epi32(rows[0], rows[1]), high01 = _mm512_unpackhi_epi32(rows[0], rows[1]);
+  const Words low23 = _mm512_unpacklo_epi32(rows[2], rows[3]), high23 = _mm512_unpackhi_epi32(rows[2], rows[3]);
+  const Words columns[4] = {_mm512_unpacklo_epi64(low01, low23), _mm512_unpackhi_epi64(low01, low23),
+                            _mm512_unpacklo_epi64(high01, high23), _mm512_unpackhi_epi64(high01, high23)};
+  const Words codes = _mm512_set1_epi32(0x000f000f);
+  for (int column = 0; column < 4; ++column) {
+    out[4 * column] = _mm512_and_si512(columns[column], codes);
+    out[4 * column + 1] = _mm512_and_si512(_mm512_srli_epi32(columns[column], 4), codes);
+    out[4 * column + 2] = _mm512_and_si512(_mm512_srli_epi32(columns[column], 8), codes);
+    out[4 * column + 3] = _mm512_and_si512(_mm512_srli_epi32(columns[column], 12), codes);
+  }
+}
+// The codes of one group of the values of 16 tokens: an element per lane, and two tokens per vector. Vector 2 i has
+// elements 0 .. 15 of tokens 2 i and 2 i + 1, and the next one elements 16 .. 31.
+inline void load_values(const char* p, int64_t stride, Words* out) {
+  const Words codes = _mm512_set1_epi32(0x000f000f);
+  for (int i = 0; i < 8; ++i, p += 2 * stride) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + stride));
+    const Words pairs = _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));
+    out[2 * i] = _mm512_and_si512(pairs, codes);
+    out[2 * i + 1] = _mm512_and_si512(_mm512_srli_epi32(pairs, 4), codes);
+  }
+}
+// The largest lane of each of four vectors.
+inline void largest_of_four(const V* x, float* out) {
+  const auto both = [](V first, V second) {
+    return _mm512_max_ps(_mm512_unpacklo_ps(first, second), _mm512_unpackhi_ps(first, second));
+  };
+  const __m512i low = _mm512_castps_si512(both(x[0], x[1])), high = _mm512_castps_si512(both(x[2], x[3]));
+  const V four = _mm512_max_ps(_mm512_castsi512_ps(_mm512_unpacklo_epi64(low, high)),
+                               _mm512_castsi512_ps(_mm512_unpackhi_epi64(low, high)));
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(four), _mm512_extractf32x8_ps(four, 1));
+  _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)));
+}
 
 struct BFloat16Step {
   static constexpr bool kGrouped = false;
@@ -267,6 +345,7 @@ inline void unpack_group(const char* group, char* out) {
 // 32 registers, up to 24 of them for sums. Tasks are multiples of four blocks, and thus also of two.
 constexpr bool kFewRegisters = false;
 constexpr int kMaxTileRows = 12;
+constexpr int kGgufTileRows = 12;  // of the types of GGUF
 constexpr int64_t kChunkBytes = 1 << 19;  // of second-level caches of 1 MiB or more
 constexpr int tile_blocks(int rows) { return rows <= 6 ? 4 : 2; }
 

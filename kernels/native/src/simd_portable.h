@@ -142,6 +142,65 @@ inline void finish_eight(const Partial* sums, float* out) {
   for (int i = 0; i < 8; ++i) out[i] = sum(sums[i]);
 }
 
+struct Words {
+  union Lane {
+    int16_t pair[2];
+    int32_t sum;
+  } lane[16];
+};
+
+inline Words no_words() { return Words{}; }
+inline Words load_words(const char* p) {
+  Words words;
+  std::memcpy(&words, p, sizeof words);
+  return words;
+}
+inline Words set1_words(const int16_t* p) {
+  Words words;
+  for (Words::Lane& lane : words.lane) std::memcpy(&lane, p, sizeof lane);
+  return words;
+}
+inline Words dot_words(Words sum, Words x, Words w) {
+  for (int i = 0; i < 16; ++i)
+    for (int k = 0; k < 2; ++k) sum.lane[i].sum += x.lane[i].pair[k] * w.lane[i].pair[k];
+  return sum;
+}
+inline V words_to_float(Words sums) { return each([&](int i) { return static_cast<float>(sums.lane[i].sum); }); }
+inline void store_words(int16_t* p, V x) {
+  for (int i = 0; i < 16; ++i) p[i] = x.lane[i] == x.lane[i] ? static_cast<int16_t>(std::nearbyintf(x.lane[i])) : 0;
+}
+inline Words alternate(Words x, Words y, int64_t odd) {
+  Words words;
+  for (int i = 0; i < 16; ++i) words.lane[i] = (i < 8 ? x : y).lane[i % 8 * 2 + odd];
+  return words;
+}
+inline void widen_pairs(Words pairs, V* first, V* second) {
+  *first = each([&](int i) { return from_half(static_cast<uint16_t>(pairs.lane[i].pair[0])); });
+  *second = each([&](int i) { return from_half(static_cast<uint16_t>(pairs.lane[i].pair[1])); });
+}
+// Code of element 0 .. 31 of a group.
+inline int16_t code_of(const char* group, int element) {
+  return static_cast<int16_t>(static_cast<uint8_t>(group[element % 16]) >> element / 16 * 4 & 15);
+}
+inline void load_keys(const char* p, int64_t stride, Words* out) {
+  for (int i = 0; i < 16; ++i)
+    for (int token = 0; token < 16; ++token)
+      for (int k = 0; k < 2; ++k)
+        out[i].lane[token].pair[k] = code_of(p + token * stride, i % 2 * 16 + i / 4 * 4 + i % 4 / 2 + 2 * k);
+}
+inline void load_values(const char* p, int64_t stride, Words* out) {
+  for (int i = 0; i < 16; ++i)
+    for (int element = 0; element < 16; ++element)
+      for (int k = 0; k < 2; ++k)
+        out[i].lane[element].pair[k] = code_of(p + (i / 2 * 2 + k) * stride, i % 2 * 16 + element);
+}
+inline void largest_of_four(const V* x, float* out) {
+  for (int i = 0; i < 4; ++i) {
+    out[i] = x[i].lane[0];
+    for (float lane : x[i].lane) out[i] = lane > out[i] ? lane : out[i];
+  }
+}
+
 inline uint32_t not_less(V x, V y) {
   uint32_t lanes = 0;
   for (int i = 0; i < 16; ++i) lanes |= static_cast<uint32_t>(!(x.lane[i] < y.lane[i])) << i;
@@ -315,6 +374,7 @@ constexpr int kByteOffset = 0;  // added to the weights of Q8_0 before the produ
 // Small tiles of every shape, so that tests cover all paths and compilation is fast.
 constexpr bool kFewRegisters = false;
 constexpr int kMaxTileRows = 3;
+constexpr int kGgufTileRows = 3;  // of the types of GGUF
 constexpr int64_t kChunkBytes = 1 << 18;  // of second-level caches of any size
 constexpr int tile_blocks(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : 2; }
 
