@@ -61,6 +61,8 @@ class Oracle:
     """A checkpoint in `transformers`, in float32; `kv` is the KV cache type: "auto", "int8", "fp8" or "int4"."""
 
     def __init__(self, checkpoint: Path, *, kv: str = "auto", tie: float = NEAR_TIE) -> None:
+        # A small model gains nothing from a second thread, and on busy cores each barrier waits for it.
+        torch.set_num_threads(1)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=torch.float32,

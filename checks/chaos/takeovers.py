@@ -37,6 +37,8 @@ from quire_server.cli.keys import create
 AWAY_S = 6.0
 """Time for which a stopped scheduler is stopped and a cut network is cut, seconds."""
 _NETWORK = "10.94.0"
+_NAMES = "/run/netns"
+"""Folder in which `ip netns` stores namespaces."""
 _INSIDE = "QUIRE_TAKEOVERS_INSIDE"
 """Variable that is set inside the namespaces of this campaign."""
 
@@ -209,6 +211,9 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
 
 def _machines(campaign: Campaign, folder: Path, stack: contextlib.ExitStack) -> list[Machine]:
     """Start etcd and two machines with a scheduler each."""
+    # The names of network namespaces are files, which end with this mount namespace.
+    os.makedirs(_NAMES, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "quire-netns", _NAMES], check=True)
     _ip("link add quire type bridge")
     _ip(f"addr add {_NETWORK}.1/24 dev quire")
     for link in ("quire", "lo"):
