@@ -165,13 +165,15 @@ class PromptsAreShared(Promise):
         if not len(plan.chunk_rows) or self._suspects.may_try_alone:
             return  # While a suspect request runs alone, all others wait.
         order, prompts = self._order, self._order.prompts(plan, epoch)
+        # Copies of cached blocks to the device take a part of the budget, for requests at any place in the order.
+        budget = most_tokens_of(self, epoch.model) - plan.num_decodes if plan.swap_ins else None
         for prompt in prompts:
             if self._has_all(prompt):
                 continue
             if prompt.is_new and len(self.cluster.sites) > 1:
                 continue  # Requests that are assigned to the worker are admitted first or last.
             behind = [each for each in prompts if each.chunk and order.is_admitted_later(each, prompt)]
-            if not order.keeps_share(behind, prompts, epoch):
+            if not order.keeps_share(behind, prompts, epoch, budget):
                 what = f"{prompt.rest - prompt.chunk} tokens of row {prompt.row.index} wait for later prompts"
                 raise ViolationError("order.prompts", what, prompt.row.name)
             if prompt.is_new:

@@ -69,6 +69,8 @@ class WorkConservation(Promise):
             self._chances.pop(epoch, None)
         elif (epoch.model.break_even_context or self.config.itl_target_s) and len(plan.chunk_rows):
             self._chances.pop(epoch, None)  # Attention or the step target may have used up the budget.
+        elif plan.swap_ins:
+            self._chances.pop(epoch, None)  # The first request's prefix is copied to the device; no other overtakes it.
         else:
             self._look(epoch, len(plan.admissions))
 

@@ -355,8 +355,10 @@ class Planner:
         while left > 0:
             rest = self._chunks.rest(longest_first[-1]) if longest_first else None
             if admission is not None:
+                before = self._chunks.budget
                 admitted = admission.next_short(rest)
-                cost = 0 if admitted is None else self._admitted(*admitted, most=left)
+                left -= before - self._chunks.budget  # What its copies to the device take.
+                cost = 0 if admitted is None else self._admitted(*admitted, most=max(1, left))
                 if cost:
                     left -= cost
                     continue
