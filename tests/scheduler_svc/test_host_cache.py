@@ -14,6 +14,7 @@ from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.planning.steady import plan_steady
 from scheduler_svc.core.workers.copy_cost import CopyCost
+from scheduler_svc.core.workers.cost_model import CostModel
 from shared.prefix_keys import KEY_BYTES, BlockKey
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
@@ -320,6 +321,25 @@ def test_a_long_prefix_is_copied_by_several_plans() -> None:
     assert first_admissions[-1] >= 1, "the last copies and the admission are in one plan"
     assert not any(first_admissions[:-1]), "another request overtook the copies"
     assert third.tokens == expected_output([5, 6], 5, set())
+
+
+def test_copies_for_a_short_prompt_leave_a_long_one_its_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step copies for the shortest prompt belongs to the short part, so the first prompt keeps its half."""
+    cluster = _cluster(policy="priority")
+    _serve(cluster, 1, _prompt(1, 16))
+    _fill(cluster, 10)
+    monkeypatch.setattr(CostModel, "block_copy_tokens", property(lambda _self: 1.0))
+    cluster.submit(2, [5] * 100, 5, priority=1)
+    cluster.plan_for(b"w/1", 1)
+    row = cluster.plans[-1].chunk_rows.item(0)
+    cluster.submit(3, [*_prompt(1, 16), *[7] * 20], 5)
+    cluster.plan_for(b"w/1", 1)
+
+    plan = cluster.plans[-1]
+    assert sum(len(copy.targets) for copy in plan.swap_ins) == 4
+    chunks = dict(zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True))
+    assert len(chunks) == 2
+    assert chunks[row] >= 16 // 2
 
 
 def test_slow_copies_are_not_made() -> None:
