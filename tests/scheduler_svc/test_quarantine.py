@@ -5,7 +5,8 @@ from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.workers.quarantine import FATAL_ALONE, FATAL_STEPS, PROVEN_BY, Quarantine
-from tests.scheduler_svc.cluster import Cluster
+from shared.frames import TOKEN_BYTES
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.requests import make_request
 
 POISON = 666
@@ -138,6 +139,39 @@ def test_a_suspect_that_survives_alone_is_cleared() -> None:
     assert max(sizes) == 3
     for reader in readers:
         assert reader.tokens == expected_output(reader.prompt, 30, set())
+
+
+def test_a_suspect_whose_reader_pauses_runs_alone_when_it_goes_on() -> None:
+    """Two suspects lack credit in turn. The one that gets credit while the other runs alone has its step alone, too."""
+    ward = Ward()
+    cluster = ward.cluster
+    for stream in (1, 2):
+        cluster.submit(stream, [stream, 5, 6], 9, credit=TOKEN_BYTES)
+    for _ in range(FATAL_STEPS):
+        cluster.plan()
+        ward.lose()
+    (peer,) = cluster.core.workers()
+    worker = cluster.workers[peer]
+    sizes: list[int] = []
+
+    def step() -> None:
+        plan = cluster._plan_when_due(peer)
+        assert plan is not None
+        cluster.answers[peer].append(worker.execute(plan))
+        sizes.append(len(worker.step_rows))
+
+    step()  # The first suspect's prompt. Its reader then takes no more.
+    cluster.answer()
+    step()  # The second suspect's prompt, while the first reader takes more and an innocent request arrives.
+    cluster.handle(ev.CreditGranted(frontend=FRONTEND, stream=1, credit=9 * TOKEN_BYTES))
+    cluster.submit(3, [9, 9, 9], 2)
+    cluster.answer()
+    step()
+    assert sizes == [1, 1, 1]
+    cluster.handle(ev.CreditGranted(frontend=FRONTEND, stream=2, credit=9 * TOKEN_BYTES))
+    ward.run()
+
+    assert _ends(cluster) == dict.fromkeys((1, 2, 3), ef.EndReason.LENGTH)
 
 
 def test_one_death_alone_condemns_nobody() -> None:

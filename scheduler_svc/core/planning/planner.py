@@ -185,14 +185,11 @@ class Planner:
         alone = np.array([row], np.intp)
         if worker.speculation.max_drafts:
             self._draft_limits = alone, np.zeros(1, np.int32)
-        if rows.length[row] < rows.allowed[row] and rows.length[row] > rows.capacity[row] and self._pool.num_available:
+        if rows.length[row] > rows.capacity[row] and self._pool.num_available:
             self._allocation.append(alone)
-        if rows.length[row] < rows.allowed[row] and rows.length[row] <= rows.capacity[row]:
+        if rows.length[row] <= rows.capacity[row]:
             return alone
-        if rows.length[row] >= rows.allowed[row]:
-            worker.suspend_trial()
-        else:
-            worker.end_trial()
+        worker.end_trial()
         return NO_INDICES
 
     def _schedule_decodes(self) -> IndexArray:

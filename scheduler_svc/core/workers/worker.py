@@ -518,30 +518,39 @@ class Worker:
         return self.in_flight[0].solo if len(self.in_flight) == 1 else None
 
     def judge(self) -> None:
-        """End the trial of a suspect request that has passed or left its row.
+        """End the trial of a suspect request that has passed or left its row, and suspend one without credit.
 
-        If no trial runs, first resume a suspended trial that has credit again.
+        If no trial runs then, resume a suspended one that has credit again. A suspect with credit thus never runs with
+        others.
         """
         rows = self.rows
+        self._end_if_decided()
+        row = -1 if self.trial is None or self.in_flight else self.trial.row
+        if row >= 0 and rows.state[row] == DECODE and rows.length[row] >= rows.allowed[row]:
+            self.suspend_trial()
         if self.trial is None and self.suspended_trials:
             self.suspended_trials = [trial for trial in self.suspended_trials if self._is_present(trial)]
             with_credit = (each for each in self.suspended_trials if rows.length[each.row] < rows.allowed[each.row])
             self.trial = next(with_credit, None)
             if self.trial is not None:
                 self.suspended_trials.remove(self.trial)
-        trial = self.trial
-        if trial is None:
-            return
-        if not self._is_present(trial):
-            self.trial = None
-        elif rows.num_generated(trial.row) - trial.request.faults.fatal_at >= PROBATION:
-            self.end_trial()
+                self._end_if_decided()
 
     def suspend_trial(self) -> None:
         """Suspend the trial until the suspect has credit again, because a row without credit computes nothing."""
         assert self.trial is not None
         self.suspended_trials.append(self.trial)
         self.trial = None
+
+    def _end_if_decided(self) -> None:
+        """End the trial if its request has passed or left its row."""
+        trial = self.trial
+        if trial is None:
+            return
+        if not self._is_present(trial):
+            self.trial = None
+        elif self.rows.num_generated(trial.row) - trial.request.faults.fatal_at >= PROBATION:
+            self.end_trial()
 
     def _is_present(self, trial: Trial) -> bool:
         """Return whether the suspect still has its row."""
