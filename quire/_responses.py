@@ -122,7 +122,9 @@ def read_embeddings(response: pb.EmbedResponse) -> Embeddings:
 
 
 def _read_usage(usage: pb.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens, usage.preemptions)
+    return Usage(
+        usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens, usage.preemptions, usage.energy_j
+    )
 
 
 def read_tokenized(response: pb.TokenizeResponse) -> Tokenized:

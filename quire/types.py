@@ -236,6 +236,8 @@ class Usage:
     cached_prompt_tokens: int
     preemptions: int
     """Number of times that the request was preempted, because of memory or a lost worker, and later continued."""
+    energy_j: float = 0.0
+    """Energy that the request's share of its steps used, joules; 0 if the server does not measure energy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1154,6 +1154,7 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    ENERGY_J_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt, counted once."""
     completion_tokens: _builtins.int
@@ -1162,6 +1163,8 @@ class Usage(_message.Message):
     """Prompt tokens whose KV was found in the prefix cache."""
     preemptions: _builtins.int
     """Number of times that the request was preempted, or moved because its worker was lost."""
+    energy_j: _builtins.float
+    """Energy that the request's share of its steps used, joules. 0: not known."""
     def __init__(
         self,
         *,
@@ -1169,10 +1172,11 @@ class Usage(_message.Message):
         completion_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        energy_j: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "energy_j", b"energy_j", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -344,6 +344,7 @@ class Choices:
         usage.completion_tokens = sum(choice.completion_tokens for choice in ended)
         usage.cached_prompt_tokens = ends[0].cached_prompt_tokens
         usage.preemptions = sum(end.preemptions for end in ends)
+        usage.energy_j = sum(end.energy_j for end in ends)
         finished.timings.queued.FromNanoseconds(ends[0].queued_ns)
         firsts = [watch.first for watch in self.watches if watch.first]
         if firsts:

@@ -58,6 +58,7 @@ class Embedded:
     prompt_tokens: int
     cached_prompt_tokens: int
     preemptions: int
+    energy_j: float
 
 
 class Embedder:
@@ -79,6 +80,7 @@ class Embedder:
         response.usage.prompt_tokens = embedded.prompt_tokens
         response.usage.cached_prompt_tokens = embedded.cached_prompt_tokens
         response.usage.preemptions = embedded.preemptions
+        response.usage.energy_j = embedded.energy_j
 
         def fill() -> Iterator[None]:
             for vector in embedded.vectors:
@@ -123,6 +125,7 @@ class Embedder:
                 prompt_tokens=num_tokens,
                 cached_prompt_tokens=sum(end.cached_prompt_tokens for end in ends),
                 preemptions=sum(end.preemptions for end in ends),
+                energy_j=sum(end.energy_j for end in ends),
             )
 
     async def _encode(self, request: v1.EmbedRequest, model: link_pb2.ServedModel) -> list[Sequence[int]]:

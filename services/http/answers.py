@@ -30,6 +30,8 @@ class UsageAnswer(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: NotRequired[dict[str, int]]
+    energy_j: NotRequired[float]
+    """Joules; absent if the service does not measure energy."""
 
 
 @dataclass(slots=True)
@@ -40,6 +42,8 @@ class PromptUsage:
     completion_tokens: int = 0
     cached_tokens: int | None = None
     """Prompt tokens read from the prefix cache; None while any choice of the prompt is running."""
+    energy_j: float = 0.0
+    """Energy of the prompt with its choices, J; 0 if not known."""
 
 
 @dataclass(slots=True)
@@ -116,7 +120,7 @@ class Answer:
                 finished = response.finished
                 usage = finished.usage
                 self._usage[prompt] = PromptUsage(
-                    usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens
+                    usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens, usage.energy_j
                 )
                 yield from self._end(prompt, 0, finished)
 
@@ -140,6 +144,8 @@ class Answer:
         cached = [each.cached_tokens for each in self._usage if each.cached_tokens is not None]
         if len(cached) == len(self._usage):
             usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+        if energy := sum(each.energy_j for each in self._usage):
+            usage["energy_j"] = energy
         return usage
 
     def last(self) -> list[Json]:

@@ -44,6 +44,7 @@ _USAGE = _object(
         "completion_tokens": _INT,
         "total_tokens": _INT,
         "prompt_tokens_details": _object({"cached_tokens": _INT}),
+        "energy_j": {"type": "number"},
     }
 )
 _PROMPT_USAGE = _object(

@@ -48,16 +48,20 @@ def _explained_energy_j(target: str, request_id: str) -> float:
 
 
 def test_requests_have_their_energy_everywhere(powercap: Path) -> None:
-    """The tenant's counter and `quire explain` agree, and the worker's counter covers them."""
+    """Usage, the tenant's counter and `quire explain` agree, and the worker's counter covers them."""
     with serve("demo", environ={"QUIRE_POWERCAP": str(powercap)}) as served, Client(served.grpc) as client:
-        for number in range(3):
+        usages = [
             client.generate(
                 "One",
                 max_tokens=300,
                 ignore_eos=True,
                 request_id=f"r{number}",
                 scheduling=SchedulingOptions(tenant="a"),
-            ).result()
+            )
+            .result()
+            .finished.usage
+            for number in range(3)
+        ]
         served.wait_until_empty()
 
         used = served.metric("quire_tenant_energy_joules_total", tenant="a")
@@ -67,6 +71,7 @@ def test_requests_have_their_energy_everywhere(powercap: Path) -> None:
         explained = [_explained_energy_j(served.grpc, f"r{number}") for number in range(3)]
         assert min(explained) > 0
         assert sum(explained) == pytest.approx(used, rel=1e-5)
+        assert [usage.energy_j for usage in usages] == pytest.approx(explained, rel=1e-5)
         assert served.count_logged("energy is not measured") == 0
 
 

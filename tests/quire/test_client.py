@@ -37,7 +37,7 @@ def test_generate_yields_deltas_and_then_tells_how_it_ended(server: ScriptedServ
         finished(
             pb.FINISH_REASON_STOP,
             stop_token_id=2,
-            usage=pb.Usage(prompt_tokens=3, completion_tokens=4, cached_prompt_tokens=1, preemptions=2),
+            usage=pb.Usage(prompt_tokens=3, completion_tokens=4, cached_prompt_tokens=1, preemptions=2, energy_j=0.5),
             timings=pb.Timings(
                 queued=Duration(nanos=500_000_000),
                 first_token=Duration(seconds=1),
@@ -57,7 +57,7 @@ def test_generate_yields_deltas_and_then_tells_how_it_ended(server: ScriptedServ
     assert generation.finished.reason is FinishReason.STOP
     assert generation.finished.stop_token_id == 2
     assert generation.finished.stop_string is None
-    assert generation.finished.usage == Usage(3, 4, 1, 2)
+    assert generation.finished.usage == Usage(3, 4, 1, 2, 0.5)
     assert generation.finished.timings == Timings(0.5, 1.0, 2.25)
     assert (generation.finished.request_id, generation.finished.model) == ("r1", "demo")
 

@@ -42,6 +42,19 @@ def test_an_output_becomes_a_message(cut: int) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("energy_j", [0.0, 1.5])
+def test_usage_has_the_energy_of_all_prompts_if_it_is_known(energy_j: float) -> None:
+    """Without measured energy, the field is missing."""
+    answer = WholeAnswer(chat=False, id="id", model="m", n=1, prompts=2)
+    for prompt in range(2):
+        answer.begin_prompt(prompt, [1, 2, 3])
+        usage = v1.Usage(prompt_tokens=3, completion_tokens=1, energy_j=energy_j)
+        response = v1.GenerateResponse(finished=v1.Finished(reason=v1.FINISH_REASON_STOP, usage=usage))
+        answer.events(prompt, response)
+
+    assert answer.whole()["usage"].get("energy_j") == (2 * energy_j or None)
+
+
 def test_an_output_may_begin_within_reasoning() -> None:
     """The closing marker alone ends the reasoning when the prompt has opened it."""
     message = read_hermes("hm</think>Yes.", 4, reason=v1.FINISH_REASON_STOP, reasons=True)["message"]
