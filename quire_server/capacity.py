@@ -7,7 +7,7 @@ sizes come from config.json (Llama family and its mixtures of experts), or from 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from quire_server.gguf_header import GgufTensor
 from shared.config import ConfigError
@@ -522,6 +522,20 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
     return Memory(weights=weights, step=step, state=state, kv=kv, num_blocks=num_blocks)
 
 
+class Agent(NamedTuple):
+    """The shape of an agent's session."""
+
+    turns: int
+    first_prompt: int
+    """Prompt tokens of the first turn."""
+    growth: int
+    """Tokens that a turn adds to the sequence: its output, and the result of the tool."""
+
+    def tokens(self, turn: int) -> int:
+        """Return the length of the sequence when a turn ends and its tool has run; 0 is the first turn."""
+        return self.first_prompt + (turn + 1) * self.growth
+
+
 def concurrency(
     memory: Memory, sizes: ModelSizes, serving: Serving, *, context: int, output: int, shared_prefix: int
 ) -> Concurrency:
@@ -567,3 +581,22 @@ def concurrency(
         average=requests(blocks(context - output + -(-output // 2))),
         reserved=reserved,
     )
+
+
+def num_sessions(num_blocks: int, block_size: int, agent: Agent, shared_prefix: int) -> int:
+    """Return how many sessions of agents fit at a time if each may be in any of its turns.
+
+    Args:
+        num_blocks: blocks of all tiers.
+        block_size: tokens per block.
+        agent: the shape of a session.
+        shared_prefix: number of leading tokens that all sessions share. Only full blocks are shared.
+
+    Raises:
+        ConfigError: the shared prefix is longer than the first prompt.
+    """
+    if shared_prefix > agent.first_prompt:
+        raise ConfigError(f"--shared-prefix: {shared_prefix} exceeds the agents' first prompt of {agent.first_prompt}")
+    shared = shared_prefix // block_size
+    own = sum(-(-agent.tokens(turn) // block_size) - shared for turn in range(agent.turns))
+    return max(0, num_blocks - shared) * agent.turns // max(1, own)

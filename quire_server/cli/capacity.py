@@ -19,7 +19,7 @@ from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
 
 if TYPE_CHECKING:
-    from quire_server.capacity import Concurrency, Memory, ModelSizes, Serving
+    from quire_server.capacity import Agent, Concurrency, Memory, ModelSizes, Serving
     from quire_server.gguf_header import GgufTensor
 
 EXAMPLES = """
@@ -27,6 +27,7 @@ EXAMPLES = """
   quire capacity --model config.json --gpu-memory 24GB --context 4096 --output 512 --shared-prefix 1000
   quire capacity --params layers=80,kv_heads=8,head_dim=128,parameters=70.6e9 --gpu-memory 80GB --tensor-parallel-size 4
   quire capacity --model demo --kv-cache-memory 512MiB --json capacity.json
+  quire capacity --model ~/models/my-model --gpu-memory 80GB --host-cache 128GiB --agents 12,4096,512
 """
 
 
@@ -51,6 +52,7 @@ def configure(parser: OneLineParser) -> None:
         metavar="N",
         help="tokens in a prefix shared by all prompts (default: 0)",
     )
+    add("--agents", metavar="TURNS,FIRST,GROWTH", help="sessions: turns, tokens of the first prompt, tokens per turn")
     add("--dtype", type=lambda word: DTYPE_ALIASES.get(word, word), choices=("auto", "float32", "bfloat16", "float16"),
         default="auto", help="type of weights and KV (default: as in config.json)")  # fmt: skip
     add("--quantization", choices=("none", "int8", "int4", "fp8"), default="none", help="weights")
@@ -71,6 +73,7 @@ def run(options: Namespace) -> int:
         fit,
         kv_bytes,
         kv_formula,
+        num_sessions,
         step_bytes,
         weights_bytes,
         with_states,
@@ -123,6 +126,11 @@ def run(options: Namespace) -> int:
     memory = fit(usable, sizes, serving, weights=own, step=step)
     bytes_per_block = kv_bytes(sizes, serving.kv_type) * serving.block_size // serving.tensor_parallel_size
     host_tokens = parse_bytes(options.host_cache) // max(1, bytes_per_block) * serving.block_size
+    agent = _agent(options.agents)
+    sessions = None
+    if agent is not None:
+        tiers = (memory.num_blocks, memory.num_blocks + host_tokens // serving.block_size)
+        sessions = [num_sessions(blocks, serving.block_size, agent, options.shared_prefix) for blocks in tiers]
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
         for context in _contexts(options, longest)
@@ -137,9 +145,13 @@ def run(options: Namespace) -> int:
         "max_concurrent": {str(row.context): row.complete for row in rows},
         "lengths": [dataclasses.asdict(row) for row in rows],
     }
+    if sessions is not None:
+        result["sessions"] = {"device": sessions[0], "with_host": sessions[1]}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     print(_page(sizes, serving, memory, rows, options, host_tokens))
+    if sessions is not None and agent is not None:
+        print(_sessions_text(agent, *sessions))
     return 0
 
 
@@ -202,6 +214,26 @@ def _contexts(options: Namespace, longest: int) -> list[int]:
         return [int(word) for word in options.context.split(",")]
     except ValueError:
         raise CommandError(f"--context: {options.context!r} is not a list of numbers; write 2048,4096") from None
+
+
+def _agent(text: str | None) -> "Agent | None":
+    from quire_server.capacity import Agent
+
+    if text is None:
+        return None
+    try:
+        agent = Agent._make(int(word) for word in text.split(","))
+    except (ValueError, TypeError):
+        agent = Agent(0, 0, 0)
+    if min(agent) < 1:
+        raise CommandError(f"--agents: {text!r} is not three numbers above 0; write for example 12,4096,512")
+    return agent
+
+
+def _sessions_text(agent: "Agent", on_device: int, with_host: int) -> str:
+    turns = f"Agents with {agent.turns} turns, from {agent.first_prompt:,} to {agent.tokens(agent.turns - 1):,} tokens"
+    host = f", {with_host:,} with host memory" if with_host > on_device else ""
+    return f"\n{turns}: {on_device:,} sessions at a time keep their KV{host}."
 
 
 def _page(

@@ -147,3 +147,18 @@ def test_no_torch_is_imported() -> None:
     )
 
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_sessions_of_agents_fit_in_both_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sessions of two turns with 8 and 12 own blocks take 10 on average, and host memory holds more of them."""
+    size = 16 * 2 * 2 * 2 * 64 * 2
+    flags = [
+        "--params=layers=2,kv_heads=2,head_dim=64,parameters=1e6", f"--kv-cache-memory={104 * size}",
+        f"--host-cache={50 * size}", "--shared-prefix=64", "--agents=2,128,64", "--dtype=bfloat16", "--context=512",
+    ]  # fmt: skip
+    out = tmp_path / "capacity.json"
+    assert main(["capacity", *flags, "--json", str(out)]) == 0
+
+    assert json.loads(out.read_text())["sessions"] == {"device": 10, "with_host": 15}
+    assert "10 sessions at a time keep their KV, 15 with host memory" in capsys.readouterr().out
+    assert main(["capacity", *flags[:-3], "--agents=2,128"]) != 0
